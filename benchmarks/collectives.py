@@ -1,8 +1,10 @@
-"""Collectives and bytes that a corrected step exchanges, by group; counted on real ranks and projected to many.
+"""Collectives and bytes that a corrected step exchanges, by group; counted on real ranks and
+projected to many.
 
 python benchmarks/collectives.py [--latency-us 10] [--bandwidth-gb-s 25]
 
-S sequences and T tokens of a replica, M microbatches, cp context-parallel ranks, P packed values of the metrics.
+S sequences and T tokens of a replica, M microbatches, cp context-parallel ranks, P packed
+values of the metrics.
 """
 
 import argparse
@@ -26,13 +28,17 @@ from tools.cpu import environment
 WORKER = Path(__file__).with_name("collectives_worker.py")
 GROUPS = ("tp", "cp", "dp_cp", "tp_cp", "pp", "world")
 PURPOSES = {
-    "all_reduce_done": "did a replica fail", "_all_reduce_failed": "samples that failed",
+    "all_reduce_done": "did a replica fail",
+    "_all_reduce_failed": "samples that failed",
     "_broadcast_from_first": "the batch",
-    "forward": "log-probs of labels", "all_reduce_sums": "sums over sequences",
-    "_all_reduce_batch_totals": "counts of the batch", "all_reduce_second_moment_mask": "M2PO's histogram",
+    "forward": "log-probs of labels",
+    "all_reduce_sums": "sums over sequences",
+    "_all_reduce_batch_totals": "counts of the batch",
+    "all_reduce_second_moment_mask": "M2PO's histogram",
     "gspo": "GSPO's ratios",
-    "broadcast_found": "may the step update", "all_reduce_metrics": "metrics",
-}  # fmt: skip
+    "broadcast_found": "may the step update",
+    "all_reduce_metrics": "metrics",
+}
 """By the function that asks; one that is not here ends the run."""
 SHOWN = ("tp 2, cp 2", "cp 2, dp 2", "dp 4")
 """Layouts whose counts are printed; the laws are of all."""
@@ -41,7 +47,7 @@ JOBS = {
     "tp 8, pp 8, cp 1, dp 256": {"tp": 8, "pp": 8, "cp": 1, "dp": 256},
     "tp 8, pp 1, cp 1, dp 2048": {"tp": 8, "pp": 1, "cp": 1, "dp": 2048},
     "tp 1, pp 1, cp 1, dp 16384": {"tp": 1, "pp": 1, "cp": 1, "dp": 16384},
-}  # fmt: skip
+}
 SEQUENCES, LENGTH = 16, 8192
 """Of a replica in the projection; a row a microbatch."""
 
@@ -50,13 +56,19 @@ Key = tuple[str, str, str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latency-us", type=float, default=10.0, help="of a hop between ranks, for the formula")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--latency-us", type=float, default=10.0, help="of a hop between ranks, for the formula"
+    )
     parser.add_argument("--bandwidth-gb-s", type=float, default=25.0, help="a rank's, for the formula")
     options = parser.parse_args()
     found = run_worker()
     steps = [step for layout, ranks in found.items() for step in steps_of(layout, ranks)]
-    laws = {config: laws_of([step for step in steps if step["config"] == config]) for config in configs(steps)}
+    laws = {
+        config: laws_of([step for step in steps if step["config"] == config]) for config in configs(steps)
+    }
     print_step(laws)
     print_growth(steps)
     print_ways(found)
@@ -86,9 +98,15 @@ def steps_of(layout: str, ranks: list[list[dict]]) -> list[dict]:
             for key, values in totals(one["exchanges"]).items():
                 most[key] = max(most.get(key, values), values)
         sizes = dict(part.split() for part in layout.split(", "))
-        steps.append(of_ranks[-1]["case"] | {
-            "layout": layout, "cp": int(sizes.get("cp", 1)), "totals": most, "values": of_ranks[-1]["values"],
-        })  # fmt: skip
+        steps.append(
+            of_ranks[-1]["case"]
+            | {
+                "layout": layout,
+                "cp": int(sizes.get("cp", 1)),
+                "totals": most,
+                "values": of_ranks[-1]["values"],
+            }
+        )
     return steps
 
 
@@ -108,14 +126,17 @@ def configs(steps: list[dict]) -> list[str]:
 
 
 def laws_of(steps: list[dict]) -> dict[Key, tuple[list[int], list[int]]]:
-    """By Key: the number of collectives as [1, M] and the bytes a rank gives as [1, S, T, T/cp], least squares.
+    """By Key: the number of collectives as [1, M] and the bytes a rank gives as [1, S, T,
+    T/cp], least squares.
 
     Ends the run unless every step, of which there are more than unknowns, is met exactly.
     """
     laws = {}
     for key in dict.fromkeys(key for step in steps for key in step["totals"]):
         rows = [step for step in steps if key in step["totals"]]
-        numbers = fit([[1, row["microbatches"]] for row in rows], [row["totals"][key][0] for row in rows], key)
+        numbers = fit(
+            [[1, row["microbatches"]] for row in rows], [row["totals"][key][0] for row in rows], key
+        )
         laws[key] = numbers, fit([sizes(row) for row in rows], [row["totals"][key][1] for row in rows], key)
     return laws
 
@@ -134,7 +155,9 @@ def fit(features: list[list[float]], values: list[float], key: Key) -> list[int]
 
 
 def as_formula(law: list[int], names: tuple[str, ...]) -> str:
-    terms = [f"{c if c > 1 or not name else ''} {name}".strip() for c, name in zip(law, names, strict=True) if c]
+    terms = [
+        f"{c if c > 1 or not name else ''} {name}".strip() for c, name in zip(law, names, strict=True) if c
+    ]
     return " + ".join(terms) or "0"
 
 
@@ -142,8 +165,13 @@ def print_step(laws: dict[str, dict]) -> None:
     by_row = defaultdict(list)
     for config, law in laws.items():
         for (group, purpose, kind), (numbers, payload) in law.items():
-            row = (GROUPS.index(group), purpose, kind, as_formula(numbers, ("", "M")),
-                   as_formula(payload, ("", "S", "T", "T/cp")))  # fmt: skip
+            row = (
+                GROUPS.index(group),
+                purpose,
+                kind,
+                as_formula(numbers, ("", "M")),
+                as_formula(payload, ("", "S", "T", "T/cp")),
+            )
             by_row[row].append(config)
     print("\nOne step: collectives, and the bytes that a rank gives in all of them together\n")
     print("| over | for | kind | collectives | bytes given | configurations |\n|---|---|---|---|---|---|")
@@ -160,7 +188,9 @@ def print_growth(steps: list[dict]) -> None:
         mine = [step for step in steps if step["layout"] == layout]
         first = configs(mine)[0]
         # Every size for one configuration; the others as they differ from it at the first of them.
-        others = {config: next(step for step in mine if step["config"] == config) for config in configs(mine)[1:]}
+        others = {
+            config: next(step for step in mine if step["config"] == config) for config in configs(mine)[1:]
+        }
         for step in [step for step in mine if step["config"] == first] + list(others.values()):
             count, sent = Counter(), Counter()
             for (group, _, _), values in step["totals"].items():
@@ -205,16 +235,22 @@ def seconds(kind: str, ranks: int, number: float, given: float, options: argpars
 
 def print_projection(laws: dict[str, dict], options: argparse.Namespace) -> None:
     print(
-        f"\nProjected to 16,384 ranks, {SEQUENCES} rows of {LENGTH} tokens a replica, a row a microbatch: collectives, "
+        f"\nProjected to 16,384 ranks, {SEQUENCES} rows of {LENGTH} tokens a replica, a row a microbatch: "
+        "collectives, "
         f"bytes that a rank sends;\nmilliseconds of the formula with {options.latency_us:g} us a hop and "
         f"{options.bandwidth_gb_s:g} GB/s, which are given, not measured\n"
     )
     print(f"| job | configuration | {' | '.join(GROUPS)} |\n|---|---{'|---' * len(GROUPS)}|")
     for job, split in JOBS.items():
-        ranks = split | {"dp_cp": split["dp"] * split["cp"], "tp_cp": split["tp"] * split["cp"],
-                         "world": math.prod(split.values())}  # fmt: skip
+        ranks = split | {
+            "dp_cp": split["dp"] * split["cp"],
+            "tp_cp": split["tp"] * split["cp"],
+            "world": math.prod(split.values()),
+        }
         step = {"sequences": SEQUENCES, "length": LENGTH, "cp": split["cp"]}
-        for config in [name for name in laws if name in ("token weights, 4 rules", "M2PO", "two policies, 1 rule")]:
+        for config in [
+            name for name in laws if name in ("token weights, 4 rules", "M2PO", "two policies, 1 rule")
+        ]:
             cells = {group: [0, 0.0, 0.0] for group in GROUPS}
             for (group, _, kind), (numbers, payload) in laws[config].items():
                 if ranks[group] == 1:
@@ -229,7 +265,10 @@ def print_projection(laws: dict[str, dict], options: argparse.Namespace) -> None
 
 
 def print_ways_projected(found: dict[str, list[list[dict]]], options: argparse.Namespace) -> None:
-    print("\nThe metrics over more ranks of dp_cp: collectives, bytes that a rank sends, milliseconds of the formula\n")
+    print(
+        "\nThe metrics over more ranks of dp_cp: collectives, bytes that a rank sends, milliseconds of the "
+        "formula\n"
+    )
     counts = (4, 16, 256, 2048, 16384)
     print(f"| way | {' | '.join(f'{count:,} ranks' for count in counts)} |\n|---{'|---' * len(counts)}|")
     for way, exchanges in ways_of(found["dp 4"]).items():

@@ -2,8 +2,9 @@
 
 collectives_worker.py OUT.json needs `tools.cpu.environment("megatron")`.
 
-Collector, CorrectedStep, loss and groups are those of a training; the model gives random logits, and the schedule runs
-each stage by itself, without exchanging activations. So all that is seen is the correction's own.
+Collector, CorrectedStep, loss and groups are those of a training; the model gives random logits, and the
+schedule runs each stage by itself, without exchanging activations. So all that is seen is the
+correction's own.
 """
 
 import json
@@ -41,13 +42,22 @@ from megatron_rl_corr.parallel.layout import Layout
 from tools.local_server import free_port
 
 LAYOUTS = {
-    "tp 2": {"tp": 2}, "dp 2": {"dp": 2}, "pp 2": {"pp": 2}, "tp 2, cp 2": {"tp": 2, "cp": 2},
-    "cp 2, dp 2": {"cp": 2, "dp": 2}, "pp 2, cp 2": {"pp": 2, "cp": 2}, "dp 4": {"dp": 4},
-}  # fmt: skip
+    "tp 2": {"tp": 2},
+    "dp 2": {"dp": 2},
+    "pp 2": {"pp": 2},
+    "tp 2, cp 2": {"tp": 2, "cp": 2},
+    "cp 2, dp 2": {"cp": 2, "dp": 2},
+    "pp 2, cp 2": {"pp": 2, "cp": 2},
+    "dp 4": {"dp": 4},
+}
 MEAN_RULE = RejectionRule("seq_mean", "ratio", 0.2, 5.0)
 """Wide, as are the others: where all is rejected no loss is computed."""
-RULES = (MEAN_RULE, RejectionRule("token", "ratio", 0.1, 10.0), RejectionRule("seq_mean", "k3", upper=10.0),
-         RejectionRule("seq_max", "k2", upper=50.0))  # fmt: skip
+RULES = (
+    MEAN_RULE,
+    RejectionRule("token", "ratio", 0.1, 10.0),
+    RejectionRule("seq_mean", "k3", upper=10.0),
+    RejectionRule("seq_max", "k2", upper=50.0),
+)
 WEIGHTS = PRESETS["decoupled_token_is"]
 CONFIGS = {
     "token weights": WEIGHTS,
@@ -85,15 +95,21 @@ class SyntheticCollector(Collector):
     """Invents what the servers would answer; the exchange is the collector's."""
 
     def _batch(self, taken: None, version: int) -> RolloutBatch:
-        batch, generator = RolloutBatch.empty(self._rows, self._length), torch.Generator().manual_seed(version)
+        batch, generator = (
+            RolloutBatch.empty(self._rows, self._length),
+            torch.Generator().manual_seed(version),
+        )
         tokens = torch.randint(0, VOCAB, batch.tokens.shape, generator=generator)
         logprobs = -3.0 - torch.rand(batch.tokens.shape, generator=generator)
         return replace(
-            batch, tokens=tokens, labels=tokens.roll(-1, 1), loss_mask=tokens >= 0, rollout_logprobs=logprobs,
+            batch,
+            tokens=tokens,
+            labels=tokens.roll(-1, 1),
+            loss_mask=tokens >= 0,
+            rollout_logprobs=logprobs,
             rewards=torch.rand(self._rows, generator=generator),
             group_ids=torch.arange(self._rows) // GROUP_SIZE,
-        )  # fmt: skip
-
+        )
 
     def _count(self, taken: None, version: int) -> list[float]:
         return [1.0] * len(COUNTED)
@@ -141,27 +157,44 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
     """One step: its exchanges, and those of each other way to bring its metrics together."""
     model, optimizer = [RandomLogits(VOCAB // layout.tp_group.size())], NoOptimizer()
     shape = BatchShape(
-        global_batch_size=case.sequences * layout.dp_size, group_size=GROUP_SIZE,
-        micro_batch_size=case.sequences // case.microbatches, seq_length=case.length,
+        global_batch_size=case.sequences * layout.dp_size,
+        group_size=GROUP_SIZE,
+        micro_batch_size=case.sequences // case.microbatches,
+        seq_length=case.length,
     )
     collector = SyntheticCollector(
         RunConfig(
-            urls=("http://server:1",), hf_checkpoint="model", prompts=("p.jsonl",), reward_function=("length",),
-            group_size=GROUP_SIZE, max_new_tokens=1,
+            urls=("http://server:1",),
+            hf_checkpoint="model",
+            prompts=("p.jsonl",),
+            reward_function=("length",),
+            group_size=GROUP_SIZE,
+            max_new_tokens=1,
         ),
-        layout, shape, SampleSource(
+        layout,
+        shape,
+        SampleSource(
             client=SimpleNamespace(
-                counts=lambda: {"tokens": 0}, vocab_size=VOCAB, check_sampling=print,
+                counts=lambda: {"tokens": 0},
+                vocab_size=VOCAB,
+                check_sampling=print,
                 fleet=SimpleNamespace(engines={"sglang": None}),
             ),
             loop=SimpleNamespace(submit=answered),
-            rewards=SimpleNamespace(check_labels=print), prompts=PromptDataset([Prompt(0, [0])]),
-        ), batches=(0, 1),
-    )  # fmt: skip
+            rewards=SimpleNamespace(check_labels=print),
+            prompts=PromptDataset([Prompt(0, [0])]),
+        ),
+        batches=(0, 1),
+    )
     corrected = step.CorrectedStep(
-        config=CONFIGS[case.config], layout=layout, collector=collector, push=lambda version: {},
-        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB), report=lambda numbers: None, shape=shape,
-    )  # fmt: skip
+        config=CONFIGS[case.config],
+        layout=layout,
+        collector=collector,
+        push=lambda version: {},
+        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB),
+        report=lambda numbers: None,
+        shape=shape,
+    )
     metrics = {}
 
     def gather_and_keep(given: dict, group: dist.ProcessGroup) -> dict[str, float]:
@@ -169,8 +202,13 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
         return gather(given, group)
 
     def train_step(forward_step, iterator) -> tuple:
-        schedule(forward_step_func=forward_step, data_iterator=iterator, model=model,
-                 num_microbatches=case.microbatches, forward_only=False)
+        schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterator,
+            model=model,
+            num_microbatches=case.microbatches,
+            forward_only=False,
+        )
         return {}, int(not optimizer.step()[0]), False, False, 0, None, None, 0
 
     gather, step.all_reduce_metrics = step.all_reduce_metrics, gather_and_keep
@@ -194,13 +232,20 @@ def rank_main(rank: int, size: int, port: int, sizes: dict[str, int], out: str) 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.get("tp", 1), pipeline_model_parallel_size=sizes.get("pp", 1),
+        tensor_model_parallel_size=sizes.get("tp", 1),
+        pipeline_model_parallel_size=sizes.get("pp", 1),
         context_parallel_size=sizes.get("cp", 1),
     )
     forward_only.get_forward_backward_func = lambda: schedule
     layout = compat.layout()
-    groups = {"tp": layout.tp_group, "cp": layout.cp_group, "dp_cp": layout.dp_cp_group, "tp_cp": layout.tp_cp_group,
-              "pp": layout.pp_group, "world": dist.group.WORLD}  # fmt: skip
+    groups = {
+        "tp": layout.tp_group,
+        "cp": layout.cp_group,
+        "dp_cp": layout.dp_cp_group,
+        "tp_cp": layout.tp_cp_group,
+        "pp": layout.pp_group,
+        "world": dist.group.WORLD,
+    }
     names = {group.group_name: name for name, group in groups.items()}
     assert len(names) == len(groups), "two groups of one name could not be told apart"
     Path(f"{out}.{rank}").write_text(json.dumps([run(case, layout, names) for case in cases()]))

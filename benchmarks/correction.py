@@ -36,12 +36,15 @@ CONFIGS = {
     "decoupled_seq_is_rs": PRESETS["decoupled_seq_is_rs"],
     "decoupled_k3_rs_token_tis": PRESETS["decoupled_k3_rs_token_tis"],
     "token weights, three rules": RolloutCorrectionConfig(
-        rollout_is="token", rollout_is_upper=2.0, rollout_rs=(
-            RejectionRule("token", "ratio", 0.5, 2.0), RejectionRule("seq_mean", "ratio", 0.9, 1.1),
+        rollout_is="token",
+        rollout_is_upper=2.0,
+        rollout_rs=(
+            RejectionRule("token", "ratio", 0.5, 2.0),
+            RejectionRule("seq_mean", "ratio", 0.9, 1.1),
             RejectionRule("seq_mean", "k3", upper=0.01),
         ),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,16 @@ class Cost:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--repeats", type=int, default=20)
     options = parser.parse_args()
-    print(f"{datetime.date.today()}, torch {torch.__version__}, {options.sequences} x {options.length} tokens")
+    print(
+        f"{datetime.date.today()}, torch {torch.__version__}, {options.sequences} x {options.length} tokens"
+    )
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         print(f"\n{machine_name(device)}\n")
         print("| configuration | kernels | host reads | time (ms) | peak extra memory (MB) |")
@@ -72,8 +79,10 @@ def main() -> None:
             check_equal(packed(), plain())
             print(row(name, *measure((packed, plain), options.repeats, device)))
     print(
-        "\nEach cell: this package, the plain implementation (its multiple). Times are medians of runs in turns.\n"
-        "Correction and PPO loss, forward, with all metrics; this package reads them once a step, outside of what is "
+        "\nEach cell: this package, the plain implementation (its multiple). Times are medians of runs in "
+        "turns.\n"
+        "Correction and PPO loss, forward, with all metrics; this package reads them once a step, outside of "
+        "what is "
         "timed here."
     )
 
@@ -97,7 +106,9 @@ def works(
     def packed() -> dict:
         correction = compute_correction(*flat, seq_ids, num_sequences=sequences, config=config)
         metrics = {}
-        policy_loss("ppo_clip", now.view(-1), flat[0], advantages.view(-1), correction, config, metrics=metrics)
+        policy_loss(
+            "ppo_clip", now.view(-1), flat[0], advantages.view(-1), correction, config, metrics=metrics
+        )
         return correction.metrics
 
     def plain() -> dict:
@@ -119,7 +130,9 @@ def check_equal(packed: dict, plain: dict) -> None:
 
 
 def measure(works: Sequence[Callable[[], dict]], repeats: int, device: str) -> list[Cost]:
-    """What each piece of work costs; timed in turns, so that other work on the machine slows all of them alike."""
+    """What each piece of work costs; timed in turns, so that other work on the machine slows
+    all of them alike.
+    """
     for work in works:
         for _ in range(2):
             work()
@@ -163,7 +176,9 @@ def synchronize(device: str) -> None:
 
 
 def row(name: str, packed: Cost, plain: Cost) -> str:
-    """A line of the table; the time's multiple is the median over the pairs of runs, not that of the medians."""
+    """A line of the table; the time's multiple is the median over the pairs of runs, not
+    that of the medians.
+    """
     pairs = statistics.median(theirs / ours for ours, theirs in zip(packed.times, plain.times, strict=True))
     ours, theirs = statistics.median(packed.times), statistics.median(plain.times)
     cells = [
@@ -180,7 +195,9 @@ def machine_name(device: str) -> str:
         return torch.cuda.get_device_name()
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
     return f"{model}, {torch.get_num_threads()} thread" + "s" * (torch.get_num_threads() > 1)
 
 

@@ -1,4 +1,5 @@
-"""What benchmarks/engines.py measures at a running server: its distance from a float32 model, its speed, a weight push.
+"""What benchmarks/engines.py measures at a running server: its distance from a float32 model, its
+speed, a weight push.
 
 B texts of S ids, of which the last R are a response.
 """
@@ -26,8 +27,9 @@ PROBE_TOKENS = 256
 FLOAT32_LOG_RATIO = 1e-4
 """Largest |D| of a token where server and model compute in float32; measured: 1e-6."""
 TIE = 1e-5
-"""Two engines round a router's logits, of order 1, by about 1e-7: nearer than this they may choose other experts, and
-every later token of the text is apart by 1e-3 and more, both right."""
+"""Two engines round a router's logits, of order 1, by about 1e-7: nearer than this they may choose other
+experts, and every later token of the text is apart by 1e-3 and more, both right.
+"""
 PROMPT_TOKENS = 16
 SCORED = 16
 """Texts that are scored, from one prefill each."""
@@ -44,11 +46,14 @@ class Truth:
     def logprobs(self, texts: Tensor, responses: int, temperature: float) -> tuple[Tensor, Tensor]:
         """(log-probs, settled) [B, R] of the last `responses` ids of texts [B, S].
 
-        Settled: neither at the token nor before it are the last expert chosen and the first left out nearer than TIE.
+        Settled: neither at the token nor before it are the last expert chosen and the first left out
+        nearer than TIE.
         """
         with torch.no_grad():
             out = self.model(texts, output_router_logits=True)
-        logprobs = torch.log_softmax(out.logits[:, :-1] / temperature, -1).gather(2, texts[:, 1:, None])[:, :, 0]
+        logprobs = torch.log_softmax(out.logits[:, :-1] / temperature, -1).gather(2, texts[:, 1:, None])[
+            :, :, 0
+        ]
         chosen, near = self.model.config.num_experts_per_tok, torch.zeros(texts.numel(), dtype=torch.bool)
         for router in out.router_logits:  # of each layer, [B * S, experts]
             best = router.topk(chosen + 1).values
@@ -74,7 +79,9 @@ class Served:
         return torch.randint(3, self.vocab_size - 2, (count, PROMPT_TOKENS), generator=self.draws).tolist()
 
     def client(self, concurrency: int = 64) -> RolloutClient:
-        return RolloutClient([self.url], vocab_size=self.vocab_size, engine=self.engine, max_concurrency=concurrency)
+        return RolloutClient(
+            [self.url], vocab_size=self.vocab_size, engine=self.engine, max_concurrency=concurrency
+        )
 
     def samples(self, client: RolloutClient, count: int, tokens: int, temperature: float = 1.0) -> list:
         sampling = SamplingParams(tokens, temperature=temperature, ignore_eos=True)
@@ -85,7 +92,9 @@ class Served:
 
 
 def distances(served: Served, truth: Truth, *, count: int, tokens: int) -> dict[str, dict[str, float]]:
-    """Mean and max |D| of log-probs, sampled at temperatures 1 and 0.7, and of the first ones' from a prefill."""
+    """Mean and max |D| of log-probs, sampled at temperatures 1 and 0.7, and of the first
+    ones' from a prefill.
+    """
     client, found = served.client(), {}
     for temperature in (1.0, 0.7):
         samples = served.samples(client, count, tokens, temperature)
@@ -98,9 +107,7 @@ def distances(served: Served, truth: Truth, *, count: int, tokens: int) -> dict[
             scores = []
             for one in samples[:SCORED]:
                 prompt, output = one.prompt_ids.tolist(), one.output_ids.tolist()
-                answer = served.loop.call(
-                    client.ask(served.url, engine.score(prompt, output, likeliest=1))
-                )
+                answer = served.loop.call(client.ask(served.url, engine.score(prompt, output, likeliest=1)))
                 parsed = engine.parse_scores(
                     answer, server=served.url, output_ids=output, vocab_size=served.vocab_size
                 )
@@ -113,13 +120,17 @@ def distances(served: Served, truth: Truth, *, count: int, tokens: int) -> dict[
 def _distance(told: Tensor, true: Tensor, settled: Tensor) -> dict[str, float]:
     apart = (told.double() - true.double()).abs()[settled]
     return {
-        "mean": apart.mean().item(), "max": apart.max().item(), "tokens": int(settled.sum()),
+        "mean": apart.mean().item(),
+        "max": apart.max().item(),
+        "tokens": int(settled.sum()),
         "left_out": int((~settled).sum()),
-    }  # fmt: skip
+    }
 
 
 def tokens_a_second(served: Served, concurrency: int, *, tokens: int) -> float:
-    """Response tokens by wall time, of requests that run `concurrency` at a time; at 1 of two, one after the other."""
+    """Response tokens by wall time, of requests that run `concurrency` at a time; at 1 of two, one
+    after the other.
+    """
     client = served.client(concurrency)
     count = max(2, concurrency)
     started = time.perf_counter()
@@ -159,9 +170,15 @@ class Pusher:
         self._served, self._bucket_bytes = served, bucket_bytes
         self._client = served.client()
         self._transport = make_transport(
-            kind, self._client, served.loop, backend="gloo", checkpoint=checkpoint, stage=0, sends=True,
+            kind,
+            self._client,
+            served.loop,
+            backend="gloo",
+            checkpoint=checkpoint,
+            stage=0,
+            sends=True,
             folder=str(folder / f"{kind}-{served.engine}") if kind == "disk" else None,
-        )  # fmt: skip
+        )
         verifier = PushVerifier(self._client.fleet.engines[served.engine], 1, kept_bytes=2**40)
         self._servers = WeightServers(
             self._client, served.loop, self._transport, verifiers={served.engine: verifier}
@@ -174,16 +191,26 @@ class Pusher:
         """Send all weights, then let the server score `ids`, whose log-probs after the first are `true`."""
         self._verifying.clear()
         exporter = SimpleNamespace(
-            leads=True, sends=True, stage=0, num_stages=1, units=lambda _: ([named] for named in weights.items()),
+            leads=True,
+            sends=True,
+            stage=0,
+            num_stages=1,
+            units=lambda _: ([named] for named in weights.items()),
             planned=lambda: {name: list(tensor.shape) for name, tensor in weights.items()},
-        )  # fmt: skip
+        )
         pushing: list[float] = []
-        timed(push_weights, pushing)(exporter, self._servers, version=version, bucket_bytes=self._bucket_bytes)
+        timed(push_weights, pushing)(
+            exporter, self._servers, version=version, bucket_bytes=self._bucket_bytes
+        )
         asking: list[float] = []
         control = self._client.control([self._served.url])
         answers = timed(self._served.loop.call, asking)(
             ask_servers(
-                control, Question((tuple(ids),)), version=version, vocab_size=self._served.vocab_size, cache_key=None
+                control,
+                Question((tuple(ids),)),
+                version=version,
+                vocab_size=self._served.vocab_size,
+                cache_key=None,
             )
         )
         score = ProbeNumbers.of([true.numpy()], answers[self._served.url].scores)
@@ -195,9 +222,13 @@ class Pusher:
 
 
 def probe_text(truths: Sequence[Truth], vocab_size: int) -> tuple[list[int], list[Tensor]]:
-    """PROBE_TOKENS ids, and the log-probs of those after the first by each model, in which no router is near a tie."""
+    """PROBE_TOKENS ids, and the log-probs of those after the first by each model, in which no
+    router is near a tie.
+    """
     for seed in range(100):
-        ids = torch.randint(3, vocab_size - 2, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(seed))
+        ids = torch.randint(
+            3, vocab_size - 2, (1, PROBE_TOKENS), generator=torch.Generator().manual_seed(seed)
+        )
         scored = [truth.logprobs(ids, PROBE_TOKENS - 1, 1.0) for truth in truths]
         if all(settled.all() for _, settled in scored):
             return ids[0].tolist(), [logprobs[0] for logprobs, _ in scored]

@@ -17,12 +17,17 @@ def tables(found: Mapping[str, Any]) -> list[str]:
     model = found["model"]
     return [
         f"{found['date']}, {found['machine']}; load average {found['load'][0]:.1f} at the start, "
-        f"{found['load'][1]:.1f} at the end. {programs}. A Qwen3-MoE of {model['parameters'] / 1e6:.1f} million "
-        f"parameters: {model['layers']} layers, hidden size {model['hidden']}, 2 of {model['experts']} experts.",
-        "", *_distances(found["distance"]),
-        "", *_speeds(found["speed"]),
-        "", *_pushes(found["push"], model),
-    ]  # fmt: skip
+        f"{found['load'][1]:.1f} at the end. {programs}. A Qwen3-MoE of {model['parameters'] / 1e6:.1f} "
+        "million "
+        f"parameters: {model['layers']} layers, hidden size {model['hidden']}, 2 of {model['experts']} "
+        "experts.",
+        "",
+        *_distances(found["distance"]),
+        "",
+        *_speeds(found["speed"]),
+        "",
+        *_pushes(found["push"], model),
+    ]
 
 
 def _distances(rows: list[dict[str, Any]]) -> list[str]:
@@ -36,12 +41,15 @@ def _distances(rows: list[dict[str, Any]]) -> list[str]:
 
 def _speeds(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| server's dtype | at a time | SGLang (tokens/s) | vLLM (tokens/s) | vLLM / SGLang |", "|---|---|---|---|---|"
-    ]  # fmt: skip
+        "| server's dtype | at a time | SGLang (tokens/s) | vLLM (tokens/s) | vLLM / SGLang |",
+        "|---|---|---|---|---|",
+    ]
     for row in rows:
         own = {engine: row[engine] for engine in TITLES}
         ratio = median(v / s for s, v in zip(own["sglang"], own["vllm"], strict=True))
-        lines.append(_row(row["dtype"], row["concurrency"], *(f"{median(own[e]):.0f}" for e in TITLES), f"{ratio:.2f}"))
+        lines.append(
+            _row(row["dtype"], row["concurrency"], *(f"{median(own[e]):.0f}" for e in TITLES), f"{ratio:.2f}")
+        )
     return lines
 
 
@@ -52,11 +60,18 @@ def _pushes(rows: list[dict[str, Any]], model: Mapping[str, Any]) -> list[str]:
     ]
     for row in rows:
         push = median(row["seconds"])
-        lines.append(_row(
-            f"`{row['transport']}`", TITLES[row["engine"]], f"{model['bytes'] / 1e6:.0f}", f"{push:.2f}",
-            f"{model['bytes'] / push / 1e6:.0f}", f"{median(row['verify_s']):.2f}",
-            f"{median(row['probe_s']) * 1e3:.0f}", f"{max(row['probe_max']):.1e}",
-        ))  # fmt: skip
+        lines.append(
+            _row(
+                f"`{row['transport']}`",
+                TITLES[row["engine"]],
+                f"{model['bytes'] / 1e6:.0f}",
+                f"{push:.2f}",
+                f"{model['bytes'] / push / 1e6:.0f}",
+                f"{median(row['verify_s']):.2f}",
+                f"{median(row['probe_s']) * 1e3:.0f}",
+                f"{max(row['probe_max']):.1e}",
+            )
+        )
     return lines
 
 

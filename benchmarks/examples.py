@@ -1,11 +1,13 @@
-"""The README's commands with many seeds: does each end with status 0, how long does it take, and what is learnt?
+"""The README's commands with many seeds: does each end with status 0, how long does it take,
+and what is learnt?
 
 python benchmarks/examples.py OUT [--seeds 0 1 ...] [--others 1 2 3]
 
-`make arithmetic` with each of the seeds, then `make quickstart` in its four forms with each of the others. OUT keeps
-the output and the result of each run; started again, only runs that it lacks are made. Rewards are means over the first
-and the last five steps; of `make arithmetic` also the shares of held-out questions that are answered rightly when
-sampled, of the model that the run began with and of the exported one.
+`make arithmetic` with each of the seeds, then `make quickstart` in its four forms with each of the
+others. OUT keeps the output and the result of each run; started again, only runs that it lacks are made.
+Rewards are means over the first and the last five steps; of `make arithmetic` also the shares of
+held-out questions that are answered rightly when sampled, of the model that the run began with and of
+the exported one.
 """
 
 import argparse
@@ -24,11 +26,22 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.quiet import only_tables  # noqa: E402
 
 QUICKSTARTS = ("", "ENGINE=vllm", "COLOCATE=1", "ASYNC=1")
-COLUMNS = ("command", "date", "exit status", "seconds", "reward: first steps", "last steps", "held-out before", "after")
+COLUMNS = (
+    "command",
+    "date",
+    "exit status",
+    "seconds",
+    "reward: first steps",
+    "last steps",
+    "held-out before",
+    "after",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=list(range(10)), help="of make arithmetic")
     parser.add_argument("--others", type=int, nargs="*", default=[1, 2, 3], help="seeds of make quickstart")
@@ -36,7 +49,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     commands = [("make", "arithmetic", f"SEED={seed}") for seed in options.seeds]
     commands += [
-        ("make", "quickstart", f"SEED={seed}", *filter(None, [form])) for seed in options.others for form in QUICKSTARTS
+        ("make", "quickstart", f"SEED={seed}", *filter(None, [form]))
+        for seed in options.others
+        for form in QUICKSTARTS
     ]
     print("| " + " | ".join(COLUMNS) + " |\n|" + "---|" * len(COLUMNS), flush=True)
     for command in commands:

@@ -1,9 +1,11 @@
-"""Tokens a second from the bytes of a /generate answer to tensors, on one core, beside orjson and typed msgspec.
+"""Tokens a second from the bytes of a /generate answer to tensors, on one core, beside orjson
+and typed msgspec.
 
 python benchmarks/ingest.py [--lengths 128 1024 4096 32768] [--repeats 31]
 
-The answers have the form of SGLang 0.5.23, 44 bytes a token. All give the same tensors, and the run fails if not.
-Times are the thread's own, so that other work on the machine counts less; the least of the repeats.
+The answers have the form of SGLang 0.5.23, 44 bytes a token. All give the same tensors, and the
+run fails if not. Times are the thread's own, so that other work on the machine counts less; the
+least of the repeats.
 """
 
 import argparse
@@ -31,12 +33,16 @@ PROMPT = torch.tensor([1, 2, 3])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 4096, 32768])
     parser.add_argument("--repeats", type=int, default=31)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    versions = f"Python {platform.python_version()}, orjson {orjson.__version__}, msgspec {msgspec.__version__}"
+    versions = (
+        f"Python {platform.python_version()}, orjson {orjson.__version__}, msgspec {msgspec.__version__}"
+    )
     print(f"{datetime.date.today()}, {versions}, {machine_name('cpu')}\n")
     print("| response | this package (M tokens/s) | orjson | msgspec, typed | ratio to orjson | to msgspec |")
     print("|---|---|---|---|---|---|")
@@ -48,7 +54,8 @@ def main() -> None:
             times = seconds((ours, plain, typed), body, options.repeats)
             our, by_orjson, by_msgspec = (length / taken / 1e6 for taken in times)
             print(
-                f"| {length} tokens{', with their text' * text} | {our:.2f} | {by_orjson:.2f} | {by_msgspec:.2f} "
+                f"| {length} tokens{', with their text' * text} | {our:.2f} | {by_orjson:.2f} | "
+                f"{by_msgspec:.2f} "
                 f"| {our / by_orjson:.2f}x | {our / by_msgspec:.2f}x |"
             )
 
@@ -56,7 +63,12 @@ def main() -> None:
 def ours(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """With all its checks."""
     trajectory = parse_generate(
-        body, prompt_ids=PROMPT, prompt_index=0, sample_index=0, server="http://127.0.0.1", vocab_size=VOCAB_SIZE,
+        body,
+        prompt_ids=PROMPT,
+        prompt_index=0,
+        sample_index=0,
+        server="http://127.0.0.1",
+        vocab_size=VOCAB_SIZE,
         max_new_tokens=1 << 20,
     )
     return trajectory.output_ids, trajectory.rollout_logprobs
@@ -128,7 +140,8 @@ def answer(length: int, text: bool) -> bytes:
         "num_retractions": 0,
         "input_token_logprobs": [],
         "output_token_logprobs": [
-            [value, token, word if text else None] for value, token, word in zip(logprobs, ids, words, strict=True)
+            [value, token, word if text else None]
+            for value, token, word in zip(logprobs, ids, words, strict=True)
         ],
         "output_token_logprobs_length": length,
         "completion_tokens": length,

@@ -1,11 +1,13 @@
-"""Time and memory of the labels' log-probs and their gradient, beside Megatron's cross entropy and plain torch.
+"""Time and memory of the labels' log-probs and their gradient, beside Megatron's cross entropy
+and plain torch.
 
-python benchmarks/logprob.py [--tokens 8192] [--vocab 151936] [--dtype bfloat16] [--device cuda] [--repeats 20]
+python benchmarks/logprob.py [--tokens 8192] [--vocab 151936] [--dtype bfloat16] [--device
+cuda] [--repeats 20]
 
-All paths take the same logits in the same run, which fails if a path's log-probs or gradient are not those of float64.
-A second table takes only some of the tokens, as a loss mask does; a third takes log-probs from hidden states; a fourth
-counts the kernels, exchanges and bytes of the Triton form, which needs no GPU. With a GPU the defaults are the ones
-above; without, 4096 x 32000 float32.
+All paths take the same logits in the same run, which fails if a path's log-probs or gradient are not those
+of float64. A second table takes only some of the tokens, as a loss mask does; a third takes log-probs from
+hidden states; a fourth counts the kernels, exchanges and bytes of the Triton form, which needs no GPU.
+With a GPU the defaults are the ones above; without, 4096 x 32000 float32.
 """
 
 import argparse
@@ -47,7 +49,9 @@ COMPILED = ("Megatron fused", "the same, torch.compile")
 
 @dataclass
 class Work:
-    """Log-probs (and entropy) of inputs that are copied anew, untimed, for each run: some paths write over them."""
+    """Log-probs (and entropy) of inputs that are copied anew, untimed, for each run: some paths
+    write over them.
+    """
 
     forward: Callable[..., list[Tensor]]
     inputs: tuple[Tensor, ...]
@@ -68,7 +72,9 @@ class Work:
 
     def backward_pass(self) -> None:
         with self.backend():
-            self.gradients = torch.autograd.grad(self.outputs, self.leaves, self.upstream[: len(self.outputs)])
+            self.gradients = torch.autograd.grad(
+                self.outputs, self.leaves, self.upstream[: len(self.outputs)]
+            )
         self.results = [x.detach() for x in self.outputs]
         del self.outputs
 
@@ -92,14 +98,22 @@ def main() -> None:
         keep_freed_memory()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
         )
         clock = "processor time" if device.type == "cpu" else "time of CUDA events"
-        print(f"{datetime.date.today()}, torch {torch.__version__}, {machine_name(device.type)}; medians of {clock}")
+        print(
+            f"{datetime.date.today()}, torch {torch.__version__}, {machine_name(device.type)}; medians of "
+            f"{clock}"
+        )
         generator = torch.Generator(device).manual_seed(0)
         labels = torch.randint(0, options.vocab, (options.tokens,), generator=generator, device=device)
         upstream = list(torch.randn(2, options.tokens, generator=generator, device=device))
-        logits = torch.randn(options.tokens, options.vocab, generator=generator, device=device).mul_(2).to(dtype)
+        logits = (
+            torch.randn(options.tokens, options.vocab, generator=generator, device=device).mul_(2).to(dtype)
+        )
         seconds = table_of_logits(logits, labels, upstream, options)
         table_of_sampled(logits, labels, upstream, options, seconds)
         del logits
@@ -110,7 +124,9 @@ def main() -> None:
 
 def arguments() -> argparse.Namespace:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tokens", type=int, default=8192 if gpu else 4096)
     parser.add_argument("--vocab", type=int, default=151936 if gpu else 32000)
     parser.add_argument("--hidden", type=int, default=4096 if gpu else 256, help="of the second table")
@@ -122,7 +138,9 @@ def arguments() -> argparse.Namespace:
 
 
 def keep_freed_memory() -> None:
-    """As a GPU's allocator does: else every gradient is made of new pages, and mapping them is what is timed."""
+    """As a GPU's allocator does: else every gradient is made of new pages, and mapping them
+    is what is timed.
+    """
     mallopt = ctypes.CDLL(None).mallopt
     for parameter, value in ((-4, 0), (-1, -1)):  # glibc's M_MMAP_MAX, M_TRIM_THRESHOLD: no maps, never trim
         if not mallopt(parameter, value):
@@ -131,16 +149,23 @@ def keep_freed_memory() -> None:
 
 def paths(labels: Tensor, options: argparse.Namespace) -> dict[str, Callable[[Tensor], list[Tensor]]]:
     """What is compared: logits -> log-probs (and entropy); each may keep or overwrite them."""
+
     def ours(**settings) -> Callable[[Tensor], list[Tensor]]:
-        return lambda logits: [x for x in vocab_parallel_logprobs(logits, labels, **settings) if x is not None]
+        return lambda logits: [
+            x for x in vocab_parallel_logprobs(logits, labels, **settings) if x is not None
+        ]
 
     def plain(logits: Tensor) -> list[Tensor]:
         return [torch.log_softmax(logits.float(), dim=1).gather(1, labels[:, None])[:, 0]]
 
     found = {
-        "ours": ours(), "ours, in place": ours(inplace_gradient=True), "ours with entropy": ours(with_entropy=True),
-        **megatron_paths(labels), "log_softmax and gather": plain, "the same, torch.compile": torch.compile(plain),
-    }  # fmt: skip
+        "ours": ours(),
+        "ours, in place": ours(inplace_gradient=True),
+        "ours with entropy": ours(with_entropy=True),
+        **megatron_paths(labels),
+        "log_softmax and gather": plain,
+        "the same, torch.compile": torch.compile(plain),
+    }
     if options.no_compile:
         found = {name: path for name, path in found.items() if name not in COMPILED}
     return found
@@ -156,12 +181,18 @@ def megatron_paths(labels: Tensor) -> dict[str, Callable[[Tensor], list[Tensor]]
     group = dist.group.WORLD
     # A view, as Megatron's writes over its logits in forward, and these are a leaf.
     return {
-        "Megatron": lambda logits: [-vocab_parallel_cross_entropy(logits.view_as(logits), labels, 0.0, group)],
-        "Megatron fused": lambda logits: [-fused_vocab_parallel_cross_entropy(logits.view_as(logits), labels, group)],
+        "Megatron": lambda logits: [
+            -vocab_parallel_cross_entropy(logits.view_as(logits), labels, 0.0, group)
+        ],
+        "Megatron fused": lambda logits: [
+            -fused_vocab_parallel_cross_entropy(logits.view_as(logits), labels, group)
+        ],
     }
 
 
-def table_of_logits(logits: Tensor, labels: Tensor, upstream: list[Tensor], options: argparse.Namespace) -> float:
+def table_of_logits(
+    logits: Tensor, labels: Tensor, upstream: list[Tensor], options: argparse.Namespace
+) -> float:
     """Returns the seconds of a copy of the logits."""
     device = options.device
     given = (logits,), (torch.empty_like(logits),), upstream
@@ -170,8 +201,10 @@ def table_of_logits(logits: Tensor, labels: Tensor, upstream: list[Tensor], opti
         works["ours, torch instead of Triton"] = Work(works["ours"].forward, *given, torch_backend=True)
     seconds = copy_seconds(logits, options.repeats)
     print(
-        f"\n{options.tokens} tokens x {options.vocab} columns of {options.dtype}, {logits.nbytes / 1e6:.0f} MB; a copy "
-        f"moves {2 * logits.nbytes / seconds / 1e9:.1f} GB/s.\nAt that rate, reading them twice and writing the "
+        f"\n{options.tokens} tokens x {options.vocab} columns of {options.dtype}, {logits.nbytes / 1e6:.0f} "
+        "MB; a copy "
+        f"moves {2 * logits.nbytes / seconds / 1e9:.1f} GB/s.\nAt that rate, reading them twice and writing "
+        "the "
         f"gradient once takes {1500 * seconds:.2f} ms: the floor\n"
     )
     print("| path | forward (ms) | backward (ms) | both / ours | both / floor | peak extra memory (MB) |")
@@ -194,15 +227,20 @@ def table_of_logits(logits: Tensor, labels: Tensor, upstream: list[Tensor], opti
 def table_of_sampled(
     logits: Tensor, labels: Tensor, upstream: list[Tensor], options: argparse.Namespace, seconds: float
 ) -> None:
-    """Log-probs of some of the tokens; the floor is to read their logits twice and to write everybody's gradient."""
+    """Log-probs of some of the tokens; the floor is to read their logits twice and to write
+    everybody's gradient.
+    """
     works = {}
     for share in SHARES:
         kept = sampled_tokens(labels, share)
         rows = SampledRows.of(kept.cpu().numpy(), labels.device)
         works[share] = Work(
             lambda logits, rows=rows: [vocab_parallel_logprobs(logits, labels, sampled=rows)[0]],
-            (logits,), (torch.empty_like(logits),), upstream, kept=kept,
-        )  # fmt: skip
+            (logits,),
+            (torch.empty_like(logits),),
+            upstream,
+            kept=kept,
+        )
     times = measure(works, options.repeats, options.device)
     print("\nOf the tokens that were sampled alone, without entropy\n")
     print("| sampled | forward (ms) | backward (ms) | floor (ms) | both / floor |\n|---|---|---|---|---|")
@@ -212,7 +250,10 @@ def table_of_sampled(
         check(f"{share} sampled", work, logits, labels, upstream)
         work.release()
         floor, (forward, backward) = 500 * seconds * (1 + 2 * share), times[share]
-        print(f"| {share:.0%} | {forward:.2f} | {backward:.2f} | {floor:.2f} | {(forward + backward) / floor:.1f} |")
+        print(
+            f"| {share:.0%} | {forward:.2f} | {backward:.2f} | {floor:.2f} | "
+            f"{(forward + backward) / floor:.1f} |"
+        )
 
 
 def sampled_tokens(labels: Tensor, share: float) -> Tensor:
@@ -234,14 +275,18 @@ def table_of_counts() -> None:
                 for launches in (found.forward, found.backward)
             )
             print(
-                f"| {columns} | {tp} | {share:.0%} | {forward} | {backward} | {sum(found.exchanged) / 1000:.0f} | "
+                f"| {columns} | {tp} | {share:.0%} | {forward} | {backward} | "
+                f"{sum(found.exchanged) / 1000:.0f} | "
                 f"{found.moved / found.floor:.4f} |"
             )
 
 
-
 def table_of_hidden(
-    labels: Tensor, upstream: list[Tensor], dtype: torch.dtype, generator: torch.Generator, options: argparse.Namespace
+    labels: Tensor,
+    upstream: list[Tensor],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    options: argparse.Namespace,
 ) -> None:
     """Hidden states -> log-probs and entropy, with both precisions' errors on a few tokens."""
     device, narrow = options.device, dtype if options.device == "cuda" else torch.bfloat16
@@ -255,21 +300,29 @@ def table_of_hidden(
         )
 
     def directly(labels: Tensor, **settings) -> Callable[..., list[Tensor]]:
-        return lambda hidden, weight: list(linear_logprobs(hidden, weight, labels, with_entropy=True, **settings))
+        return lambda hidden, weight: list(
+            linear_logprobs(hidden, weight, labels, with_entropy=True, **settings)
+        )
 
     def of_half(labels: Tensor) -> Callable[..., list[Tensor]]:
-        return directly(labels, sampled=SampledRows.of(sampled_tokens(labels, 0.5).cpu().numpy(), labels.device))
+        return directly(
+            labels, sampled=SampledRows.of(sampled_tokens(labels, 0.5).cpu().numpy(), labels.device)
+        )
 
     made = {
-        "logits, then log-probs in place": through_logits, "linear_logprobs": directly,
+        "logits, then log-probs in place": through_logits,
+        "linear_logprobs": directly,
         "linear_logprobs, fp32 head": lambda labels: directly(labels, fp32_lm_head=True),
         "linear_logprobs, half of the tokens sampled": of_half,
-    }  # fmt: skip
+    }
     given = (hidden, weight), (torch.empty_like(hidden), torch.empty_like(weight)), upstream
     works = {name: Work(make(labels), *given) for name, make in made.items()}
     times = measure(works, max(options.repeats // 3, 1), device)
-    print(f"\nFrom hidden states [{options.tokens}, {options.hidden}] of {narrow}, entropy too; largest error of a\n"
-          f"log-prob and relative error of the gradients against float64, {CHECKED} tokens\n")
+    print(
+        f"\nFrom hidden states [{options.tokens}, {options.hidden}] of {narrow}, entropy too; largest error "
+        "of a\n"
+        f"log-prob and relative error of the gradients against float64, {CHECKED} tokens\n"
+    )
     print("| path | forward (ms) | backward (ms) | peak extra memory (MB) | log-prob | hidden's | weight's |")
     print("|---|---|---|---|---|---|---|")
     for name, work in works.items():
@@ -277,10 +330,12 @@ def table_of_hidden(
         peak = peak_bytes(work.both, device) / 1e6
         work.release()
         few = Work(
-            made[name](labels[:CHECKED]), (hidden[:CHECKED], weight), (given[1][0][:CHECKED], given[1][1]),
+            made[name](labels[:CHECKED]),
+            (hidden[:CHECKED], weight),
+            (given[1][0][:CHECKED], given[1][1]),
             [x[:CHECKED] for x in upstream],
             kept=sampled_tokens(labels[:CHECKED], 0.5) if made[name] is of_half else None,
-        )  # fmt: skip
+        )
         errors = errors_from_hidden(few, labels[:CHECKED])
         print(f"| {name} | {times[name][0]:.1f} | {times[name][1]:.1f} | {peak:.1f} | {' | '.join(errors)} |")
 
@@ -305,10 +360,14 @@ def check(name: str, work: Work, logits: Tensor, labels: Tensor, upstream: list[
     """The last run's log-probs and gradient of a few tokens, or the benchmark ends."""
     exact = logits[:CHECKED].double().requires_grad_()
     log_p = exact.log_softmax(dim=1)
-    expected = [log_p.gather(1, labels[:CHECKED, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)][: len(work.results)]
+    expected = [log_p.gather(1, labels[:CHECKED, None])[:, 0], -(log_p.exp() * log_p).sum(dim=1)][
+        : len(work.results)
+    ]
     if work.kept is not None:
         expected = [x.where(work.kept[:CHECKED], 0.0) for x in expected]
-    [gradient] = torch.autograd.grad(expected, exact, [x[:CHECKED].double() for x in upstream[: len(expected)]])
+    [gradient] = torch.autograd.grad(
+        expected, exact, [x[:CHECKED].double() for x in upstream[: len(expected)]]
+    )
     for found, value in zip(work.results, expected, strict=True):
         if not torch.allclose(found[:CHECKED].double(), value, rtol=1e-5, atol=1e-5):
             raise SystemExit(f"{name}: log-probs or entropies are not those of float64")
@@ -318,7 +377,9 @@ def check(name: str, work: Work, logits: Tensor, labels: Tensor, upstream: list[
 
 
 def measure(works: dict[str, Work], repeats: int, device: str) -> dict[str, tuple[float, float]]:
-    """Median milliseconds forward and backward; the paths take turns, so that a busy machine is busy for all."""
+    """Median milliseconds forward and backward; the paths take turns, so that a busy machine
+    is busy for all.
+    """
     times: dict[str, list] = {name: [] for name in works}
     for repeat in range(repeats + 2):
         for name, work in works.items():
@@ -331,7 +392,9 @@ def measure(works: dict[str, Work], repeats: int, device: str) -> dict[str, tupl
 
 
 def timed(work: Callable[[], None], device: str) -> float:
-    """Milliseconds; on a CPU of this process alone, summed over threads: a busy machine changes that little."""
+    """Milliseconds; on a CPU of this process alone, summed over threads: a busy machine
+    changes that little.
+    """
     if device == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
@@ -347,7 +410,10 @@ def timed(work: Callable[[], None], device: str) -> float:
 
 def copy_seconds(logits: Tensor, repeats: int) -> float:
     target = torch.zeros_like(logits)  # whose pages are then there
-    return statistics.median(timed(lambda: target.copy_(logits), logits.device.type) for _ in range(repeats)) / 1000
+    return (
+        statistics.median(timed(lambda: target.copy_(logits), logits.device.type) for _ in range(repeats))
+        / 1000
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Kernels, exchanges and bytes of the Triton log-probs, counted without a GPU: every launch is recorded, none is run.
+"""Kernels, exchanges and bytes of the Triton log-probs, counted without a GPU: every launch is
+recorded, none is run.
 
 T tokens, N of them sampled, V columns of this rank, tp tensor-parallel ranks, P parts of a row.
 """
@@ -53,8 +54,15 @@ class Counts:
 
 
 def count(
-    tokens: int, columns: int, *, sampled: int | None = None, tp: int = 1, with_entropy: bool = False,
-    entropy_in_loss: bool = False, with_collision: bool = False, dtype: torch.dtype = torch.bfloat16,
+    tokens: int,
+    columns: int,
+    *,
+    sampled: int | None = None,
+    tp: int = 1,
+    with_entropy: bool = False,
+    entropy_in_loss: bool = False,
+    with_collision: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> Counts:
     """Count one forward and one backward pass of vocab_parallel_logprobs, on tensors without storage.
 

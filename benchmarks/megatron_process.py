@@ -1,6 +1,8 @@
-"""Megatron alone in a process, for benchmarks of a whole step: on a GPU in Transformer Engine's layers and bfloat16.
+"""Megatron alone in a process, for benchmarks of a whole step: on a GPU in Transformer Engine's
+layers and bfloat16.
 
-Without one in Megatron's own layers and float32, with the process's processor time, as the machine may have other work.
+Without one in Megatron's own layers and float32, with the process's processor time, as the machine may
+have other work.
 """
 
 import time
@@ -23,7 +25,11 @@ def start() -> None:
 
 def precision() -> dict:
     """Settings of TransformerConfig."""
-    return {"bf16": True, "params_dtype": torch.bfloat16} if DEVICE == "cuda" else {"attention_softmax_in_fp32": True}
+    return (
+        {"bf16": True, "params_dtype": torch.bfloat16}
+        if DEVICE == "cuda"
+        else {"attention_softmax_in_fp32": True}
+    )
 
 
 def layer_spec(experts: int | None = None):
@@ -34,7 +40,9 @@ def layer_spec(experts: int | None = None):
         return specs.get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=experts is not None
         )
-    return specs.get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm")
+    return specs.get_gpt_layer_local_spec(
+        num_experts=experts, moe_grouped_gemm=False, normalization="RMSNorm"
+    )
 
 
 def seconds(work: Callable[[], object]) -> float:

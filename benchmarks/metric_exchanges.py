@@ -34,8 +34,11 @@ def one_per_metric(metrics: dict[str, Metric], group: ProcessGroup) -> dict[str,
     return _numbers(metrics, done)
 
 
-WAYS = {"two all-reduces (this package)": all_reduce_metrics, "one gather": one_gather,
-        "one all-reduce per metric": one_per_metric}  # fmt: skip
+WAYS = {
+    "two all-reduces (this package)": all_reduce_metrics,
+    "one gather": one_gather,
+    "one all-reduce per metric": one_per_metric,
+}
 
 
 def check_equal(way: str, numbers: dict[str, float], expected: dict[str, float]) -> None:

@@ -3,13 +3,30 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# These allocate, or only look at memory otherwise; with the views, they are all that launches nothing. Every other
-# operator counts as one kernel, though a GPU's sort or cumsum may take a few.
+# These allocate, or only look at memory otherwise; with the views, they are all that launches nothing. Every
+# other operator counts as one kernel, though a GPU's sort or cumsum may take a few.
 LAUNCHES_NOTHING = {
-    "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "lift_fresh",
-    "_unsafe_view", "_reshape_alias",
-}  # fmt: skip
-HOST_READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique", "_unique2"}
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "detach",
+    "alias",
+    "lift_fresh",
+    "_unsafe_view",
+    "_reshape_alias",
+}
+HOST_READS = {
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "unique",
+    "_unique2",
+}
 
 
 class OperatorCount(TorchDispatchMode):

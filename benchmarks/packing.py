@@ -1,13 +1,16 @@
-"""Seconds and FLOPs of a step on packed sequences and on padded rows, in one run; and how even the work is over ranks.
+"""Seconds and FLOPs of a step on packed sequences and on padded rows, in one run; and how even the
+work is over ranks.
 
-python benchmarks/packing.py [--samples 64] [--length 512] [--hidden 128] [--layers 4] [--repeats 3] [--ranks 8]
+python benchmarks/packing.py [--samples 64] [--length 512] [--hidden 128] [--layers 4]
+[--repeats 3] [--ranks 8]
 
-Responses have log-normal lengths whose mean is a fifth of the longest. One process of real Megatron-core, without an
-optimizer, in the attention of tools/cpu, which computes a packed sequence by itself as kernels for packed sequences do;
-FLOPs are those of matrix products and attention, forward and backward, as PyTorch counts them. Steps of both kinds take
-turns on the same weights and samples, and the medians of their processor time are compared. With a GPU the layers are
-Transformer Engine's, whose FLOPs PyTorch does not count, and times are those of the GPU. The work of ranks is worked
-out for so many data-parallel ranks: as prompts are collected, and as samples are dealt out.
+Responses have log-normal lengths whose mean is a fifth of the longest. One process of real Megatron-core,
+without an optimizer, in the attention of tools/cpu, which computes a packed sequence by itself as kernels
+for packed sequences do; FLOPs are those of matrix products and attention, forward and backward, as PyTorch
+counts them. Steps of both kinds take turns on the same weights and samples, and the medians of their
+processor time are compared. With a GPU the layers are Transformer Engine's, whose FLOPs PyTorch does not
+count, and times are those of the GPU. The work of ranks is worked out for so many data-parallel ranks: as
+prompts are collected, and as samples are dealt out.
 """
 
 import argparse
@@ -32,8 +35,17 @@ VOCAB_SIZE, ROWS, GROUP_SIZE, PROMPT = 512, 2, 8, 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in {"samples": 64, "length": 512, "hidden": 128, "layers": 4, "repeats": 3, "ranks": 8}.items():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in {
+        "samples": 64,
+        "length": 512,
+        "hidden": 128,
+        "layers": 4,
+        "repeats": 3,
+        "ranks": 8,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -68,15 +80,21 @@ def measure(options: argparse.Namespace) -> None:
         for kind in kinds:
             seconds[kind].append(one_step(model, batches[kind], kinds[kind], layout, options))
     longest = max(lengths)
-    print(f"{datetime.date.today()}, {machine_name(DEVICE)}, torch {torch.__version__}, {options.samples} samples of "
-          f"{sum(lengths) / len(lengths):.0f} tokens in the mean and {longest} at most, {options.layers} layers, "
-          f"hidden {options.hidden}\n")  # fmt: skip
+    print(
+        f"{datetime.date.today()}, {machine_name(DEVICE)}, torch {torch.__version__}, {options.samples} "
+        "samples of "
+        f"{sum(lengths) / len(lengths):.0f} tokens in the mean and {longest} at most, {options.layers} "
+        "layers, "
+        f"hidden {options.hidden}\n"
+    )
     if DEVICE == "cuda":
         print("GFLOP leave out Transformer Engine's kernels, which PyTorch does not count.\n")
     print("| | step (s) | GFLOP | times fewer |\n|---|---|---|---|")
     for kind in kinds:
-        print(f"| {kind} | {statistics.median(seconds[kind]):.3f} | {flops[kind] / 1e9:.2f} | "
-              f"{flops['padded'] / flops[kind]:.2f} |")  # fmt: skip
+        print(
+            f"| {kind} | {statistics.median(seconds[kind]):.3f} | {flops[kind] / 1e9:.2f} | "
+            f"{flops['padded'] / flops[kind]:.2f} |"
+        )
     print(f"\n| most work of {options.ranks} ranks, over the mean | |\n|---|---|")
     for name, value in imbalance(lengths, limits, options.ranks).items():
         print(f"| {name} | {value:.4f} |")
@@ -94,8 +112,10 @@ def imbalance(lengths: list[int], limits, ranks: int) -> dict[str, float]:
         for length, rank in zip(row, goes, strict=True):
             dealt[rank] += limits.cost(length)
     collected = [sum(map(limits.cost, row)) for row in rows]
-    return {name: max(costs) * ranks / sum(costs) - 1
-            for name, costs in (("as collected", collected), ("as dealt out", dealt))}  # fmt: skip
+    return {
+        name: max(costs) * ranks / sum(costs) - 1
+        for name, costs in (("as collected", collected), ("as dealt out", dealt))
+    }
 
 
 def some_lengths(options: argparse.Namespace) -> list[int]:
@@ -114,7 +134,11 @@ def build(options: argparse.Namespace):
     """A dense model of random weights on this process alone."""
     import torch.nn.functional as F
     from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -124,23 +148,41 @@ def build(options: argparse.Namespace):
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
-        num_layers=options.layers, hidden_size=options.hidden, num_attention_heads=8,
+        num_layers=options.layers,
+        hidden_size=options.hidden,
+        num_attention_heads=8,
         ffn_hidden_size=8 * options.hidden // 3,
-        normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False,
-        hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
-        bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False, apply_rope_fusion=False, **megatron_process.precision(),
-    )  # fmt: skip
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        **megatron_process.precision(),
+    )
     spec = megatron_process.layer_spec()
     if DEVICE == "cpu":
         spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention
     chunk = GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=VOCAB_SIZE, max_sequence_length=options.length,
-        parallel_output=True, share_embeddings_and_output_weights=False, position_embedding_type="rope",
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCAB_SIZE,
+        max_sequence_length=options.length,
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
     )
     config.finalize_model_grads_func = finalize_model_grads
     chunk = chunk.to(DEVICE, config.params_dtype)
-    return [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)], config
+    return [
+        DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), chunk)
+    ], config
 
 
 def some_batch(lengths: list[int], options: argparse.Namespace, kind: str):
@@ -153,11 +195,19 @@ def some_batch(lengths: list[int], options: argparse.Namespace, kind: str):
     for index, length in enumerate(lengths):
         output = length + 1 - PROMPT
         ids = torch.randint(0, VOCAB_SIZE, (length + 1,), generator=generator)
-        samples.append(Trajectory(
-            prompt_index=index // GROUP_SIZE, sample_index=index % GROUP_SIZE, prompt_ids=ids[:PROMPT],
-            output_ids=ids[PROMPT:], rollout_logprobs=torch.full((output,), -6.2), finish_reason="stop",
-            weight_versions=(VersionSpan("0", 0, output),), cached_tokens=0, server="none",
-        ))  # fmt: skip
+        samples.append(
+            Trajectory(
+                prompt_index=index // GROUP_SIZE,
+                sample_index=index % GROUP_SIZE,
+                prompt_ids=ids[:PROMPT],
+                output_ids=ids[PROMPT:],
+                rollout_logprobs=torch.full((output,), -6.2),
+                finish_reason="stop",
+                weight_versions=(VersionSpan("0", 0, output),),
+                cached_tokens=0,
+                server="none",
+            )
+        )
     rewards = torch.rand(len(lengths), generator=generator)
     maker = PackedBatch if kind == "packed" else RolloutBatch
     return maker.from_trajectories(samples, rewards, length=options.length, version=0)
@@ -173,16 +223,24 @@ def one_step(model: list, batch, limits, layout, options: argparse.Namespace) ->
     from megatron_rl_corr.mcore.step import CorrectedStep
 
     shape = BatchShape(
-        global_batch_size=options.samples, group_size=GROUP_SIZE, micro_batch_size=ROWS, seq_length=options.length,
+        global_batch_size=options.samples,
+        group_size=GROUP_SIZE,
+        micro_batch_size=ROWS,
+        seq_length=options.length,
         packing=limits,
-    )  # fmt: skip
+    )
 
     def train_step(forward_step, iterator, microbatches=options.samples // ROWS):
         for chunk in model:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterator, model=model, num_microbatches=microbatches,
-            seq_length=options.length, micro_batch_size=ROWS, forward_only=False,
+            forward_step_func=forward_step,
+            data_iterator=iterator,
+            model=model,
+            num_microbatches=microbatches,
+            seq_length=options.length,
+            micro_batch_size=ROWS,
+            forward_only=False,
         )
         assert optimizer.step()[0], "the step was skipped"
         return {}, 0, False, False, 0, 1.0, None, 0
@@ -190,9 +248,14 @@ def one_step(model: list, batch, limits, layout, options: argparse.Namespace) ->
     optimizer = SimpleNamespace(step=lambda: (True, 1.0, 0))
     collector = SimpleNamespace(device=DEVICE, metrics={}, trajectories=[], collect=lambda iteration: batch)
     step = CorrectedStep(
-        config=RolloutCorrectionConfig(), layout=layout, logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
-        collector=collector, push=lambda version: {}, report=lambda metrics: None, shape=shape,
-    )  # fmt: skip
+        config=RolloutCorrectionConfig(),
+        layout=layout,
+        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
+        collector=collector,
+        push=lambda version: {},
+        report=lambda metrics: None,
+        shape=shape,
+    )
     return megatron_process.seconds(lambda: step.run(train_step, 0, model, optimizer, per_token=False))
 
 

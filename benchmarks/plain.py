@@ -1,4 +1,5 @@
-"""The correction and its metrics written plainly: padded rows, one masked mean after the other, each read at once.
+"""The correction and its metrics written plainly: padded rows, one masked mean after the other,
+each read at once.
 
 B rows of L tokens. What `benchmarks/correction.py` compares with; float32, as such code is.
 """
@@ -10,7 +11,13 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 
-EDGES = {"below_1e-4": 1e-4, "1e-4_to_1e-3": 1e-3, "1e-3_to_1e-2": 1e-2, "1e-2_to_1e-1": 1e-1, "above_1e-1": math.inf}
+EDGES = {
+    "below_1e-4": 1e-4,
+    "1e-4_to_1e-3": 1e-3,
+    "1e-3_to_1e-2": 1e-2,
+    "1e-2_to_1e-1": 1e-1,
+    "above_1e-1": math.inf,
+}
 
 
 _DECADES = [float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2, 5)]
@@ -77,7 +84,9 @@ def plain_correction(
     return weights, kept, metrics
 
 
-def token_metrics(train: Tensor, rollout: Tensor, exact: Tensor, log_ratio: Tensor, mask: Tensor) -> dict[str, float]:
+def token_metrics(
+    train: Tensor, rollout: Tensor, exact: Tensor, log_ratio: Tensor, mask: Tensor
+) -> dict[str, float]:
     ratio, clamped = log_ratio.exp(), exact.clamp(-11.0, 2.6109)
     p, q = train.exp(), rollout.exp()
     metrics = {
@@ -100,7 +109,7 @@ def token_metrics(train: Tensor, rollout: Tensor, exact: Tensor, log_ratio: Tens
         "jsd": masked_mean(jensen_shannon(ratio), mask).item(),
         "jsd_clamped": masked_mean(jensen_shannon(clamped.exp()), mask).item(),
         "pearson": torch.corrcoef(torch.stack([p[mask.bool()], q[mask.bool()]]))[0, 1].item(),
-    }  # fmt: skip
+    }
     sizes = exact.abs()[mask.bool()]
     counts = torch.bincount(torch.bucketize(sizes, sizes.new_tensor(BIN_ENDS)), minlength=len(BIN_ENDS) + 1)
     for end, share in zip(BIN_ENDS, (counts / len(sizes)).tolist(), strict=False):

@@ -1,6 +1,8 @@
-"""A reward function that sleeps in one call of 16, raises in one of 50 and hangs in one of 200, and writes down which.
+"""A reward function that sleeps in one call of 16, raises in one of 50 and hangs in one of 200, and
+writes down which.
 
-PLANTED names the file of all calls so far, one letter each, which all workers share; SLEEP_S is how long it sleeps.
+PLANTED names the file of all calls so far, one letter each, which all workers share; SLEEP_S is
+how long it sleeps.
 """
 
 import fcntl

@@ -2,9 +2,10 @@
 
 python benchmarks/prompts.py [--rows 10000000] [--draws 10000] [--folder DIR]
 
-The data are written first, into --folder or a temporary one: 1.3 GB of JSON lines with 10 million rows. Each row of the
-table is a fresh process, which opens the data, looks at rows as a run does at its start, and draws prompts; it fails
-unless each is the row that its number says. Rows are ids, so that no tokenizer is in the times.
+The data are written first, into --folder or a temporary one: 1.3 GB of JSON lines with 10 million rows.
+Each row of the table is a fresh process, which opens the data, looks at rows as a run does at its start,
+and draws prompts; it fails unless each is the row that its number says. Rows are ids, so that no tokenizer
+is in the times.
 """
 
 import argparse
@@ -31,7 +32,9 @@ KINDS = {"JSON lines": "rows.jsonl", "Parquet": "rows.parquet", "datasets folder
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--draws", type=int, default=10_000)
     parser.add_argument("--folder", type=Path)
@@ -44,8 +47,13 @@ def main() -> None:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         write(folder, options.rows)
-        print(f"{datetime.date.today()}, {options.rows} rows, pyarrow {pa.__version__}, {machine_name('cpu')}\n")
-        print("| data | size (MB) | start (s) | draw (ms) | slowest (ms) | memory (MB) | mapped (MB) | peak (MB) |")
+        print(
+            f"{datetime.date.today()}, {options.rows} rows, pyarrow {pa.__version__}, {machine_name('cpu')}\n"
+        )
+        print(
+            "| data | size (MB) | start (s) | draw (ms) | slowest (ms) | memory (MB) | mapped (MB) | peak "
+            "(MB) |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for kind, name in KINDS.items():
             command = [sys.executable, __file__, "--open", folder / name, "--draws", str(options.draws)]
@@ -55,7 +63,8 @@ def main() -> None:
             found = json.loads(done.stdout.splitlines()[-1])
             print(
                 f"| {kind} | {found['size']:.0f} | {found['start']:.2f} | {found['draw']:.3f} "
-                f"| {found['slowest']:.0f} | {found['held']:.0f} | {found['mapped']:.0f} | {found['peak']:.0f} |"
+                f"| {found['slowest']:.0f} | {found['held']:.0f} | {found['mapped']:.0f} | "
+                f"{found['peak']:.0f} |"
             )
 
 
@@ -78,7 +87,8 @@ def write(folder: Path, rows: int) -> None:
             parquet.write_table(table)
             stream.write_table(table, max_chunksize=1000)  # as datasets does
             lines.writelines(
-                f'{{"input_ids": [{text}], "label": "{label}"}}\n' for text, label in zip(texts, labels, strict=False)
+                f'{{"input_ids": [{text}], "label": "{label}"}}\n'
+                for text, label in zip(texts, labels, strict=False)
             )
 
 
@@ -103,17 +113,24 @@ def measured(path: Path, draws: int) -> dict[str, float]:
     found = memory()
     size = sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]))
     return {
-        "size": size / 1e6, "start": each[0], "draw": float(np.median(each[1:])) * 1e3,
-        "slowest": each[1:].max() * 1e3, "held": (found["RssAnon"] - before["RssAnon"]) / 1e3,
-        "mapped": (found["RssFile"] - before["RssFile"]) / 1e3, "peak": (found["VmHWM"] - before["VmRSS"]) / 1e3,
-    }  # fmt: skip
+        "size": size / 1e6,
+        "start": each[0],
+        "draw": float(np.median(each[1:])) * 1e3,
+        "slowest": each[1:].max() * 1e3,
+        "held": (found["RssAnon"] - before["RssAnon"]) / 1e3,
+        "mapped": (found["RssFile"] - before["RssFile"]) / 1e3,
+        "peak": (found["VmHWM"] - before["VmRSS"]) / 1e3,
+    }
 
 
 def memory() -> dict[str, int]:
     """This process's memory, in kB."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)
-            if name in ("VmRSS", "VmHWM", "RssAnon", "RssFile")}  # fmt: skip
+    return {
+        name: int(value.split()[0])
+        for name, _, value in (line.partition(":") for line in lines)
+        if name in ("VmRSS", "VmHWM", "RssAnon", "RssFile")
+    }
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Many pushes in whole runs against real servers: does the probe accuse one that is well, and what does it cost?
+"""Many pushes in whole runs against real servers: does the probe accuse one that is well, and
+what does it cost?
 
-python benchmarks/pushes.py [--pushes 500] [--engine sglang vllm] [--dtype float32 bfloat16] [--model dense moe]
+python benchmarks/pushes.py [--pushes 500] [--engine sglang vllm] [--dtype float32 bfloat16]
+[--model dense moe]
                             [--out DIR]
 
-A run trains a tiny Qwen3 with Adam on answers of two tokens, in float32, so that its weights move by as much as a
-real run's in a step, and its log-probs become as sharp. Of each run: its exit status, the pushes, those after which a
-server was suspicious and asked for more, the mean |log-ratio| of the worst text over what simulated rounding explains,
-the bits against each server (positive: it differs), and the seconds of a push with the probe and, in a shorter run
-before, without.
+A run trains a tiny Qwen3 with Adam on answers of two tokens, in float32, so that its weights move by as
+much as a real run's in a step, and its log-probs become as sharp. Of each run: its exit status, the
+pushes, those after which a server was suspicious and asked for more, the mean |log-ratio| of the worst
+text over what simulated rounding explains, the bits against each server (positive: it differs), and the
+seconds of a push with the probe and, in a shorter run before, without.
 """
 
 import argparse
@@ -31,16 +33,35 @@ PLAIN = 40
 REWARD = """def reward(prompt, output_ids, finish_reason):
     return (output_ids[0] * 7 + prompt.input_ids[0]) % 5 / 4
 """
-COLUMNS = ("engine", "server", "model", "status", "pushes", "asked again", "times rounding: median", "max", "most bits",
-           "push s", "without probe s")  # fmt: skip
+COLUMNS = (
+    "engine",
+    "server",
+    "model",
+    "status",
+    "pushes",
+    "asked again",
+    "times rounding: median",
+    "max",
+    "most bits",
+    "push s",
+    "without probe s",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--pushes", type=int, default=500)
     add("--engine", nargs="+", choices=("sglang", "vllm"), default=["sglang", "vllm"])
-    add("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"], help="the servers'")
+    add(
+        "--dtype",
+        nargs="+",
+        choices=("float32", "bfloat16"),
+        default=["float32", "bfloat16"],
+        help="the servers'",
+    )
     add("--model", nargs="+", choices=("dense", "moe"), default=["dense", "moe"])
     add("--out", type=Path, help="new folder that keeps the runs (default: a temporary one)")
     options = parser.parse_args()
@@ -70,10 +91,17 @@ def measured(folder: Path, kind: str, engine: str, dtype: str, pushes: int) -> t
         server.stop()
     over = [row["rollout/probe_over_rounding"] for row in rows]
     return (
-        engine, dtype, kind, status, len(rows), sum(row["rollout/probe_rounds"] > 0 for row in rows),
-        f"{statistics.median(over):.2f}", f"{max(over):.2f}", f"{max(row['rollout/probe_bits'] for row in rows):.1f}",
+        engine,
+        dtype,
+        kind,
+        status,
+        len(rows),
+        sum(row["rollout/probe_rounds"] > 0 for row in rows),
+        f"{statistics.median(over):.2f}",
+        f"{max(over):.2f}",
+        f"{max(row['rollout/probe_bits'] for row in rows):.1f}",
         *(f"{statistics.median(row['time/push_s'] for row in each):.2f}" for each in (rows, plain)),
-    )  # fmt: skip
+    )
 
 
 def run(folder: Path, model: Path, url: str, engine: str, steps: int, *more: str) -> tuple[list[dict], int]:
@@ -81,16 +109,46 @@ def run(folder: Path, model: Path, url: str, engine: str, steps: int, *more: str
     dense = json.loads((model / "config.json").read_text())["model_type"] == "qwen3"
     flags = megatron_flags(model, folder / "tensorboard")
     flags = [flag for flag in flags if not dense or not str(flag).startswith("--moe-")]
-    command = torchrun([
-        *flags, "--micro-batch-size", 8, "--global-batch-size", 8, "--train-iters", steps, "--lr", 1e-3,
-        "--lr-decay-style", "constant", "--eval-interval", 100000, "--rollout-url", url, "--rollout-engine", engine,
-        "--rollout-prompts", folder.parent / "prompts.jsonl", "--rollout-reward-function",
-        f"{folder.parent / 'reward.py'}:reward", "--rollout-group-size", 4, "--rollout-max-new-tokens", 2,
-        "--rollout-log-dir", folder, "--rollout-correction-preset", "decoupled_token_is", *more,
-    ], processes=1)  # fmt: skip
+    command = torchrun(
+        [
+            *flags,
+            "--micro-batch-size",
+            8,
+            "--global-batch-size",
+            8,
+            "--train-iters",
+            steps,
+            "--lr",
+            1e-3,
+            "--lr-decay-style",
+            "constant",
+            "--eval-interval",
+            100000,
+            "--rollout-url",
+            url,
+            "--rollout-engine",
+            engine,
+            "--rollout-prompts",
+            folder.parent / "prompts.jsonl",
+            "--rollout-reward-function",
+            f"{folder.parent / 'reward.py'}:reward",
+            "--rollout-group-size",
+            4,
+            "--rollout-max-new-tokens",
+            2,
+            "--rollout-log-dir",
+            folder,
+            "--rollout-correction-preset",
+            "decoupled_token_is",
+            *more,
+        ],
+        processes=1,
+    )
     folder.mkdir()
     with open(folder / "train.log", "w") as log:
-        status = subprocess.run(command, cwd=ROOT, env=environment("megatron"), stdout=log, stderr=log).returncode
+        status = subprocess.run(
+            command, cwd=ROOT, env=environment("megatron"), stdout=log, stderr=log
+        ).returncode
     if not (folder / "metrics.jsonl").exists():
         raise SystemExit(f"{folder}: no step: {(folder / 'train.log').read_text()[-3000:]}")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], status

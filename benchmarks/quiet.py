@@ -1,4 +1,6 @@
-"""A benchmark prints its tables and nothing else: what libraries write meanwhile is shown only if it fails."""
+"""A benchmark prints its tables and nothing else: what libraries write meanwhile is shown
+only if it fails.
+"""
 
 import os
 import sys
@@ -9,10 +11,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def only_tables() -> Iterator[None]:
-    """Within, `print` reaches the terminal; all else that is written to the file descriptors 1 and 2 does not.
+    """Within, `print` reaches the terminal; all else that is written to the file descriptors
+    1 and 2 does not.
 
-    PyTorch's profiler and Megatron write there, some of it from C++, which no Python setting reaches. After an error
-    what they wrote goes to standard error, before the traceback.
+    PyTorch's profiler and Megatron write there, some of it from C++, which no Python setting reaches.
+    After an error what they wrote goes to standard error, before the traceback.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,9 +1,11 @@
-"""What text costs the event loop: long responses that end together are decoded, sent to worker processes and scored.
+"""What text costs the event loop: long responses that end together are decoded, sent to worker
+processes and scored.
 
 text_rewards.py [--samples 64] [--tokens 32768] [--workers 2]
 
-The tokenizer is a byte-level one, trained here on the project's pages; the reward functions are the package's. `loop`
-is the longest time that the event loop, which also talks to the servers, could do nothing else.
+The tokenizer is a byte-level one, trained here on the project's pages; the reward functions are
+the package's. `loop` is the longest time that the event loop, which also talks to the servers,
+could do nothing else.
 """
 
 from __future__ import annotations
@@ -42,9 +44,16 @@ def tokenizer(text: str) -> Tokenizer:
 def sample(ids: list[int]) -> Trajectory:
     """A response of these ids."""
     return Trajectory(
-        0, 0, torch.tensor([1]), torch.tensor(ids), torch.zeros(len(ids)), "stop", (VersionSpan("v", 0, len(ids)),), 0,
+        0,
+        0,
+        torch.tensor([1]),
+        torch.tensor(ids),
+        torch.zeros(len(ids)),
+        "stop",
+        (VersionSpan("v", 0, len(ids)),),
+        0,
         "http://server",
-    )  # fmt: skip
+    )
 
 
 async def longest_pause(worst: list[float]) -> None:
@@ -58,7 +67,10 @@ async def longest_pause(worst: list[float]) -> None:
 
 async def run(spec: str, words: Tokenizer, samples: list[Trajectory], workers: int) -> tuple[float, float]:
     """Seconds until all samples have their rewards, and the loop's longest pause."""
-    rewards, prompt = Rewards(spec, workers=workers, limit_s=60.0, tokenizer=words), Prompt(0, [1], {}, "p", label="x")
+    rewards, prompt = (
+        Rewards(spec, workers=workers, limit_s=60.0, tokenizer=words),
+        Prompt(0, [1], {}, "p", label="x"),
+    )
     await rewards.start()
     await rewards.score(prompt, samples[0])
     worst = [0.0]
@@ -71,7 +83,9 @@ async def run(spec: str, words: Tokenizer, samples: list[Trajectory], workers: i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("samples", 64), ("tokens", 32768), ("workers", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -80,11 +94,16 @@ def main() -> int:
     ids = words.encode(text)
     ids = (ids * (1 + options.tokens // len(ids)))[: options.tokens]
     samples = [sample(ids) for _ in range(options.samples)]
-    print("| reward | samples | tokens of each | seconds | ms a sample | loop, ms |\n|---|---|---|---|---|---|")
+    print(
+        "| reward | samples | tokens of each | seconds | ms a sample | loop, ms |\n|---|---|---|---|---|---|"
+    )
     for spec in (f"length:max={options.tokens}", "exact", "f1", "math"):
         seconds, pause = asyncio.run(run(spec, words, samples, options.workers))
-        print(f"| {spec} | {options.samples} | {options.tokens} | {seconds:.2f} | "
-              f"{1e3 * seconds / options.samples:.1f} | {1e3 * pause:.0f} |", flush=True)  # fmt: skip
+        print(
+            f"| {spec} | {options.samples} | {options.tokens} | {seconds:.2f} | "
+            f"{1e3 * seconds / options.samples:.1f} | {1e3 * pause:.0f} |",
+            flush=True,
+        )
     return 0
 
 

@@ -17,7 +17,11 @@ def main(out: str, kind: str) -> None:
 
     torch.manual_seed(0)
     own = Qwen3Config().to_dict()
-    given = {name: value for name, value in model_config().to_dict().items() if name in own and name != "layer_types"}
+    given = {
+        name: value
+        for name, value in model_config().to_dict().items()
+        if name in own and name != "layer_types"
+    }
     for name in ("model_type", "architectures", "transformers_version"):
         given.pop(name, None)
     Qwen3ForCausalLM(Qwen3Config(**given)).to(torch.float32).save_pretrained(out)

@@ -1,8 +1,8 @@
 """How many collected batches the quickstart needs to learn its task, by the updates that each batch makes.
 
-python benchmarks/updates.py OUT [--seeds 0 1 2] [--updates 1 4] [--batches 40]  trains the tiny model for every seed
-and every number of updates a batch, at equal samples a batch (64), and prints after how many batches the mean reward of
-five in a row reaches 0.8. Other arguments go to the launcher.
+python benchmarks/updates.py OUT [--seeds 0 1 2] [--updates 1 4] [--batches 40]  trains the tiny model for
+every seed and every number of updates a batch, at equal samples a batch (64), and prints after how many
+batches the mean reward of five in a row reaches 0.8. Other arguments go to the launcher.
 """
 
 import argparse
@@ -25,10 +25,21 @@ def trained(out, seed, updates, batches, flags):
     """Rewards of the batches, in order."""
     folder = out / f"seed{seed}-updates{updates}"
     command = [
-        sys.executable, ROOT / "examples/quickstart/run.py", "--out", folder, "--seed", seed,
-        "--steps", updates * batches, "--", "--rollout-updates-per-batch", updates,
-        "--global-batch-size", SAMPLES // updates, *flags,
-    ]  # fmt: skip
+        sys.executable,
+        ROOT / "examples/quickstart/run.py",
+        "--out",
+        folder,
+        "--seed",
+        seed,
+        "--steps",
+        updates * batches,
+        "--",
+        "--rollout-updates-per-batch",
+        updates,
+        "--global-batch-size",
+        SAMPLES // updates,
+        *flags,
+    ]
     subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
     return [step["reward/mean"] for step in read_metrics(folder / FILE_NAME) if "reward/mean" in step]
 
@@ -42,7 +53,9 @@ def batches_needed(rewards):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, help="a new folder for the runs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--updates", type=int, nargs="+", default=[1, 4])

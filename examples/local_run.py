@@ -1,4 +1,6 @@
-"""What the examples share: a rollout server and Megatron on this machine, without a GPU, and a clean end of both."""
+"""What the examples share: a rollout server and Megatron on this machine, without a GPU, and a
+clean end of both.
+"""
 
 import argparse
 import fcntl
@@ -33,7 +35,9 @@ class Example:
         print(f"[{self.name}] {text}", flush=True)
 
     def parser(self, description, *, steps, seed_help=None):
-        """Options of all examples: the seed (with a seed_help), steps, the folder, --stop, and the launcher's flags."""
+        """Options of all examples: the seed (with a seed_help), steps, the folder, --stop, and the
+        launcher's flags.
+        """
         layout = argparse.RawDescriptionHelpFormatter
         parser = argparse.ArgumentParser(description=description, formatter_class=layout)
         add = parser.add_argument
@@ -41,8 +45,11 @@ class Example:
             add("--seed", type=int, default=0, help=seed_help)
         add("--steps", type=int, default=steps, help=f"optimizer steps (default {steps})")
         add("--out", type=Path, help=f"new folder for the run (default runs/{self.name}/TIME-seedN)")
-        add("--stop", action="store_true",
-            help=f"end every {self.name} that is running, and all it started; with --out that run alone")
+        add(
+            "--stop",
+            action="store_true",
+            help=f"end every {self.name} that is running, and all it started; with --out that run alone",
+        )
         add("launcher_flags", nargs="*", metavar="-- FLAGS", help="appended to the launcher's command")
         return parser
 
@@ -59,18 +66,24 @@ class Example:
         out = options.out or self.home / f"{time.strftime('%Y%m%d-%H%M%S')}-seed{options.seed}"
         out = out.resolve()
         if not resumes and out.exists() and any(out.iterdir()):
-            self.say(f"--out {out} is not empty; name a new folder, so that no other run's files are overwritten")
+            self.say(
+                f"--out {out} is not empty; name a new folder, so that no other run's files are overwritten"
+            )
             return 2
         out.mkdir(parents=True, exist_ok=True)
         with self.alone_in(out) as alone:
             if not alone:
-                self.say(f"another {self.name} writes to {out}; wait for it, or end it with --stop --out {out}")
+                self.say(
+                    f"another {self.name} writes to {out}; wait for it, or end it with --stop --out {out}"
+                )
                 return 2
             return self._work(work, options, out)
 
     @contextmanager
     def alone_in(self, out):
-        """Whether no other process is within this block for the folder; it ends with the process, however that ends."""
+        """Whether no other process is within this block for the folder; it ends with the process,
+        however that ends.
+        """
         with open(out / ".lock", "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -107,8 +120,11 @@ def make_model(script, model, *options):
     """Run the script that writes a model into the folder."""
     subprocess.run(
         [sys.executable, str(script), str(model), *map(str, options)],
-        env=environment("sglang"), check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        env=environment("sglang"),
+        check=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def local_server(model, *, engine="sglang", dtype, log_path, seed, slots, extra_arguments=()):
@@ -124,16 +140,21 @@ def local_server(model, *, engine="sglang", dtype, log_path, seed, slots, extra_
     """
     arguments = {"sglang": cpu.sglang_arguments, "vllm": cpu.vllm_arguments}[engine](HIDDEN_GPU)
     slots_flag, seed_flag = {
-        "sglang": ("--max-running-requests", "--random-seed"), "vllm": ("--max-num-seqs", "--seed")
-    }[engine]  # fmt: skip
+        "sglang": ("--max-running-requests", "--random-seed"),
+        "vllm": ("--max-num-seqs", "--seed"),
+    }[engine]
     try:
         variables = environment(engine)
     except FileNotFoundError as error:
         raise LocalServerError(str(error)) from error
     return LocalServer(
-        model, engine=engine, dtype=dtype, log_path=log_path, environment=variables,
+        model,
+        engine=engine,
+        dtype=dtype,
+        log_path=log_path,
+        environment=variables,
         extra_arguments=[*arguments, slots_flag, str(slots), seed_flag, str(seed), *extra_arguments],
-    )  # fmt: skip
+    )
 
 
 def wait_ready(server):
@@ -152,32 +173,71 @@ def megatron_flags(model, tensorboard):
     te = "transformer_engine" in layers
     return [
         # As `megatron-rl-corr model-flags` prints them.
-        *model_flags(json.loads((model / "config.json").read_text())), *layers,
+        *model_flags(json.loads((model / "config.json").read_text())),
+        *layers,
         *(["--moe-grouped-gemm", "--moe-permute-fusion"] if te else ["--rollout-pad-sequences"]),
-        "--seq-length", 32, "--weight-decay", 0, "--clip-grad", 1.0,
-        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model,
-        "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
-        "--eval-iters", 0, "--log-interval", 1000, "--tensorboard-dir", tensorboard,
-        "--rollout-hf-checkpoint", model,
-    ]  # fmt: skip
+        "--seq-length",
+        32,
+        "--weight-decay",
+        0,
+        "--clip-grad",
+        1.0,
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        model,
+        "--mock-data",
+        "--split",
+        "100,0,0",
+        "--num-workers",
+        0,
+        "--no-create-attention-mask-in-dataloader",
+        "--eval-iters",
+        0,
+        "--log-interval",
+        1000,
+        "--tensorboard-dir",
+        tensorboard,
+        "--rollout-hf-checkpoint",
+        model,
+    ]
 
 
 def torchrun(flags, *, processes):
     """The command that trains with the quickstart's Megatron script under the launcher."""
     script = ROOT / "examples/quickstart/pretrain_moe.py"
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes),
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
-        "-m", "megatron_rl_corr.launch", str(script), *map(str, flags),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(processes),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "-m",
+        "megatron_rl_corr.launch",
+        str(script),
+        *map(str, flags),
+    ]
 
 
 def train(command, log_path, running, server_group):
-    """Run torchrun and return its exit status; the log gets all its output, the screen the table and our messages."""
+    """Run torchrun and return its exit status; the log gets all its output, the screen the table
+    and our messages.
+    """
     adopt_orphans()
     process = subprocess.Popen(
-        command, env=environment("megatron"), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True, errors="replace", start_new_session=True, preexec_fn=die_with_parent(signal.SIGTERM),
+        command,
+        env=environment("megatron"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+        preexec_fn=die_with_parent(signal.SIGTERM),
     )
     running.add(process.pid)
     output = threading.Thread(target=_show, args=(process.stdout, log_path), daemon=True)

@@ -14,7 +14,9 @@ STOP_S = 30.0
 
 
 class Running:
-    """Within `with`, the file `running-PID.json` holds this process and the leaders of the groups it started."""
+    """Within `with`, the file `running-PID.json` holds this process and the leaders of the
+    groups it started.
+    """
 
     def __init__(self, folder, out=None):
         self.folder = Path(folder)
@@ -41,7 +43,9 @@ class Running:
         new.replace(self.path)
 
     def stop(self, say, name, out=None):
-        """End every run of this name in the folder, or the one that writes to `out`; 0 also where there is none."""
+        """End every run of this name in the folder, or the one that writes to `out`; 0 also
+        where there is none.
+        """
         stopped = 0
         for path in sorted(self.folder.glob("running-*.json")):
             try:
@@ -67,7 +71,8 @@ def end_recorded(record):
         while is_same(driver) and time.monotonic() < deadline:
             time.sleep(0.1)
     for group in record["groups"]:
-        # A leader that has ended may have left its children; a number that was given anew leads another group.
+        # A leader that has ended may have left its children; a number that was given anew
+        # leads another group.
         if is_same(group) or (start_time(group["pid"]) is None and group_members(group["pid"])):
             end_group(group["pid"], grace_s=2.0, reap=lambda: None)
 

@@ -1,4 +1,6 @@
-"""The command `megatron-rl-corr`: checks servers, draws runs, compares corrections, installs the plugin in Megatron."""
+"""The command `megatron-rl-corr`: checks servers, draws runs, compares corrections, installs the
+plugin in Megatron.
+"""
 
 import argparse
 import os
@@ -16,7 +18,8 @@ PROGRAM = "megatron-rl-corr"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; 0 on success, 2 with a message on stderr for anything the user can fix.
 
-    1 is the doctor's, when it has findings; 141 means that the reader of standard output went away, as `head` does.
+    1 is the doctor's, when it has findings; 141 means that the reader of standard output went
+    away, as `head` does.
     """
     arguments = _parser().parse_args(argv)
     try:
@@ -33,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=PROGRAM, description="Tools for RL runs that train with megatron_rl_corr.")
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Tools for RL runs that train with megatron_rl_corr."
+    )
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -44,9 +49,15 @@ def _parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
 
     correct = commands.add_parser("correct", help="compare corrections on samples that a run has saved")
-    correct.add_argument("files", metavar="FILE.parquet", nargs="+", help="written by --rollout-save-trajectories")
-    correct.add_argument("--preset", metavar="NAME", nargs="+", default=[], help="presets to compare; see presets")
-    correct.add_argument("--config", metavar="YAML", nargs="+", default=[], help="files of settings to compare")
+    correct.add_argument(
+        "files", metavar="FILE.parquet", nargs="+", help="written by --rollout-save-trajectories"
+    )
+    correct.add_argument(
+        "--preset", metavar="NAME", nargs="+", default=[], help="presets to compare; see presets"
+    )
+    correct.add_argument(
+        "--config", metavar="YAML", nargs="+", default=[], help="files of settings to compare"
+    )
     correct.add_argument("--json", action="store_true", help="print every metric as JSON, not a table")
     correct.set_defaults(run=_correct)
 
@@ -55,8 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_patch(commands)
 
     export = commands.add_parser("export", help="write a Megatron checkpoint as a Hugging Face folder")
-    export.add_argument("checkpoint", metavar="DIR", help="the folder that --save named, or an iter_ one in it")
-    export.add_argument("--hf-checkpoint", metavar="HF_DIR", required=True, help="the model that training began with")
+    export.add_argument(
+        "checkpoint", metavar="DIR", help="the folder that --save named, or an iter_ one in it"
+    )
+    export.add_argument(
+        "--hf-checkpoint", metavar="HF_DIR", required=True, help="the model that training began with"
+    )
     export.add_argument("--out", metavar="OUT", required=True, help="a new folder")
     export.set_defaults(run=_export)
 
@@ -66,7 +81,9 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_plan(commands)
 
-    presets = commands.add_parser("presets", help="list the correction presets: weights, what the rules keep, loss")
+    presets = commands.add_parser(
+        "presets", help="list the correction presets: weights, what the rules keep, loss"
+    )
     presets.set_defaults(run=_presets)
     return parser
 
@@ -76,9 +93,22 @@ def _add_doctor(commands) -> None:
     add = doctor.add_argument
     from megatron_rl_corr.config.run import AUTO, ENGINES
 
-    add("--url", metavar="URL", action="append", required=True, help="a server's address; once for each server")
-    add("--engine", choices=[AUTO, *ENGINES], default=AUTO, help="what the servers run (default: each is asked)")
-    add("--model", metavar="HF_DIR", help="compare log-probs with this Hugging Face folder's model in float32")
+    add(
+        "--url",
+        metavar="URL",
+        action="append",
+        required=True,
+        help="a server's address; once for each server",
+    )
+    add(
+        "--engine",
+        choices=[AUTO, *ENGINES],
+        default=AUTO,
+        help="what the servers run (default: each is asked)",
+    )
+    add(
+        "--model", metavar="HF_DIR", help="compare log-probs with this Hugging Face folder's model in float32"
+    )
     add("--full", action="store_true", help="also pause the server and change its weights for a moment")
     add("--json", action="store_true", help="print JSON, not tables")
     add("--expect-dtype", choices=["float32", "bfloat16", "float16"], help="what the trainer computes in")
@@ -86,7 +116,12 @@ def _add_doctor(commands) -> None:
     add("--temperature", metavar="T", type=float, help="what the run samples with (default: any)")
     add("--top-p", metavar="P", type=float, help="what the run samples with (default: 1)")
     add("--top-k", metavar="K", type=int, help="what the run samples with (default: -1, off)")
-    add("--vocab-size", metavar="V", type=int, help="vocabulary size, if neither --model nor the server has it")
+    add(
+        "--vocab-size",
+        metavar="V",
+        type=int,
+        help="vocabulary size, if neither --model nor the server has it",
+    )
     add("--timeout", metavar="S", type=float, default=60.0, help="seconds for one request (default 60)")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the servers' (admin) API key")
     doctor.set_defaults(run=_doctor)
@@ -95,7 +130,9 @@ def _add_doctor(commands) -> None:
 def _add_plan(commands) -> None:
     from megatron_rl_corr.planner.arguments import add_arguments
 
-    plan = commands.add_parser("plan", help="what fits on which GPUs: layouts, memory, flags, from config.json alone")
+    plan = commands.add_parser(
+        "plan", help="what fits on which GPUs: layouts, memory, flags, from config.json alone"
+    )
     add_arguments(plan)
     plan.set_defaults(run=_plan)
 
@@ -109,22 +146,33 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _add_samples(commands) -> None:
     samples = commands.add_parser("samples", help="print saved samples: text, reward, D, what was dropped")
     add = samples.add_argument
-    add("paths", metavar="RUN_DIR|FILE.parquet", nargs="+",
-        help="the folder of --rollout-log-dir or --rollout-save-trajectories, or files of the latter")  # fmt: skip
+    add(
+        "paths",
+        metavar="RUN_DIR|FILE.parquet",
+        nargs="+",
+        help="the folder of --rollout-log-dir or --rollout-save-trajectories, or files of the latter",
+    )
     add("--step", metavar="N", type=int, help="the step (default: the last one)")
     add("--group", metavar="G", type=int, help="only the samples of this group")
     order = samples.add_mutually_exclusive_group()
     for name, text in {
-        "worst": "lowest rewards first", "best": "highest rewards first",
+        "worst": "lowest rewards first",
+        "best": "highest rewards first",
         "dropped": "only samples of which nothing enters the loss",
-    }.items():  # fmt: skip
+    }.items():
         order.add_argument(f"--{name}", dest="order", action="store_const", const=name, help=text)
     add("--limit", metavar="N", type=int, default=10, help="samples printed, at most (default 10)")
     text = samples.add_mutually_exclusive_group()
-    text.add_argument("--tokenizer", metavar="HF_DIR", help="makes the text (default: that of the run's model)")
+    text.add_argument(
+        "--tokenizer", metavar="HF_DIR", help="makes the text (default: that of the run's model)"
+    )
     text.add_argument("--ids", action="store_true", help="print ids, not text")
-    add("--color", choices=["auto", "always", "never"], default="auto",
-        help="colour tokens by D (default: on a terminal; NO_COLOR turns it off)")  # fmt: skip
+    add(
+        "--color",
+        choices=["auto", "always", "never"],
+        default="auto",
+        help="colour tokens by D (default: on a terminal; NO_COLOR turns it off)",
+    )
     samples.set_defaults(run=_samples)
 
 
@@ -133,17 +181,24 @@ def _samples(arguments: argparse.Namespace) -> None:
 
     if arguments.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {arguments.limit}")
-    sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character, and not every terminal does
+    # samples hold any character, and not every terminal does
+    sys.stdout.reconfigure(errors="backslashreplace")
     run(arguments, sys.stdout)
 
 
 def _add_rollout(commands) -> None:
     from megatron_rl_corr.config.rollout_command import add_flags
 
-    rollout = commands.add_parser("rollout", help="sample and score prompts without a trainer, into sample files")
+    rollout = commands.add_parser(
+        "rollout", help="sample and score prompts without a trainer, into sample files"
+    )
     rollout.add_argument("--out", metavar="DIR", required=True, help="a folder for the Parquet files")
-    rollout.add_argument("--groups", metavar="N", type=int, help="prompts that are sampled (default: each row once)")
-    rollout.add_argument("--seed", metavar="S", type=int, default=0, help="of the order of prompts and of samples")
+    rollout.add_argument(
+        "--groups", metavar="N", type=int, help="prompts that are sampled (default: each row once)"
+    )
+    rollout.add_argument(
+        "--seed", metavar="S", type=int, default=0, help="of the order of prompts and of samples"
+    )
     add_flags(rollout)
     rollout.set_defaults(run=_rollout)
 
@@ -169,7 +224,9 @@ def _rollout(arguments: argparse.Namespace) -> None:
 
 def _add_patch(commands) -> None:
     patch = commands.add_parser("patch", help="install the plugin hook into a Megatron checkout")
-    patch.add_argument("--megatron-root", metavar="DIR", required=True, help="the folder that holds megatron/")
+    patch.add_argument(
+        "--megatron-root", metavar="DIR", required=True, help="the folder that holds megatron/"
+    )
     what = patch.add_mutually_exclusive_group()
     for name, text in {
         "check": "tell whether the checkout has the hook or can take it; the default",

@@ -1,8 +1,8 @@
 """What happened to a run beside its steps: what was left out, asked again, dropped or taken back, and why.
 
 Every process tells its own: leaders of replicas of samples and servers, rank 0 of pushes and starts. With
---rollout-events all of a host's ranks append to one file, a line in one write, which a file system keeps whole among
-the processes of one host. Among hosts a shared one may not, so each host has a file.
+--rollout-events all of a host's ranks append to one file, a line in one write, which a file system keeps
+whole among the processes of one host. Among hosts a shared one may not, so each host has a file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from typing import Any
 KINDS = {
     "server_left_out": "a server failed, and is not sampled from until it answers again",
     "server_readmitted": "a server that was left out is sampled from again",
-    "server_missed_update": "a server does not have the weights of a push, and waits for the next one, or its restart",
+    "server_missed_update": "a server does not have the weights of a push, and waits for the next one, or "
+    "its restart",
     "server_taken_over": "a server was paused or half updated by a trainer that ended, and is taken over",
-    "memory_not_released": "a server did not answer when it was to release its memory to the trainer on its GPUs",
+    "memory_not_released": "a server did not answer when it was to release its memory to the trainer on its "
+    "GPUs",
     "memory_left_released": "the trainer ended while servers had released their memory to it",
     "server_not_compared": "a server's log-probs were not compared with the trainer's after a push",
     "push_repeated": "a push failed, and everything is sent again to the servers that answer",
-    "local_fault": "this process or its host could reach no server: it had no descriptor, port, memory or resolver",
+    "local_fault": "this process or its host could reach no server: it had no descriptor, port, memory or "
+    "resolver",
     "request_retried": "a request failed, and its sample was asked for at another server",
     "reward_retried": "a request for rewards failed, and is sent again",
     "worker_replaced": "a worker that ran the user's code is gone, and another one takes its place",
@@ -62,10 +65,11 @@ logger = logging.getLogger(__name__)
 
 
 class Events:
-    """Counts what happens in this process and, once a file is open, appends a JSON line of each: from any thread.
+    """Counts what happens in this process and, once a file is open, appends a JSON line of each:
+    from any thread.
 
-    Example: {"time": 1763978405.25, "rank": 0, "step": 12, "kind": "server_left_out", "reason": "connection refused",
-    "server": "http://a:30000"}
+    Example: {"time": 1763978405.25, "rank": 0, "step": 12, "kind": "server_left_out", "reason":
+    "connection refused", "server": "http://a:30000"}
     """
 
     def __init__(self):
@@ -80,9 +84,11 @@ class Events:
         """The step under way, from 1; None before the first. Each line has it."""
 
     def open(self, path: str | os.PathLike) -> None:
-        """Append to this file from now on; its folder must be there. Raises OSError where it can't be written.
+        """Append to this file from now on; its folder must be there. Raises OSError where it
+        can't be written.
 
-        A link is refused, as is what is no regular file: both may lead out of the folder that the user named.
+        A link is refused, as is what is no regular file: both may lead out of the folder
+        that the user named.
         """
         self.close()
         self._path = os.path.abspath(path)
@@ -106,8 +112,13 @@ class Events:
         if kind not in KINDS:
             raise KeyError(f"{kind} is no kind of event; KINDS in {__name__} has them")
         reason = reason[:LONGEST_REASON].encode("utf-8", "replace").decode()  # no half of a surrogate pair
-        line = {"time": round(time.time(), 3), "rank": int(os.environ.get("RANK", "0")), "step": self.step,
-                "kind": kind, "reason": reason} | facts  # fmt: skip
+        line = {
+            "time": round(time.time(), 3),
+            "rank": int(os.environ.get("RANK", "0")),
+            "step": self.step,
+            "kind": kind,
+            "reason": reason,
+        } | facts
         with self._lock:
             self.counts[kind] += 1
             if self._file is not None:
@@ -126,7 +137,9 @@ class Events:
         if error is not None:
             self.lost += 1
             if self.lost == 1:
-                logger.warning("`events`: a line could not be written, and is lost (further ones unnamed): %s", error)
+                logger.warning(
+                    "`events`: a line could not be written, and is lost (further ones unnamed): %s", error
+                )
 
     def _ends_in_half_a_line(self) -> bool:
         """Whether a crash or a full disk has cut a line short, of this rank or another."""
@@ -141,7 +154,9 @@ class Events:
             time.sleep(WRITE_S)
 
     def _follow(self) -> None:
-        """Open the path anew where the open file is no longer there, deleted or rotated: its lines would be lost."""
+        """Open the path anew where the open file is no longer there, deleted or rotated: its
+        lines would be lost.
+        """
         try:
             moved = not os.path.samestat(os.lstat(self._path), os.fstat(self._file))
         except FileNotFoundError:
@@ -177,7 +192,8 @@ def file_of_host(path: str | os.PathLike) -> Path:
 
 
 def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """The events of all hosts' files, by time; a line that a crash has cut short is left out, as is one of no event.
+    """The events of all hosts' files, by time; a line that a crash has cut short is left out, as is
+    one of no event.
 
     Raises OSError for a file that can't be read.
     """
@@ -197,7 +213,9 @@ def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _is_event(line: Any) -> bool:
-    """Whether a line's JSON is an event, with a time of this era (NaN and infinities are none), a kind and a reason."""
+    """Whether a line's JSON is an event, with a time of this era (NaN and infinities are none), a
+    kind and a reason.
+    """
     if not isinstance(line, dict):
         return False
     moment, kind, reason = line.get("time"), line.get("kind"), line.get("reason", "")

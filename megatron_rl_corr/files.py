@@ -1,4 +1,6 @@
-"""Files that a run writes: replaced in one move, never through a link; folders are tried before they are needed."""
+"""Files that a run writes: replaced in one move, never through a link; folders are tried before
+they are needed.
+"""
 
 import errno
 import os
@@ -10,7 +12,9 @@ from pathlib import Path
 from typing import IO, BinaryIO
 
 PROBE_BYTES = 2**20
-"""What is written into a folder to try it: more than a disk has room for that is full, to the eyes of a user."""
+"""What is written into a folder to try it: more than a disk has room for that is full, to
+the eyes of a user.
+"""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 METRICS_NAME = "metrics.jsonl"
@@ -45,7 +49,9 @@ def atomic_writer(path: str | os.PathLike, *, mode: int = 0o644) -> Iterator[Bin
 
 
 def replaced_by(temporary: str) -> str | None:
-    """The name of the file that a temporary one of this name was to replace; None: it is no temporary file of ours."""
+    """The name of the file that a temporary one of this name was to replace; None: it is no
+    temporary file of ours.
+    """
     found = _TEMPORARY.fullmatch(temporary)
     return None if found is None else found[1]
 
@@ -72,7 +78,8 @@ def check_writable(folder: str | os.PathLike, option: str) -> None:
     folder = Path(folder)
     if folder.is_symlink() and not folder.exists():
         raise ValueError(
-            f"{option} {folder} is a link to {os.readlink(folder)}, which is not there; make that, or name another "
+            f"{option} {folder} is a link to {os.readlink(folder)}, which is not there; make that, or name "
+            "another "
             "folder"
         )
     try:
@@ -105,12 +112,15 @@ def refuse_link(path: str | os.PathLike) -> None:
     """OSError where a link is in the place of a file or folder that is to be written."""
     if os.path.islink(path):
         raise OSError(
-            errno.ELOOP, f"it is a link to {os.readlink(path)}, and nothing is written through one; remove it",
+            errno.ELOOP,
+            f"it is a link to {os.readlink(path)}, and nothing is written through one; remove it",
             str(path),
-        )  # fmt: skip
+        )
 
 
 def open_to_append(path: str | os.PathLike, **options: str) -> IO:
-    """Open a file to append to it. options: of `open`. Raises OSError where it can't be written, or is a link."""
+    """Open a file to append to it. options: of `open`. Raises OSError where it can't be
+    written, or is a link.
+    """
     refuse_link(path)
     return open(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666), **options)

@@ -31,7 +31,9 @@ def main(argv: list[str] | None = None) -> int:
         place = argv.index(CHECK)
         processes, argv = "".join(argv[place + 1 : place + 2]), [*argv[:place], *argv[place + 2 :]]
         if not processes.isdecimal() or not int(processes) or not argv:
-            return _refuse(f"{CHECK} takes the number of processes that would train, and a script; got {processes!r}")
+            return _refuse(
+                f"{CHECK} takes the number of processes that would train, and a script; got {processes!r}"
+            )
     problems = Problems()
     script, arguments = argv[0], argv[1:]
     if not Path(script).is_file():
@@ -128,13 +130,23 @@ def _print_help() -> None:
     import argparse
 
     parser = argparse.ArgumentParser(
-        prog="megatron_rl_corr.launch", usage=USAGE, description=__doc__, add_help=False, formatter_class=HelpFormatter
+        prog="megatron_rl_corr.launch",
+        usage=USAGE,
+        description=__doc__,
+        add_help=False,
+        formatter_class=HelpFormatter,
     )
-    parser.add_argument(DESCRIBE, action="store_true",
-                        help="print what is replaced in this Megatron, and where it is bound; nothing is run")
-    parser.add_argument(CHECK, metavar="N",
-                        help="check the command line for N processes, folders, data and rewards too, and end: without "
-                        "torchrun, servers or weights")
+    parser.add_argument(
+        DESCRIBE,
+        action="store_true",
+        help="print what is replaced in this Megatron, and where it is bound; nothing is run",
+    )
+    parser.add_argument(
+        CHECK,
+        metavar="N",
+        help="check the command line for N processes, folders, data and rewards too, and end: without "
+        "torchrun, servers or weights",
+    )
     add_flags(parser).print_help()
 
 

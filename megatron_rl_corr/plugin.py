@@ -1,4 +1,6 @@
-"""What our flags ask for, put into the Megatron of this process: for the launcher, and for a patched Megatron."""
+"""What our flags ask for, put into the Megatron of this process: for the launcher, and for a
+patched Megatron.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +46,18 @@ def prepare(
         script_folder: of the script, where Python does not look for modules yet.
 
     Raises:
-        ValueError: lists everything that is wrong, each with its flag and the remedy. Every rank of the first host
-            raises the same; what only the last rank of another host writes, and can't, is its own RefusedHere.
+        ValueError: lists everything that is wrong, each with its flag and the remedy. Every rank of the
+            first host raises the same; what only the last rank of another host writes, and can't, is its
+            own RefusedHere.
     """
     global _begun
     # Before anything else: a patched Megatron calls `load` as soon as our hooks import it.
     _begun = True
     problems, rank, ranks = Problems(), _number("RANK", 0), _number("WORLD_SIZE", 1)
     if any(argument.split("=")[0] == "--yaml-cfg" for argument in arguments):
-        problems.add("--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags")
+        problems.add(
+            "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"
+        )
     megatrons_own_rl = megatron_rl_hooks.ASKS in arguments
     if megatrons_own_rl:
         config, log_dir = megatron_rl_hooks.read(arguments, problems)
@@ -60,7 +65,8 @@ def prepare(
     else:
         config, options = read(arguments, problems)
         log_dir, settings = known(lambda: options.log_dir), {"rollout_correction": config, "rollout": options}
-        # Another host may have other files at a path: there, they are looked at when one message can speak for all.
+        # Another host may have other files at a path: there, they are looked at when one message
+        # can speak for all.
         if for_all_ranks or rank == _number("LOCAL_RANK", rank):
             from megatron_rl_corr.mcore.early_checks import EarlyChecks
 
@@ -81,7 +87,8 @@ def prepare(
 
         part_attempts()
         versions.check_version()
-        versions.check_training()  # before the hooks import it, as errors of two mixed releases are hard to read
+        # before the hooks import it, as errors of two mixed releases are hard to read
+        versions.check_training()
         from megatron_rl_corr.mcore import hooks
 
         if os.environ.get("RANK", "0") == "0":
@@ -95,7 +102,9 @@ def prepare(
 
 
 class RefusedHere(ValueError):
-    """What this rank alone may know, such as a folder that only it writes: printed by whichever rank it is."""
+    """What this rank alone may know, such as a folder that only it writes: printed by
+    whichever rank it is.
+    """
 
 
 def _number(variable: str, otherwise: int) -> int:
@@ -130,7 +139,9 @@ def _check_place(path: Path) -> None:
     try:
         if path.name != "run.json":  # a link of that name is replaced
             refuse_link(path)
-        kind, fits = ("folder", path.is_dir()) if path.name == LOG_NAMES[-1] else ("plain file", path.is_file())
+        kind, fits = (
+            ("folder", path.is_dir()) if path.name == LOG_NAMES[-1] else ("plain file", path.is_file())
+        )
         if path.exists() and not fits and not path.is_symlink():
             raise ValueError(f"--rollout-log-dir: {path} is no {kind}; remove it, or name another folder")
     except OSError as error:
@@ -173,7 +184,8 @@ class StepReport:
 
 
 def load() -> None:
-    """Called by a patched Megatron while it is imported, where MEGATRON_RL_CORR=1; does nothing a second time.
+    """Called by a patched Megatron while it is imported, where MEGATRON_RL_CORR=1; does
+    nothing a second time.
 
     With --help Megatron tells its own flags alone; the launcher that describes only looks.
     """
@@ -201,8 +213,9 @@ def run_to_the_end[**Arguments, Result](
 ) -> Callable[Arguments, Result]:
     """Wraps `run`, so that the servers are left after it.
 
-    An exception on any rank ends all ranks: this process with status 1 and a message, every other one within seconds,
-    by its own `FailureWatch`. With Megatron's in-process restart only errors that no restart can fix do.
+    An exception on any rank ends all ranks: this process with status 1 and a message, every other one
+    within seconds, by its own `FailureWatch`. With Megatron's in-process restart only errors that no
+    restart can fix do.
     """
     import functools
 
@@ -244,7 +257,13 @@ def _end(error: Exception, *, in_one_line: bool) -> None:
         if not in_one_line:
             traceback.print_exception(error)
         notes = getattr(error, "__notes__", ()) if in_one_line else ()
-        print(f"\nmegatron_rl_corr: {_message(error, in_one_line)}", *notes, sep="\n  ", file=sys.stderr, flush=True)
+        print(
+            f"\nmegatron_rl_corr: {_message(error, in_one_line)}",
+            *notes,
+            sep="\n  ",
+            file=sys.stderr,
+            flush=True,
+        )
         WATCH.report(error)
     if not WATCH.claim_exit():
         time.sleep(EXIT_TIMEOUT_S)  # the watch's thread is about to end the process

@@ -10,7 +10,8 @@ def pad_cells(cells: Sequence[str], widths: Sequence[int], align: str = "") -> l
     """The cells of one row, each padded to its column's width.
 
     Args:
-        align: a letter for each column, l (left) or r (right); columns beyond the last letter are left-aligned.
+        align: a letter for each column, l (left) or r (right); columns beyond the last letter
+            are left-aligned.
     """
     sides = align.ljust(len(cells), "l")
     return [

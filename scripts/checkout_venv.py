@@ -1,9 +1,11 @@
-"""Makes .venv of a checkout: a virtual environment over the packages of a shared one, with this package in it.
+"""Makes .venv of a checkout: a virtual environment over the packages of a shared one, with
+this package in it.
 
     ENVIRONMENT/bin/python scripts/checkout_venv.py ENVIRONMENT CHECKOUT
 
-ENVIRONMENT is only read. .venv has a Python of its own, finds the shared packages by a .pth file, and holds every
-program of ENVIRONMENT/bin and the checkout in editable form, so that `megatron-rl-corr` runs the checkout's files.
+ENVIRONMENT is only read. .venv has a Python of its own, finds the shared packages by a .pth file, and
+holds every program of ENVIRONMENT/bin and the checkout in editable form, so that `megatron-rl-corr` runs
+the checkout's files.
 """
 
 import os
@@ -40,9 +42,11 @@ def make_venv(environment: Path, checkout: Path) -> None:
 
 
 def link_nvidia(packages: Path, own_packages: Path, target: Path) -> None:
-    """Link what the lock of a GPU brings: TARGET/cuda for CUDA_HOME, and NVIDIA's libraries into TARGET's own packages.
+    """Link what the lock of a GPU brings: TARGET/cuda for CUDA_HOME, and NVIDIA's libraries into
+    TARGET's own packages.
 
-    Transformer Engine looks for cuDNN and others in the folder of the Python that runs, not on the whole path.
+    Transformer Engine looks for cuDNN and others in the folder of the Python that runs, not
+    on the whole path.
     """
     for compiler in packages.glob("nvidia/cu*/bin/nvcc"):
         (target / "cuda").symlink_to(compiler.parents[1])
@@ -52,8 +56,8 @@ def link_nvidia(packages: Path, own_packages: Path, target: Path) -> None:
 def add_program(program: Path, environment: Path, target: Path) -> None:
     """Put one program of the shared environment into TARGET/bin.
 
-    A Python script starts TARGET's Python; any other program is linked. A shebang holds no blank and at most 127
-    characters, so the script is started by way of /bin/sh.
+    A Python script starts TARGET's Python; any other program is linked. A shebang holds no blank and at
+    most 127 characters, so the script is started by way of /bin/sh.
     """
     own = target / "bin" / program.name
     text = program.read_bytes()
@@ -67,7 +71,9 @@ def add_program(program: Path, environment: Path, target: Path) -> None:
 
 
 def _split_header(script: bytes) -> tuple[bytes, bytes]:
-    """The lines that name the interpreter, and the rest: one line, or three where pip started it by way of /bin/sh."""
+    """The lines that name the interpreter, and the rest: one line, or three where pip started it
+    by way of /bin/sh.
+    """
     lines = script.split(b"\n", 3)
     if script.startswith(b"#!/bin/sh\n'''exec'") and len(lines) == 4:
         return b"\n".join(lines[:3]), lines[3]
@@ -80,9 +86,20 @@ def install_checkout(target: Path, checkout: Path) -> None:
     """Install the checkout into TARGET in editable form, with the shared environment's pip and setuptools."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PIP_"))}
     command = [
-        target / "bin" / "python", "-m", "pip", "--isolated", "install", "--quiet", "--no-input", "--no-index",
-        "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--editable", checkout,
-    ]  # fmt: skip
+        target / "bin" / "python",
+        "-m",
+        "pip",
+        "--isolated",
+        "install",
+        "--quiet",
+        "--no-input",
+        "--no-index",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-build-isolation",
+        "--editable",
+        checkout,
+    ]
     subprocess.run(command, check=True, env=variables, cwd=checkout)
     # setuptools writes it beside the sources; the installed metadata lies in .venv.
     shutil.rmtree(checkout / "megatron_rl_corr.egg-info", ignore_errors=True)

@@ -27,7 +27,9 @@ SHARED: list[PreloadedServer] = []
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record", metavar="FOLDER", help="write outcome and seconds into a file there (tests/record.py)")
+    parser.addoption(
+        "--record", metavar="FOLDER", help="write outcome and seconds into a file there (tests/record.py)"
+    )
 
 
 def pytest_configure(config):
@@ -77,7 +79,9 @@ def hf_reference(tmp_path_factory):
 def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
     """A real SGLang server of the tiny model in float32; without routed experts."""
     # Megatron-core replaces how torch pickles tensors, and a server that is sent such a pickle dies.
-    assert "megatron.core" not in sys.modules, "a test imported Megatron into this process; use one of its own"
+    assert "megatron.core" not in sys.modules, (
+        "a test imported Megatron into this process; use one of its own"
+    )
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed; make setup installs it")
     server = PreloadedServer(
@@ -103,7 +107,9 @@ def vllm_server_fp32(tiny_moe_dir, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def vllm_v2_server_fp32(tiny_moe_dir, tmp_path_factory):
-    """As vllm_server_fp32, with the V2 model runner: routed experts and sampling masks, at 12 tokens a second."""
+    """As vllm_server_fp32, with the V2 model runner: routed experts and sampling masks, at 12
+    tokens a second.
+    """
     flags = ["--enable-return-routed-experts", "--return-sampling-mask"]
     yield from vllm_server("vllm_v2", tiny_moe_dir, tmp_path_factory.mktemp("vllm_v2"), *flags)
 
@@ -112,9 +118,13 @@ def vllm_server(engine, model_dir, folder, *flags):
     if gpu_available():
         pytest.skip("make setup-vllm installs vLLM without a GPU only")
     with PreloadedServer(
-        model_dir, engine="vllm", dtype="float32", log_path=folder / "server.log",
-        extra_arguments=[*vllm_arguments(), *flags], environment=environment(engine),
-    ) as server:  # fmt: skip
+        model_dir,
+        engine="vllm",
+        dtype="float32",
+        log_path=folder / "server.log",
+        extra_arguments=[*vllm_arguments(), *flags],
+        environment=environment(engine),
+    ) as server:
         group = server.pid
         SHARED.append(server)
         yield server
@@ -124,17 +134,23 @@ def vllm_server(engine, model_dir, folder, *flags):
 
 @pytest.fixture(params=["sglang", "vllm"])
 def engine_server(request):
-    """(engine, server): a test that takes it runs on a real server of each engine, of the same model in float32."""
+    """(engine, server): a test that takes it runs on a real server of each engine, of the same
+    model in float32.
+    """
     return request.param, request.getfixturevalue(f"{request.param}_server_fp32")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def shared_servers_keep_their_weights_name(request):
-    """A module that leaves a shared server with pushed weights fails here, not in the next that asks for its own."""
+    """A module that leaves a shared server with pushed weights fails here, not in the next that
+    asks for its own.
+    """
     yield
     for server in SHARED:
         name = asyncio.run(_weights_name(server))
-        assert name == "default", f"{request.node.nodeid} left the weights {name!r} on the {server.engine} server"
+        assert name == "default", (
+            f"{request.node.nodeid} left the weights {name!r} on the {server.engine} server"
+        )
 
 
 async def _weights_name(server):
@@ -147,9 +163,12 @@ def keeping_server(tiny_moe_dir, tmp_path_factory):
     """A real server that may be paused in place and keeps cached prefixes then; it returns routed experts."""
     arguments = ["--disable-overlap-schedule", "--enable-return-routed-experts", "--random-seed", "2"]
     with PreloadedServer(
-        tiny_moe_dir, dtype="float32", log_path=tmp_path_factory.mktemp("keeping") / "server.log",
-        extra_arguments=[*sglang_arguments(), *arguments], environment=environment("sglang"),
-    ) as server:  # fmt: skip
+        tiny_moe_dir,
+        dtype="float32",
+        log_path=tmp_path_factory.mktemp("keeping") / "server.log",
+        extra_arguments=[*sglang_arguments(), *arguments],
+        environment=environment("sglang"),
+    ) as server:
         SHARED.append(server)
         yield server
     SHARED.remove(server)
@@ -157,15 +176,21 @@ def keeping_server(tiny_moe_dir, tmp_path_factory):
 
 VICTIM = {
     "sglang": [
-        *sglang_arguments(), "--disable-overlap-schedule", "--disable-radix-cache", "--enable-deterministic-inference",
-        "--random-seed", "1",
+        *sglang_arguments(),
+        "--disable-overlap-schedule",
+        "--disable-radix-cache",
+        "--enable-deterministic-inference",
+        "--random-seed",
+        "1",
     ],
     "vllm": vllm_arguments(),
-}  # fmt: skip
+}
 
 
 class Victim:
-    """A server that a test may kill and start again at the same address; it may be paused in place, and heeds seeds."""
+    """A server that a test may kill and start again at the same address; it may be paused in place,
+    and heeds seeds.
+    """
 
     def __init__(self, engine, model_dir, folder):
         self.engine, self._model_dir, self._folder = engine, model_dir, folder
@@ -173,9 +198,14 @@ class Victim:
 
     def _made(self, port):
         return PreloadedServer(
-            self._model_dir, engine=self.engine, dtype="float32", port=port, log_path=self._folder / "server.log",
-            extra_arguments=VICTIM[self.engine], environment=environment(self.engine),
-        )  # fmt: skip
+            self._model_dir,
+            engine=self.engine,
+            dtype="float32",
+            port=port,
+            log_path=self._folder / "server.log",
+            extra_arguments=VICTIM[self.engine],
+            environment=environment(self.engine),
+        )
 
     def kill(self):
         os.killpg(self.server.pid, signal.SIGKILL)
@@ -190,7 +220,9 @@ class Victim:
 
 @pytest.fixture(scope="module")
 def victim(any_victim):
-    """A second real server, of the same weights as the first; it runs, whatever the module before has done to it."""
+    """A second real server, of the same weights as the first; it runs, whatever the module
+    before has done to it.
+    """
     if any_victim.killed:
         any_victim.start_again()
     return any_victim

@@ -1,8 +1,10 @@
-"""torchrun whose ranks are forks of one process that has imported Megatron: a start takes one import, not five.
+"""torchrun whose ranks are forks of one process that has imported Megatron: a start takes one
+import, not five.
 
-As a program it takes torchrun's command line and environment. Agent, rendezvous and variables are torchrun's own, and
-what a rank runs is the same. Not the same: ranks are in the agent's session, they end without Python's finalisation,
-and Megatron is there before the module or script is read. Tests of starts and ends use torchrun itself.
+As a program it takes torchrun's command line and environment. Agent, rendezvous and variables are
+torchrun's own, and what a rank runs is the same. Not the same: ranks are in the agent's session, they end
+without Python's finalisation, and Megatron is there before the module or script is read. Tests of starts
+and ends use torchrun itself.
 """
 
 import gc
@@ -58,7 +60,8 @@ def main() -> None:
 
     import megatron_rl_corr.mcore.hooks  # noqa: F401
 
-    # Each rank that saves would start an interpreter, which imports torch, for its queue of what it has written.
+    # Each rank that saves would start an interpreter, which imports torch, for its queue of
+    # what it has written.
     queues = None
     if "--save" in sys.argv:
         queues = SyncManager(ctx=get_context("fork"))

@@ -1,8 +1,10 @@
-"""The response log-probs that a Hugging Face MoE in float32 gives, and where another engine can be held to them.
+"""The response log-probs that a Hugging Face MoE in float32 gives, and where another engine can
+be held to them.
 
-S tokens, R response tokens, V words. Two engines round a router's logits by about 1e-7 each. Where the last expert
-chosen and the first left out are nearer than that, each may take another one, and from that token on the two are apart
-by 1e-3 and more, both right. One of the tiny model's tokens in several thousand is so near that it is left out here.
+S tokens, R response tokens, V words. Two engines round a router's logits by about 1e-7 each. Where the
+last expert chosen and the first left out are nearer than that, each may take another one, and from that
+token on the two are apart by 1e-3 and more, both right. One of the tiny model's tokens in several thousand
+is so near that it is left out here.
 """
 
 import torch
@@ -12,7 +14,9 @@ TIE = 1e-5
 
 
 def scored(model, ids, **options):
-    """(logits [S, V], settled [S] bool, the model's output). Settled: no near tie at the token or at an earlier one."""
+    """(logits [S, V], settled [S] bool, the model's output). Settled: no near tie at the token or
+    at an earlier one.
+    """
     with torch.no_grad():
         out = model(ids[None], output_router_logits=True, **options)
     chosen = model.config.num_experts_per_tok
@@ -39,7 +43,9 @@ def inside(trajectory, vocab_size):
 
 
 def assert_is_truth(trajectory, model, *, atol, temperature=1.0, tokens=slice(None)):
-    """The rollout log-probs are log softmax(logits / temperature), on the support if it is known, at `tokens` [R]."""
+    """The rollout log-probs are log softmax(logits / temperature), on the support if it is known,
+    at `tokens` [R].
+    """
     logits, settled = response(model, trajectory)
     logits = logits / temperature
     if trajectory.support is not None:

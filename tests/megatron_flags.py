@@ -1,4 +1,6 @@
-"""Megatron's parser, whose help is read from its classes' sources once: a second of each rank's start otherwise."""
+"""Megatron's parser, whose help is read from its classes' sources once: a second of each rank's
+start otherwise.
+"""
 
 import argparse
 

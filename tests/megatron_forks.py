@@ -1,6 +1,8 @@
-"""Scripts that need Megatron, each in a fork of one process that has imported it: seconds of imports once a session.
+"""Scripts that need Megatron, each in a fork of one process that has imported it: seconds of
+imports once a session.
 
-As a program, `megatron_forks.py N SCRIPT ...` is what torchrun does for N ranks on one machine, by forks of itself.
+As a program, `megatron_forks.py N SCRIPT ...` is what torchrun does for N ranks on one machine, by
+forks of itself.
 """
 
 import os
@@ -18,7 +20,8 @@ def run_megatron(
     """Run a script as `python SCRIPT ARGUMENTS` would, in the environment of tools.cpu's Megatron.
 
     Args:
-        script: it must not count on a fresh interpreter: Megatron is imported already, nothing is initialised.
+        script: it must not count on a fresh interpreter: Megatron is imported already,
+            nothing is initialised.
         arguments: its command line, written as str.
         ranks: start it so many times at once, with torchrun's variables; the status is the worst one's.
         timeout: seconds, after which it and its children are killed.

@@ -1,6 +1,8 @@
-"""Interpreters that have imported an engine already: forks of one process a session, which took the seconds once.
+"""Interpreters that have imported an engine already: forks of one process a session, which took
+the seconds once.
 
-As a program it is that process: it imports the engine, takes command lines over a Unix socket, and forks for each.
+As a program it is that process: it imports the engine, takes command lines over a Unix socket,
+and forks for each.
 """
 
 import atexit
@@ -32,8 +34,12 @@ from tools.process_group import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {
-    "megatron": ("megatron.training", "megatron.core.tokenizers.text", "tests.megatron_flags",
-                 "megatron_rl_corr.mcore.hooks"),
+    "megatron": (
+        "megatron.training",
+        "megatron.core.tokenizers.text",
+        "tests.megatron_flags",
+        "megatron_rl_corr.mcore.hooks",
+    ),
     "sglang": ("sglang.srt.entrypoints.http_server", "sglang.srt.models.registry"),
     "vllm": ("vllm.entrypoints.openai.api_server",),
     "vllm_v2": ("vllm.entrypoints.openai.api_server",),
@@ -49,25 +55,62 @@ _NewInterpreter = subprocess.Popen  # a program may put the class below in its p
 
 
 class PreloadedPopen(subprocess.Popen):
-    """subprocess.Popen, but `[sys.executable, ...]` runs in a fork where its environment names an engine of tools.cpu.
+    """subprocess.Popen, but `[sys.executable, ...]` runs in a fork where its environment names an
+    engine of tools.cpu.
 
-    A fork is what a new interpreter would be, with these differences: the engine is in sys.modules, and its mock data
-    are MOCK_DOCUMENTS; its PYTHONPATH's sitecustomize is not read; it always has a session of its own, and it ends with
-    all below it, whatever `preexec_fn` is, when this object's process ends; it ends without Python's finalisation;
-    /proc shows the environment of before.
+    A fork is what a new interpreter would be, with these differences: the engine is in sys.modules, and
+    its mock data are MOCK_DOCUMENTS; its PYTHONPATH's sitecustomize is not read; it always has a session
+    of its own, and it ends with all below it, whatever `preexec_fn` is, when this object's process ends;
+    it ends without Python's finalisation; /proc shows the environment of before.
     """
 
     _status: socket.socket | None = None
 
-    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags,
-                       shell, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest):  # fmt: skip
+    def _execute_child(
+        self,
+        args,
+        executable,
+        preexec_fn,
+        close_fds,
+        pass_fds,
+        cwd,
+        env,
+        startupinfo,
+        creationflags,
+        shell,
+        p2cread,
+        p2cwrite,
+        c2pread,
+        c2pwrite,
+        errread,
+        errwrite,
+        *rest,
+    ):
         variables = dict(os.environ if env is None else env)
-        engine, words = variables.get(VARIABLE), [args] if isinstance(args, str) else list(map(os.fspath, args))
+        engine, words = (
+            variables.get(VARIABLE),
+            [args] if isinstance(args, str) else list(map(os.fspath, args)),
+        )
         if engine is None or shell or words[0] != sys.executable or "-c" in words[1:2]:
             super()._execute_child(
-                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
-                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *rest,
-            )  # fmt: skip
+                args,
+                executable,
+                preexec_fn,
+                close_fds,
+                pass_fds,
+                cwd,
+                env,
+                startupinfo,
+                creationflags,
+                shell,
+                p2cread,
+                p2cwrite,
+                c2pread,
+                c2pwrite,
+                errread,
+                errwrite,
+                *rest,
+            )
             return
         job = {"words": words[1:], "cwd": os.fspath(cwd or os.getcwd()), "variables": variables}
         files = [usual if given == -1 else given for usual, given in enumerate((p2cread, c2pwrite, errwrite))]
@@ -89,7 +132,8 @@ class PreloadedPopen(subprocess.Popen):
         except BlockingIOError:
             return 0, 0
         self._status.close()
-        return self.pid, int(answer or signal.SIGKILL)  # none: the process that forks was killed, and all with it
+        # none: the process that forks was killed, and all with it
+        return self.pid, int(answer or signal.SIGKILL)
 
     def _internal_poll(self, *args, **kwargs):
         if self._status is None:
@@ -121,7 +165,11 @@ def run_preloaded(
     command = [sys.executable, *map(str, words)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = PreloadedPopen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, **{"env": environment(engine), **options}
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            **{"env": environment(engine), **options},
         )
         try:
             process.wait(timeout)
@@ -153,9 +201,13 @@ def address(engine: str) -> str:
         folder = tempfile.mkdtemp(prefix="preloaded-")
         with open(f"{folder}/log", "w") as log:
             process = _NewInterpreter(
-                [sys.executable, "-W", "ignore", "-m", "tests.preloaded", engine, folder], env=environment(engine),
-                stdout=subprocess.PIPE, stderr=log, preexec_fn=die_with_parent(), cwd=ROOT,
-            )  # fmt: skip
+                [sys.executable, "-W", "ignore", "-m", "tests.preloaded", engine, folder],
+                env=environment(engine),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                preexec_fn=die_with_parent(),
+                cwd=ROOT,
+            )
         process.stdout.read()  # it listens; what is asked now waits for the imports
         atexit.register(_end, process, folder)
         os.environ[variable] = f"{folder}/socket"
@@ -163,7 +215,9 @@ def address(engine: str) -> str:
 
 
 def preload_all() -> None:
-    """Start what every process below this one shares, and a program that starts processes of both engines needs."""
+    """Start what every process below this one shares, and a program that starts processes of
+    both engines needs.
+    """
     for engine in ("megatron", "sglang", "vllm"):
         address(engine)
 
@@ -186,8 +240,11 @@ def main(engine: str, folder: str) -> None:
     for module in MODULES[engine]:
         importlib.import_module(module)
     if engine == "megatron":
-        # Each rank shuffles what is in all of Megatron's 100,000 mock documents, and takes a few from the samples.
-        importlib.import_module("megatron.core.datasets.gpt_dataset").MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
+        # Each rank shuffles what is in all of Megatron's 100,000 mock documents, and takes a few
+        # from the samples.
+        importlib.import_module(
+            "megatron.core.datasets.gpt_dataset"
+        ).MockGPTLowLevelDataset.size = MOCK_DOCUMENTS
     gc.freeze()  # or each fork would walk all that was imported, again and again
     while True:
         asker, _ = listener.accept()
@@ -251,7 +308,9 @@ def _run(job: dict, files: list[int]) -> None:
 
 
 def interpret(words: Sequence[str]) -> int:
-    """The exit status of `python WORDS`: [-u] [-W action], then -m and a module or a script, and its arguments."""
+    """The exit status of `python WORDS`: [-u] [-W action], then -m and a module or a script,
+    and its arguments.
+    """
     while words[0] in ("-u", "-W"):
         words = words[1 + (words[0] == "-W") :]
     status = 1

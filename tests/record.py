@@ -1,4 +1,5 @@
-"""The record of a whole test run: a JSON file with its outcome and its seconds. As a program: a table of such files.
+"""The record of a whole test run: a JSON file with its outcome and its seconds. As a program: a
+table of such files.
 
     python -m tests.record runs/tests
 """
@@ -46,10 +47,13 @@ class Record:
         if exitstatus == pytest.ExitCode.INTERRUPTED:
             self._failed.append("(interrupted)")
         run = {
-            "date": self._date, "wall_s": round(time.monotonic() - self._begun, 1), "passed": self._outcomes["passed"],
-            "failed": list(dict.fromkeys(self._failed)), "skipped": self._outcomes["skipped"],
+            "date": self._date,
+            "wall_s": round(time.monotonic() - self._begun, 1),
+            "passed": self._outcomes["passed"],
+            "failed": list(dict.fromkeys(self._failed)),
+            "skipped": self._outcomes["skipped"],
             "files": {path: round(seconds, 2) for path, seconds in self._seconds.most_common()},
-        }  # fmt: skip
+        }
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"{self._date.replace(' ', '_').replace(':', '')}.json"
         path.write_text(json.dumps(run, indent=1) + "\n", encoding="utf-8")
@@ -58,10 +62,17 @@ class Record:
 def table(runs: list[dict]) -> str:
     """The runs in the order of their dates, then the files that took longest, by the mean over the runs."""
     rows = [
-        (number, run["date"], run["passed"], len(run["failed"]), run["skipped"], f"{run['wall_s'] / 60:.1f} min",
-         "<br>".join(run["failed"]) or "-")
+        (
+            number,
+            run["date"],
+            run["passed"],
+            len(run["failed"]),
+            run["skipped"],
+            f"{run['wall_s'] / 60:.1f} min",
+            "<br>".join(run["failed"]) or "-",
+        )
         for number, run in enumerate(sorted(runs, key=lambda run: run["date"]), start=1)
-    ]  # fmt: skip
+    ]
     seconds: Counter[str] = Counter()
     for run in runs:
         seconds.update({path: taken / len(runs) for path, taken in run["files"].items()})
@@ -71,8 +82,13 @@ def table(runs: list[dict]) -> str:
 
 def _markdown(header, rows) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    return "".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
 
 
 if __name__ == "__main__":
-    print(table([json.loads(path.read_text(encoding="utf-8")) for path in Path(sys.argv[1]).glob("*.json")]), end="")
+    print(
+        table([json.loads(path.read_text(encoding="utf-8")) for path in Path(sys.argv[1]).glob("*.json")]),
+        end="",
+    )

@@ -21,8 +21,17 @@ class RouterProcess:
 
     def __enter__(self):
         port = self.url.rpartition(":")[2]
-        command = [sys.executable, "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", port,
-                   "--prometheus-port", str(free_port())]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "sglang_router.launch_router",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            port,
+            "--prometheus-port",
+            str(free_port()),
+        ]
         with open(self._log, "w") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

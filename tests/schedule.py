@@ -1,7 +1,7 @@
 """In what order tests run, and which of them the workers share out: so that all end together.
 
-A worker takes whole units. A unit is a file; but each test of the quickstart is one, since it starts all it needs, and
-of the trees of several releases each tree.
+A worker takes whole units. A unit is a file; but each test of the quickstart is one, since it starts all
+it needs, and of the trees of several releases each tree.
 """
 
 import pytest
@@ -9,11 +9,23 @@ import pytest
 BY_TEST = "examples/test_quickstart.py"
 BY_PARAMETER = "matrix/test_patched_tree.py"
 LONGEST_FIRST = (
-    BY_TEST, "mcore/test_gradients.py", "doctor/test_real_server.py", "matrix", "mcore/test_rejection.py",
-    "mcore/test_hf_models.py", "docs/test_own_fork.py", "examples", "mcore/test_failing_ranks.py",
-    "rollout/test_silence_real_servers.py", "rollout/test_in_flight_real_servers.py", "mcore", "tools", "parallel",
-    "core", "rollout",
-)  # fmt: skip
+    BY_TEST,
+    "mcore/test_gradients.py",
+    "doctor/test_real_server.py",
+    "matrix",
+    "mcore/test_rejection.py",
+    "mcore/test_hf_models.py",
+    "docs/test_own_fork.py",
+    "examples",
+    "mcore/test_failing_ranks.py",
+    "rollout/test_silence_real_servers.py",
+    "rollout/test_in_flight_real_servers.py",
+    "mcore",
+    "tools",
+    "parallel",
+    "core",
+    "rollout",
+)
 """Files and folders; what is not named comes last."""
 
 
@@ -47,8 +59,11 @@ def pytest_xdist_make_scheduler(config, log):
             return unit_of(nodeid)
 
         def _reschedule(self, node):
-            # A worker needs one test more than it runs; by the scheduler's own rule it may hold three long units.
-            while not node.shutting_down and (not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1):
+            # A worker needs one test more than it runs; by the scheduler's own rule it may hold
+            # three long units.
+            while not node.shutting_down and (
+                not self.workqueue or self._pending_of(self.assigned_work[node]) <= 1
+            ):
                 super()._reschedule(node)
 
     config.option.loadscopereorder = False  # it would sort by the number of tests

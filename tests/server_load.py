@@ -12,7 +12,9 @@ WITHIN_S = 30.0
 
 
 def wait_until_sampling(url: str, requests: int = 1) -> None:
-    """Returns once a real server holds 20 tokens of running requests, and so many requests, some of which may wait."""
+    """Returns once a real server holds 20 tokens of running requests, and so many requests, some
+    of which may wait.
+    """
     before = None
 
     def has_sampled() -> bool:
@@ -22,7 +24,9 @@ def wait_until_sampling(url: str, requests: int = 1) -> None:
             before = tokens if before is None else before
             return running > 0 and tokens >= before + 20 and running + waiting >= requests
         load = _load(url)
-        return load["num_used_tokens"] >= 20 and load["num_running_reqs"] + load["num_waiting_reqs"] >= requests
+        return (
+            load["num_used_tokens"] >= 20 and load["num_running_reqs"] + load["num_waiting_reqs"] >= requests
+        )
 
     _wait(has_sampled, f"{url} has not sampled 20 tokens")
 

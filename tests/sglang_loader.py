@@ -1,4 +1,6 @@
-"""SGLang's own models and weight loaders in a worker's process, without a server: what a server's scheduler makes."""
+"""SGLang's own models and weight loaders in a worker's process, without a server: what a server's
+scheduler makes.
+"""
 
 from dataclasses import dataclass
 
@@ -26,9 +28,11 @@ class LoadedModel:
     def state(self):
         """Every tensor that a forward pass may read: parameters, and what SGLang derives from them."""
         derived = {
-            f"{path}.{name}": value for path, module in self.model.named_modules()
-            for name, value in vars(module).items() if isinstance(value, torch.Tensor)
-        }  # fmt: skip
+            f"{path}.{name}": value
+            for path, module in self.model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, torch.Tensor)
+        }
         return dict(self.model.named_parameters()) | derived
 
     def forget(self):
@@ -63,11 +67,19 @@ def load_model(arguments, rank=0, *, draft=False):
     """The model of `start_rank`'s arguments, or its draft model."""
     config = ModelConfig.from_server_args(arguments, is_draft_model=draft)
     model = get_model(
-        model_config=config, load_config=LoadConfig(load_format="auto"),
+        model_config=config,
+        load_config=LoadConfig(load_format="auto"),
         device_config=DeviceConfig(device="cpu", gpu_id=rank),
-    )  # fmt: skip
+    )
     updater = WeightUpdater(
-        tp_rank=rank, device="cpu", gpu_id=rank, model_config=config, custom_weight_loaders={}, get_model=lambda: model,
-        update_model_fields=None, recapture_cuda_graph=None, get_model_runner=None,
-    )  # fmt: skip
+        tp_rank=rank,
+        device="cpu",
+        gpu_id=rank,
+        model_config=config,
+        custom_weight_loaders={},
+        get_model=lambda: model,
+        update_model_fields=None,
+        recapture_cuda_graph=None,
+        get_model_runner=None,
+    )
     return LoadedModel(model, updater)

@@ -74,7 +74,9 @@ async def good(request):
 
 
 def failure(handle, **options):
-    """Why a server is left out, or what `generate` raises at once, when every request is given to `handle`."""
+    """Why a server is left out, or what `generate` raises at once, when every request is
+    given to `handle`.
+    """
 
     async def scenario(client):
         with pytest.raises(RolloutError) as error:

@@ -1,7 +1,9 @@
-"""Files of results with thousands of small tensors: torch.save and torch.load take a hundred times as long for them.
+"""Files of results with thousands of small tensors: torch.save and torch.load take a hundred times
+as long for them.
 
-A file has a pickle, whose length stands before it, and then the tensors' bytes, one behind another. Who loads it maps
-it into memory, and its tensors are views of that: results may take a gigabyte, of which a test reads a part.
+A file has a pickle, whose length stands before it, and then the tensors' bytes, one behind another. Who
+loads it maps it into memory, and its tensors are views of that: results may take a gigabyte, of which a
+test reads a part.
 """
 
 import mmap

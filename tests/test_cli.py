@@ -1,4 +1,6 @@
-"""The command line as a user meets it, in a fresh process; its errors in this one, which has imported what it needs."""
+"""The command line as a user meets it, in a fresh process; its errors in this one, which has
+imported what it needs.
+"""
 
 import json
 import os
@@ -37,11 +39,18 @@ def run_here(capsys):
     return called
 
 
-@pytest.mark.parametrize("argument, words", [
-    ("--help", ("report", "presets")), ("presets", ("slime_mis", "m2po")),
-    ("plan --gpus 8 --hf-checkpoint {model}", ("Training on 4 GPUs",)), ("model-flags {model}", ("--num-layers 36",)),
-])  # fmt: skip
-def test_command_that_needs_no_training_when_run_then_it_answers_without_importing_torch(argument, words, tmp_path):
+@pytest.mark.parametrize(
+    "argument, words",
+    [
+        ("--help", ("report", "presets")),
+        ("presets", ("slime_mis", "m2po")),
+        ("plan --gpus 8 --hf-checkpoint {model}", ("Training on 4 GPUs",)),
+        ("model-flags {model}", ("--num-layers 36",)),
+    ],
+)
+def test_command_that_needs_no_training_when_run_then_it_answers_without_importing_torch(
+    argument, words, tmp_path
+):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     argument = argument.format(model=tmp_path)
     code = f"""
@@ -62,9 +71,13 @@ def test_presets_when_the_reader_has_gone_then_no_error_is_printed():
     reading, writing = os.pipe()
     os.close(reading)
     result = subprocess.run(
-        [sys.executable, "-m", "megatron_rl_corr.cli", "presets"], stdout=writing, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-m", "megatron_rl_corr.cli", "presets"],
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
     os.close(writing)
     assert (result.returncode, result.stderr) == (141, "")
 
@@ -75,11 +88,24 @@ def test_version_when_asked_then_name_and_version():
 
 def test_model_flags_of_a_folder_then_one_line_that_a_shell_can_split(tmp_path):
     config = {
-        "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 16, "vocab_size": 32,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8, "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [],
-    }  # fmt: skip
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "hidden_size": 8,
+        "intermediate_size": 16,
+        "vocab_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [],
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     result = run("model-flags", str(tmp_path))
     assert result.returncode == 0, result.stderr
@@ -111,7 +137,9 @@ def test_report_when_the_folder_holds_a_run_then_one_line_says_where_the_page_is
         ('{"step": 1}\nnonsense\n{"step": 3}\n', "metrics.jsonl:2: not a step's metrics"),
     ],
 )
-def test_report_when_the_metrics_are_unusable_then_status_2_and_one_line_of_reason(run_here, tmp_path, content, words):
+def test_report_when_the_metrics_are_unusable_then_status_2_and_one_line_of_reason(
+    run_here, tmp_path, content, words
+):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
     result = run_here("report", str(tmp_path))
@@ -145,7 +173,11 @@ def test_presets_when_listed_then_a_table_of_all_within_110_columns():
     assert table["ms_swift_sequence_mask"] == ["geometric, 0 above 2", "all", "ppo_clip"]
     assert table["slime_mis"] == ["token, at most 2, mean 1", "token_ratio in [0.5, 2]", "ppo_clip"]
     assert ["", "", "seq_max_ratio >= 0.0001", ""] in cells
-    assert table["nemo_rl_seq_mask_tis"] == ["token, no bound", "seq_mean_ratio in [0.999, 1.002]", "ppo_clip"]
+    assert table["nemo_rl_seq_mask_tis"] == [
+        "token, no bound",
+        "seq_mean_ratio in [0.999, 1.002]",
+        "ppo_clip",
+    ]
     assert table["m2po"] == ["1", "m2 <= 0.04", "ppo_clip"]
     assert table["vespo"] == ["sequence, w^k e^(l (1 - w))", "all", "reinforce, bypass"]
     assert table["trm"] == ["1", "seq_max_binary_kl <= 0.05", "ppo_clip"]

@@ -36,7 +36,9 @@ async def rename(one):
 def models(tiny_moe_dir, tmp_path):
     """The servers' model and another one of its shape."""
     other = shutil.copytree(tiny_moe_dir, tmp_path / "other")
-    weights = {name: torch.roll(tensor, 1, -1) for name, tensor in load_file(other / "model.safetensors").items()}
+    weights = {
+        name: torch.roll(tensor, 1, -1) for name, tensor in load_file(other / "model.safetensors").items()
+    }
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     return [tiny_moe_dir, other]
 
@@ -46,19 +48,33 @@ def test_measure_when_both_engines_serve_then_exact_log_probs_speeds_and_pushes_
 ):
     found = {"distance": [], "speed": [], "push": []}
     engines.measure(
-        found, served, models, "float32", tmp_path, repeats=1, tokens=6, concurrencies=(2,), texts=4,
+        found,
+        served,
+        models,
+        "float32",
+        tmp_path,
+        repeats=1,
+        tokens=6,
+        concurrencies=(2,),
+        texts=4,
         transports=("tensor",),
-    )  # fmt: skip
+    )
     assert [(row["engine"], row["what"]) for row in found["distance"]] == [
-        (engine, what) for engine in ("sglang", "vllm")
+        (engine, what)
+        for engine in ("sglang", "vllm")
         for what in ("sampled at temperature 1", "scored", "sampled at temperature 0.7")
-    ]  # fmt: skip
+    ]
     assert all(0 <= row["mean"] <= row["max"] < 2e-5 for row in found["distance"])
     assert all(row["tokens"] + row["left_out"] == 24 and row["tokens"] > 12 for row in found["distance"])
     [speed] = found["speed"]
     assert speed["concurrency"] == 2 and min(*speed["sglang"], *speed["vllm"]) > 0
-    assert [(row["transport"], row["engine"]) for row in found["push"]] == [("tensor", "sglang"), ("tensor", "vllm")]
-    assert all(row["probe_max"][0] < 2e-5 and row["seconds"][0] > row["verify_s"][0] > 0 for row in found["push"])
+    assert [(row["transport"], row["engine"]) for row in found["push"]] == [
+        ("tensor", "sglang"),
+        ("tensor", "vllm"),
+    ]
+    assert all(
+        row["probe_max"][0] < 2e-5 and row["seconds"][0] > row["verify_s"][0] > 0 for row in found["push"]
+    )
 
 
 def test_distance_when_the_server_has_another_model_then_it_is_large(served, models):
@@ -67,11 +83,19 @@ def test_distance_when_the_server_has_another_model_then_it_is_large(served, mod
 
 
 def test_tables_then_they_have_the_medians_and_the_median_of_the_ratios():
-    push = {"transport": "disk", "seconds": [2.0, 1.0, 4.0], "verify_s": [0.5], "probe_s": [0.02], "probe_max": [2e-7]}
+    push = {
+        "transport": "disk",
+        "seconds": [2.0, 1.0, 4.0],
+        "verify_s": [0.5],
+        "probe_s": [0.02],
+        "probe_max": [2e-7],
+    }
     distance = {"dtype": "float32", "what": "scored", "mean": 1e-7, "max": 5e-7}
     found = json.loads((ROOT / "benchmarks/engines.json").read_text()) | {
         "distance": [distance | {"engine": engine} for engine in ("sglang", "vllm")],
-        "speed": [{"dtype": "float32", "concurrency": 16, "sglang": [100, 200, 400], "vllm": [300, 200, 800]}],
+        "speed": [
+            {"dtype": "float32", "concurrency": 16, "sglang": [100, 200, 400], "vllm": [300, 200, 800]}
+        ],
         "push": [push | {"engine": "vllm"}],
     }
     found["model"]["bytes"] = 30_000_000

@@ -19,7 +19,13 @@ def test_events_when_told_then_counted_and_written_as_lines_once_a_file_is_open(
     (line,) = (tmp_path / "events.jsonl").read_text().splitlines()
     told = json.loads(line)
     assert told.pop("time") > 1.7e9
-    assert told == {"rank": 0, "step": None, "kind": "server_left_out", "reason": "connection\nrefused", "server": "http://a:1"}
+    assert told == {
+        "rank": 0,
+        "step": None,
+        "kind": "server_left_out",
+        "reason": "connection\nrefused",
+        "server": "http://a:1",
+    }
     assert events.counts == {"push_repeated": 1, "server_left_out": 2}
 
 
@@ -43,8 +49,12 @@ def test_events_when_the_run_is_started_again_then_appended_after_a_line_that_a_
     events.open(path)
     events.step = 5
     events.tell("run_restarted", "restart 1 of torchrun")
-    (tmp_path / "events.jsonl.host1").write_text('{"time": 1.5, "kind": "prompt_skipped", "reason": "", "rank": 8}\n')
-    (tmp_path / "events.jsonl.host1.orig").write_text('{"time": 1.5, "kind": "prompt_skipped", "reason": ""}\n')
+    (tmp_path / "events.jsonl.host1").write_text(
+        '{"time": 1.5, "kind": "prompt_skipped", "reason": "", "rank": 8}\n'
+    )
+    (tmp_path / "events.jsonl.host1.orig").write_text(
+        '{"time": 1.5, "kind": "prompt_skipped", "reason": ""}\n'
+    )
     told = read_events(path)
     assert [event["kind"] for event in told] == ["run_started", "prompt_skipped", "run_restarted"]
     assert told[2]["step"] == 5
@@ -81,7 +91,9 @@ def room_for(path, further):
 
 
 @pytest.mark.parametrize("rotated", [True, False])
-@drill("the events' file is moved away, or deleted", promised="all ranks go on in a new one, and nothing is lost")
+@drill(
+    "the events' file is moved away, or deleted", promised="all ranks go on in a new one, and nothing is lost"
+)
 def test_events_when_their_file_is_moved_or_deleted_then_all_ranks_write_a_new_one(tmp_path, rotated):
     path, ranks = tmp_path / "events.jsonl", (Events(), Events())
     for rank in ranks:
@@ -96,9 +108,13 @@ def test_events_when_their_file_is_moved_or_deleted_then_all_ranks_write_a_new_o
     assert [rank.lost for rank in ranks] == [0, 0]
 
 
-@drill("a link in the place of the events' file that was moved away",
-       promised="not followed; lines are counted as lost")  # fmt: skip
-def test_events_when_a_link_takes_the_place_of_their_file_then_lines_are_lost_until_it_is_gone(tmp_path, caplog):
+@drill(
+    "a link in the place of the events' file that was moved away",
+    promised="not followed; lines are counted as lost",
+)
+def test_events_when_a_link_takes_the_place_of_their_file_then_lines_are_lost_until_it_is_gone(
+    tmp_path, caplog
+):
     path, events = tmp_path / "events.jsonl", Events()
     events.open(path)
     path.rename(tmp_path / "moved")
@@ -121,7 +137,8 @@ def test_events_when_the_file_is_a_link_or_no_file_then_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rank", "per_host", "name"), [(0, 8, "e"), (7, 8, "e"), (8, 8, "e.host1"), (31, 8, "e.host3"), (5, None, "e")]
+    ("rank", "per_host", "name"),
+    [(0, 8, "e"), (7, 8, "e"), (8, 8, "e.host1"), (31, 8, "e.host3"), (5, None, "e")],
 )
 def test_file_when_of_another_host_then_another_name(rank, per_host, name, monkeypatch):
     monkeypatch.setenv("RANK", str(rank))

@@ -11,8 +11,10 @@ from safetensors.numpy import save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 REQUIRED = {
-    "--rollout-url": "http://127.0.0.1:30000", "--rollout-hf-checkpoint": "model",
-    "--rollout-prompts": "prompts.jsonl", "--rollout-reward-function": "reward.py:reward",
+    "--rollout-url": "http://127.0.0.1:30000",
+    "--rollout-hf-checkpoint": "model",
+    "--rollout-prompts": "prompts.jsonl",
+    "--rollout-reward-function": "reward.py:reward",
 }
 """Paths are in the folder of the fixture `script`."""
 
@@ -66,13 +68,17 @@ def script(folder) -> str:
 
 
 def test_help_when_asked_then_under_a_second_of_work_and_nothing_heavy_imported():
-    # The heavy names are gone from sys.modules only if the help never imported them; the clock is this process's.
+    # The heavy names are gone from sys.modules only if the help never imported them; the clock
+    # is this process's.
     code = """
 import resource, sys
 from megatron_rl_corr import launch
+
 status = launch.main(["--help"])
 used = resource.getrusage(resource.RUSAGE_SELF)
-print("status", status, "heavy", [n for n in ("torch", "numpy", "megatron", "transformers") if n in sys.modules])
+print(
+    "status", status, "heavy", [n for n in ("torch", "numpy", "megatron", "transformers") if n in sys.modules]
+)
 print("seconds", used.ru_utime + used.ru_stime, file=sys.stderr)
 """
     result = run(code=code)
@@ -101,7 +107,8 @@ def test_check_when_the_number_of_processes_is_missing_then_one_line_and_status_
     result = run(script, *flags(), "--rollout-corr-check", *([number] if number else []))
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == (
-        "megatron_rl_corr.launch: --rollout-corr-check takes the number of processes that would train, and a script; "
+        "megatron_rl_corr.launch: --rollout-corr-check takes the number of processes that would train, and a "
+        "script; "
         f"got {number!r}\n"
     )
 
@@ -128,25 +135,44 @@ def test_script_when_it_is_not_there_then_its_name_and_status_2():
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (flags(rollout_is="token", rollout_is_threshold="-1"),
-         "--rollout-is-threshold upper bound must be positive, got -1; "
-         "use --rollout-is none to disable the weights"),
+        (
+            flags(rollout_is="token", rollout_is_threshold="-1"),
+            "--rollout-is-threshold upper bound must be positive, got -1; "
+            "use --rollout-is none to disable the weights",
+        ),
         (flags(without="--rollout-prompts"), "--rollout-prompts is required; see --help"),
-        (flags(rollout_max_new_token="3"),
-         "unknown flag --rollout-max-new-token; did you mean --rollout-max-new-tokens?"),
-        (flags(rollout_url="htp://127.0.0.1:30000"),
-         "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT, got 'htp://127.0.0.1:30000'"),
-        (flags(rollout_url="127.0.0.1:30000"),
-         "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT, got '127.0.0.1:30000'"),
-        (flags(rollout_url="http://u:secret@a:1"),
-         "--rollout-url: the address of a:1 must not hold a password; name the environment variable of the key in "
-         "--rollout-api-key-env"),
-        (flags(rollout_reference_url="http://b:30000x", rollout_kl_loss_coef="0.1"),
-         "--rollout-reference-url: a server address is http://HOST:PORT or https://HOST:PORT, got 'http://b:30000x'"),
-        (flags(yaml_cfg="megatron.yaml"),
-         "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags"),
-        (flags(rollout_correction_config="nowhere.yaml"),
-         "--rollout-correction-config nowhere.yaml cannot be read: No such file or directory"),
+        (
+            flags(rollout_max_new_token="3"),
+            "unknown flag --rollout-max-new-token; did you mean --rollout-max-new-tokens?",
+        ),
+        (
+            flags(rollout_url="htp://127.0.0.1:30000"),
+            "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT, got "
+            "'htp://127.0.0.1:30000'",
+        ),
+        (
+            flags(rollout_url="127.0.0.1:30000"),
+            "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT, got '127.0.0.1:30000'",
+        ),
+        (
+            flags(rollout_url="http://u:secret@a:1"),
+            "--rollout-url: the address of a:1 must not hold a password; name the environment variable of "
+            "the key in "
+            "--rollout-api-key-env",
+        ),
+        (
+            flags(rollout_reference_url="http://b:30000x", rollout_kl_loss_coef="0.1"),
+            "--rollout-reference-url: a server address is http://HOST:PORT or https://HOST:PORT, got "
+            "'http://b:30000x'",
+        ),
+        (
+            flags(yaml_cfg="megatron.yaml"),
+            "--yaml-cfg replaces every flag, the rollout ones too; give Megatron's settings as flags",
+        ),
+        (
+            flags(rollout_correction_config="nowhere.yaml"),
+            "--rollout-correction-config nowhere.yaml cannot be read: No such file or directory",
+        ),
     ],
 )
 def test_flags_when_wrong_then_one_line_on_rank_0_and_status_2(script, arguments, words):
@@ -164,13 +190,28 @@ def test_flags_when_wrong_on_another_rank_then_it_leaves_the_telling_to_rank_0(s
 
 MISTAKES = {
     "number": (["--rollout-group-size", "x"], "--rollout-group-size: invalid int value: 'x'"),
-    "file": (["--rollout-prompts", "nowhere.jsonl"], "--rollout-prompts: nowhere.jsonl: there is no such file"),
-    "function": (["--rollout-reward-function", "reward.py:rewrad"], "--rollout-reward-function: reward.py has no "),
+    "file": (
+        ["--rollout-prompts", "nowhere.jsonl"],
+        "--rollout-prompts: nowhere.jsonl: there is no such file",
+    ),
+    "function": (
+        ["--rollout-reward-function", "reward.py:rewrad"],
+        "--rollout-reward-function: reward.py has no ",
+    ),
     "preset": (["--rollout-correction-preset", "tis"], "--rollout-correction-preset: unknown preset 'tis'"),
     "folder": (["--rollout-log-dir", "reward.py/logs"], "--rollout-log-dir reward.py/logs can't be made: "),
-    "written": (["--rollout-save-trajectories", "reward.py/s"], "--rollout-save-trajectories reward.py/s can't be "),
-    "address": (["--rollout-url", "a:30000"], "--rollout-url: a server address is http://HOST:PORT or https://"),
-    "model": (["--rollout-hf-checkpoint", "nowhere"], "--rollout-hf-checkpoint: nowhere is not a Hugging Face"),
+    "written": (
+        ["--rollout-save-trajectories", "reward.py/s"],
+        "--rollout-save-trajectories reward.py/s can't be ",
+    ),
+    "address": (
+        ["--rollout-url", "a:30000"],
+        "--rollout-url: a server address is http://HOST:PORT or https://",
+    ),
+    "model": (
+        ["--rollout-hf-checkpoint", "nowhere"],
+        "--rollout-hf-checkpoint: nowhere is not a Hugging Face",
+    ),
 }
 """Name -> (flags, how what is told of them begins)."""
 ALL_AT_ONCE = """
@@ -194,7 +235,9 @@ def told(result) -> list[str]:
     return [text for _, _, text in found]
 
 
-def test_start_when_it_has_eight_kinds_of_mistakes_then_all_are_told_in_seconds_and_nothing_heavy_is_imported(script):
+def test_start_when_it_has_eight_kinds_of_mistakes_then_all_are_told_in_seconds_and_nothing_heavy_is_imported(
+    script,
+):
     words = [word for given, _ in MISTAKES.values() for word in given]
     command = [sys.executable, "-c", ALL_AT_ONCE, script, "--num-layers", "2", *words]
     done = subprocess.run(
@@ -210,7 +253,13 @@ def test_start_when_it_has_eight_kinds_of_mistakes_then_all_are_told_in_seconds_
 
 @pytest.mark.parametrize("check", [[], ["--rollout-corr-check", "4"]])
 @pytest.mark.parametrize(
-    "names", [("file", "model"), ("function", "address"), ("preset", "folder", "file"), ("number", "written", "model")]
+    "names",
+    [
+        ("file", "model"),
+        ("function", "address"),
+        ("preset", "folder", "file"),
+        ("number", "written", "model"),
+    ],
 )
 def test_start_when_it_has_some_mistakes_then_exactly_these_are_told(script, names, check):
     flags = dict(REQUIRED)
@@ -248,7 +297,9 @@ def test_checkpoint_when_it_was_cut_or_lacks_a_file_then_told_and_a_check_lets_o
     (cut / "model.safetensors").write_bytes(whole[:-5])
     for check in ([], ["--rollout-corr-check", "4"]):
         [found] = told(run(*check, script, *flags(rollout_hf_checkpoint="cut")))
-        assert found.startswith("--rollout-hf-checkpoint cut: cut/model.safetensors can't be read as safetensors")
+        assert found.startswith(
+            "--rollout-hf-checkpoint cut: cut/model.safetensors can't be read as safetensors"
+        )
 
 
 RANKS = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}

@@ -16,8 +16,12 @@ CODE = (
 )
 
 
-GIVEN = {"--rollout-hf-checkpoint": "model", "--rollout-prompts": "prompts.jsonl",
-         "--rollout-reward-function": "reward.py:reward", "--rollout-url": "http://a:1"}  # fmt: skip
+GIVEN = {
+    "--rollout-hf-checkpoint": "model",
+    "--rollout-prompts": "prompts.jsonl",
+    "--rollout-reward-function": "reward.py:reward",
+    "--rollout-url": "http://a:1",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -36,8 +40,11 @@ def given(**changed):
 def load(*arguments, before="pass", rank="0"):
     return subprocess.run(
         [sys.executable, "-c", CODE.format(before=before), *arguments],
-        env=os.environ | {"RANK": rank, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        env=os.environ | {"RANK": rank, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--rollout-corr-describe"])
@@ -69,7 +76,9 @@ def test_load_when_flags_are_wrong_then_one_line_on_one_rank_and_status_2(argume
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "experts.jsonl", "run.json", "tensorboard"])
-def test_load_when_something_else_is_in_the_place_of_what_a_run_writes_then_refused_at_the_start(name, tmp_path):
+def test_load_when_something_else_is_in_the_place_of_what_a_run_writes_then_refused_at_the_start(
+    name, tmp_path
+):
     path = tmp_path / name
     if name == "tensorboard":
         path.write_text("")
@@ -92,5 +101,6 @@ def test_warnings_when_a_module_of_this_package_logs_them_then_with_flags_in_pla
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stderr.splitlines() == [
-        "http://a:1: use --rollout-verify-push off", "http://a:1: use `verify_push` off",
-    ]  # fmt: skip
+        "http://a:1: use --rollout-verify-push off",
+        "http://a:1: use `verify_push` off",
+    ]

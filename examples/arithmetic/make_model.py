@@ -1,9 +1,11 @@
-"""Makes the model that the training begins with: a tiny Qwen3-MoE that knows the form of an answer and is mostly wrong.
+"""Makes the model that the training begins with: a tiny Qwen3-MoE that knows the form of an answer and
+is mostly wrong.
 
 python make_model.py OUT_DIR [--seed 0] [--steps 450]
 
-A supervised training of a minute teaches it to answer \\boxed{NUMBER}. The numbers that it is shown are right at first,
-and more and more often made up, until one in five is right. So it knows the answers in part and seldom says them.
+A supervised training of a minute teaches it to answer \\boxed{NUMBER}. The numbers that it is shown are
+right at first, and more and more often made up, until one in five is right. So it knows the answers in
+part and seldom says them.
 """
 
 import argparse
@@ -40,23 +42,43 @@ def make_tokenizer():
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIALS])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|end|>", clean_up_tokenization_spaces=False,
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<|end|>",
+        clean_up_tokenization_spaces=False,
     )
     fast.chat_template = TEMPLATE
     return fast
 
 
 def model_config(tokenizer):
-    """The architecture of the quickstart: 4 sparse layers of 8 experts, 2 of them active; half a million parameters."""
+    """The architecture of the quickstart: 4 sparse layers of 8 experts, 2 of them active; half a
+    million parameters.
+    """
     from transformers import Qwen3MoeConfig
 
     return Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
-        decoder_sparse_step=1, mlp_only_layers=[], norm_topk_prob=True, rope_theta=10000.0,
-        max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.05, bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+        rope_theta=10000.0,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+        bos_token_id=None,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
 
 
 def share_right(done):
@@ -92,7 +114,9 @@ def teach(model, tokenizer, *, steps, seed):
         shown = [demonstration(prompt, answer, right, tokenizer, generator) for prompt, answer in asked]
         ids, labels = (torch.tensor(rows) for rows in zip(*shown, strict=True))
         logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
+        )
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -101,7 +125,9 @@ def teach(model, tokenizer, *, steps, seed):
 
 
 def make_model(out_dir: Path, *, seed: int, steps: int) -> float:
-    """Writes config, float32 safetensors and tokenizer into `out_dir`; returns the loss of the supervised training."""
+    """Writes config, float32 safetensors and tokenizer into `out_dir`; returns the loss of the
+    supervised training.
+    """
     import torch
     from transformers import Qwen3MoeForCausalLM
 
@@ -115,7 +141,9 @@ def make_model(out_dir: Path, *, seed: int, steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out_dir", type=Path)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=450, help="of the supervised training")

@@ -3,8 +3,9 @@
 run.py [--seed 0] [--steps 80] [--out DIR] [-- more launcher flags]
 run.py --stop
 
-Makes a tiny Qwen3-MoE that is mostly wrong, serves it with SGLang, trains it with Megatron and the built-in
-`math` reward on chat messages, evaluates it on two sets of held-out questions, and asks the exported folder the same.
+Makes a tiny Qwen3-MoE that is mostly wrong, serves it with SGLang, trains it with Megatron and the
+built-in `math` reward on chat messages, evaluates it on two sets of held-out questions, and asks the
+exported folder the same.
 """
 
 import json
@@ -49,26 +50,67 @@ def training_command(out, url, options):
     """torchrun's command line."""
     model, data = out / "model", out / "data"
     flags = [
-        *megatron_flags(model, out / "tensorboard"), "--expert-model-parallel-size", 2,
-        "--micro-batch-size", 128, "--global-batch-size", 256, "--train-iters", options.steps,
-        "--lr", 5e-4, "--min-lr", 5e-5, "--lr-decay-style", "linear", "--seed", options.seed + 1,
-        "--eval-interval", EVERY, "--rollout-url", url,
+        *megatron_flags(model, out / "tensorboard"),
+        "--expert-model-parallel-size",
+        2,
+        "--micro-batch-size",
+        128,
+        "--global-batch-size",
+        256,
+        "--train-iters",
+        options.steps,
+        "--lr",
+        5e-4,
+        "--min-lr",
+        5e-5,
+        "--lr-decay-style",
+        "linear",
+        "--seed",
+        options.seed + 1,
+        "--eval-interval",
+        EVERY,
+        "--rollout-url",
+        url,
         # The data: messages, in the tokenizer's own chat template.
-        "--rollout-prompts", data / "train.jsonl", "--rollout-input-key", "messages", "--rollout-label-key", "label",
+        "--rollout-prompts",
+        data / "train.jsonl",
+        "--rollout-input-key",
+        "messages",
+        "--rollout-label-key",
+        "label",
         # The reward: math-verify compares the answer with the label.
-        "--rollout-reward-function", "math",
+        "--rollout-reward-function",
+        "math",
         # Groups of 16 whose samples are all right or all wrong are replaced, as long as there are others.
-        "--rollout-group-size", 16, "--rollout-max-new-tokens", NEW_TOKENS, "--rollout-group-filter", "spread",
-        "--rollout-group-filter-exhausted", "take",
+        "--rollout-group-size",
+        16,
+        "--rollout-max-new-tokens",
+        NEW_TOKENS,
+        "--rollout-group-filter",
+        "spread",
+        "--rollout-group-filter-exhausted",
+        "take",
         # Two sets that are not trained on, answered greedily.
-        "--rollout-eval-prompts", *[f"{kind}={data / kind}.jsonl" for kind in KINDS],
-        "--rollout-eval-temperature", 0,
-        "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
-        # The preset's bounds are for long responses: of five tokens a single one moves the mean by a fifth of itself.
-        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.9_1.1",
-        "--rollout-log-dir", out, "--rollout-save-trajectories", out / "samples", "--rollout-save-hf", out / "hf",
+        "--rollout-eval-prompts",
+        *[f"{kind}={data / kind}.jsonl" for kind in KINDS],
+        "--rollout-eval-temperature",
+        0,
+        "--rollout-correction-preset",
+        "decoupled_geo_rs_token_tis",
+        # The preset's bounds are for long responses: of five tokens a single one moves the mean by a
+        # fifth of itself.
+        "--rollout-rs",
+        "seq_mean_ratio",
+        "--rollout-rs-threshold",
+        "0.9_1.1",
+        "--rollout-log-dir",
+        out,
+        "--rollout-save-trajectories",
+        out / "samples",
+        "--rollout-save-hf",
+        out / "hf",
         *options.launcher_flags,
-    ]  # fmt: skip
+    ]
     return torchrun(flags, processes=2)
 
 
@@ -76,7 +118,9 @@ def run(options, out, running):
     started = time.monotonic()
     EXAMPLE.say(f"1/5 making data of chat messages and a tiny Qwen3-MoE that is mostly wrong in {out}")
     write_data(out / "data")
-    make_model(HERE / "make_model.py", out / "model", "--seed", options.seed, "--steps", options.supervised_steps)
+    make_model(
+        HERE / "make_model.py", out / "model", "--seed", options.seed, "--steps", options.supervised_steps
+    )
     before = sampled(out, out / "model")
     EXAMPLE.say(f"2/5 starting SGLang in bfloat16; its log is {out / 'server.log'}")
     server = local_server(
@@ -101,8 +145,11 @@ def run(options, out, running):
     after = sampled(out, exported)
     for kind in KINDS:
         greedy = share_solved(exported, out / "data" / f"{kind}.jsonl")
-        EXAMPLE.say(f"    held-out {kind:<12} right when sampled: {before[kind]:.2f} before, {after[kind]:.2f} after; "
-                    f"solved greedily: {greedy:.2f}")  # fmt: skip
+        EXAMPLE.say(
+            f"    held-out {kind:<12} right when sampled: {before[kind]:.2f} before, {after[kind]:.2f} "
+            "after; "
+            f"solved greedily: {greedy:.2f}"
+        )
     EXAMPLE.say(f"all of it took {time.monotonic() - started:.0f} s")
     return 0
 

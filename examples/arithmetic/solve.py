@@ -1,4 +1,6 @@
-"""Asks a Hugging Face folder the questions of a file with transformers: python solve.py HF_DIR FILE.jsonl ..."""
+"""Asks a Hugging Face folder the questions of a file with transformers: python solve.py
+HF_DIR FILE.jsonl ...
+"""
 
 import argparse
 import json
@@ -25,18 +27,25 @@ def share_solved(folder, file, *, samples=1, greedy=True):
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    how = (
+        {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    )
     rows = [json.loads(line) for line in Path(file).read_text().splitlines()]
     right = 0
     for row in rows:
         text = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, tokenize=False)
         ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False)] * samples)
         answers = model.generate(
-            ids, max_new_tokens=NEW_TOKENS, attention_mask=torch.ones_like(ids), pad_token_id=tokenizer.pad_token_id,
+            ids,
+            max_new_tokens=NEW_TOKENS,
+            attention_mask=torch.ones_like(ids),
+            pad_token_id=tokenizer.pad_token_id,
             **how,
-        )[:, ids.shape[1] :]  # fmt: skip
+        )[:, ids.shape[1] :]
         label = parse(row["label"])
-        right += sum(verify(label, parse(tokenizer.decode(answer, skip_special_tokens=True))) for answer in answers)
+        right += sum(
+            verify(label, parse(tokenizer.decode(answer, skip_special_tokens=True))) for answer in answers
+        )
     return right / len(rows) / samples
 
 

@@ -1,4 +1,6 @@
-"""The task: sums and differences of two digits, as chat messages, and which of them are held out of the training."""
+"""The task: sums and differences of two digits, as chat messages, and which of them are held out
+of the training.
+"""
 
 import random
 

@@ -1,4 +1,6 @@
-"""Two runs of the quickstart side by side: how fast they went and what they reached, as a table and a picture."""
+"""Two runs of the quickstart side by side: how fast they went and what they reached, as a
+table and a picture.
+"""
 
 from pathlib import Path
 
@@ -10,7 +12,9 @@ COLORS = ("#0072B2", "#D55E00")
 
 
 class Run:
-    """name: how it is called. The first batch warms up the engines and is left out of the speed, if it is not alone."""
+    """name: how it is called. The first batch warms up the engines and is left out of the speed, if
+    it is not alone.
+    """
 
     def __init__(self, name: str, folder: Path):
         self.name, self.steps = name, read_metrics(folder / FILE_NAME)
@@ -50,7 +54,9 @@ def table(runs: list[Run]) -> str:
     """A row a run, and how much faster the last one is than the first."""
     head = f"{'':14}{'reward':>8}{'tokens/s':>11}{'seconds':>9}{'mean lag':>10}{'max lag':>9}"
     ratio = runs[-1].tokens_per_s / runs[0].tokens_per_s
-    said = f"{runs[-1].name} sampled and trained {ratio:.2f} times as many tokens per second as {runs[0].name}"
+    said = (
+        f"{runs[-1].name} sampled and trained {ratio:.2f} times as many tokens per second as {runs[0].name}"
+    )
     return "\n".join([head, *(run.row() for run in runs), said])
 
 

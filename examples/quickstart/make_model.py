@@ -67,7 +67,8 @@ def make_model(out_dir: Path, *, seed: int) -> int:
     torch.manual_seed(seed)
     config = model_config()
     model = Qwen3MoeForCausalLM(config).to(torch.float32)
-    # transformers makes the row of <pad> zero; the model may sample it, and a norm's gradient at 0 is 1000-fold.
+    # transformers makes the row of <pad> zero; the model may sample it, and a norm's gradient
+    # at 0 is 1000-fold.
     pad_row = model.model.embed_tokens.weight[config.pad_token_id]
     torch.nn.init.normal_(pad_row, std=config.initializer_range)
     model.save_pretrained(out_dir)

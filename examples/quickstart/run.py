@@ -1,4 +1,5 @@
-"""The quickstart: make a tiny MoE, serve it with SGLang or vLLM, train it with Megatron against that, draw the run.
+"""The quickstart: make a tiny MoE, serve it with SGLang or vLLM, train it with Megatron against
+that, draw the run.
 
 run.py [--engine vllm] [--seed 0] [--steps 60] [--server-dtype bfloat16] [--router-replay R3] [--asynchronous]
        [--colocate] [--out DIR] [-- more launcher flags]
@@ -14,7 +15,16 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE)]
 
 from comparison import Run, draw, table  # noqa: E402
-from local_run import HIDDEN_GPU, Example, local_server, make_model, megatron_flags, torchrun, train, wait_ready  # noqa: E402
+from local_run import (  # noqa: E402
+    HIDDEN_GPU,
+    Example,
+    local_server,
+    make_model,
+    megatron_flags,
+    torchrun,
+    train,
+    wait_ready,
+)
 from reward import KINDS, WANTED_TOKENS  # noqa: E402
 
 from tools import cpu  # noqa: E402
@@ -29,24 +39,46 @@ def parse_arguments(argv):
         __doc__, steps=60, seed_help="of the model's weights, the sampling and the order of prompts"
     )
     add = parser.add_argument
-    add("--engine", choices=TITLES, default="sglang", help="the program that samples; vllm needs make setup-vllm")
-    add("--server-dtype", choices=("bfloat16", "float32"), default="bfloat16",
-        help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none")
-    add("--router-replay", choices=("off", "R3"), default="off",
-        help="experts of a token in training: Megatron's choice, or the server's")
-    add("--asynchronous", action="store_true",
-        help="train twice: each step waiting for its samples, then with samples that are made during the step before")
-    add("--colocate", action="store_true",
-        help="trainer and server take turns, as on the same GPUs: while one works, the other frees memory")
+    add(
+        "--engine",
+        choices=TITLES,
+        default="sglang",
+        help="the program that samples; vllm needs make setup-vllm",
+    )
+    add(
+        "--server-dtype",
+        choices=("bfloat16", "float32"),
+        default="bfloat16",
+        help="bfloat16 shows a real mismatch with the float32 trainer, float32 next to none",
+    )
+    add(
+        "--router-replay",
+        choices=("off", "R3"),
+        default="off",
+        help="experts of a token in training: Megatron's choice, or the server's",
+    )
+    add(
+        "--asynchronous",
+        action="store_true",
+        help="train twice: each step waiting for its samples, then with samples that are made during the "
+        "step before",
+    )
+    add(
+        "--colocate",
+        action="store_true",
+        help="trainer and server take turns, as on the same GPUs: while one works, the other frees memory",
+    )
     options = parser.parse_args(argv)
     if options.colocate and (options.engine != "sglang" or options.asynchronous):
         parser.error(
-            "--colocate: the server has no memory while the trainer trains, so it can't sample ahead (--asynchronous); "
+            "--colocate: the server has no memory while the trainer trains, so it can't sample ahead "
+            "(--asynchronous); "
             "and the release of its memory is tested with --engine sglang alone"
         )
     if options.engine == "vllm" and options.router_replay != "off":
         parser.error(
-            "--router-replay R3 needs --engine sglang: without a GPU, vLLM returns routed experts from its V2 model "
+            "--router-replay R3 needs --engine sglang: without a GPU, vLLM returns routed experts from its "
+            "V2 model "
             "runner only, which Triton's interpreter runs at some ten tokens a second"
         )
     return options
@@ -61,25 +93,64 @@ def training_command(out, folder, model, url, options, *ahead):
     """torchrun's command line; folder: for the run's logs, ahead: flags for sampling ahead of training."""
     flags = [
         *megatron_flags(model, folder / "tensorboard"),
-        "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
-        "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
-        "--micro-batch-size", 16, "--global-batch-size", 64, "--train-iters", options.steps,
-        "--lr", 2e-3, "--lr-decay-style", "constant", "--seed", options.seed + 1, "--eval-interval", 1000,
-        "--rollout-url", url, "--rollout-engine", options.engine, "--rollout-prompts", out / "prompts.jsonl",
-        "--rollout-reward-function", f"{HERE / 'reward.py'}:reward", "--rollout-group-size", 8,
-        "--rollout-max-new-tokens", WANTED_TOKENS, "--rollout-log-dir", folder,
+        "--tensor-model-parallel-size",
+        2,
+        "--pipeline-model-parallel-size",
+        2,
+        "--sequence-parallel",
+        "--expert-model-parallel-size",
+        2,
+        "--expert-tensor-parallel-size",
+        1,
+        "--micro-batch-size",
+        16,
+        "--global-batch-size",
+        64,
+        "--train-iters",
+        options.steps,
+        "--lr",
+        2e-3,
+        "--lr-decay-style",
+        "constant",
+        "--seed",
+        options.seed + 1,
+        "--eval-interval",
+        1000,
+        "--rollout-url",
+        url,
+        "--rollout-engine",
+        options.engine,
+        "--rollout-prompts",
+        out / "prompts.jsonl",
+        "--rollout-reward-function",
+        f"{HERE / 'reward.py'}:reward",
+        "--rollout-group-size",
+        8,
+        "--rollout-max-new-tokens",
+        WANTED_TOKENS,
+        "--rollout-log-dir",
+        folder,
         # Token weights truncated at 2; a response whose geometric mean ratio is off by 0.4% is rejected.
-        "--rollout-correction-preset", "decoupled_geo_rs_token_tis",
-        "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.996_1.004",
-        "--router-replay", options.router_replay, *ahead,
+        "--rollout-correction-preset",
+        "decoupled_geo_rs_token_tis",
+        "--rollout-rs",
+        "seq_mean_ratio",
+        "--rollout-rs-threshold",
+        "0.996_1.004",
+        "--router-replay",
+        options.router_replay,
+        *ahead,
         *(["--rollout-colocate", "--rollout-weight-transport", "tensor"] if options.colocate else []),
         *options.launcher_flags,
-    ]  # fmt: skip
+    ]
     return torchrun(flags, processes=4)
 
 
 def server_flags(options):
-    flags = {"--enable-return-routed-experts": options.router_replay == "R3", "--enable-memory-saver": options.colocate}
+    flags = {
+        "--enable-return-routed-experts": options.router_replay == "R3",
+        "--enable-memory-saver": options.colocate,
+    }
     return [flag for flag, given in flags.items() if given]
 
 
@@ -88,11 +159,18 @@ def run(options, out, running):
     model = out / "model"
     make_model(HERE / "make_model.py", model, "--seed", options.seed)
     write_prompts(out / "prompts.jsonl")
-    EXAMPLE.say(f"2/4 starting {TITLES[options.engine]} in {options.server_dtype}; its log is {out / 'server.log'}")
+    EXAMPLE.say(
+        f"2/4 starting {TITLES[options.engine]} in {options.server_dtype}; its log is {out / 'server.log'}"
+    )
     server = local_server(
-        model, engine=options.engine, dtype=options.server_dtype, log_path=out / "server.log", seed=options.seed,
-        slots=64, extra_arguments=server_flags(options),
-    )  # fmt: skip
+        model,
+        engine=options.engine,
+        dtype=options.server_dtype,
+        log_path=out / "server.log",
+        seed=options.seed,
+        slots=64,
+        extra_arguments=server_flags(options),
+    )
     server.start()
     running.add(server.pid)
     try:
@@ -101,9 +179,13 @@ def run(options, out, running):
         for folder, ahead in runs(out, options).items():
             folder.mkdir(exist_ok=True)
             how, log = ", samples made during the step before" if ahead else "", folder / "train.log"
-            EXAMPLE.say(f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2, Transformer Engine: {used}{how}; "
-                f"their log is {log}")  # fmt: skip
-            status = train(training_command(out, folder, model, server.url, options, *ahead), log, running, server.pid)
+            EXAMPLE.say(
+                f"3/4 training with 4 processes, TP 2 x PP 2 x EP 2, Transformer Engine: {used}{how}; "
+                f"their log is {log}"
+            )
+            status = train(
+                training_command(out, folder, model, server.url, options, *ahead), log, running, server.pid
+            )
             if status:
                 EXAMPLE.say(f"training ended with status {status}: see {log} and {out / 'server.log'}")
                 return status

@@ -1,7 +1,7 @@
 """Checks the flags of a recipe with the parsers that would read them; starts no server and no training.
 
-python dry_run.py server FLAGS...            SGLang's own parser
-python dry_run.py train N SCRIPT FLAGS...    the launcher's check for N processes: Megatron's validation, and ours
+python dry_run.py server FLAGS...            SGLang's own parser python dry_run.py train N SCRIPT FLAGS...
+the launcher's check for N processes: Megatron's validation, and ours
 """
 
 import os

@@ -1,11 +1,12 @@
-"""What numerics alone do to the bounds that the project recommends: one trained policy, served in several ways.
+"""What numerics alone do to the bounds that the project recommends: one trained policy, served
+in several ways.
 
 calibrate.py [--steps N] [--seed 2] [--response-length N] [--out DIR]
 calibrate.py --stop
 
-Trains the study's model without a mismatch for a while, then samples from it as each kind of server would, scores the
-samples with the trainer, and leaves the weights as they are: what differs is the numerics of the serving, and nothing
-else. Called again with the same folder it goes on.
+Trains the study's model without a mismatch for a while, then samples from it as each kind of server would,
+scores the samples with the trainer, and leaves the weights as they are: what differs is the numerics of
+the serving, and nothing else. Called again with the same folder it goes on.
 """
 
 import argparse
@@ -24,12 +25,16 @@ from run import SAMPLES, keep_settings, study_server, training_command, write_pr
 
 EXAMPLE = Example("calibration")
 WARMED, LEARNING_RATE = 12, 4e-3
-"""Steps and learning rate that make the policy whose numerics are measured: it has learned half of the task."""
+"""Steps and learning rate that make the policy whose numerics are measured: it has learned
+half of the task.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """One way to serve the policy: the server's number type, how the pushed weights are rounded, and replay."""
+    """One way to serve the policy: the server's number type, how the pushed weights are
+    rounded, and replay.
+    """
 
     name: str
     dtype: str
@@ -50,7 +55,9 @@ SERVINGS = (
 
 def parse_arguments(argv):
     parser = EXAMPLE.parser(__doc__, steps=4)
-    parser.add_argument("--seed", type=int, default=2, help="of the model and the order of prompts (default 2)")
+    parser.add_argument(
+        "--seed", type=int, default=2, help="of the model and the order of prompts (default 2)"
+    )
     parser.add_argument("--response-length", type=int, default=32, help="tokens that a response may have")
     options = parser.parse_args(argv)
     options.out = options.out or EXAMPLE.home / "last"
@@ -60,9 +67,13 @@ def parse_arguments(argv):
 def settings(options, **changed):
     """The study's settings of one run."""
     unmoved = {
-        "steps": options.steps, "response_length": options.response_length, "launcher_flags": options.launcher_flags,
-        "rounding": "none", "lag": 0, "lr": 0.0,
-    }  # fmt: skip
+        "steps": options.steps,
+        "response_length": options.response_length,
+        "launcher_flags": options.launcher_flags,
+        "rounding": "none",
+        "lag": 0,
+        "lr": 0.0,
+    }
     return argparse.Namespace(**(unmoved | changed))
 
 
@@ -70,11 +81,14 @@ def run_one(folder, arm, server, model, options, changed, running):
     """One run in a new folder; 0, or its exit status with where to look."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = training_command(folder.parents[1], folder, arm, options.seed, server.url, settings(options, **changed),
-                               model=model)  # fmt: skip
+    command = training_command(
+        folder.parents[1], folder, arm, options.seed, server.url, settings(options, **changed), model=model
+    )
     status = train(command, folder / "train.log", running, server.pid)
     if status:
-        EXAMPLE.say(f"{arm.name} ended with status {status}: see {folder / 'train.log'} and {server.log_path}")
+        EXAMPLE.say(
+            f"{arm.name} ended with status {status}: see {folder / 'train.log'} and {server.log_path}"
+        )
         return status
     (folder / "finished").touch()
     return 0
@@ -99,7 +113,9 @@ def run(options, out, running):
     if not (first / "tokenizer.json").exists():  # its last file
         make_model(HERE.parent / "quickstart/make_model.py", first, "--seed", options.seed)
     for dtype in ("float32", "bfloat16"):
-        servings = [serving for serving in SERVINGS if serving.dtype == dtype and not finished(out, serving.name)]
+        servings = [
+            serving for serving in SERVINGS if serving.dtype == dtype and not finished(out, serving.name)
+        ]
         if servings:
             status = run_against(dtype, servings, first, options, out, running)
             if status:
@@ -119,7 +135,9 @@ def run_against(dtype, servings, first, options, out, running):
     with study_server(EXAMPLE, first, dtype, out, running) as server:
         if not finished(out, "first"):
             EXAMPLE.say(f"training the policy that is measured, {WARMED} steps")
-            warm = dataclasses.replace(ARMS["twin"], flags=(*ARMS["twin"].flags, "--rollout-save-hf", out / "hf"))
+            warm = dataclasses.replace(
+                ARMS["twin"], flags=(*ARMS["twin"].flags, "--rollout-save-hf", out / "hf")
+            )
             changed = {"steps": WARMED, "lr": LEARNING_RATE}
             status = run_one(folder_of(out, "first"), warm, server, first, options, changed, running)
             if status:

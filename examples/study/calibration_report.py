@@ -1,4 +1,6 @@
-"""What the bounds that the project recommends do to each serving's numerics: calibration.json, .md and .png."""
+"""What the bounds that the project recommends do to each serving's numerics:
+calibration.json, .md and .png.
+"""
 
 import dataclasses
 import json
@@ -21,20 +23,28 @@ RULES = {
     "token_ratio in [0.5, 2]": RejectionRule("token", "ratio", 0.5, 2.0),
     "token_ratio in [0.5, 5], IcePop": RejectionRule("token", "ratio", 0.5, 5.0),
     "token_ratio in [0.8, 1.2], bypass_ppo_clip's clip": RejectionRule("token", "ratio", 0.8, 1.2),
-    "token_abs_diff up to 0.15, dppo_tv around the servers' policy": RejectionRule("token", "abs_diff", upper=0.15),
+    "token_abs_diff up to 0.15, dppo_tv around the servers' policy": RejectionRule(
+        "token", "abs_diff", upper=0.15
+    ),
     "token_binary_kl up to 0.05, dppo_binary_kl": RejectionRule("token", "binary_kl", upper=0.05),
     "seq_mean_vaco up to 0.04, vaco": RejectionRule("seq_mean", "vaco", upper=0.04),
     "seq_max_ratio from 1e-4 on, slime's veto": RejectionRule("seq_max", "ratio", lower=1e-4),
     "seq_max_binary_kl up to 0.05, trm": RejectionRule("seq_max", "binary_kl", upper=0.05),
     "seq_mean_exp_abs up to 1.5, NeMo-RL": RejectionRule("seq_mean", "exp_abs", upper=1.5),
     "seq_mean_k3 up to 0.01, decoupled_k3_rs": RejectionRule("seq_mean", "k3", upper=0.01),
-    "seq_mean_ratio in [1/1.001, 1/0.999], decoupled_geo_rs": RejectionRule("seq_mean", "ratio", 1 / 1.001, 1 / 0.999),
-    "seq_mean_ratio in [0.999, 1.002], nemo_rl_seq_mask_tis": RejectionRule("seq_mean", "ratio", 0.999, 1.002),
+    "seq_mean_ratio in [1/1.001, 1/0.999], decoupled_geo_rs": RejectionRule(
+        "seq_mean", "ratio", 1 / 1.001, 1 / 0.999
+    ),
+    "seq_mean_ratio in [0.999, 1.002], nemo_rl_seq_mask_tis": RejectionRule(
+        "seq_mean", "ratio", 0.999, 1.002
+    ),
     "seq_mean_opsm up to 1e-4, slime_opsm": RejectionRule("seq_mean", "opsm", upper=1e-4),
     "seq_mean_ratio in [0.9, 1.1]": RejectionRule("seq_mean", "ratio", 0.9, 1.1),
     "seq_sum_ratio in [0.5, 2]": RejectionRule("seq_sum", "ratio", 0.5, 2.0),
 }
-"""Rules with the bounds of presets, and of the study. What asks for the advantage is told that all are negative."""
+"""Rules with the bounds of presets, and of the study. What asks for the advantage is told that
+all are negative.
+"""
 MEASURED = {
     "k3": ("rollout_corr/k3_kl", {}),
     "KL(k1)": ("rollout_corr/kl", {}),
@@ -47,8 +57,8 @@ MEASURED = {
 
 
 def numbers_of(batch):
-    """{row: value} of one serving: how far tokens are apart, metrics, and the share that each of RULES keeps: of
-    tokens where it drops tokens, else of responses.
+    """{row: value} of one serving: how far tokens are apart, metrics, and the share that each of RULES keeps:
+    of tokens where it drops tokens, else of responses.
 
     Args:
         batch: its KeptBatch.
@@ -58,15 +68,19 @@ def numbers_of(batch):
     total, mean = total.abs(), mean.abs()
     whole = mean[length == length.max()]
     found = {
-        "tokens": size.numel(), "responses": mean.numel(), "mean |D|": size.mean().item(),
+        "tokens": size.numel(),
+        "responses": mean.numel(),
+        "mean |D|": size.mean().item(),
         "mean D^2, which m2po keeps up to 0.04": size.double().square().mean().item(),
-        "99 % of |D| are at most": quantile(size, 0.99), "largest |D|": size.max().item(),
+        "99 % of |D| are at most": quantile(size, 0.99),
+        "largest |D|": size.max().item(),
         "longest responses": whole.numel(),
         "99 % of their |mean of D| are at most": quantile(whole, 0.99),
         "99 % of |sum of D| of a response are at most": quantile(total, 0.99),
-        "largest |sum of D| of a response": total.max().item(), "largest mean |D| of a response": apart.max().item(),
+        "largest |sum of D| of a response": total.max().item(),
+        "largest mean |D| of a response": apart.max().item(),
         "largest mean k3 of a response": k3.max().item(),
-    }  # fmt: skip
+    }
     for label, (name, fields) in MEASURED.items():
         found[label] = batch.metrics(RolloutCorrectionConfig(**fields)).get(name, math.nan)
     batch = dataclasses.replace(batch, advantages=torch.full_like(batch.train_logprobs, -1.0))
@@ -107,7 +121,9 @@ def responses(batch):
     """(sum of D, mean of D, mean k3, mean |D|, tokens) of each response that has a token: [S] each."""
     d = torch.where(batch.sampled, batch.train_logprobs - batch.rollout_logprobs, 0.0).double()
     columns = torch.stack([d, d.expm1() - d, d.abs(), batch.sampled.double()])
-    total, k3, apart, count = torch.zeros(4, batch.num_sequences).double().index_add_(1, batch.seq_ids, columns)
+    total, k3, apart, count = (
+        torch.zeros(4, batch.num_sequences).double().index_add_(1, batch.seq_ids, columns)
+    )
     left = count > 0
     return total[left], (total / count)[left], (k3 / count)[left], (apart / count)[left], count[left]
 
@@ -133,8 +149,16 @@ def draw(batches, path):
     for axes, (title, bounds) in panels.items():
         for text, place in bounds.items():
             axes.axvline(place, color="#BBBBBB", linewidth=0.8)
-            axes.annotate(text, (place, 1.0), xycoords=("data", "axes fraction"), fontsize=8, rotation=90, ha="right",
-                          va="top", color="#666666")  # fmt: skip
+            axes.annotate(
+                text,
+                (place, 1.0),
+                xycoords=("data", "axes fraction"),
+                fontsize=8,
+                rotation=90,
+                ha="right",
+                va="top",
+                color="#666666",
+            )
         axes.set(title=title, xscale="log", yscale="log", ylabel="share above", xlim=(1e-7, 30))
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = tokens.get_legend_handles_labels()

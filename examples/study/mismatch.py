@@ -1,4 +1,6 @@
-"""Where the two policies differ, in the study's runs: study_mismatch.png, from their metrics and their samples."""
+"""Where the two policies differ, in the study's runs: study_mismatch.png, from their metrics
+and their samples.
+"""
 
 from pathlib import Path
 
@@ -30,7 +32,8 @@ def updates_of(steps):
 
 
 def mean_by(parts_of, seeds):
-    """The mean |D| of each part, over all its tokens in the steps that moved the weights; None where there is none.
+    """The mean |D| of each part, over all its tokens in the steps that moved the weights; None
+    where there is none.
 
     Args:
         parts_of: metrics of them, as by_prob/above_1e-1.
@@ -40,20 +43,22 @@ def mean_by(parts_of, seeds):
     for part in parts_of:
         prefix = f"rollout_corr/{part}"
         parts = [
-            (step[f"{prefix}/{TOKENS}"], step[f"{prefix}/{MEAN}"]) for steps, _ in seeds.values()
+            (step[f"{prefix}/{TOKENS}"], step[f"{prefix}/{MEAN}"])
+            for steps, _ in seeds.values()
             for step in updates_of(steps)
             if step.get(f"{prefix}/{TOKENS}") and np.isfinite(step[f"{prefix}/{MEAN}"])
-        ]  # fmt: skip
+        ]
         tokens = sum(count for count, _ in parts)
         means.append(sum(count * mean for count, mean in parts) / tokens if tokens else None)
     return means
 
 
 def read_tokens(folder):
-    """(step, place in its response, log pi_rollout, log pi_train), each [T]: every sampled token of a run's files.
+    """(step, place in its response, log pi_rollout, log pi_train), each [T]: every sampled token
+    of a run's files.
 
-    What an environment returned was not sampled: its log-probs are NaN, and it is left out, as are tokens whose
-    log-prob of the trainer is not finite.
+    What an environment returned was not sampled: its log-probs are NaN, and it is left out, as are tokens
+    whose log-prob of the trainer is not finite.
 
     Args:
         folder: of --rollout-save-trajectories.
@@ -65,9 +70,11 @@ def read_tokens(folder):
         lengths = rollout.value_lengths().to_numpy()
         step = int(path.name.split("_")[1])
         found = (
-            np.full(lengths.sum(), step), np.concatenate([np.arange(length) for length in lengths]),
-            rollout.flatten().to_numpy(), train.flatten().to_numpy(),
-        )  # fmt: skip
+            np.full(lengths.sum(), step),
+            np.concatenate([np.arange(length) for length in lengths]),
+            rollout.flatten().to_numpy(),
+            train.flatten().to_numpy(),
+        )
         for part, values in zip(parts, found, strict=True):
             part.append(values)
     whole = [np.concatenate(part) for part in parts]
@@ -103,16 +110,30 @@ def scatter(axes, tokens, title, steps):
     shown = axes.scatter(rollout, train, c=step, s=3, alpha=0.6, vmin=1, vmax=steps, linewidths=0)
     axes.axline((1e-3, 1e-3), (1, 1), color="#D55E00", linewidth=0.8)
     left, lower = np.exp(LOWEST)
-    axes.set(title=title, xlabel="pi_rollout", ylabel="pi_train", xscale="log", yscale="log", xlim=(left, 1.5),
-             ylim=(lower, 1.5))  # fmt: skip
+    axes.set(
+        title=title,
+        xlabel="pi_rollout",
+        ylabel="pi_train",
+        xscale="log",
+        yscale="log",
+        xlim=(left, 1.5),
+        ylim=(lower, 1.5),
+    )
     return shown
 
 
 def lines(axes, names, means, title, xlabel):
     """A line an arm: its mean |D| in each part."""
     for arm, values in means.items():
-        axes.plot(range(len(names)), [np.nan if value is None else value for value in values], marker="o",
-                  markersize=3, color=COLORS[arm], label=arm, linewidth=1.2)  # fmt: skip
+        axes.plot(
+            range(len(names)),
+            [np.nan if value is None else value for value in values],
+            marker="o",
+            markersize=3,
+            color=COLORS[arm],
+            label=arm,
+            linewidth=1.2,
+        )
     axes.set(title=title, xlabel=xlabel, ylabel="mean |log pi_train - log pi_rollout|")
     if any(value for values in means.values() for value in values):
         axes.set_yscale("log")
@@ -158,7 +179,8 @@ def write_mismatch(runs, folder_of, longest, path):
     for arm, seeds in runs.items():
         updates = [[step["step"] for step in updates_of(steps)] for steps, _ in seeds.values()]
         found[arm] = {
-            "by_prob": mean_by(BY_PROBABILITY, seeds), "by_place": mean_by_place(tokens[arm], longest, updates),
+            "by_prob": mean_by(BY_PROBABILITY, seeds),
+            "by_place": mean_by_place(tokens[arm], longest, updates),
             "by_turn": mean_by(BY_TURN, seeds),
         }
     steps = max(len(of_seed) for seeds in runs.values() for of_seed, _ in seeds.values())
@@ -166,7 +188,9 @@ def write_mismatch(runs, folder_of, longest, path):
     has_turns = any(mean is not None for means in by["by_turn"].values() for mean in means)
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
     below = ("by_prob", "by_place", "by_age", *(["by_turn"] if has_turns else []))
-    panels = figure.subplot_mosaic([np.repeat(SHOWN, 4).tolist(), np.repeat(below, 12 // len(below)).tolist()])
+    panels = figure.subplot_mosaic(
+        [np.repeat(SHOWN, 4).tolist(), np.repeat(below, 12 // len(below)).tolist()]
+    )
     shown = None
     for arm in SHOWN:
         if arm in runs:
@@ -177,8 +201,13 @@ def write_mismatch(runs, folder_of, longest, path):
             panels[arm].axis("off")
     if shown is not None:
         figure.colorbar(shown, ax=[panels[arm] for arm in SHOWN], label="step", aspect=30)
-    lines(panels["by_prob"], [_shown(band) for band in BANDS], by["by_prob"], "By the token's probability",
-          "pi_rollout")  # fmt: skip
+    lines(
+        panels["by_prob"],
+        [_shown(band) for band in BANDS],
+        by["by_prob"],
+        "By the token's probability",
+        "pi_rollout",
+    )
     ends = [f"{-(-longest * (part + 1) // PLACES)}" for part in range(PLACES)]
     lines(panels["by_place"], ends, by["by_place"], "By place in the response", "up to token")
     ages(panels["by_age"], runs)

@@ -13,13 +13,19 @@ INCHES, DPI = (16.0, 7.5), 100
 SHARE = "share that carries the gradient"
 """Not a metric of the run: see `carrying`."""
 PANELS = {
-    "reward/mean": "Mean reward", "rollout_corr/k3_kl": "Train-infer KL (k3)", SHARE: "ESS over tokens x share kept",
-    "rollout_corr/ess_sequences": "ESS over responses", "grad_norm": "Gradient norm", "loss/entropy": "Entropy",
+    "reward/mean": "Mean reward",
+    "rollout_corr/k3_kl": "Train-infer KL (k3)",
+    SHARE: "ESS over tokens x share kept",
+    "rollout_corr/ess_sequences": "ESS over responses",
+    "grad_norm": "Gradient norm",
+    "loss/entropy": "Entropy",
     "response_length/mean": "Tokens of a response",
-}  # fmt: skip
+}
 LOGARITHMIC = ("rollout_corr/k3_kl", "grad_norm")
 EARLY = 30
-"""Steps in which every arm still learns: what is compared over them is not diluted by a task that is solved."""
+"""Steps in which every arm still learns: what is compared over them is not diluted by a
+task that is solved.
+"""
 
 
 def last_reward(steps):
@@ -28,13 +34,16 @@ def last_reward(steps):
 
 
 def mean(values):
-    """The mean of those that are finite; None where none is, as of a run whose first gradient was not finite."""
+    """The mean of those that are finite; None where none is, as of a run whose first
+    gradient was not finite.
+    """
     finite = [value for value in values if math.isfinite(value)]
     return sum(finite) / len(finite) if finite else None
 
 
 def carrying(step):
-    """The share of the tokens that carries the gradient: their ESS by weight, times the share that rules keep.
+    """The share of the tokens that carries the gradient: their ESS by weight, times the share
+    that rules keep.
 
     0 where every weight is 0; None in a run without weights.
 
@@ -49,7 +58,9 @@ def carrying(step):
 
 
 def deepest_fall(steps):
-    """The lowest mean reward of WINDOW steps, as a share of the best such mean before it; 1 where it never fell."""
+    """The lowest mean reward of WINDOW steps, as a share of the best such mean before it; 1
+    where it never fell.
+    """
     best, lowest = -math.inf, 1.0
     for mean in window_means([step["reward/mean"] for step in steps]):
         best = max(best, mean)
@@ -69,17 +80,23 @@ def summary(runs):
         rewards = {seed: last_reward(steps) for seed, (steps, _) in seeds.items()}
         known = [reward for reward in rewards.values() if reward is not None]
         found[arm] = {
-            "last_reward": {"mean": mean(known), "lowest": min(known, default=None),
-                            "highest": max(known, default=None), "by_seed": rewards},
+            "last_reward": {
+                "mean": mean(known),
+                "lowest": min(known, default=None),
+                "highest": max(known, default=None),
+                "by_seed": rewards,
+            },
             "step_of_collapse": {
                 seed: step_of_collapse(steps, ended_nonfinite=ended) for seed, (steps, ended) in seeds.items()
             },
             "deepest_fall": {seed: deepest_fall(steps) for seed, (steps, _) in seeds.items()},
             "steps": {seed: len(steps) for seed, (steps, _) in seeds.items()},
             "updates": {seed: len(updates_of(steps)) for seed, (steps, _) in seeds.items()},
-            "early_age": {seed: mean([step["weight_lag_mean"] for step in steps[:EARLY] if "weight_lag_mean" in step])
-                          for seed, (steps, _) in seeds.items()},
-        }  # fmt: skip
+            "early_age": {
+                seed: mean([step["weight_lag_mean"] for step in steps[:EARLY] if "weight_lag_mean" in step])
+                for seed, (steps, _) in seeds.items()
+            },
+        }
     return found
 
 
@@ -92,12 +109,20 @@ def table(found, settings):
     """
     given = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in settings.items())
     lines = [
-        "# The study of mismatch", "", f"Settings: {given}.", "",
-        f"Reward: the mean of a run's last {WINDOW} steps, then the mean over seeds (lowest to highest). By seed: the "
-        f"deepest fall, of the mean of {WINDOW} steps, in percent of the best before; the step of the collapse; the "
-        f"steps that moved the weights; and the mean age of the samples over the first {EARLY} steps, in versions.", "",
-        "| arm | what it does | reward | deepest fall | collapse | updates | age |", "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "# The study of mismatch",
+        "",
+        f"Settings: {given}.",
+        "",
+        f"Reward: the mean of a run's last {WINDOW} steps, then the mean over seeds (lowest to highest). By "
+        "seed: the "
+        f"deepest fall, of the mean of {WINDOW} steps, in percent of the best before; the step of the "
+        "collapse; the "
+        f"steps that moved the weights; and the mean age of the samples over the first {EARLY} steps, in "
+        "versions.",
+        "",
+        "| arm | what it does | reward | deepest fall | collapse | updates | age |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for arm, one in found.items():
         columns = (
             [f"{100 * (1 - share):.0f} %" for share in one["deepest_fall"].values()],
@@ -121,7 +146,9 @@ def _reward_text(reward):
 
 
 def over_seeds(seeds, name):
-    """(steps, means, lowest, highest) of a panel: at each step over the seeds that have a finite number there."""
+    """(steps, means, lowest, highest) of a panel: at each step over the seeds that have a
+    finite number there.
+    """
     at = {}
     for steps, _ in seeds.values():
         for step in steps:
@@ -134,7 +161,9 @@ def over_seeds(seeds, name):
 
 
 def draw(runs, path):
-    """study.png: a panel a metric, in each the mean of every arm and the band from its lowest to its highest seed."""
+    """study.png: a panel a metric, in each the mean of every arm and the band from its lowest to
+    its highest seed.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")

@@ -1,4 +1,5 @@
-"""The study: the same run with a mismatch under each correction, and a twin without one, against a real SGLang server.
+"""The study: the same run with a mismatch under each correction, and a twin without one, against a
+real SGLang server.
 
 run.py [--quick] [--arms none,twin] [--seeds 2,3,4] [--steps N] [--response-length N] [--lr X]
        [--rounding int4_group] [--lag K] [--out DIR] [-- more launcher flags]
@@ -43,10 +44,16 @@ def parse_arguments(argv):
     add("--quick", action="store_true", help=f"the arms {', '.join(QUICK)} with seed 2")
     add("--arms", type=_names, help=f"of {','.join(ARMS)} (default all)")
     add("--seeds", type=_numbers, help="of the model, the order of prompts and the trainer (default 2,3,4)")
-    add("--response-length", type=int, default=32, help="tokens that a response may have, and is rewarded for")
+    add(
+        "--response-length", type=int, default=32, help="tokens that a response may have, and is rewarded for"
+    )
     add("--lr", type=float, default=8e-3, help="learning rate")
-    add("--rounding", choices=("none", "fp8_blockwise", "int4_group"), default="int4_group",
-        help="of the weights that are pushed")
+    add(
+        "--rounding",
+        choices=("none", "fp8_blockwise", "int4_group"),
+        default="int4_group",
+        help="of the weights that are pushed",
+    )
     add("--lag", type=int, default=4, help="versions that samples may be old")
     options = parser.parse_args(argv)
     options.arms = options.arms or (QUICK if options.quick else tuple(ARMS))
@@ -70,7 +77,8 @@ def _numbers(text):
 def write_prompts(path, response_length):
     rows = [
         {"prompt": f"{kind} {i}:", "kind": kind, "wanted_tokens": response_length}
-        for kind in KINDS for i in range(PROMPTS_A_KIND)
+        for kind in KINDS
+        for i in range(PROMPTS_A_KIND)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -78,19 +86,53 @@ def write_prompts(path, response_length):
 def training_command(out, folder, arm, seed, url, options, model=None):
     """torchrun's command line for one run: one process, since the servers need the other core."""
     model = model or out / f"model-seed{seed}"
-    mismatch = [] if arm.is_twin else ["--rollout-push-rounding", options.rounding, "--rollout-max-lag", options.lag]
+    mismatch = (
+        [] if arm.is_twin else ["--rollout-push-rounding", options.rounding, "--rollout-max-lag", options.lag]
+    )
     flags = [
-        *megatron_flags(model, folder / "tensorboard"), "--seq-length", LONGEST_PROMPT + options.response_length,
-        "--micro-batch-size", BATCH, "--global-batch-size", BATCH, "--train-iters", options.steps,
-        "--lr", options.lr, "--lr-decay-style", "constant", "--seed", seed + 1, "--eval-interval", 10 * options.steps,
-        "--rollout-url", url, "--rollout-engine", "sglang", "--rollout-prompts", out / "prompts.jsonl",
-        "--rollout-reward-function", f"{HERE / 'sized_reward.py'}:reward", "--rollout-group-size", GROUP,
-        "--rollout-max-new-tokens", options.response_length, "--rollout-log-dir", folder,
-        "--rollout-save-trajectories", folder / SAMPLES,
-        # A policy that collapses is as sure of itself as one likes, and rounding moves it by as much: no bound ends it.
-        "--rollout-max-probe-log-ratio", "inf", "--rollout-max-first-step-kl", "inf",
-        *mismatch, *arm.flags, *options.launcher_flags,
-    ]  # fmt: skip
+        *megatron_flags(model, folder / "tensorboard"),
+        "--seq-length",
+        LONGEST_PROMPT + options.response_length,
+        "--micro-batch-size",
+        BATCH,
+        "--global-batch-size",
+        BATCH,
+        "--train-iters",
+        options.steps,
+        "--lr",
+        options.lr,
+        "--lr-decay-style",
+        "constant",
+        "--seed",
+        seed + 1,
+        "--eval-interval",
+        10 * options.steps,
+        "--rollout-url",
+        url,
+        "--rollout-engine",
+        "sglang",
+        "--rollout-prompts",
+        out / "prompts.jsonl",
+        "--rollout-reward-function",
+        f"{HERE / 'sized_reward.py'}:reward",
+        "--rollout-group-size",
+        GROUP,
+        "--rollout-max-new-tokens",
+        options.response_length,
+        "--rollout-log-dir",
+        folder,
+        "--rollout-save-trajectories",
+        folder / SAMPLES,
+        # A policy that collapses is as sure of itself as one likes, and rounding moves it by as much:
+        # no bound ends it.
+        "--rollout-max-probe-log-ratio",
+        "inf",
+        "--rollout-max-first-step-kl",
+        "inf",
+        *mismatch,
+        *arm.flags,
+        *options.launcher_flags,
+    ]
     return torchrun(flags, processes=1)
 
 
@@ -117,7 +159,9 @@ def run_one(out, arm, seed, server, options, running):
     metrics = folder / FILE_NAME
     trained = len(read_metrics(metrics)) if metrics.exists() else 0
     if status:
-        EXAMPLE.say(f"training ended with status {status} after {trained} steps: see {log} and {server.log_path}")
+        EXAMPLE.say(
+            f"training ended with status {status} after {trained} steps: see {log} and {server.log_path}"
+        )
         if trained < options.steps and not nonfinite:
             return status
     # A process that fails once the last step is written has lost nothing of the study: its status is kept.
@@ -162,11 +206,17 @@ def run(options, out, running):
 
 @contextmanager
 def study_server(example, model, dtype, out, running):
-    """An SGLang server of the model in a dtype, which each run sends its own weights first; stopped at the end."""
+    """An SGLang server of the model in a dtype, which each run sends its own weights first;
+    stopped at the end.
+    """
     server = local_server(
-        model, dtype=dtype, log_path=out / f"server-{dtype}.log", seed=0, slots=BATCH,
+        model,
+        dtype=dtype,
+        log_path=out / f"server-{dtype}.log",
+        seed=0,
+        slots=BATCH,
         extra_arguments=["--enable-return-routed-experts"],
-    )  # fmt: skip
+    )
     example.say(f"starting SGLang in {dtype}; its log is {server.log_path}")
     server.start()
     running.add(server.pid)
@@ -178,7 +228,8 @@ def study_server(example, model, dtype, out, running):
 
 
 def run_against(dtype, todo, planned, options, out, running):
-    """The runs against one server of a dtype, which each of them sends its own weights first; those that failed.
+    """The runs against one server of a dtype, which each of them sends its own weights first;
+    those that failed.
 
     A run that fails leaves the others theirs, unless the server has ended: then nothing of them can run.
     """
@@ -203,9 +254,14 @@ def keep_settings(out, now, has_runs):
         return None
     try:
         before = json.loads(path.read_text())
-        differing = [f"{name} {before[name]} there, {now[name]} now" for name in now if before[name] != now[name]]
+        differing = [
+            f"{name} {before[name]} there, {now[name]} now" for name in now if before[name] != now[name]
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"--out {out} has runs, and {path} does not say with which settings ({error!r}); name another folder"
+        return (
+            f"--out {out} has runs, and {path} does not say with which settings ({error!r}); name another "
+            "folder"
+        )
     if differing:
         return f"--out {out} has runs with other settings: {'; '.join(differing)}; name another folder"
     return None
@@ -216,14 +272,17 @@ def report(options, out):
     runs = {}
     for arm in ARMS.values():
         names = [path.name for path in (out / "runs" / arm.name).glob("seed*")]
-        for seed in sorted(int(name[4:]) for name in names if name[4:].isdecimal()):  # a copy, seed2.bak, is none
+        # a copy, seed2.bak, is none
+        for seed in sorted(int(name[4:]) for name in names if name[4:].isdecimal()):
             if kept := finished(out, arm, seed):
                 path = run_folder(out, arm, seed) / FILE_NAME
                 steps = read_metrics(path) if path.exists() else []
                 runs.setdefault(arm.name, {})[seed] = steps, kept["ended_nonfinite"]
     settings = {name: getattr(options, name) for name in OF_A_RUN}
     print(write_report(runs, settings, out, lambda arm, seed: run_folder(out, ARMS[arm], seed) / SAMPLES))
-    EXAMPLE.say(f"the table, the numbers, the pictures: {out / 'study.md'}, study.json, study.png, study_mismatch.png")
+    EXAMPLE.say(
+        f"the table, the numbers, the pictures: {out / 'study.md'}, study.json, study.png, study_mismatch.png"
+    )
     return 0
 
 

@@ -10,7 +10,9 @@ from reward import KINDS
 
 
 def reward(prompt, output_ids, finish_reason):
-    """Share of the wanted number of characters that are of the wanted kind; ending early loses what is missing."""
+    """Share of the wanted number of characters that are of the wanted kind; ending early loses
+    what is missing.
+    """
     wanted = KINDS[prompt.metadata["kind"]]
     right = sum(token < len(CHARACTERS) and CHARACTERS[token] in wanted for token in output_ids)
     return right / prompt.metadata["wanted_tokens"]

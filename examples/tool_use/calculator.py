@@ -1,6 +1,8 @@
-"""A calculator as a tool: the policy ends its turn with "=", and the environment says what stood before it comes to.
+"""A calculator as a tool: the policy ends its turn with "=", and the environment says what stood
+before it comes to.
 
-"12+3=" is answered with "15;", what is no sum, difference or product of two numbers (or a number alone) with "?;".
+"12+3=" is answered with "15;", what is no sum, difference or product of two numbers (or a number
+alone) with "?;".
 """
 
 import re
@@ -26,7 +28,9 @@ def encode(text):
 
 def decode(ids):
     """The text; <pad> and <eos> are a character that is in no expression."""
-    return "".join(CHARACTERS[token] if token < len(CHARACTERS) else "\N{REPLACEMENT CHARACTER}" for token in ids)
+    return "".join(
+        CHARACTERS[token] if token < len(CHARACTERS) else "\N{REPLACEMENT CHARACTER}" for token in ids
+    )
 
 
 def calculate(expression):

@@ -1,6 +1,7 @@
 """Checks of single values; an error names the field in backticks, the value and the remedy.
 
-A library speaks of fields; where the value came from a flag, `flags.name_flags` puts the flag in the field's place.
+A library speaks of fields; where the value came from a flag, `flags.name_flags` puts the flag in
+the field's place.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def check_bounds(what: str, lower: float | None, upper: float | None, remedy: st
         if value is not None:
             check_positive(f"{what} {side} bound", value, f"use {use}")
     if lower is not None and upper is not None and lower > upper:
-        raise ValueError(f"{what} lower bound {plain(lower)} is above the upper bound {plain(upper)}; swap them")
+        raise ValueError(
+            f"{what} lower bound {plain(lower)} is above the upper bound {plain(upper)}; swap them"
+        )
 
 
 def check_positive(what: str, value: Any, remedy: str) -> None:

@@ -30,14 +30,17 @@ class RolloutCorrectionConfig(LossSettings):
     """
 
     rollout_is: Literal["token", "sequence", "geometric", "turn"] | None = option(None, none="none")
-    """Level of the importance weight pi_train / pi_rollout: token (rho_t), sequence (their product), geometric (their
-    geometric mean) or turn (their product over the token's turn); none turns the weights off."""
+    """Level of the importance weight pi_train / pi_rollout: token (rho_t), sequence (their
+    product), geometric (their geometric mean) or turn (their product over the token's turn); none
+    turns the weights off.
+    """
 
     rollout_is_mode: Literal["truncate", "clip", "mask", "gamma"] = "truncate"
-    """Weights out of bounds: truncate makes them min(w, upper), clip moves them into [lower, upper], mask makes them 0
-    (IcePop). Where only `rollout_is_threshold` is given, one bound truncates and two mask. gamma has no bounds: with
-    `rollout_is` sequence it makes w^k e^(l (1 - w)) of them, k = 2 and l = 3 where the advantage is not negative, else
-    3 and 2 (VESPO, arXiv:2602.10693)."""
+    """Weights out of bounds: truncate makes them min(w, upper), clip moves them into [lower, upper], mask
+    makes them 0 (IcePop). Where only `rollout_is_threshold` is given, one bound truncates and two mask.
+    gamma has no bounds: with `rollout_is` sequence it makes w^k e^(l (1 - w)) of them, k = 2 and l = 3
+    where the advantage is not negative, else 3 and 2 (VESPO, arXiv:2602.10693).
+    """
 
     rollout_is_lower: float | None = option(None, flag=None)
     """Lower bound of the weight; for clip and mask."""
@@ -46,19 +49,23 @@ class RolloutCorrectionConfig(LossSettings):
     """Upper bound of the weight; verl's usual value is 2.0."""
 
     rollout_is_batch_normalize: bool = False
-    """Divide the weights by their mean over the global batch: over tokens, sequences or turns, as the level says. A
-    product's log is clamped to +-340 then, not to +-20, so that a batch of products below e^-20 is not left
-    uncorrected."""
+    """Divide the weights by their mean over the global batch: over tokens, sequences or turns, as the
+    level says. A product's log is clamped to +-340 then, not to +-20, so that a batch of products below
+    e^-20 is not left uncorrected.
+    """
 
-    rollout_rs: tuple[RejectionRule, ...] = option((), metavar="RULE[,RULE]", more=f"The rules: {rules_help()}.")
+    rollout_rs: tuple[RejectionRule, ...] = option(
+        (), metavar="RULE[,RULE]", more=f"The rules: {rules_help()}."
+    )
     """Rejection rules; a token is kept only if all of them keep it. verl's *_k1 bound 1/rho; none disables
     rejection."""
 
     rollout_m2_threshold: Annotated[float | None, Positive("0.04 is usual", finite=True)] = option(
         None, metavar="X", none="none"
     )
-    """M2PO: drop the tokens of largest D^2 until the mean of D^2 over the rest is at most this; 0.04 in its paper
-    (arXiv:2510.01161)."""
+    """M2PO: drop the tokens of largest D^2 until the mean of D^2 over the rest is at most this; 0.04 in
+    its paper (arXiv:2510.01161).
+    """
 
     rollout_batch_filter_kl: Annotated[float | None, Positive("use 1e-2, for example", finite=True)] = option(
         None, metavar="X", none="none"
@@ -66,8 +73,9 @@ class RolloutCorrectionConfig(LossSettings):
     """Skip the update of a step whose train-infer KL (k3) is above this."""
 
     bypass_mode: bool = False
-    """Two policies: pi_rollout stands in for pi_old, which is not computed; the correction is made in the loss, of the
-    current policy against pi_rollout, one microbatch at a time."""
+    """Two policies: pi_rollout stands in for pi_old, which is not computed; the correction is made in the
+    loss, of the current policy against pi_rollout, one microbatch at a time.
+    """
 
     diagnostics_only: bool = False
     """Measure and log the correction, change nothing: every weight is 1 and no valid token is masked."""
@@ -81,7 +89,8 @@ class RolloutCorrectionConfig(LossSettings):
         if self.rollout_is is None:
             if (lower, upper, self.rollout_is_batch_normalize, mode) != (None, None, False, "truncate"):
                 raise ValueError(
-                    "`rollout_is_threshold`, `rollout_is_mode` and `rollout_is_batch_normalize` have no effect without "
+                    "`rollout_is_threshold`, `rollout_is_mode` and `rollout_is_batch_normalize` have no "
+                    "effect without "
                     "weights; add `rollout_is` token, sequence or geometric, or drop them"
                 )
             return
@@ -93,35 +102,43 @@ class RolloutCorrectionConfig(LossSettings):
         check_bounds("`rollout_is_threshold`", lower, upper, NO_WEIGHTS)
         if mode == "truncate" and lower is not None:
             raise ValueError(
-                f"`rollout_is_threshold` lower bound {plain(lower)} has no effect with `rollout_is_mode` truncate; use "
+                f"`rollout_is_threshold` lower bound {plain(lower)} has no effect with `rollout_is_mode` "
+                "truncate; use "
                 "`rollout_is_mode` clip or mask, or give the upper bound alone"
             )
         if mode == "clip" and lower is None:
             raise ValueError(
-                f"`rollout_is_mode` clip needs both bounds, got only upper {plain(upper)}; give `rollout_is_threshold` "
+                f"`rollout_is_mode` clip needs both bounds, got only upper {plain(upper)}; give "
+                "`rollout_is_threshold` "
                 "as LOWER_UPPER, for example 0.5_5.0"
             )
 
     def _check_gamma(self) -> None:
         if self.rollout_is != "sequence":
             raise ValueError(
-                f"`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got `rollout_is` "
+                "`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got "
+                "`rollout_is` "
                 f"{self.rollout_is}; use `rollout_is` sequence, or another mode"
             )
         for name in ("rollout_is_lower", "rollout_is_upper"):
             if getattr(self, name) is not None:
                 raise ValueError(
-                    f"`{name}` {plain(getattr(self, name))} has no effect with `rollout_is_mode` gamma, whose weights "
-                    "are at most 1.25 without a bound; drop it, and `rollout_is_threshold`, or use another mode"
+                    f"`{name}` {plain(getattr(self, name))} has no effect with `rollout_is_mode` gamma, "
+                    "whose weights "
+                    "are at most 1.25 without a bound; drop it, and `rollout_is_threshold`, or use another "
+                    "mode"
                 )
         if self.rollout_is_batch_normalize:
             raise ValueError(
-                "`rollout_is_batch_normalize` with `rollout_is_mode` gamma: divided by their mean, weights of at most "
-                "1.25 would grow without a bound, those of positive and of negative advantages unlike; drop it"
+                "`rollout_is_batch_normalize` with `rollout_is_mode` gamma: divided by their mean, weights "
+                "of at most "
+                "1.25 would grow without a bound, those of positive and of negative advantages unlike; drop "
+                "it"
             )
         if self.kl_loss_type == "unbiased" and not self.bypass_mode:
             raise ValueError(
-                "`kl_loss_type` unbiased with `rollout_is_mode` gamma: its ratio is corrected by the weights, and "
+                "`kl_loss_type` unbiased with `rollout_is_mode` gamma: its ratio is corrected by the "
+                "weights, and "
                 "gamma's depend on the advantage's sign; use `kl_loss_type` k3+, or another mode"
             )
 
@@ -135,7 +152,8 @@ class RolloutCorrectionConfig(LossSettings):
         twice = [name for name in names if names.count(name) > 1]
         if twice:
             raise Refusal(
-                f"`rollout_rs` names {name} twice; give each rule once, with one pair of bounds" for name in twice
+                f"`rollout_rs` names {name} twice; give each rule once, with one pair of bounds"
+                for name in twice
             )
 
     def check_token_advantage(self) -> None:
@@ -144,19 +162,22 @@ class RolloutCorrectionConfig(LossSettings):
             return
         if self.bypass_mode:
             raise ValueError(
-                f"`advantage` {kind} needs the distributions of pi_old, of a pass that `bypass_mode` leaves out; drop "
+                f"`advantage` {kind} needs the distributions of pi_old, of a pass that `bypass_mode` leaves "
+                "out; drop "
                 "that, or use `advantage` group_mean"
             )
         if asker := self.needed_inputs.get("advantages"):
             raise ValueError(
-                f"{asker} needs the advantage of a whole response before the correction, and `advantage` {kind} gives "
+                f"{asker} needs the advantage of a whole response before the correction, and `advantage` "
+                f"{kind} gives "
                 "one a token, from the corrected weights; drop one of them"
             )
 
     def check_bypass_weights(self) -> None:
         if self.bypass_mode and self.rollout_is is not None and self.kind.has_ratio:
             raise ValueError(
-                f"`rollout_is` {self.rollout_is} in bypass mode would weigh twice: the ratio of `loss` {self.loss} is "
+                f"`rollout_is` {self.rollout_is} in bypass mode would weigh twice: the ratio of `loss` "
+                f"{self.loss} is "
                 "pi_theta / pi_rollout already; use `rollout_is` none, or `loss` reinforce"
             )
 
@@ -172,8 +193,10 @@ class RolloutCorrectionConfig(LossSettings):
         given = [setting for setting, is_given in whole_batch.items() if is_given]
         if given:
             raise Refusal(
-                f"{setting} needs the whole batch, but bypass mode corrects one microbatch at a time, in the loss; "
-                "drop it, or `bypass_mode`" for setting in given
+                f"{setting} needs the whole batch, but bypass mode corrects one microbatch at a time, in the "
+                "loss; "
+                "drop it, or `bypass_mode`"
+                for setting in given
             )
 
     @property
@@ -187,7 +210,12 @@ class RolloutCorrectionConfig(LossSettings):
     @property
     def changes_gradient(self) -> bool:
         """Whether any weight or rejection acts; without them the correction only measures."""
-        acts = self.rollout_is, self.rollout_m2_threshold, self.rollout_batch_filter_kl, self.rollout_rs or None
+        acts = (
+            self.rollout_is,
+            self.rollout_m2_threshold,
+            self.rollout_batch_filter_kl,
+            self.rollout_rs or None,
+        )
         return not self.diagnostics_only and any(part is not None for part in acts)
 
     @classmethod
@@ -202,8 +230,8 @@ class RolloutCorrectionConfig(LossSettings):
             unknown: as `with_settings`.
 
         Raises:
-            ValueError: a name that no preset has, with the nearest one; or settings that do not go with the preset's,
-                with those of it that the error is about.
+            ValueError: a name that no preset has, with the nearest one; or settings that do not go with
+                the preset's, with those of it that the error is about.
         """
         if name not in PRESETS:
             raise Refusal([f"`rollout_correction_preset`: unknown preset {name!r}{nearest(name, PRESETS)}"])
@@ -214,7 +242,8 @@ class RolloutCorrectionConfig(LossSettings):
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any]) -> RolloutCorrectionConfig:
-        """From our field names, or a peer's keys with the peer's values (verl's k1 bounds on 1/rho are translated).
+        """From our field names, or a peer's keys with the peer's values (verl's k1 bounds on 1/rho
+        are translated).
 
         Args:
             mapping: settings; the key `preset` names one to start from.
@@ -261,8 +290,11 @@ class RolloutCorrectionConfig(LossSettings):
         except Refusal as error:
             raise error.each(lambda text: f"`rollout_correction_config` {path}: {text}") from error
 
-    def with_settings(self, mapping: Mapping[str, Any], unknown: Iterable[str] = ()) -> RolloutCorrectionConfig:
-        """This configuration with these settings (ours or a peer's) replaced; to turn a part off clears its bounds.
+    def with_settings(
+        self, mapping: Mapping[str, Any], unknown: Iterable[str] = ()
+    ) -> RolloutCorrectionConfig:
+        """This configuration with these settings (ours or a peer's) replaced; to turn a part off
+        clears its bounds.
 
         Args:
             mapping: the settings.
@@ -271,7 +303,10 @@ class RolloutCorrectionConfig(LossSettings):
         Raises:
             ValueError: everything that can't be, or that has no effect.
         """
-        problems, fields = Problems(), {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        problems, fields = (
+            Problems(),
+            {field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
+        )
         values, refused = notation.resolve(mapping, fields, problems, unknown := set(unknown))
         alone = {name: value for name, value in mapping.items() if name in refused and name not in unknown}
         check_values(type(self), in_our_words(alone), problems)
@@ -284,12 +319,16 @@ class RolloutCorrectionConfig(LossSettings):
 def _with_presets_own(problems: Iterable[str], preset: str, given: Mapping[str, Any]) -> Iterator[str]:
     """The problems of settings over a preset; of one about the preset's fields these are named as such.
 
-    Where settings are told for one field already, what they have against more fields of the preset is left out.
+    Where settings are told for one field already, what they have against more fields of the
+    preset is left out.
     """
     told, rest = [], []
     for text in problems:
         fields = frozenset(re.findall(r"`(\w+)`", text))
-        ours, own = fields.intersection(given), [one for one in PRESET_FIELDS[preset] if one in fields - given.keys()]
+        ours, own = (
+            fields.intersection(given),
+            [one for one in PRESET_FIELDS[preset] if one in fields - given.keys()],
+        )
         if own:
             rest.append((text, ours, own))
         else:
@@ -301,7 +340,8 @@ def _with_presets_own(problems: Iterable[str], preset: str, given: Mapping[str, 
         told.append(ours)
         values = ", ".join(f"`{field}` {plain(PRESET_FIELDS[preset][field])}" for field in own)
         yield (
-            f"{text}. {values} is of `rollout_correction_preset` {preset}: leave out what does not go with it, or the "
+            f"{text}. {values} is of `rollout_correction_preset` {preset}: leave out what does not go with "
+            "it, or the "
             "preset"
         )
 

@@ -16,8 +16,13 @@ from megatron_rl_corr.config.run import OVER_HTTP, RunConfig
 from megatron_rl_corr.config.urls import check_urls_of
 
 _CLIPS = (
-    "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "sapo_temperature_pos", "sapo_temperature_neg", "dro_beta",
-)  # fmt: skip
+    "clip_ratio_low",
+    "clip_ratio_high",
+    "clip_ratio_c",
+    "sapo_temperature_pos",
+    "sapo_temperature_neg",
+    "dro_beta",
+)
 """What acts on the ratio to pi_old alone: bounds, and what stands in their place."""
 
 
@@ -36,7 +41,8 @@ def _check_turns(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     by_turn += ["`rollout_is` turn"] if config.rollout_is == "turn" else []
     if by_turn and not run.environment and not run.replay:
         raise ValueError(
-            f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a token or "
+            f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a "
+            "token or "
             "sequence level"
         )
 
@@ -50,7 +56,8 @@ def _check_statistics(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for statistics of a pass that is left out."""
     if config.bypass_mode and run.expert_statistics:
         raise ValueError(
-            "`expert_statistics` watches the pass that computes old log-probs, which bypass mode leaves out; drop it"
+            "`expert_statistics` watches the pass that computes old log-probs, which bypass mode leaves out; "
+            "drop it"
         )
 
 
@@ -58,7 +65,8 @@ def _check_step_scale(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for a scale of updates that are not to be changed."""
     if config.diagnostics_only and run.ess_step_scale:
         raise ValueError(
-            "`ess_step_scale` scales updates, and `diagnostics_only` promises that the correction changes nothing; "
+            "`ess_step_scale` scales updates, and `diagnostics_only` promises that the correction changes "
+            "nothing; "
             "drop one of them"
         )
 
@@ -70,7 +78,8 @@ def _check_groups(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     kind = config.advantage_kind
     if config.advantage_by_token:
         raise ValueError(
-            f"`group_size` 1 leaves `advantage` {kind} without a baseline, as no other response has the same prompt; "
+            f"`group_size` 1 leaves `advantage` {kind} without a baseline, as no other response has the same "
+            "prompt; "
             "use 2 or more, or `advantage` raw or reinforce_plus_plus"
         )
     if kind not in WITHOUT_GROUPS and not is_own(kind):
@@ -85,7 +94,8 @@ def _check_group_filter(config: RolloutCorrectionConfig, run: RunConfig) -> None
     compares = config.advantage_kind not in WITHOUT_GROUPS and not is_own(config.advantage_kind)
     if run.group_size == 1 and run.group_filter == SPREAD and not compares:
         raise ValueError(
-            f"`group_filter` {SPREAD} with `group_size` 1: one reward has no spread, so no group would pass; drop it, "
+            f"`group_filter` {SPREAD} with `group_size` 1: one reward has no spread, so no group would pass; "
+            "drop it, "
             "or use 2 or more"
         )
 
@@ -98,7 +108,8 @@ def _check_penalty(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         if value and not config.needs_reference:
             given = " ".join(value) if isinstance(value, tuple) else value
             raise ValueError(
-                f"`{name}` {given} has no effect without a penalty; add `kl_loss_coef` or `kl_reward_coef`, or drop it"
+                f"`{name}` {given} has no effect without a penalty; add `kl_loss_coef` or `kl_reward_coef`, "
+                "or drop it"
             )
 
     check_each(check, ("reference_checkpoint", "reference_urls", "reference_reset"))
@@ -106,14 +117,19 @@ def _check_penalty(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 
 def _check_scored_distribution(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for servers that can't score what was sampled."""
-    changed = {"temperature": lambda value: value != 1, "top_p": lambda value: value < 1,
-               "top_k": lambda value: value > 0, "min_p": lambda value: value > 0}  # fmt: skip
+    changed = {
+        "temperature": lambda value: value != 1,
+        "top_p": lambda value: value < 1,
+        "top_k": lambda value: value > 0,
+        "min_p": lambda value: value > 0,
+    }
 
     def check(name: str) -> None:
         if run.reference_urls and changed[name](getattr(run, name)):
             raise ValueError(
                 f"`reference_urls` with `{name}` {getattr(run, name)}: servers score tokens under the whole "
-                "distribution at temperature 1, which is not the one that was sampled; use `reference_checkpoint`, "
+                "distribution at temperature 1, which is not the one that was sampled; use "
+                "`reference_checkpoint`, "
                 f"whose log-probs are of the sampled one, or drop `{name}`"
             )
 
@@ -132,7 +148,8 @@ def _check_own_servers(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     def check(url: str) -> None:
         if url.rstrip("/") in [other.rstrip("/") for other in run.urls]:
             raise ValueError(
-                f"`reference_urls` {url} is one of `urls` too, to which the trained weights are pushed; start a server "
+                f"`reference_urls` {url} is one of `urls` too, to which the trained weights are pushed; "
+                "start a server "
                 "of its own for the reference"
             )
 
@@ -145,25 +162,38 @@ def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> N
         return
     if run.updates_of_batch == 1:
         raise ValueError(
-            "`router_replay` R2 has no effect: it repeats the routes of the pass for old log-probs, and with one "
-            "update a batch those are of the very weights that train; use R3, the servers' routes, or `router_replay` "
+            "`router_replay` R2 has no effect: it repeats the routes of the pass for old log-probs, and with "
+            "one "
+            "update a batch those are of the very weights that train; use R3, the servers' routes, or "
+            "`router_replay` "
             "off, or several updates with `updates_per_batch`"
         )
     if config.bypass_mode:
         raise ValueError(
-            "`router_replay` R2 repeats the routes of the pass that computes old log-probs, which bypass mode leaves "
+            "`router_replay` R2 repeats the routes of the pass that computes old log-probs, which bypass "
+            "mode leaves "
             "out; use R3, the servers' routes, or `router_replay` off"
         )
 
 
 def _check_gamma(config: RolloutCorrectionConfig, run: RunConfig) -> None:
-    """ValueError for VESPO's weights of pi_old, which stay what they are while a loss without a ratio trains."""
+    """ValueError for VESPO's weights of pi_old, which stay what they are while a loss
+    without a ratio trains.
+    """
     follows = config.kind.has_ratio or config.kind.pulls_to_old or is_own(config.loss)
-    if config.rollout_is_mode == "gamma" and not config.bypass_mode and run.updates_of_batch > 1 and not follows:
+    if (
+        config.rollout_is_mode == "gamma"
+        and not config.bypass_mode
+        and run.updates_of_batch > 1
+        and not follows
+    ):
         raise ValueError(
-            f"`rollout_is_mode` gamma with {run.updates_of_batch} updates a batch: its weights are of pi_old against "
-            f"pi_rollout, made once a batch, and `loss` {config.loss} has no ratio that follows the policy from there. "
-            "Add `bypass_mode`, where each update's weights are of the current policy, as in VESPO, or use `loss` "
+            f"`rollout_is_mode` gamma with {run.updates_of_batch} updates a batch: its weights are of pi_old "
+            "against "
+            f"pi_rollout, made once a batch, and `loss` {config.loss} has no ratio that follows the policy "
+            "from there. "
+            "Add `bypass_mode`, where each update's weights are of the current policy, as in VESPO, or use "
+            "`loss` "
             "ppo_clip, whose ratio is clipped around pi_old, or one update a batch"
         )
 
@@ -171,21 +201,33 @@ def _check_gamma(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for samples of older weights that nothing corrects."""
     has_ratio = config.kind.has_ratio or is_own(config.loss)  # a function of the user's may have one
-    # In bypass mode pi_old is the servers' policy, whatever its age: a ratio to it corrects, and a pull to it bounds.
+    # In bypass mode pi_old is the servers' policy, whatever its age: a ratio to it corrects, and a
+    # pull to it bounds.
     corrected = config.changes_gradient or (config.bypass_mode and (has_ratio or config.kind.pulls_to_old))
     if run.max_lag > 0 and not corrected:
         raise ValueError(
-            f"`max_lag` {run.max_lag} trains on samples of older weights, and nothing corrects them; add `rollout_is` "
+            f"`max_lag` {run.max_lag} trains on samples of older weights, and nothing corrects them; add "
+            "`rollout_is` "
             "token, `rollout_rs`, or a `rollout_correction_preset` such as decoupled_token_is (and leave "
             "`diagnostics_only` out), or use `max_lag` 0"
         )
 
 
 _TOGETHER = (
-    _check_penalty, _check_scored_distribution, _check_reference_urls, _check_own_servers, _check_turns, _check_inputs,
-    _check_statistics, _check_step_scale, _check_gamma, _check_recorded_routes, _check_age, _check_groups,
+    _check_penalty,
+    _check_scored_distribution,
+    _check_reference_urls,
+    _check_own_servers,
+    _check_turns,
+    _check_inputs,
+    _check_statistics,
+    _check_step_scale,
+    _check_gamma,
+    _check_recorded_routes,
+    _check_age,
+    _check_groups,
     _check_group_filter,
-)  # fmt: skip
+)
 """Each is check(correction, run)."""
 
 
@@ -197,15 +239,16 @@ def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any],
         given: the options of the command line, by field, as `flags.given_flags` returns them.
         updates: that a batch makes, `RunConfig.updates_of_batch`.
 
-    With three policies and one update a batch pi_old is the policy that is trained: r = 1, and no bound on r acts.
-    Clips of a YAML file pass, as a peer's file describes its whole run, where they always stand; `idle_clips` names
-    them.
+    With three policies and one update a batch pi_old is the policy that is trained: r = 1, and no bound on
+    r acts. Clips of a YAML file pass, as a peer's file describes its whole run, where they always stand;
+    `idle_clips` names them.
     """
 
     def check(name: str) -> None:
         if name in given:
             raise ValueError(
-                f"`{name}` {given[name]} has no effect: a batch makes one update, so pi_old is the policy that is "
+                f"`{name}` {given[name]} has no effect: a batch makes one update, so pi_old is the policy "
+                "that is "
                 "trained, its ratio is 1 and nothing is clipped, gated or pulled. " + _remedies(config, name)
             )
 
@@ -217,7 +260,8 @@ def _remedies(config: RolloutCorrectionConfig, name: str) -> str:
     several = "make several updates with `updates_per_batch`"
     if name == "dro_beta":  # without it dro is refused, and with one update it is reinforce
         return (
-            f"{several[0].upper()}{several[1:]}, or add `bypass_mode`, where the pull is to pi_rollout; or drop it and "
+            f"{several[0].upper()}{several[1:]}, or add `bypass_mode`, where the pull is to pi_rollout; or "
+            "drop it and "
             "use `loss` reinforce, which is the same with one update"
         )
     bypass = "`bypass_mode` clips the ratio to pi_rollout, and " if _takes_bypass(config) else ""
@@ -232,9 +276,15 @@ def _takes_bypass(config: RolloutCorrectionConfig) -> bool:
 
 
 def idle_clips(config: RolloutCorrectionConfig, updates: int) -> str | None:
-    """One line for the user about clips of a YAML file that can't act, with so many updates a batch; None: all can."""
+    """One line for the user about clips of a YAML file that can't act, with so many updates a
+    batch; None: all can.
+    """
     usual = RolloutCorrectionConfig()
-    given = [f"`{name}` {getattr(config, name)}" for name in _CLIPS if getattr(config, name) != getattr(usual, name)]
+    given = [
+        f"`{name}` {getattr(config, name)}"
+        for name in _CLIPS
+        if getattr(config, name) != getattr(usual, name)
+    ]
     if updates > 1 or config.bypass_mode or not given:
         return None
     nothing = "nothing is clipped, gated or pulled"

@@ -62,20 +62,26 @@ def in_our_names(mapping: dict[str, Any]) -> dict[str, Any]:
     for theirs, (name, peer) in RENAMED.items():
         if theirs in ours:
             if name in ours:
-                raise ValueError(f"{name} and {theirs} ({peer}'s name) are the same setting; give one of them")
+                raise ValueError(
+                    f"{name} and {theirs} ({peer}'s name) are the same setting; give one of them"
+                )
             ours[name] = ours.pop(theirs)
     ours = in_our_words(ours)
     for peer, (translate, keys) in _PEERS.items():
         given = {key: ours.pop(key) for key in keys if key in ours}
         for key, value in translate(given).items():
             if key in ours:
-                raise ValueError(f"{key} and {peer}'s {', '.join(given)} set the same thing; give one of them")
+                raise ValueError(
+                    f"{key} and {peer}'s {', '.join(given)} set the same thing; give one of them"
+                )
             ours[key] = value
     return ours
 
 
 def _swift(given: dict[str, Any]) -> dict[str, Any]:
-    """ms-swift: token or sequence, truncate or mask; its sequence is the geometric mean, its mask one-sided."""
+    """ms-swift: token or sequence, truncate or mask; its sequence is the geometric mean,
+    its mask one-sided.
+    """
     mode, threshold = given.get(_SWIFT), given.get("rollout_importance_sampling_threshold", 2.0)
     if mode is None:
         # ms-swift carries its default threshold beside a mode that is off.
@@ -83,7 +89,8 @@ def _swift(given: dict[str, Any]) -> dict[str, Any]:
     one_of(_SWIFT, mode, ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"))
     level, bounding = mode.split("_")
     return {
-        "rollout_is": {"token": "token", "sequence": "geometric"}[level], "rollout_is_mode": bounding,
+        "rollout_is": {"token": "token", "sequence": "geometric"}[level],
+        "rollout_is_mode": bounding,
         "rollout_is_upper": threshold,
     }
 
@@ -109,7 +116,9 @@ def _slime(given: dict[str, Any]) -> dict[str, Any]:
     if "tis_upper_bound" in given:
         lower = 1.0 / upper if lower is None else lower
     ours |= {
-        "rollout_is": level, "rollout_is_mode": mode, "rollout_is_upper": upper,
+        "rollout_is": level,
+        "rollout_is_mode": mode,
+        "rollout_is_upper": upper,
         "rollout_is_lower": None if mode == "truncate" else lower or None,
         "rollout_is_batch_normalize": given.get("tis_batch_normalize", False),
     }
@@ -131,7 +140,9 @@ def _slime_rules(given: dict[str, Any], lower: float | None, upper: float) -> tu
 
 
 def _nemo(given: dict[str, Any]) -> dict[str, Any]:
-    """NeMo-RL: tis truncates, icepop masks, seq-mask-tis gates by the geometric mean and weighs without a bound."""
+    """NeMo-RL: tis truncates, icepop masks, seq-mask-tis gates by the geometric mean and weighs
+    without a bound.
+    """
     ours: dict[str, Any] = {}
     if "token_level_loss" in given:
         check_bool("token_level_loss", given["token_level_loss"])
@@ -144,7 +155,9 @@ def _nemo(given: dict[str, Any]) -> dict[str, Any]:
     if upper is None:
         return ours | {"rollout_is": "token", "rollout_is_upper": NO_BOUND}
     if kind != "tis" and lower is None:
-        raise ValueError(f"truncated_importance_sampling_type {kind} needs {_NEMO}_min; 0.5 is usual for icepop")
+        raise ValueError(
+            f"truncated_importance_sampling_type {kind} needs {_NEMO}_min; 0.5 is usual for icepop"
+        )
     if kind == "seq-mask-tis":
         gate = RejectionRule("seq_mean", "ratio", lower, upper)
         return ours | {"rollout_is": "token", "rollout_is_upper": NO_BOUND, "rollout_rs": (gate,)}
@@ -155,15 +168,37 @@ def _nemo(given: dict[str, Any]) -> dict[str, Any]:
 
 _PEERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], tuple[str, ...]]] = {
     "ms-swift": (_swift, (_SWIFT, "rollout_importance_sampling_threshold")),
-    "slime": (_slime, (
-        "use_tis", "tis_clip", "tis_clip_low", "tis_level", "tis_mode", "tis_lower_bound", "tis_upper_bound",
-        "tis_batch_normalize", "use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold",
-        "use_opsm", "eps_clip", "eps_clip_high",
-    )),
-    "NeMo-RL": (_nemo, (
-        "use_importance_sampling_correction", "truncated_importance_sampling_type", _NEMO, f"{_NEMO}_min",
-        "token_level_loss",
-    )),
+    "slime": (
+        _slime,
+        (
+            "use_tis",
+            "tis_clip",
+            "tis_clip_low",
+            "tis_level",
+            "tis_mode",
+            "tis_lower_bound",
+            "tis_upper_bound",
+            "tis_batch_normalize",
+            "use_rs",
+            "rs_level",
+            "rs_lower_bound",
+            "rs_upper_bound",
+            "rs_veto_threshold",
+            "use_opsm",
+            "eps_clip",
+            "eps_clip_high",
+        ),
+    ),
+    "NeMo-RL": (
+        _nemo,
+        (
+            "use_importance_sampling_correction",
+            "truncated_importance_sampling_type",
+            _NEMO,
+            f"{_NEMO}_min",
+            "token_level_loss",
+        ),
+    ),
 }
 PEER_KEYS = (*RENAMED, *(key for _, keys in _PEERS.values() for key in keys))
 

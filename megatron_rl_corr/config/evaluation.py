@@ -1,4 +1,6 @@
-"""Rollouts on held-out prompts while the policy is trained: which are asked, how often, and how they are sampled."""
+"""Rollouts on held-out prompts while the policy is trained: which are asked, how often, and how
+they are sampled.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ class EvaluationConfig(Options):
     """Evaluation: which held-out prompts are asked, and how."""
 
     eval_prompts: tuple[str, ...] = option((), metavar="[NAME=]PATH")
-    """Held-out prompts, sampled after every --eval-interval steps and logged as eval/NAME/*; one set may go without a
-    name, and is logged as eval/*. A path as in `prompts`; one with = in its first part is given as ./PATH."""
+    """Held-out prompts, sampled after every --eval-interval steps and logged as eval/NAME/*; one set may
+    go without a name, and is logged as eval/*. A path as in `prompts`; one with = in its first part is
+    given as ./PATH.
+    """
 
     eval_samples: tuple[str, ...] = option((), metavar="[NAME=]N", needs="eval_prompts")
     """Samples of each prompt, of all sets or of one (default: 1)."""
@@ -41,14 +45,18 @@ class EvaluationConfig(Options):
     eval_temperature: Annotated[float | None, Between(0)] = option(None, metavar="T", needs="eval_prompts")
     """Temperature of the evaluation, 0 for greedy (default: that of the training)."""
 
-    eval_top_p: Annotated[float | None, Positive(), Between(0, 1)] = option(None, metavar="P", needs="eval_prompts")
+    eval_top_p: Annotated[float | None, Positive(), Between(0, 1)] = option(
+        None, metavar="P", needs="eval_prompts"
+    )
     """Its nucleus sampling, without a top-k too (default: that of the training; off for greedy)."""
 
     eval_top_k: int | None = option(None, metavar="K", needs="eval_prompts")
     """Its K likeliest ids, -1 for all (default: that of the training, off for greedy)."""
 
     eval_max_new_tokens: Annotated[int | None, Positive()] = option(None, metavar="N", needs="eval_prompts")
-    """Its longest response, in tokens, which only the servers' context bounds (default: that of the training)."""
+    """Its longest response, in tokens, which only the servers' context bounds (default: that
+    of the training).
+    """
 
     eval_pass_reward: float = option(1.0, metavar="R", needs="eval_prompts")
     """A sample passes with a reward of at least this, for pass@k."""
@@ -56,12 +64,15 @@ class EvaluationConfig(Options):
     def check(self) -> None:
         for name in ("eval_top_p", "eval_top_k"):
             if self.eval_temperature == 0 and getattr(self, name) is not None:
-                raise ValueError(f"`{name}` {getattr(self, name)} has no effect with `eval_temperature` 0; drop one")
+                raise ValueError(
+                    f"`{name}` {getattr(self, name)} has no effect with `eval_temperature` 0; drop one"
+                )
 
     def check_top_k(self) -> None:
         if self.eval_top_k is not None and self.eval_top_k != -1 and self.eval_top_k < 2:
             raise ValueError(
-                f"`eval_top_k` must be -1 (off) or at least 2, got {self.eval_top_k}; `eval_temperature` 0 is greedy"
+                f"`eval_top_k` must be -1 (off) or at least 2, got {self.eval_top_k}; `eval_temperature` 0 "
+                "is greedy"
             )
 
     def check_pass_reward(self) -> None:
@@ -72,12 +83,15 @@ class EvaluationConfig(Options):
         for one in self.evaluation_sets():
             if self.eval_temperature == 0 and one.samples > 1:
                 raise ValueError(
-                    f"`eval_samples` {one.samples} with `eval_temperature` 0: greedy samples of a prompt are all the "
+                    f"`eval_samples` {one.samples} with `eval_temperature` 0: greedy samples of a prompt are "
+                    "all the "
                     "same; use 1, or a temperature above 0"
                 )
 
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
-        """The sets that the flags name. Raises ValueError for a name or a number that is wrong or given twice."""
+        """The sets that the flags name. Raises ValueError for a name or a number that is
+        wrong or given twice.
+        """
         problems = Problems()
         paths = problems.check("paths", lambda: self._named("eval_prompts", self.eval_prompts))
         given = problems.check("names", lambda: self._named("eval_samples", self.eval_samples))
@@ -86,7 +100,9 @@ class EvaluationConfig(Options):
         samples = dict(zip(given, numbers, strict=True))
         unknown = sorted(set(samples) - set(paths) - {""})
         if unknown:
-            names = f"the sets are {', '.join(filter(None, paths))}" if any(paths) else "give the number alone"
+            names = (
+                f"the sets are {', '.join(filter(None, paths))}" if any(paths) else "give the number alone"
+            )
             raise ValueError(f"`eval_samples` {unknown[0]}= names no set of `eval_prompts`; {names}")
         common = samples.get("", 1)
         return tuple(EvaluationSet(name, path, samples.get(name, common)) for name, path in paths.items())

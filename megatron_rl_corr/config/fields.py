@@ -1,6 +1,8 @@
-"""What one option is: a field of a frozen dataclass, whose annotation, docstring and metadata say everything about it.
+"""What one option is: a field of a frozen dataclass, whose annotation, docstring and metadata say
+everything about it.
 
-The flag, its help, its check and its row in the reference pages are made from the field; none is written elsewhere.
+The flag, its help, its check and its row in the reference pages are made from the field; none is
+written elsewhere.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Positive:
 
 @dataclass(frozen=True)
 class Between:
-    """In Annotated[float, Between(0, 1)]: the number is in the closed interval; without `high`, at least `low`."""
+    """In Annotated[float, Between(0, 1)]: the number is in the closed interval; without
+    `high`, at least `low`.
+    """
 
     low: float
     high: float | None = None
@@ -48,20 +52,31 @@ class Between:
     finite: bool = False
 
     def check(self, what: str, value: float) -> None:
-        """ValueError, which begins with `what`, unless low <= value <= high (and value < inf, with `finite`)."""
+        """ValueError, which begins with `what`, unless low <= value <= high (and value <
+        inf, with `finite`).
+        """
         remedy = f"; {self.remedy}" if self.remedy else ""
         if not self.low <= value or (self.high is not None and value > self.high):
-            interval = f"at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
+            interval = (
+                f"at least {self.low:g}" if self.high is None else f"from {self.low:g} to {self.high:g}"
+            )
             raise ValueError(f"{what} must be {interval}, got {plain(value)}{remedy}")
         if self.finite and value == math.inf:
             raise ValueError(f"{what} must be finite, got inf{remedy}")
 
 
 def option(
-    default: Any = dataclasses.MISSING, *, flag: str | None = "", metavar: str | None = None, none: str | None = None,
-    choices: Sequence[str] | None = None, needs: str | None = None, usual: Any = None,
-    more: str = "", required_unless: str | None = None,
-) -> Any:  # fmt: skip
+    default: Any = dataclasses.MISSING,
+    *,
+    flag: str | None = "",
+    metavar: str | None = None,
+    none: str | None = None,
+    choices: Sequence[str] | None = None,
+    needs: str | None = None,
+    usual: Any = None,
+    more: str = "",
+    required_unless: str | None = None,
+) -> Any:
     """A field of `Options`, with what its annotation can't say.
 
     Args:
@@ -70,14 +85,22 @@ def option(
         metavar: what stands for its value in help.
         none: the word that stands for None (in a list: for none) in YAML and in flags.
         choices: the values allowed, where they are a table's keys and no Literal.
-        needs: the option without which it has no effect, as "environment" or "router_replay=R3"; or one of several, as
-            "reward_function or reward_url".
+        needs: the option without which it has no effect, as "environment" or "router_replay=R3"; or one of
+            several, as "reward_function or reward_url".
         usual: its value where it is not given and what it needs is there.
         more: follows the docstring in help and in tables, as it is made from a table of the package.
         required_unless: it must be given, except where this other option is.
     """
-    metadata = {"flag": flag, "metavar": metavar, "none": none, "choices": choices, "needs": needs, "usual": usual,
-                "more": more, "required_unless": required_unless}
+    metadata = {
+        "flag": flag,
+        "metavar": metavar,
+        "none": none,
+        "choices": choices,
+        "needs": needs,
+        "usual": usual,
+        "more": more,
+        "required_unless": required_unless,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -120,11 +143,15 @@ class Option:
         elif self.kind in (int, float):
             number = "a whole number" if self.kind is int else "a number"
             if not is_number(value) or (self.kind is int and not isinstance(value, int)):
-                raise ValueError(f"{what} must be {number}{f' or {self.none}' if self.none else ''}, got {value!r}")
+                raise ValueError(
+                    f"{what} must be {number}{f' or {self.none}' if self.none else ''}, got {value!r}"
+                )
         elif self.kind is str and not isinstance(value, str):
             raise ValueError(f"{what} must be text, got {value!r}")
         elif self.kind is tuple and (isinstance(value, str) or not all(map(self._is_item, value))):
-            raise ValueError(f"{what} must be a list of {'texts' if self.items is str else 'numbers'}, got {value!r}")
+            raise ValueError(
+                f"{what} must be a list of {'texts' if self.items is str else 'numbers'}, got {value!r}"
+            )
         for bound in self.bounds:
             bound.check(what, value)
 
@@ -133,11 +160,12 @@ class Option:
 
 
 class Options:
-    """Base of a frozen dataclass that checks itself when it is made, and refuses everything that is wrong at once.
+    """Base of a frozen dataclass that checks itself when it is made, and refuses everything that
+    is wrong at once.
 
-    First every field by its annotation and `option(...)`, then all together by the methods `check` and `check_...`,
-    which each class of the inheritance may define for its own fields: one method for each thing that may be wrong. A
-    method that reads a field whose value was refused is left out.
+    First every field by its annotation and `option(...)`, then all together by the methods `check` and
+    `check_...`, which each class of the inheritance may define for its own fields: one method for each
+    thing that may be wrong. A method that reads a field whose value was refused is left out.
     """
 
     def __post_init__(self) -> None:
@@ -161,12 +189,15 @@ class Options:
                 object.__setattr__(self, name, () if one.kind is tuple else None)
                 words.append(name)
         refused |= {
-            name for name, one in known.items()
-            if name not in refused and not problems.accepts(lambda one=one: one.check(getattr(self, one.name)))
+            name
+            for name, one in known.items()
+            if name not in refused
+            and not problems.accepts(lambda one=one: one.check(getattr(self, one.name)))
         }
         seen = _without(self, refused)
         useless = {
-            name for name, one in known.items()
+            name
+            for name, one in known.items()
             if not problems.accepts(lambda one=one: seen._check_given(one, given_as_word=one.name in words))
         }
         seen = _without(seen, refused | useless)
@@ -198,7 +229,9 @@ class Options:
         elif value != one.default or given_as_word:
             value = one.none if given_as_word else value
             values = value if isinstance(value, tuple) else (value,)
-            given = "".join(f" {one:g}" if isinstance(one, float) else f" {one}" for one in values if one is not True)
+            given = "".join(
+                f" {one:g}" if isinstance(one, float) else f" {one}" for one in values if one is not True
+            )
             needed = " or ".join(f"`{other}`{f' {wanted}' if wanted else ''}" for other, wanted in wants)
             raise ValueError(f"`{one.name}`{given} has no effect without {needed}; drop it, or add {needed}")
 
@@ -208,15 +241,21 @@ class Options:
 
 @functools.cache
 def checks_of(owner: type) -> tuple[Callable[[Any], None], ...]:
-    """The methods `check` and `check_...` of a dataclass and of those it inherits from, the last one's first."""
+    """The methods `check` and `check_...` of a dataclass and of those it inherits from, the
+    last one's first.
+    """
     return tuple(
-        method for base in reversed(owner.__mro__) for name, method in vars(base).items()
+        method
+        for base in reversed(owner.__mro__)
+        for name, method in vars(base).items()
         if inspect.isfunction(method) and (name == "check" or name.startswith("check_"))
     )
 
 
 def _without[Given: Options](options: Given, names: Iterable[str]) -> Given:
-    """The options, or where some have no usable value a copy, of which these raise Unknown when they are read."""
+    """The options, or where some have no usable value a copy, of which these raise Unknown
+    when they are read.
+    """
     refused = frozenset(names)
     if not refused:
         return options
@@ -251,7 +290,9 @@ def make[Made: Options](
         The options; of a refused field, or one of `unknown`, nothing can be read.
     """
     made = object.__new__(owner)
-    vars(made).update({field.name: values.get(field.name, field.default) for field in dataclasses.fields(owner)})
+    vars(made).update(
+        {field.name: values.get(field.name, field.default) for field in dataclasses.fields(owner)}
+    )
     return made.collect(problems, unknown)
 
 
@@ -297,9 +338,20 @@ def _option(field: dataclasses.Field, hint: Any) -> Option:
         kind = object
     derived = "--rollout-" + field.name.removeprefix("rollout_").replace("_", "-")
     return Option(
-        field.name, kind, items, optional, choices, bounds, field.default,
-        derived if given["flag"] == "" else given["flag"], given["metavar"], given["none"], given["needs"],
-        given["usual"], given["more"], given["required_unless"],
+        field.name,
+        kind,
+        items,
+        optional,
+        choices,
+        bounds,
+        field.default,
+        derived if given["flag"] == "" else given["flag"],
+        given["metavar"],
+        given["none"],
+        given["needs"],
+        given["usual"],
+        given["more"],
+        given["required_unless"],
     )
 
 
@@ -319,7 +371,10 @@ def _docs_of_module(module: str) -> dict[str, dict[str, str]]:
         node.name: {
             field.target.id: " ".join(text.value.value.split())
             for field, text in zip(node.body, node.body[1:], strict=False)
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
         }
-        for node in tree.body if isinstance(node, ast.ClassDef)
-    }  # fmt: skip
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }

@@ -1,7 +1,7 @@
 """Flags made from the dataclasses of options, and the configuration that a command line sets.
 
-A field's flag is --rollout-NAME, its help the docstring under it, its choices the Literal. The standard library and
-yaml alone, so that a wrong flag is reported before anything heavy is imported.
+A field's flag is --rollout-NAME, its help the docstring under it, its choices the Literal. The standard
+library and yaml alone, so that a wrong flag is reported before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def add_group(parser: argparse.ArgumentParser, owners: Sequence[type], only: Iterable[str] | None = None) -> None:
+def add_group(
+    parser: argparse.ArgumentParser, owners: Sequence[type], only: Iterable[str] | None = None
+) -> None:
     """Add a group with the flags of these dataclasses, named as the last one's docstring begins.
 
     Args:
@@ -58,7 +60,9 @@ def add_group(parser: argparse.ArgumentParser, owners: Sequence[type], only: Ite
     for owner in owners:
         for name, one in options_of(owner).items():
             if one.flag is not None and (only is None or name in only):
-                group.add_argument(one.flag, **arguments_of(one, docs_of(owner)[name], overrides=owners == CORRECTION))
+                group.add_argument(
+                    one.flag, **arguments_of(one, docs_of(owner)[name], overrides=owners == CORRECTION)
+                )
 
 
 def title_of(owner: type) -> tuple[str, str]:
@@ -68,7 +72,9 @@ def title_of(owner: type) -> tuple[str, str]:
 
 
 def arguments_of(one: Option, doc: str, *, overrides: bool) -> dict[str, Any]:
-    """What argparse is given; overrides: the flag is laid over a preset or a file, so that False can be said too."""
+    """What argparse is given; overrides: the flag is laid over a preset or a file, so that False
+    can be said too.
+    """
     default = None if one.required or overrides else one.default
     arguments: dict[str, Any] = {"default": default, "help": help_of(one, doc).replace("%", "%%")}
     if one.kind is bool:
@@ -115,13 +121,17 @@ def _number_or_word(text: str) -> float | str:
 def flags_by_field() -> dict[str, str]:
     """Every option's flag, by the option's name."""
     return {
-        name: one.flag for owner in (*CORRECTION, RunConfig) for name, one in options_of(owner).items()
+        name: one.flag
+        for owner in (*CORRECTION, RunConfig)
+        for name, one in options_of(owner).items()
         if one.flag is not None
-    }  # fmt: skip
+    }
 
 
 def name_flags(text: object) -> str:
-    """A message of the library with each `field` in backticks replaced by its flag, for the user of the launcher."""
+    """A message of the library with each `field` in backticks replaced by its flag, for the user
+    of the launcher.
+    """
     return re.sub(r"`(\w+)`", lambda match: flags_by_field().get(match[1], match[0]), str(text))
 
 
@@ -158,7 +168,8 @@ def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, RunConfig]
 
 
 def read(arguments: Sequence[str], problems: Problems) -> tuple[RolloutCorrectionConfig, RunConfig]:
-    """As `parse`, for who collects problems: of what is refused nothing can be read in the options that are returned.
+    """As `parse`, for who collects problems: of what is refused nothing can be read in the options
+    that are returned.
 
     Args:
         arguments: the whole command line.
@@ -183,7 +194,8 @@ def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str], probl
     Args:
         parser: has our flags.
         arguments: the whole command line.
-        problems: gets flags without their value, or with one of another type, and those of RENAMED, with the new name.
+        problems: gets flags without their value, or with one of another type, and those of RENAMED,
+            with the new name.
     """
     fields = {flag: name for name, flag in flags_by_field().items()}
     names = {action.dest: fields[action.option_strings[0]] for action in parser._actions}
@@ -209,7 +221,8 @@ def given_flags(parser: argparse.ArgumentParser, arguments: Sequence[str], probl
         unknown.add(fields[RENAMED[flag]])
     return Given(
         {names[dest]: value for dest, value in vars(values).items() if value is not _NOT_GIVEN},
-        [other for other in others if other.split("=")[0] not in renamed], unknown,
+        [other for other in others if other.split("=")[0] not in renamed],
+        unknown,
     )
 
 
@@ -224,7 +237,9 @@ def _without_flag(words: Sequence[str], names: Sequence[str]) -> list[str]:
     return left
 
 
-def meant_by_unknown(parser: argparse.ArgumentParser, others: Sequence[str], problems: Problems) -> Iterator[str]:
+def meant_by_unknown(
+    parser: argparse.ArgumentParser, others: Sequence[str], problems: Problems
+) -> Iterator[str]:
     """The flags that are meant by arguments which look like ours and are none; problems gets those.
 
     Args:
@@ -236,7 +251,9 @@ def meant_by_unknown(parser: argparse.ArgumentParser, others: Sequence[str], pro
     for other in others:
         name = other.split("=")[0]
         if name.startswith(PREFIX):
-            near = [flag for flag in known if flag.startswith(name)] or difflib.get_close_matches(name, known, n=1)
+            near = [flag for flag in known if flag.startswith(name)] or difflib.get_close_matches(
+                name, known, n=1
+            )
             hint = f"did you mean {near[0]}?" if near else "see --help"
             problems.add(f"unknown flag {name}; {hint}")
             yield from map(known.get, near[:1])
@@ -255,7 +272,9 @@ def _run_config(given: Given, problems: Problems) -> RunConfig:
 
 
 def read_correction(given: Given, problems: Problems) -> RolloutCorrectionConfig:
-    """As `correction_config`, for who collects problems; of what is refused nothing can be read in what is returned."""
+    """As `correction_config`, for who collects problems; of what is refused nothing can be read in
+    what is returned.
+    """
     try:
         return correction_config(given.values, given.unknown)
     except Refusal as error:
@@ -273,10 +292,14 @@ def correction_config(given: Mapping[str, Any], unknown: Collection[str] = ()) -
         unknown: options that were given wrongly.
 
     Raises:
-        ValueError: an unknown preset, a file that is wrong or can't be read, or settings that the correction refuses.
+        ValueError: an unknown preset, a file that is wrong or can't be read, or settings that the
+            correction refuses.
     """
     settings = {name: given[name] for owner in CORRECTION for name in options_of(owner) if name in given}
-    preset, path = settings.pop("rollout_correction_preset", None), settings.pop("rollout_correction_config", None)
+    preset, path = (
+        settings.pop("rollout_correction_preset", None),
+        settings.pop("rollout_correction_config", None),
+    )
     try:
         config = _begun(preset, path, settings, unknown)
     except Refusal as error:
@@ -288,10 +311,14 @@ def correction_config(given: Mapping[str, Any], unknown: Collection[str] = ()) -
         check_values(RolloutCorrectionConfig, in_our_words(settings), problems)
         raise Refusal(problems.found) from error
     if config.rollout_is is None and settings.get("rollout_is_threshold") is not None:
-        raise Refusal([
-            f"`rollout_is_threshold` {settings['rollout_is_threshold']} has no effect without weights; add "
-            "`rollout_is` token, or drop it"
-        ], config)
+        raise Refusal(
+            [
+                f"`rollout_is_threshold` {settings['rollout_is_threshold']} has no effect without weights; "
+                "add "
+                "`rollout_is` token, or drop it"
+            ],
+            config,
+        )
     return config
 
 
@@ -300,10 +327,13 @@ def _begun(
 ) -> RolloutCorrectionConfig:
     """The correction that a preset or a file begins, with settings over it."""
     if preset and path:
-        raise Refusal([
-            "`rollout_correction_preset` and `rollout_correction_config` both start a configuration; give one (a YAML "
-            "file may name a preset under the key `preset`)"
-        ])
+        raise Refusal(
+            [
+                "`rollout_correction_preset` and `rollout_correction_config` both start a configuration; "
+                "give one (a YAML "
+                "file may name a preset under the key `preset`)"
+            ]
+        )
     if preset:
         return RolloutCorrectionConfig.from_preset(preset, settings, unknown)
     if path:
@@ -312,9 +342,9 @@ def _begun(
         try:
             begun = RolloutCorrectionConfig.from_yaml(path, **level)
         except OSError as error:
-            raise Refusal([
-                f"`rollout_correction_config` {error.filename} cannot be read: {error.strerror}"
-            ]) from error
+            raise Refusal(
+                [f"`rollout_correction_config` {error.filename} cannot be read: {error.strerror}"]
+            ) from error
         except Refusal as error:
             raise Refusal(error.problems) from error
         return begun.with_settings(settings, unknown)

@@ -36,30 +36,38 @@ class LossSettings(KLPenalties):
     """
 
     loss: Annotated[str, KnownOrOwn(LOSSES)] = option(
-        "ppo_clip", metavar="NAME|FILE.py:NAME",
+        "ppo_clip",
+        metavar="NAME|FILE.py:NAME",
         more="; ".join(f"{name}: {kind.doc}" for name, kind in LOSS_KINDS.items()) + ".",
     )
-    """Policy loss: a name, or FILE.py:NAME or package.module:NAME of your own function of the inputs and these
-    settings."""
+    """Policy loss: a name, or FILE.py:NAME or package.module:NAME of your own function of the inputs
+    and these settings.
+    """
 
     clip_ratio_low: float | None = option(None, metavar="X")
-    """Clip pi_theta / pi_old from below at 1 - X (dppo_tv: bound their difference, dppo_kl: their binary KL); default:
-    the loss's own, 0.2 for ppo_clip."""
+    """Clip pi_theta / pi_old from below at 1 - X (dppo_tv: bound their difference, dppo_kl: their binary
+    KL); default: the loss's own, 0.2 for ppo_clip.
+    """
 
     clip_ratio_high: float | None = option(None, metavar="X")
-    """Clip pi_theta / pi_old from above at 1 + X (dppo_tv: bound their difference, dppo_kl: their binary KL); default:
-    the loss's own, 0.2 for ppo_clip."""
+    """Clip pi_theta / pi_old from above at 1 + X (dppo_tv: bound their difference, dppo_kl: their binary
+    KL); default: the loss's own, 0.2 for ppo_clip.
+    """
 
     clip_ratio_c: float | None = option(DUAL_CLIP, metavar="X", none="none")
-    """Dual clip: where the advantage is negative, the loss of a token is at most X times |A|; none turns it off."""
+    """Dual clip: where the advantage is negative, the loss of a token is at most X times |A|;
+    none turns it off.
+    """
 
     sapo_temperature_pos: Annotated[float, _TEMPERATURE] = option(1.0, metavar="X", needs="loss=sapo")
-    """Temperature of sapo's gate where the advantage is positive: the higher, the sooner the gradient of a token fades
-    as its ratio leaves 1."""
+    """Temperature of sapo's gate where the advantage is positive: the higher, the sooner the gradient of a
+    token fades as its ratio leaves 1.
+    """
 
     sapo_temperature_neg: Annotated[float, _TEMPERATURE] = option(1.05, metavar="X", needs="loss=sapo")
-    """The same where it is not positive; its paper has it above the other, as gradients of bad tokens are the less
-    stable ones."""
+    """The same where it is not positive; its paper has it above the other, as gradients of bad tokens are
+    the less stable ones.
+    """
 
     dro_beta: Annotated[float | None, Positive("use 0.05, for example", finite=True)] = option(
         None, metavar="X", needs="loss=dro"
@@ -78,15 +86,19 @@ class LossSettings(KLPenalties):
     loss_denominator: Literal["valid", "kept"] = "valid"
     """Tokens (and sequences) that the loss is divided by: valid (before rejection) or kept (after it)."""
 
-    entropy_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(0.0, metavar="X")
+    entropy_coef: Annotated[float, Between(0, remedy="0 turns it off", finite=True)] = option(
+        0.0, metavar="X"
+    )
     """Coefficient of the entropy bonus, which is subtracted from the loss; 0 turns it off."""
 
     advantage: Annotated[str | None, KnownOrOwn(ADVANTAGES)] = option(None, metavar="NAME|FILE.py:NAME")
-    """grpo: (r - mean) / (std + 1e-6), group_mean: r - mean, rloo: r - mean of the others, over the group's samples
-    that were not rejected; raw: r; reinforce_plus_plus: (r - mean) / std over the tokens of the global batch,
-    reinforce_plus_plus_baseline: the same of r - the group's mean; otb: r - the optimal baseline of each token's
-    position, the group's rewards weighed by gradient so far (arXiv:2602.07078); or FILE.py:NAME or package.module:NAME
-    of your own function. Default: the loss's own, grpo for ppo_clip."""
+    """grpo: (r - mean) / (std + 1e-6), group_mean: r - mean, rloo: r - mean of the others, over the
+    group's samples that were not rejected; raw: r; reinforce_plus_plus: (r - mean) / std over the tokens
+    of the global batch, reinforce_plus_plus_baseline: the same of r - the group's mean; otb: r - the
+    optimal baseline of each token's position, the group's rewards weighed by gradient so far
+    (arXiv:2602.07078); or FILE.py:NAME or package.module:NAME of your own function. Default: the loss's
+    own, grpo for ppo_clip.
+    """
 
     def check_clip_low(self) -> None:
         self._check_clip("low", "in (0, 1]", 1.0)
@@ -98,7 +110,8 @@ class LossSettings(KLPenalties):
         value = getattr(self, f"clip_ratio_{side}")
         if value is not None and self.kind.clip is None:
             raise ValueError(
-                f"`clip_ratio_{side}` has no effect with `loss` {self.loss}, which does not clip; drop it, or use "
+                f"`clip_ratio_{side}` has no effect with `loss` {self.loss}, which does not clip; drop it, "
+                "or use "
                 "`loss` ppo_clip"
             )
         if value is not None and (not 0 < value <= bound or value == math.inf):
@@ -110,15 +123,19 @@ class LossSettings(KLPenalties):
     def check_dual_clip(self) -> None:
         dual = self.clip_ratio_c
         if dual is not None and not 1 < dual < math.inf:
-            raise ValueError(f"`clip_ratio_c` must be above 1, got {plain(dual)}; 3 is usual, none turns it off")
+            raise ValueError(
+                f"`clip_ratio_c` must be above 1, got {plain(dual)}; 3 is usual, none turns it off"
+            )
         if dual != DUAL_CLIP and not self.kind.dual_clip:
             raise ValueError(f"`clip_ratio_c` has no effect with `loss` {self.loss}; drop it")
 
     def check_dro(self) -> None:
         if self.loss == "dro" and self.dro_beta is None:
             raise ValueError(
-                "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and with it "
-                "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update pi_old is the "
+                "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and "
+                "with it "
+                "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update "
+                "pi_old is the "
                 "policy itself"
             )
 
@@ -126,7 +143,8 @@ class LossSettings(KLPenalties):
         normed = self.aggregation == "seq-mean-token-sum-norm"
         if normed and self.loss_scale_length is None:
             raise ValueError(
-                "`loss_aggregation` seq-mean-token-sum-norm needs `loss_scale_length`; use the longest response, the "
+                "`loss_aggregation` seq-mean-token-sum-norm needs `loss_scale_length`; use the longest "
+                "response, the "
                 "value of `max_new_tokens`"
             )
         if not normed and self.loss_scale_length is not None:

@@ -1,4 +1,6 @@
-"""Policy losses by name: formula file, defaults and meaning of each. The formula is in core/losses/FORMULA.py."""
+"""Policy losses by name: formula file, defaults and meaning of each. The formula is in
+core/losses/FORMULA.py.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,15 @@ from dataclasses import dataclass
 from megatron_rl_corr.config.checks import one_of
 
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm")
-ADVANTAGES = ("grpo", "group_mean", "rloo", "raw", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "otb")
+ADVANTAGES = (
+    "grpo",
+    "group_mean",
+    "rloo",
+    "raw",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "otb",
+)
 WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages that are divided by their standard deviation over the tokens of the global batch."""
 BY_TOKEN = ("otb",)
@@ -22,7 +32,8 @@ DUAL_CLIP = 3.0
 class LossKind:
     """One policy loss: the file of its formula, and the defaults that its paper pairs it with.
 
-    Example: LossKind("ppo_clip", "PPO's clipped surrogate", (0.2, 0.2)) is computed by core/losses/ppo_clip.py.
+    Example: LossKind("ppo_clip", "PPO's clipped surrogate", (0.2, 0.2)) is computed by
+    core/losses/ppo_clip.py.
     """
 
     formula: str
@@ -58,33 +69,56 @@ class LossKind:
 LOSS_KINDS: dict[str, LossKind] = {
     "ppo_clip": LossKind("ppo_clip", "PPO's clipped surrogate, with dual clip", (0.2, 0.2), dual_clip=True),
     "grpo": LossKind(
-        "ppo_clip", "PPO's, averaged over each sequence first", (0.2, 0.2), "seq-mean-token-mean", dual_clip=True
+        "ppo_clip",
+        "PPO's, averaged over each sequence first",
+        (0.2, 0.2),
+        "seq-mean-token-mean",
+        dual_clip=True,
     ),
     "dr_grpo": LossKind(
-        "ppo_clip", "PPO's, each sequence's sum divided by a constant length; r - mean for advantage", (0.2, 0.2),
-        "seq-mean-token-sum-norm", "group_mean", dual_clip=True,
+        "ppo_clip",
+        "PPO's, each sequence's sum divided by a constant length; r - mean for advantage",
+        (0.2, 0.2),
+        "seq-mean-token-sum-norm",
+        "group_mean",
+        dual_clip=True,
     ),
     "dapo": LossKind("ppo_clip", "PPO's with a higher upper clip", (0.2, 0.28), dual_clip=True),
     "gspo": LossKind(
-        "gspo", "PPO's, clipping the geometric mean of a sequence's ratios", (3e-4, 4e-4), "seq-mean-token-mean",
+        "gspo",
+        "PPO's, clipping the geometric mean of a sequence's ratios",
+        (3e-4, 4e-4),
+        "seq-mean-token-mean",
         whole_sequences=True,
     ),
     "cispo": LossKind("cispo", "log-prob times a clipped ratio that carries no gradient", (1.0, 4.0)),
     "dppo_tv": LossKind(
-        "dppo_tv", "drops tokens whose probability has moved by more than the clip (total variation)", (0.15, 0.15)
+        "dppo_tv",
+        "drops tokens whose probability has moved by more than the clip (total variation)",
+        (0.15, 0.15),
     ),
     "dppo_kl": LossKind(
-        "dppo_kl", "drops tokens whose probability has moved outwards by a binary KL above the clip", (0.05, 0.05)
+        "dppo_kl",
+        "drops tokens whose probability has moved outwards by a binary KL above the clip",
+        (0.05, 0.05),
     ),
     "sapo": LossKind(
-        "sapo", "the ratio behind a soft gate, whose temperatures take the place of a clip", None,
-        "seq-mean-token-mean", soft_clip=True,
+        "sapo",
+        "the ratio behind a soft gate, whose temperatures take the place of a clip",
+        None,
+        "seq-mean-token-mean",
+        soft_clip=True,
     ),
     "dro": LossKind("dro", "log-prob times advantage, and a squared pull to pi_old", pulls_to_old=True),
     "reinforce": LossKind("reinforce", "log-prob times advantage"),
-    "rloo": LossKind("reinforce", "REINFORCE with the mean of the other samples as baseline", None,
-                     "seq-mean-token-sum", "rloo"),
-}  # fmt: skip
+    "rloo": LossKind(
+        "reinforce",
+        "REINFORCE with the mean of the other samples as baseline",
+        None,
+        "seq-mean-token-sum",
+        "rloo",
+    ),
+}
 LOSSES = tuple(LOSS_KINDS)
 OWN_LOSS = LossKind("own", "the user's function", (0.2, 0.2), dual_clip=True, whole_sequences=True)
 """What the user's own loss may be given; whether it has a ratio or clips is not known."""

@@ -1,7 +1,7 @@
 """How a correction is written in YAML and flags, and which fields of RolloutCorrectionConfig that sets.
 
-A bound is U or LOWER_UPPER, a rule LEVEL_DIVERGENCE. verl's divergence k1 is -D: its bounds are on 1/rho, and are
-translated to rho.
+A bound is U or LOWER_UPPER, a rule LEVEL_DIVERGENCE. verl's divergence k1 is -D: its bounds are on 1/rho,
+and are translated to rho.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ class CorrectionSource(Options):
     """Closed bounds on the weight; 2.0 is usual, 0.5_5.0 for IcePop."""
 
     rollout_rs_threshold: str | None = option(None, metavar="BOUNDS[,BOUNDS]")
-    """Bounds of the rules, one for all or one a rule: LOWER_UPPER where a rule takes both bounds, else one number."""
+    """Bounds of the rules, one for all or one a rule: LOWER_UPPER where a rule takes both bounds,
+    else one number.
+    """
 
     rollout_token_veto_threshold: str | None = option(None, metavar="X")
-    """Drop a sequence if one of its tokens has rho outside [X, 1/X]: another name of the rule seq_max_ratio."""
+    """Drop a sequence if one of its tokens has rho outside [X, 1/X]: another name of the
+    rule seq_max_ratio.
+    """
 
     rollout_opsm_delta: str | None = option(None, metavar="X")
     """Drop a sequence of negative advantage whose mean of log pi_rollout - log pi_train is above X: the rule
@@ -50,8 +54,12 @@ class CorrectionSource(Options):
 
 # verl has no seq_max_k1, and a largest 1/rho would be one-sided: seq_max_ratio is written on rho.
 K1_NAMES = ("token_k1", "seq_sum_k1", "seq_mean_k1", "turn_mean_k1")
-_BY_NAME = {name: (level, name.removeprefix(f"{level}_")) for name in RULE_NAMES
-            for level in RULE_LEVELS if name.startswith(f"{level}_")}
+_BY_NAME = {
+    name: (level, name.removeprefix(f"{level}_"))
+    for name in RULE_NAMES
+    for level in RULE_LEVELS
+    if name.startswith(f"{level}_")
+}
 
 
 def parse_bounds(what: str, spec: float | str) -> tuple[float | None, float]:
@@ -133,7 +141,8 @@ def _parse_rule(name: str, spec: str) -> RejectionRule:
 def _veto(value: float) -> RejectionRule:
     if value >= 1:
         raise ValueError(
-            f"`rollout_token_veto_threshold` {plain(value)} means rho in [{plain(value)}, 1 / {plain(value)}], so it "
+            f"`rollout_token_veto_threshold` {plain(value)} means rho in [{plain(value)}, 1 / "
+            f"{plain(value)}], so it "
             "must be below 1; 1e-4 is usual"
         )
     return RejectionRule("seq_max", "ratio", value, 1.0 / value)
@@ -143,9 +152,13 @@ def _veto(value: float) -> RejectionRule:
 SHORTHANDS = {
     "rollout_token_veto_threshold": ("seq_max_ratio", _veto),
     "rollout_opsm_delta": ("seq_mean_opsm", lambda value: RejectionRule("seq_mean", "opsm", upper=value)),
-    "rollout_min_prob": ("token_rollout_prob", lambda value: RejectionRule("token", "rollout_prob", lower=value)),
+    "rollout_min_prob": (
+        "token_rollout_prob",
+        lambda value: RejectionRule("token", "rollout_prob", lower=value),
+    ),
     "rollout_seq_logprob_error_threshold": (
-        "seq_mean_exp_abs", lambda value: RejectionRule("seq_mean", "exp_abs", upper=value)
+        "seq_mean_exp_abs",
+        lambda value: RejectionRule("seq_mean", "exp_abs", upper=value),
     ),
 }
 
@@ -177,7 +190,13 @@ KEYS = ("rollout_is_threshold", "rollout_rs_threshold", *PEER_KEYS, *SHORTHANDS,
 """What a mapping may hold beside the fields of RolloutCorrectionConfig."""
 
 
-WEIGHTS = ("rollout_is", "rollout_is_mode", "rollout_is_lower", "rollout_is_upper", "rollout_is_batch_normalize")
+WEIGHTS = (
+    "rollout_is",
+    "rollout_is_mode",
+    "rollout_is_lower",
+    "rollout_is_upper",
+    "rollout_is_batch_normalize",
+)
 """Fields of the weights, which are resolved together."""
 RULES = ("rollout_rs",)
 
@@ -185,7 +204,8 @@ RULES = ("rollout_rs",)
 def resolve(
     mapping: Mapping[str, Any], base: Mapping[str, Any], problems: Problems, unknown: Set[str] = frozenset()
 ) -> tuple[dict[str, Any], set[str]]:
-    """(the fields of RolloutCorrectionConfig that settings over a configuration make, those that have no value).
+    """(the fields of RolloutCorrectionConfig that settings over a configuration make, those
+    that have no value).
 
     Args:
         mapping: settings, under our names or a peer's.
@@ -193,7 +213,8 @@ def resolve(
         problems: gets settings that set one thing twice, that have no effect, or that can't be read.
         unknown: settings whose values were refused before; what depends on them is left out.
 
-    To turn a part off clears its bounds, and to bound a weight anew sets its mode: one bound truncates, two mask.
+    To turn a part off clears its bounds, and to bound a weight anew sets its mode: one bound
+    truncates, two mask.
     """
     settings: dict[str, Any] = {}
     named = problems.accepts(lambda: settings.update(in_our_names(dict(mapping))))
@@ -211,7 +232,9 @@ def resolve(
         if key in settings:
             rules = changes.get("rollout_rs", base["rollout_rs"])
             value = settings.pop(key)
-            added = problems.check(key, lambda key=key, value=value, rules=rules: with_shorthand(rules, key, value))
+            added = problems.check(
+                key, lambda key=key, value=value, rules=rules: with_shorthand(rules, key, value)
+            )
             if added is None:
                 refused.update(RULES)
             else:
@@ -232,7 +255,9 @@ def _resolve_weights(base: Mapping[str, Any], settings: dict, changes: dict) -> 
                 f"`rollout_is_threshold` {threshold} has no effect with `rollout_is` none; drop one of them"
             )
         changes.update(
-            rollout_is_mode="truncate", rollout_is_lower=None, rollout_is_upper=None,
+            rollout_is_mode="truncate",
+            rollout_is_lower=None,
+            rollout_is_upper=None,
             rollout_is_batch_normalize=False,
         )
         return
@@ -242,7 +267,9 @@ def _resolve_weights(base: Mapping[str, Any], settings: dict, changes: dict) -> 
     elif threshold is not None:
         for name in ("rollout_is_lower", "rollout_is_upper"):
             if name in settings:
-                raise ValueError(f"`rollout_is_threshold` and `{name}` both bound the weight; give one of them")
+                raise ValueError(
+                    f"`rollout_is_threshold` and `{name}` both bound the weight; give one of them"
+                )
         lower, upper = parse_bounds("`rollout_is_threshold`", threshold)
         two_sided = "clip" if base["rollout_is_mode"] == "clip" else "mask"
         mode = "truncate" if lower is None else two_sided
@@ -261,7 +288,8 @@ def _resolve_rules(settings: dict, changes: dict) -> None:
         return
     if thresholds is not None:
         raise ValueError(
-            f"`rollout_rs_threshold` {thresholds} has no effect without `rollout_rs`; name the rules that it bounds"
+            f"`rollout_rs_threshold` {thresholds} has no effect without `rollout_rs`; name the rules that it "
+            "bounds"
         )
     if rules in (None, "", "none"):
         rules = ()

@@ -1,4 +1,6 @@
-"""What a run trains and how it gets to the servers: the model, its weights, its experts; each topic checks itself."""
+"""What a run trains and how it gets to the servers: the model, its weights, its experts; each
+topic checks itself.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +15,25 @@ class ModelConfig(Options):
     """Model: what is trained, and how its log-probs are computed."""
 
     hf_checkpoint: str = option(metavar="DIR")
-    """Hugging Face folder of the model that the servers run: loaded into Megatron's shards when a run starts without
-    --load, and the source of weight names and of the true vocabulary size."""
+    """Hugging Face folder of the model that the servers run: loaded into Megatron's shards when a run
+    starts without --load, and the source of weight names and of the true vocabulary size.
+    """
 
     allow_model_differences: bool = False
-    """Warn of Megatron flags that make another model than config.json of `hf_checkpoint` describes, instead of
-    refusing them."""
+    """Warn of Megatron flags that make another model than config.json of `hf_checkpoint` describes,
+    instead of refusing them.
+    """
 
     max_first_step_kl: Annotated[float | None, Positive()] = option(None, metavar="X")
-    """The run ends if the train-infer KL (k3) of the first step is above X: there the servers sampled with the very
-    weights that are trained (default: 1e-4 where both sides are float32, 1e-1 with a quantised server or
-    `push_rounding`, else 1e-2)."""
+    """The run ends if the train-infer KL (k3) of the first step is above X: there the servers sampled with
+    the very weights that are trained (default: 1e-4 where both sides are float32, 1e-1 with a quantised
+    server or `push_rounding`, else 1e-2).
+    """
 
     linear_logprobs: bool = False
-    """Compute training log-probs from hidden states, a chunk of logits at a time, so that all logits are never held;
-    not with a bias, MTP or truncated sampling."""
+    """Compute training log-probs from hidden states, a chunk of logits at a time, so that all logits are
+    never held; not with a bias, MTP or truncated sampling.
+    """
 
     fp32_lm_head: bool = False
     """Compute logits in float32, as SGLang's --enable-fp32-lm-head does; with `linear_logprobs`."""
@@ -40,13 +46,16 @@ class ModelConfig(Options):
     --transformer-impl local, and for what else packing is refused with."""
 
     max_tokens_per_microbatch: Annotated[int | None, Positive()] = option(None, metavar="N")
-    """Tokens of a packed microbatch, at most, and at least --seq-length (default: --seq-length times
-    --micro-batch-size). Microbatches are balanced; their number is what the longest batch of a replica needs."""
+    """Tokens of a packed microbatch, at most, and at least --seq-length (default: --seq-length
+    times --micro-batch-size). Microbatches are balanced; their number is what the longest batch of
+    a replica needs.
+    """
 
     def check(self) -> None:
         if self.pad_sequences and self.max_tokens_per_microbatch is not None:
             raise ValueError(
-                f"`max_tokens_per_microbatch` {self.max_tokens_per_microbatch} has no effect with `pad_sequences`; "
+                f"`max_tokens_per_microbatch` {self.max_tokens_per_microbatch} has no effect with "
+                "`pad_sequences`; "
                 "drop one"
             )
 
@@ -60,45 +69,58 @@ class WeightSyncConfig(Options):
     """Weights: how new ones get to the servers, and how their arrival is verified."""
 
     weight_transport: Literal["distributed", "tensor", "disk"] = "distributed"
-    """distributed broadcasts new weights over NCCL or gloo, tensor hands them to servers on the same host, disk writes
-    them to `weight_dir`."""
+    """distributed broadcasts new weights over NCCL or gloo, tensor hands them to servers on the same host,
+    disk writes them to `weight_dir`.
+    """
 
     weight_address: str | None = option(None, metavar="HOST", needs="weight_transport=distributed")
-    """Address of this host at which a sender and the servers meet for broadcasts (default: the one on the route to a
-    server, which is the loopback for a server on this host); nothing listens on any other."""
+    """Address of this host at which a sender and the servers meet for broadcasts (default: the one on the
+    route to a server, which is the loopback for a server on this host); nothing listens on any other.
+    """
 
     weight_dir: str | None = option(None, metavar="DIR", needs="weight_transport=disk")
-    """Folder that every server sees under the same path; it gets a Hugging Face model for each of the last two
-    versions."""
+    """Folder that every server sees under the same path; it gets a Hugging Face model for each of the
+    last two versions.
+    """
 
     push_rounding: Literal["none", "fp8_blockwise", "int4_group"] = "none"
-    """Round the linear layers of what is pushed, never the trainer's own weights, as quantised rollouts do, and send
-    them in their dtype: fp8_blockwise in float8 e4m3 with a scale for each block of 128 x 128, int4_group in 4 bits
-    with a scale for each 128 inputs of a row."""
+    """Round the linear layers of what is pushed, never the trainer's own weights, as quantised rollouts
+    do, and send them in their dtype: fp8_blockwise in float8 e4m3 with a scale for each block of 128 x
+    128, int4_group in 4 bits with a scale for each 128 inputs of a row.
+    """
 
     quantized_checkpoint: str | None = option(None, metavar="DIR")
-    """FP8 checkpoint that the servers were started with. Its config.json says how what is pushed is quantised (default:
-    that of the folder that each server names, where this host can read it)."""
+    """FP8 checkpoint that the servers were started with. Its config.json says how what is pushed is
+    quantised (default: that of the folder that each server names, where this host can read it).
+    """
 
     colocate: bool = False
-    """Trainer and servers take turns on the same GPUs: when a step's samples are in, servers release their memory, and
-    get it back with the push; while they sample, Megatron frees its gradients, and its optimizer's state is on the
-    host. It needs SGLang with --enable-memory-saver, `weight_transport` tensor and `max_lag` 0."""
+    """Trainer and servers take turns on the same GPUs: when a step's samples are in, servers release their
+    memory, and get it back with the push; while they sample, Megatron frees its gradients, and its
+    optimizer's state is on the host. It needs SGLang with --enable-memory-saver, `weight_transport` tensor
+    and `max_lag` 0.
+    """
 
     bucket_mib: Annotated[float, Positive()] = option(256.0, metavar="MIB")
     """Weights are sent in buckets of this size, in MiB."""
 
     verify_push: Literal["checksum", "off"] = "checksum"
-    """After every push, checksum asks every server for checksums of its weights, which must agree with the other
-    servers' and with the trainer's own of up to 256 MiB a pipeline stage; off asks nothing."""
+    """After every push, checksum asks every server for checksums of its weights, which must agree with the
+    other servers' and with the trainer's own of up to 256 MiB a pipeline stage; off asks nothing.
+    """
 
     probe_push: Literal["on", "off"] = "on"
-    """After every push, every server scores texts of the data's prompts and samples a response, and its log-probs must
-    be those of the trainer's own forward pass, as far as rounding explains; off asks nothing."""
+    """After every push, every server scores texts of the data's prompts and samples a response,
+    and its log-probs must be those of the trainer's own forward pass, as far as rounding explains;
+    off asks nothing.
+    """
 
-    max_probe_log_ratio: Annotated[float | None, Positive()] = option(None, metavar="X", needs="probe_push=on")
-    """|log-ratio| that nine tokens in ten of such a text may have (default: four times what simulated rounding of both
-    sides' number types makes of it)."""
+    max_probe_log_ratio: Annotated[float | None, Positive()] = option(
+        None, metavar="X", needs="probe_push=on"
+    )
+    """|log-ratio| that nine tokens in ten of such a text may have (default: four times what simulated
+    rounding of both sides' number types makes of it).
+    """
 
     def check(self) -> None:
         if self.weight_transport == "disk" and self.weight_dir is None:
@@ -112,24 +134,29 @@ class ExpertsConfig(Options):
     """Mixture of experts: whose choice of experts trains, and what is logged of it."""
 
     router_replay: Literal["off", "R2", "R3"] = option("off", flag="--router-replay")
-    """Experts of a token in training: off as Megatron's routers choose, R3 as the servers did (start them with
-    --enable-return-routed-experts), R2 as they chose for the old log-probs, in each of several updates of a batch."""
+    """Experts of a token in training: off as Megatron's routers choose, R3 as the servers did (start them
+    with --enable-return-routed-experts), R2 as they chose for the old log-probs, in each of several
+    updates of a batch.
+    """
 
     router_replay_min_agreement: Annotated[float | None, Between(-1, 1)] = option(
         None, flag="--router-replay-min-agreement", metavar="K", needs="router_replay=R3", usual=0.25
     )
-    """A step whose servers' routes agree less than this with Megatron's own choice, as Cohen's kappa of a sample, is
-    refused before it trains; -1 turns the rule off."""
+    """A step whose servers' routes agree less than this with Megatron's own choice, as Cohen's kappa of a
+    sample, is refused before it trains; -1 turns the rule off.
+    """
 
     router_replay_effect_every: Annotated[int | None, Positive()] = option(
         None, flag="--router-replay-effect-every", metavar="N", needs="router_replay=R3"
     )
-    """In the first batch and every N-th after it, also compute each replica's first microbatch without replay, and log
-    how much of the mismatch replay removes: two forward passes of one microbatch."""
+    """In the first batch and every N-th after it, also compute each replica's first microbatch without
+    replay, and log how much of the mismatch replay removes: two forward passes of one microbatch.
+    """
 
     expert_statistics: bool = option(False, flag="--expert-statistics")
-    """Log tokens, mean |log-ratio|, mean weight and rejected fraction of every expert, in experts.jsonl of `log_dir`
-    and as heat maps in TensorBoard."""
+    """Log tokens, mean |log-ratio|, mean weight and rejected fraction of every expert, in experts.jsonl of
+    `log_dir` and as heat maps in TensorBoard.
+    """
 
     def check(self) -> None:
         if self.router_replay_min_agreement == 1:

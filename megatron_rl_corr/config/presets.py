@@ -55,11 +55,13 @@ _SLIME: dict[str, dict[str, Any]] = {
     # --tis-clip-low is 0 by default: the mask has an upper bound only.
     "slime_icepop": _TOKEN_IS | {"rollout_is_mode": "mask"},
     # The settings of its mis.yaml, and the same at sequence level.
-    "slime_mis": _TOKEN_IS | {
+    "slime_mis": _TOKEN_IS
+    | {
         "rollout_is_batch_normalize": True,
         "rollout_rs": (RejectionRule("token", "ratio", 0.5, 2.0), _SLIME_VETO),
     },
-    "slime_mis_sequence": _SEQ_IS | {
+    "slime_mis_sequence": _SEQ_IS
+    | {
         "rollout_is_batch_normalize": True,
         "rollout_rs": (RejectionRule("seq_sum", "ratio", 0.5, 2.0), _SLIME_VETO),
     },
@@ -71,14 +73,17 @@ _NEMO_RL: dict[str, dict[str, Any]] = {
     "nemo_rl_tis": _TOKEN_IS,
     "nemo_rl_icepop": _ICEPOP,
     "nemo_rl_seq_mask_tis": {
-        "rollout_is": "token", "rollout_is_upper": NO_BOUND,
+        "rollout_is": "token",
+        "rollout_is_upper": NO_BOUND,
         "rollout_rs": (RejectionRule("seq_mean", "ratio", 0.999, 1.002),),
     },
     "nemo_rl_seq_logprob_error": {"rollout_rs": (RejectionRule("seq_mean", "exp_abs", upper=1.5),)},
 }
 
 _BINARY_KL = 0.05
-"""DPPO's bound on the binary KL of a token, as in verl's script: trust region masking comes without a usual bound."""
+"""DPPO's bound on the binary KL of a token, as in verl's script: trust region masking comes
+without a usual bound.
+"""
 
 _VACO_TV = 0.02
 """open-instruct's radius for VACO's filter, over a prompt's responses: half of the rule's mean |rho - 1|."""
@@ -89,7 +94,10 @@ _DRO_BETA = 0.05
 _PAPERS: dict[str, dict[str, Any]] = {
     "m2po": {"rollout_m2_threshold": 0.04},
     "vespo": {
-        "bypass_mode": True, "loss": "reinforce", "rollout_is": "sequence", "rollout_is_mode": "gamma",
+        "bypass_mode": True,
+        "loss": "reinforce",
+        "rollout_is": "sequence",
+        "rollout_is_mode": "gamma",
     },
     "trm": {"rollout_rs": (RejectionRule("seq_max", "binary_kl", upper=_BINARY_KL),)},
     "dppo_binary_kl": {"bypass_mode": True, "loss": "dppo_kl"},
@@ -99,15 +107,25 @@ _PAPERS: dict[str, dict[str, Any]] = {
     "otb": _TOKEN_IS | {"advantage": "otb"},
 }
 
-# prime-rl's default loss: DPPO's bound in probability around the servers' policy, and Kimi-K2.5's pull towards it.
-# Its advantage is r - mean, undivided; its ratio has no cap, where dppo_tv's has one of 20.
+# prime-rl's default loss: DPPO's bound in probability around the servers' policy, and Kimi-K2.5's pull
+# towards it. Its advantage is r - mean, undivided; its ratio has no cap, where dppo_tv's has one of 20.
 _PRIME_RL: dict[str, dict[str, Any]] = {
     "prime_rl": {
-        "bypass_mode": True, "loss": "dppo_tv", "clip_ratio_low": 0.2, "clip_ratio_high": 0.2,
-        "sampler_kl_coef": 1e-3, "sampler_kl_type": "squared", "advantage": "group_mean",
+        "bypass_mode": True,
+        "loss": "dppo_tv",
+        "clip_ratio_low": 0.2,
+        "clip_ratio_high": 0.2,
+        "sampler_kl_coef": 1e-3,
+        "sampler_kl_type": "squared",
+        "advantage": "group_mean",
     },
 }
 
 PRESET_FIELDS: dict[str, dict[str, Any]] = {
-    **_VERL, **_MS_SWIFT, **_SLIME, **_NEMO_RL, **_PRIME_RL, **_PAPERS,
+    **_VERL,
+    **_MS_SWIFT,
+    **_SLIME,
+    **_NEMO_RL,
+    **_PRIME_RL,
+    **_PAPERS,
 }

@@ -1,6 +1,8 @@
-"""Collects what several checks refuse, so that a user sees everything that is wrong at once, in one numbered list.
+"""Collects what several checks refuse, so that a user sees everything that is wrong at once, in
+one numbered list.
 
-A check raises ValueError for one thing that is wrong, as ever; who runs several of them collects their errors.
+A check raises ValueError for one thing that is wrong, as ever; who runs several of them
+collects their errors.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class Refusal(ValueError):
 
 
 class Unknown(Exception):
-    """A check needs a value that was refused: it is left out silently, as what it would say may follow from that."""
+    """A check needs a value that was refused: it is left out silently, as what it would say may
+    follow from that.
+    """
 
 
 class Nothing:
@@ -74,10 +78,9 @@ class Problems:
     """Runs checks, and goes on after those that refuse something.
 
     Example:
-        problems = Problems()
-        folder = problems.check("folder", lambda: opened(path))
-        problems.check("files", lambda: folder.check_files(), needs=["folder"])  # left out if there is no folder
-        problems.raise_all()
+        problems = Problems() folder = problems.check("folder", lambda: opened(path))
+        problems.check("files", lambda: folder.check_files(), needs=["folder"])  # left out if there is no
+        folder problems.raise_all()
     """
 
     def __init__(self):
@@ -97,7 +100,9 @@ class Problems:
 
     @contextmanager
     def catch(self) -> Iterator[None]:
-        """Take up what one check raises: ValueError and OSError; a check that needs a refused value is left out."""
+        """Take up what one check raises: ValueError and OSError; a check that needs a refused
+        value is left out.
+        """
         try:
             yield
         except Unknown as unknown:
@@ -137,7 +142,8 @@ class Problems:
         return self._failed.isdisjoint(names)
 
     def raise_all(self, partial: Any = None) -> None:
-        """Raise Refusal with everything that was found, or Unknown if nothing was, but a check was left out for that.
+        """Raise Refusal with everything that was found, or Unknown if nothing was, but a check was
+        left out for that.
 
         Args:
             partial: what could be made nevertheless.

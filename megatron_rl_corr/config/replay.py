@@ -12,6 +12,7 @@ class ReplayConfig(Options):
     """Replay: training from the samples of an earlier run, without servers."""
 
     replay: str | None = option(None, metavar="DIR")
-    """Train on the samples that `save_trajectories` wrote to DIR, each step on those of the same step, to debug the
-    trainer alone: without servers, prompts and rewards, and with nothing pushed. Any parallel layout will do; the
-    temperature and what else samples were drawn with must be given as it was."""
+    """Train on the samples that `save_trajectories` wrote to DIR, each step on those of the same step, to
+    debug the trainer alone: without servers, prompts and rewards, and with nothing pushed. Any parallel
+    layout will do; the temperature and what else samples were drawn with must be given as it was.
+    """

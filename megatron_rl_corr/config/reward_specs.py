@@ -1,4 +1,5 @@
-"""Which rewards a run adds up: what the user's words [NAME=]SPEC say, and the built-in ones with their parameters.
+"""Which rewards a run adds up: what the user's words [NAME=]SPEC say, and the built-in ones with
+their parameters.
 
 The formulas of the built-in rewards are in data/builtin_rewards.py.
 """
@@ -36,26 +37,33 @@ class BuiltinReward:
 BUILTIN_REWARDS: dict[str, BuiltinReward] = {
     "math": BuiltinReward(
         "1 where the response's answer equals the label as mathematics, else 0: by the library math-verify",
-        needs_label=True, reads_label=True,
+        needs_label=True,
+        reads_label=True,
     ),
     "exact": BuiltinReward(
-        "1 where the response's answer is the label's text, but for case and white space, else 0", needs_label=True
+        "1 where the response's answer is the label's text, but for case and white space, else 0",
+        needs_label=True,
     ),
     "f1": BuiltinReward(
-        "the F1 of the words of the response's answer and of the label's, as SQuAD counts them", needs_label=True
+        "the F1 of the words of the response's answer and of the label's, as SQuAD counts them",
+        needs_label=True,
     ),
     "format": BuiltinReward(
-        "1 where the whole response matches a pattern, else 0: <think>...</think> and <answer>...</answer>, each once, "
-        "or format:pattern=REGEX", {"pattern": None},
+        "1 where the whole response matches a pattern, else 0: <think>...</think> and <answer>...</answer>, "
+        "each once, "
+        "or format:pattern=REGEX",
+        {"pattern": None},
     ),
     "overlong": BuiltinReward(
-        "DAPO's soft punishment of a long response: 0 up to max - cache tokens, from there falling to -penalty at max; "
-        "overlong:cache=N[,max=N][,penalty=X]", {"cache": REQUIRED, "max": None, "penalty": 1.0},
+        "DAPO's soft punishment of a long response: 0 up to max - cache tokens, from there falling to "
+        "-penalty at max; "
+        "overlong:cache=N[,max=N][,penalty=X]",
+        {"cache": REQUIRED, "max": None, "penalty": 1.0},
     ),
     "length": BuiltinReward(
         "-penalty x tokens / max; length[:max=N][,penalty=X]", {"max": None, "penalty": 1.0}
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -93,7 +101,11 @@ class RewardSpec:
 
 
 def parse_rewards(
-    functions: Sequence[str], urls: Sequence[str], weights: Sequence[float], *, max_new_tokens: int | None = None
+    functions: Sequence[str],
+    urls: Sequence[str],
+    weights: Sequence[float],
+    *,
+    max_new_tokens: int | None = None,
 ) -> tuple[RewardSpec, ...]:
     """The rewards of a run in the order of the user's words: functions, then addresses.
 
@@ -112,19 +124,26 @@ def parse_rewards(
     found = own + others
     for spec in found:
         if sum(other.name == spec.name for other in found) > 1:
-            raise ValueError(f"{spec.flag}: two rewards are called {spec.name!r}; name them, as in NAME={spec.source}")
+            raise ValueError(
+                f"{spec.flag}: two rewards are called {spec.name!r}; name them, as in NAME={spec.source}"
+            )
     if weights and len(weights) != len(found):
         names = ", ".join(spec.name for spec in found)
         raise ValueError(
-            f"`reward_weights` must have a weight for each of the {len(found)} rewards ({names}), got {len(weights)}"
+            f"`reward_weights` must have a weight for each of the {len(found)} rewards ({names}), got "
+            f"{len(weights)}"
         )
     for weight in weights:
         if not math.isfinite(as_float32(weight)):
             raise ValueError(f"`reward_weights` must be finite in float32, got {weight:g}")
     if weights and not any(weights):
-        raise ValueError("`reward_weights` are all 0, which leaves every reward at 0; give one of them another weight")
+        raise ValueError(
+            "`reward_weights` are all 0, which leaves every reward at 0; give one of them another weight"
+        )
     if weights:
-        found = [replace(spec, weight=as_float32(weight)) for spec, weight in zip(found, weights, strict=True)]
+        found = [
+            replace(spec, weight=as_float32(weight)) for spec, weight in zip(found, weights, strict=True)
+        ]
     return tuple(_completed(spec, max_new_tokens) for spec in found)
 
 
@@ -163,10 +182,13 @@ def _url(text: str) -> RewardSpec:
     except ValueError:  # a port that is no number
         right = False
     if not right or parts.fragment:
-        raise ValueError(f"`reward_url` must be http://HOST:PORT/PATH or https://HOST:PORT/PATH, got {text!r}")
+        raise ValueError(
+            f"`reward_url` must be http://HOST:PORT/PATH or https://HOST:PORT/PATH, got {text!r}"
+        )
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            f"`reward_url`: the address of {parts.hostname} must not hold a password; give the key in an environment "
+            f"`reward_url`: the address of {parts.hostname} must not hold a password; give the key in an "
+            "environment "
             "variable with `reward_api_key_env`"
         )
     return RewardSpec(name or "url", url, kind="url")
@@ -185,7 +207,9 @@ def _parameters(text: str, head: str, rest: str) -> dict[str, float | str | None
     for part in rest.split(",") if rest else ():
         key, _, value = part.partition("=")
         if key not in known or key in given or key == "pattern":
-            raise ValueError(f"`reward_function` {text!r}: {head} takes {', '.join(known)} once each, got {part!r}")
+            raise ValueError(
+                f"`reward_function` {text!r}: {head} takes {', '.join(known)} once each, got {part!r}"
+            )
         given[key] = _positive(text, key, value)
     missing = [key for key, default in known.items() if default == REQUIRED and key not in given]
     if missing:
@@ -212,7 +236,8 @@ def _completed(spec: RewardSpec, max_new_tokens: int | None) -> RewardSpec:
         own["max"] = max_new_tokens
     if own.get("cache") and own["max"] and own["cache"] > own["max"]:
         raise ValueError(
-            f"`reward_function` {spec.name}: cache must be at most max (`max_new_tokens` where it is not given), got "
+            f"`reward_function` {spec.name}: cache must be at most max (`max_new_tokens` where it is not "
+            "given), got "
             f"cache {own['cache']} and max {own['max']}"
         )
     return replace(spec, parameters=own)

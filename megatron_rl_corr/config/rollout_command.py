@@ -14,8 +14,15 @@ from megatron_rl_corr.config.run import EnvironmentConfig, RunConfig, ServersCon
 from megatron_rl_corr.config.samples import SamplesConfig
 
 TOPICS = (ServersConfig, PromptsConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, ModelConfig)
-OF_TRAINING = ("server_check", "update_timeout_s", "prompts_weights", "max_lag", "stale_samples", "pause_mode",
-               "truncated_samples")  # fmt: skip
+OF_TRAINING = (
+    "server_check",
+    "update_timeout_s",
+    "prompts_weights",
+    "max_lag",
+    "stale_samples",
+    "pause_mode",
+    "truncated_samples",
+)
 """Options of these topics that only a trainer has a use for."""
 OF_THE_MODEL = ("hf_checkpoint",)
 """The only option of ModelConfig that this command has."""

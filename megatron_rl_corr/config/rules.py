@@ -1,8 +1,10 @@
-"""Rejection rules: one row each in DIVERGENCES. Checks, flags, help, docs and core/rejection.py all read the rows.
+"""Rejection rules: one row each in DIVERGENCES. Checks, flags, help, docs and core/rejection.py
+all read the rows.
 
 T tokens. D = log pi_train - log pi_rollout of a token, rho = e^D.
 
-To add a rule, add a row to DIVERGENCES; if it needs a tensor beside the log-probs, add that to RULE_INPUTS as well.
+To add a rule, add a row to DIVERGENCES; if it needs a tensor beside the log-probs, add that to
+RULE_INPUTS as well.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
     from megatron_rl_corr.core.ratios import TokenRatios
 
 RULE_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max", "turn_mean")
-"""What is tested: each token's value, its sum or mean over the sequence, every value of the sequence (one outside
-rejects all), or its mean over the token's turn."""
+"""What is tested: each token's value, its sum or mean over the sequence, every value of the sequence (one
+outside rejects all), or its mean over the token's turn.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,9 @@ class Divergence:
     """Formula and meaning, for help and docs."""
 
     value: Callable[[TokenRatios], Tensor]
-    """Its value for each token [T], from core/ratios.TokenRatios; must be 0 where all of that is 0, which is what it
-    holds outside the valid tokens."""
+    """Its value for each token [T], from core/ratios.TokenRatios; must be 0 where all of that is 0, which
+    is what it holds outside the valid tokens.
+    """
 
     levels: tuple[str, ...] = RULE_LEVELS
 
@@ -82,18 +86,22 @@ class Divergence:
     """The input of RULE_INPUTS that it needs."""
 
     spares: str | None = None
-    """An input: a sequence in which its sum is not negative is kept, whatever the value. Levels seq_sum, seq_mean."""
+    """An input: a sequence in which its sum is not negative is kept, whatever the value. Levels
+    seq_sum, seq_mean.
+    """
 
     drops: Callable[[TokenRatios], Tensor] | None = None
-    """Which tokens of a sequence out of bounds are dropped, bool [T]; None: all. The others stay, and so does the
-    sequence in its group's baseline. One level, seq_sum, seq_mean or seq_max, and one row at most: the kept length of a
-    sequence is summed for one such rule."""
+    """Which tokens of a sequence out of bounds are dropped, bool [T]; None: all. The others stay, and so
+    does the sequence in its group's baseline. One level, seq_sum, seq_mean or seq_max, and one row at
+    most: the kept length of a sequence is summed for one such rule.
+    """
 
 
 def _ratio_bounds(rule: RejectionRule) -> str | None:
     if rule.level == "seq_max" and ((rule.lower or 0) > 1 or (rule.upper or 2) < 1):
         return (
-            f"must hold 1 between its bounds, got {plain(rule.lower)} and {plain(rule.upper)}: every token's ratio "
+            f"must hold 1 between its bounds, got {plain(rule.lower)} and {plain(rule.upper)}: every token's "
+            "ratio "
             "must be inside, and those of agreeing policies are 1; use 1e-4_1e4, for example"
         )
     return None
@@ -102,7 +110,8 @@ def _ratio_bounds(rule: RejectionRule) -> str | None:
 def _probability_bounds(rule: RejectionRule) -> str | None:
     if rule.level != "seq_sum" and rule.upper >= 1:
         return (
-            f"must be below 1, got {plain(rule.upper)}: a difference of probabilities is never above it; use 0.2, "
+            f"must be below 1, got {plain(rule.upper)}: a difference of probabilities is never above it; use "
+            "0.2, "
             "for example"
         )
     return None
@@ -126,60 +135,91 @@ _ZERO = "it is 0 where the policies agree"
 
 DIVERGENCES: dict[str, Divergence] = {
     "ratio": Divergence(
-        "rho: a token's ratio; the product (seq_sum) or geometric mean (seq_mean, turn_mean) of a sequence's or "
+        "rho: a token's ratio; the product (seq_sum) or geometric mean (seq_mean, turn_mean) of a sequence's "
+        "or "
         "turn's; seq_max asks it of every token (the veto)",
-        lambda ratios: ratios.log_ratio, bounds="both", scale=math.log, check=_ratio_bounds,
+        lambda ratios: ratios.log_ratio,
+        bounds="both",
+        scale=math.log,
+        check=_ratio_bounds,
     ),
     "k2": Divergence("D^2 / 2", lambda ratios: ratios.log_ratio.square() / 2, one_bound=_ZERO),
     "k3": Divergence("e^D - 1 - D", lambda ratios: ratios.k3, one_bound=_ZERO),
     "abs_diff": Divergence(
-        "|pi_train - pi_rollout|", lambda ratios: ratios.prob_diff.abs(), one_bound=_ZERO, check=_probability_bounds,
+        "|pi_train - pi_rollout|",
+        lambda ratios: ratios.prob_diff.abs(),
+        one_bound=_ZERO,
+        check=_probability_bounds,
     ),
     "exp_abs": Divergence(
-        "e^|D|, at least 1 (NeMo-RL's sequence gate)", lambda ratios: ratios.exp_abs_less_one,
-        levels=("seq_mean",), one_bound="it is 1 where the policies agree", scale=lambda bound: bound - 1,
+        "e^|D|, at least 1 (NeMo-RL's sequence gate)",
+        lambda ratios: ratios.exp_abs_less_one,
+        levels=("seq_mean",),
+        one_bound="it is 1 where the policies agree",
+        scale=lambda bound: bound - 1,
         check=_at_least_one,
     ),
     "rollout_prob": Divergence(
-        "pi_rollout, the probability that the server sampled the token with", lambda ratios: ratios.rollout_logprobs,
-        levels=("token",), bounds="lower", one_bound="it drops the tokens that the server found improbable",
-        scale=math.log, check=_below_one("probability", "1e-4 is usual"),
+        "pi_rollout, the probability that the server sampled the token with",
+        lambda ratios: ratios.rollout_logprobs,
+        levels=("token",),
+        bounds="lower",
+        one_bound="it drops the tokens that the server found improbable",
+        scale=math.log,
+        check=_below_one("probability", "1e-4 is usual"),
     ),
     "opsm": Divergence(
-        "-D: rejects a sequence whose mean is above the bound and whose advantage is negative (off-policy sequence "
+        "-D: rejects a sequence whose mean is above the bound and whose advantage is negative (off-policy "
+        "sequence "
         "mask, DeepSeek-V3.2, arXiv:2512.02556)",
-        lambda ratios: -ratios.log_ratio, levels=("seq_mean",), needs="advantages", spares="advantages",
+        lambda ratios: -ratios.log_ratio,
+        levels=("seq_mean",),
+        needs="advantages",
+        spares="advantages",
         one_bound="it rejects sequences that the trained policy finds less probable",
     ),
     "binary_kl": Divergence(
-        "mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)) with mu = pi_rollout, p = pi_train: KL(mu || p) of the "
+        "mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)) with mu = pi_rollout, p = pi_train: KL(mu || p) "
+        "of the "
         "choice between this token and any other, at most that over all tokens (DPPO, arXiv:2602.04879)",
-        lambda ratios: ratios.binary_kl, levels=("token", "seq_mean", "seq_max"), one_bound=_ZERO,
+        lambda ratios: ratios.binary_kl,
+        levels=("token", "seq_mean", "seq_max"),
+        one_bound=_ZERO,
     ),
     "vaco": Divergence(
-        "|rho - 1|: in a sequence whose mean is above the bound, drops the tokens that the update moves further from "
+        "|rho - 1|: in a sequence whose mean is above the bound, drops the tokens that the update moves "
+        "further from "
         "rho = 1, those of A D > 0; the others stay (VACO, arXiv:2603.01365)",
-        lambda ratios: ratios.rho_less_one.abs(), levels=("seq_mean",), needs="advantages", one_bound=_ZERO,
+        lambda ratios: ratios.rho_less_one.abs(),
+        levels=("seq_mean",),
+        needs="advantages",
+        one_bound=_ZERO,
         drops=lambda ratios: ratios.inputs["advantages"] * ratios.log_ratio > 0,
     ),
     "routing": Divergence(
         "share of the token's experts, over all layers, that the server chose and Megatron would not; with "
         "`router_replay` R3",
-        lambda ratios: ratios.inputs["routing"], levels=("token", "seq_mean"), needs="routing",
-        one_bound="it is 0 where both sides route alike", check=_below_one("share", "use 0.5, for example"),
+        lambda ratios: ratios.inputs["routing"],
+        levels=("token", "seq_mean"),
+        needs="routing",
+        one_bound="it is 0 where both sides route alike",
+        check=_below_one("share", "use 0.5, for example"),
     ),
-}  # fmt: skip
+}
 RULE_NAMES = tuple(f"{level}_{name}" for name, row in DIVERGENCES.items() for level in row.levels)
 
 
 @dataclass(frozen=True)
 class RejectionRule:
-    """Keeps what has its divergence in the closed interval [lower, upper]: a token, a turn or a whole sequence.
+    """Keeps what has its divergence in the closed interval [lower, upper]: a token, a turn or
+    a whole sequence.
 
-    Example: RejectionRule("seq_mean", "ratio", 0.9, 1.1) rejects a sequence whose geometric mean of rho is outside.
+    Example: RejectionRule("seq_mean", "ratio", 0.9, 1.1) rejects a sequence whose geometric mean
+    of rho is outside.
 
     Raises:
-        ValueError: an unknown level or divergence, a level that the divergence lacks, or bounds that cannot stand.
+        ValueError: an unknown level or divergence, a level that the divergence lacks, or bounds
+            that cannot stand.
     """
 
     level: str
@@ -198,7 +238,8 @@ class RejectionRule:
         side, bound = refused[self.row.bounds]
         if bound is not None:
             raise ValueError(
-                f"{flag} takes one {self.row.bounds} bound, got {'an' if side == 'upper' else 'a'} {side} bound of "
+                f"{flag} takes one {self.row.bounds} bound, got {'an' if side == 'upper' else 'a'} {side} "
+                "bound of "
                 f"{plain(bound)}: {self.row.one_bound}; leave the {side} bound out"
             )
         if self.lower is None and self.upper is None:
@@ -248,7 +289,8 @@ def check_trainer_inputs(
         if lacks or (bypass_mode and not given.in_bypass):
             needs = "`{}` {}".format(*given.setting) if given.setting else "old log-probs"
             raise ValueError(
-                f"`rollout_rs` {rule} looks at {given.doc}, which the pass for old log-probs gives; it needs {needs}, "
+                f"`rollout_rs` {rule} looks at {given.doc}, which the pass for old log-probs gives; it needs "
+                f"{needs}, "
                 "and not bypass mode"
             )
 

@@ -1,7 +1,8 @@
-"""What a run is started with, beside its correction: servers, samples, rewards, model, weights, experts, logs.
+"""What a run is started with, beside its correction: servers, samples, rewards, model,
+weights, experts, logs.
 
-One frozen dataclass a topic, which checks itself; `RunConfig` is all of them. A field is a flag: `group_size` is
---rollout-group-size, and its docstring is the flag's help.
+One frozen dataclass a topic, which checks itself; `RunConfig` is all of them. A field is a flag:
+`group_size` is --rollout-group-size, and its docstring is the flag's help.
 """
 
 from __future__ import annotations
@@ -36,37 +37,49 @@ OVER_HTTP = (AUTO, "sglang", "vllm")
 
 @dataclass(frozen=True, kw_only=True)
 class ServersConfig(Options):
-    """Rollout servers: where they are, how many samples they are sent at a time, how long each answer may take."""
+    """Rollout servers: where they are, how many samples they are sent at a time, how long each
+    answer may take.
+    """
 
     urls: tuple[str, ...] = option((), flag="--rollout-url", metavar="URL", required_unless="replay")
     """Servers, for example http://127.0.0.1:30000."""
 
     engine: str = option(AUTO, choices=(AUTO, *ENGINES))
-    """The program that the servers run; auto: each is asked which it is, and a run may have servers of both kinds."""
+    """The program that the servers run; auto: each is asked which it is, and a run may have
+    servers of both kinds.
+    """
 
     server_check: Literal["semantic", "all", "off"] = "semantic"
-    """Ask the servers at the start what `megatron-rl-corr doctor` asks in a second: semantic refuses to train on
-    another distribution and prints the other findings, all refuses on any finding, off asks nothing."""
+    """Ask the servers at the start what `megatron-rl-corr doctor` asks in a second: semantic
+    refuses to train on another distribution and prints the other findings, all refuses on any
+    finding, off asks nothing.
+    """
 
     max_concurrency: Annotated[int, Positive()] = option(64, metavar="N")
     """Samples in flight per data-parallel replica."""
 
     max_per_server: Annotated[int | None, Positive()] = option(None, metavar="N")
-    """Samples in flight per data-parallel replica at each server (default: as many as at all of them together)."""
+    """Samples in flight per data-parallel replica at each server (default: as many as at all
+    of them together).
+    """
 
     timeout_s: Annotated[float, Positive()] = option(600.0, metavar="S")
-    """Longest wait, in seconds, for the answer to a pause or to a bucket of weights; samples have no such limit."""
+    """Longest wait, in seconds, for the answer to a pause or to a bucket of weights; samples
+    have no such limit.
+    """
 
     read_timeout_s: Annotated[float, Positive()] = option(60.0, metavar="S")
-    """Longest time without progress of the samples at a server, before it is left out; waiting in its queue and
-    pauses don't count."""
+    """Longest time without progress of the samples at a server, before it is left out; waiting in its
+    queue and pauses don't count.
+    """
 
     outage_timeout_s: Annotated[float, Between(0)] = option(10.0, metavar="S")
     """Longest wait for a server to come back when none is left, before the run ends."""
 
     update_timeout_s: Annotated[float, Positive()] = option(3600.0, metavar="S")
-    """Longest wait, in a push, for a server that reads or writes all of its weights: a folder, checksums, the end of
-    an update."""
+    """Longest wait, in a push, for a server that reads or writes all of its weights: a folder, checksums,
+    the end of an update.
+    """
 
     max_retries: Annotated[int, Between(0)] = option(3, metavar="N")
     """Failed requests of one sample that are asked again."""
@@ -86,10 +99,13 @@ class ServersConfig(Options):
 
     def check_key(self) -> None:
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
-            raise ValueError(f"`api_key_env`: the environment variable {self.api_key_env} is not set; export it")
+            raise ValueError(
+                f"`api_key_env`: the environment variable {self.api_key_env} is not set; export it"
+            )
         if self.api_key_env is not None and not is_key(os.environ[self.api_key_env]):
             raise ValueError(
-                f"`api_key_env`: the value of {self.api_key_env} must be printable ASCII without spaces around it; is "
+                f"`api_key_env`: the value of {self.api_key_env} must be printable ASCII without spaces "
+                "around it; is "
                 "there a line end at its end?"
             )
 
@@ -110,8 +126,9 @@ class EnvironmentConfig(Options):
     """Environments: what answers between the turns of an episode."""
 
     environment: str | None = option(None, metavar="FILE.py:NAME")
-    """Episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's turns and may
-    score them; also package.module:NAME."""
+    """Episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's
+    turns and may score them; also package.module:NAME.
+    """
 
     max_turns: Annotated[int | None, Positive()] = option(None, metavar="N", needs="environment", usual=8)
     """Turns of the policy in an episode, at most."""
@@ -130,27 +147,52 @@ class LogsConfig(Options):
     """Write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`."""
 
     save_trajectories: str | None = option(None, metavar="DIR")
-    """Write every batch's samples there, with both policies' log-probs, masks and advantages: a Parquet file a batch,
-    named by its first step, and replica. It needs the pass that computes old log-probs, except in bypass mode."""
+    """Write every batch's samples there, with both policies' log-probs, masks and advantages: a Parquet
+    file a batch, named by its first step, and replica. It needs the pass that computes old log-probs,
+    except in bypass mode.
+    """
 
     trace: str | None = option(None, metavar="DIR")
-    """Write when each sample was queued, sampled and scored and how long it waited, and the parts of each step, as
-    Chrome traces, which ui.perfetto.dev opens: a file a batch, named by its first step, and replica. Prefill and decode
-    are separate where servers run with --enable-metrics."""
+    """Write when each sample was queued, sampled and scored and how long it waited, and the parts of each
+    step, as Chrome traces, which ui.perfetto.dev opens: a file a batch, named by its first step, and
+    replica. Prefill and decode are separate where servers run with --enable-metrics.
+    """
 
     save_hf: str | None = option(None, metavar="DIR")
-    """Write the policy after the last step as a Hugging Face folder, DIR/iter_0000040: transformers and servers load
-    it. All ranks must share DIR."""
+    """Write the policy after the last step as a Hugging Face folder, DIR/iter_0000040: transformers and
+    servers load it. All ranks must share DIR.
+    """
 
     save_hf_interval: Annotated[int | None, Positive()] = option(None, metavar="N", needs="save_hf")
     """Write it after every N steps, too."""
 
 
-TOPICS = (ServersConfig, PromptsConfig, SamplesConfig, EvaluationConfig, RewardsConfig, GroupsConfig,
-          EnvironmentConfig, UpdatesConfig, ModelConfig, ReferenceConfig, WeightSyncConfig, ExpertsConfig,
-          LogsConfig, SupervisionConfig, ReplayConfig)  # fmt: skip
-IDLE_TOPICS = (ServersConfig, PromptsConfig, EvaluationConfig, RewardsConfig, GroupsConfig, EnvironmentConfig,
-               WeightSyncConfig)  # fmt: skip
+TOPICS = (
+    ServersConfig,
+    PromptsConfig,
+    SamplesConfig,
+    EvaluationConfig,
+    RewardsConfig,
+    GroupsConfig,
+    EnvironmentConfig,
+    UpdatesConfig,
+    ModelConfig,
+    ReferenceConfig,
+    WeightSyncConfig,
+    ExpertsConfig,
+    LogsConfig,
+    SupervisionConfig,
+    ReplayConfig,
+)
+IDLE_TOPICS = (
+    ServersConfig,
+    PromptsConfig,
+    EvaluationConfig,
+    RewardsConfig,
+    GroupsConfig,
+    EnvironmentConfig,
+    WeightSyncConfig,
+)
 IDLE_OPTIONS = ("max_lag", "stale_samples", "pause_mode")
 """What has no effect in a replay."""
 OF_SCORERS = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key_env", "ca_file")
@@ -159,7 +201,9 @@ OF_SCORERS = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key_
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(*reversed(TOPICS)):
-    """Everything that a run is started with, beside its correction, in one object: `RunConfig(urls=..., ...)`."""
+    """Everything that a run is started with, beside its correction, in one object:
+    `RunConfig(urls=..., ...)`.
+    """
 
     @property
     def rewards(self) -> tuple[RewardSpec, ...]:
@@ -182,21 +226,24 @@ class RunConfig(*reversed(TOPICS)):
         """ValueError where no reward reads a label in a way that may fail."""
         if self.unread_labels == "drop" and not any(spec.reads_label for spec in self.rewards):
             raise ValueError(
-                "`unread_labels` drop has no effect without `reward_function` math, which alone may not read a label; "
+                "`unread_labels` drop has no effect without `reward_function` math, which alone may not read "
+                "a label; "
                 "drop it"
             )
 
     def check_gradient(self) -> None:
         if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):
             raise ValueError(
-                "`inplace_gradient` has no effect with `linear_logprobs`, which holds no logits, nor with `top_k`, "
+                "`inplace_gradient` has no effect with `linear_logprobs`, which holds no logits, nor with "
+                "`top_k`, "
                 "whose gradient is sparse; drop it"
             )
 
     def check_logprobs(self) -> None:
         if self.linear_logprobs and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
-                f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the server kept "
+                f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the "
+                "server kept "
                 "are looked up in the logits; drop the one or the others"
             )
 
@@ -204,7 +251,8 @@ class RunConfig(*reversed(TOPICS)):
         """ValueError for a transport that does not go with turns of servers and trainer."""
         if self.colocate and self.weight_transport != "tensor":
             raise ValueError(
-                f"`colocate` with `weight_transport` {self.weight_transport}: weights go from one process to the other "
+                f"`colocate` with `weight_transport` {self.weight_transport}: weights go from one process to "
+                "the other "
                 "in the memory of the GPU that both are on; give `weight_transport` tensor"
             )
 
@@ -212,7 +260,8 @@ class RunConfig(*reversed(TOPICS)):
         """ValueError for samples ahead of training where servers and trainer have turns."""
         if self.colocate and self.max_lag > 0:
             raise ValueError(
-                f"`colocate` with `max_lag` {self.max_lag}: servers have no memory while the trainer trains, and can't "
+                f"`colocate` with `max_lag` {self.max_lag}: servers have no memory while the trainer trains, "
+                "and can't "
                 "sample ahead; drop one of them"
             )
 
@@ -220,7 +269,8 @@ class RunConfig(*reversed(TOPICS)):
         """ValueError for an engine whose turns with the trainer are not tested."""
         if self.colocate and self.engine not in (AUTO, "sglang"):
             raise ValueError(
-                f"`colocate` with `engine` {self.engine}: the release of its memory is not tested here; use SGLang, or "
+                f"`colocate` with `engine` {self.engine}: the release of its memory is not tested here; use "
+                "SGLang, or "
                 "drop `colocate`"
             )
 
@@ -234,9 +284,11 @@ class RunConfig(*reversed(TOPICS)):
 
         def check(name: str) -> None:
             one = options_of(RunConfig)[name]
-            if getattr(self, name) not in (one.default, one.usual):  # nobody gives the usual one beside what it needs
+            # nobody gives the usual one beside what it needs
+            if getattr(self, name) not in (one.default, one.usual):
                 raise ValueError(
-                    f"`{name}` has no effect with `replay`, which trains on saved samples: no server is asked, nothing "
+                    f"`{name}` has no effect with `replay`, which trains on saved samples: no server is "
+                    "asked, nothing "
                     "is scored or pushed; drop it"
                 )
 
@@ -247,6 +299,7 @@ class RunConfig(*reversed(TOPICS)):
         both = self.replay is not None and self.save_trajectories is not None
         if both and os.path.realpath(self.save_trajectories) == os.path.realpath(self.replay):
             raise ValueError(
-                f"`save_trajectories` {self.save_trajectories} is the folder of `replay`, whose files it would replace "
+                f"`save_trajectories` {self.save_trajectories} is the folder of `replay`, whose files it "
+                "would replace "
                 "while they are read; give another one, or drop it"
             )

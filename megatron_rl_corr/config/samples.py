@@ -26,37 +26,46 @@ class SamplesConfig(Options):
     """Nucleus sampling; the training log-probs are renormalised on the ids that it kept."""
 
     top_k: int = option(-1, metavar="K")
-    """Sample from the K likeliest ids, 2 to 4096. `top_p` needs it, because SGLang reports the kept ids only with it;
-    -1 turns it off."""
+    """Sample from the K likeliest ids, 2 to 4096. `top_p` needs it, because SGLang reports the kept ids
+    only with it; -1 turns it off.
+    """
 
     min_p: Annotated[float, Between(0)] = option(0.0, metavar="P")
-    """Sample from the ids with at least this share of the likeliest one's probability; the training log-probs are
-    renormalised on them. It needs a `top_k`, as `top_p` does, and servers without deterministic inference."""
+    """Sample from the ids with at least this share of the likeliest one's probability; the training
+    log-probs are renormalised on them. It needs a `top_k`, as `top_p` does, and servers without
+    deterministic inference.
+    """
 
     stop: tuple[str, ...] = option((), metavar="TEXT")
-    """Texts that end a response, beside the end-of-sequence ids; the sampled ids up to the one that completes the text
-    are the response, and are trained."""
+    """Texts that end a response, beside the end-of-sequence ids; the sampled ids up to the one that
+    completes the text are the response, and are trained.
+    """
 
     stop_token_ids: tuple[str, ...] = option((), metavar="ID")
     """Token ids that end a response, beside the end-of-sequence ids."""
 
     max_lag: Annotated[int, Between(0)] = option(0, metavar="K")
-    """Sample ahead of training, from weights up to K versions old: servers and trainer work at the same time, and the
-    correction takes the age into account. 0: on-policy, one after the other. A version is a push, one a batch."""
+    """Sample ahead of training, from weights up to K versions old: servers and trainer work at the same
+    time, and the correction takes the age into account. 0: on-policy, one after the other. A version is a
+    push, one a batch.
+    """
 
     stale_samples: Literal["keep", "drop"] = option("keep", needs="max_lag")
-    """Samples that took so long that they are more than `max_lag` versions old: keep corrects them like the others,
-    drop asks for new ones, which prefers short responses."""
+    """Samples that took so long that they are more than `max_lag` versions old: keep corrects them like
+    the others, drop asks for new ones, which prefers short responses.
+    """
 
     pause_mode: Literal["retract", "in_place"] = option("retract", needs="max_lag")
-    """Responses that are running while weights change: retract computes their keys and values anew, in_place goes on
-    with the old ones, and needs servers with --disable-overlap-schedule."""
+    """Responses that are running while weights change: retract computes their keys and values anew,
+    in_place goes on with the old ones, and needs servers with --disable-overlap-schedule.
+    """
 
     def check(self) -> None:
         wrong = [token for token in self.stop_token_ids if not str(token).isdecimal()]
         if wrong:
             raise Refusal(
-                f"`stop_token_ids` must be token ids, whole numbers of at least 0, got {token!r}" for token in wrong
+                f"`stop_token_ids` must be token ids, whole numbers of at least 0, got {token!r}"
+                for token in wrong
             )
 
     def check_top_k(self) -> None:

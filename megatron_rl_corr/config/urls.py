@@ -26,7 +26,8 @@ def checked_urls(base_urls: Sequence[str]) -> tuple[str, ...]:
 def _check_url(url: str) -> None:
     if "@" in url:
         raise ValueError(
-            f"the address of {url.rpartition('@')[2]} must not hold a password; name the environment variable of "
+            f"the address of {url.rpartition('@')[2]} must not hold a password; name the environment "
+            "variable of "
             "the key in `api_key_env`"
         )
     if not _is_address(url):
@@ -48,7 +49,9 @@ def is_key(key: str) -> bool:
 
 
 def check_urls_of(option: str, urls: Sequence[str]) -> None:
-    """ValueError that names the option, in backticks, for addresses that can't be servers'; none at all are right."""
+    """ValueError that names the option, in backticks, for addresses that can't be servers'; none
+    at all are right.
+    """
     if urls:
         try:
             checked_urls(urls)

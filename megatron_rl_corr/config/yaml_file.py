@@ -1,4 +1,6 @@
-"""Reads a YAML file of correction settings. Imported where one is read, so that the command's help needs no package."""
+"""Reads a YAML file of correction settings. Imported where one is read, so that the command's help
+needs no package.
+"""
 
 from __future__ import annotations
 

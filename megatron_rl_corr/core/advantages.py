@@ -19,19 +19,26 @@ KINDS = tuple(kind for kind in ADVANTAGES if kind not in BY_TOKEN)
 
 
 def group_advantages(
-    rewards: Tensor, group_ids: Tensor, *, num_groups: int, kind: str, in_baseline: Tensor | None = None,
-    all_reduce: Callable[[Tensor], Tensor] | None = None, tokens: Tensor | None = None,
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    num_groups: int,
+    kind: str,
+    in_baseline: Tensor | None = None,
+    all_reduce: Callable[[Tensor], Tensor] | None = None,
+    tokens: Tensor | None = None,
     all_reduce_batch: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Advantage of each row, [N] float32; mean and std are over the rows of its group that count in the baseline.
+    """Advantage of each row, [N] float32; mean and std are over the rows of its group that count
+    in the baseline.
 
-    group_mean: r - mean. grpo: that over (population std + 1e-6). rloo: r - mean of the other rows; for a row outside
-    the baseline all that count are others. raw: r. A row whose group has no row to compare it with gets 0.
-    reinforce_plus_plus: r `whitened` over the tokens of the global batch; reinforce_plus_plus_baseline: r - the mean of
-    its group, whitened.
+    group_mean: r - mean. grpo: that over (population std + 1e-6). rloo: r - mean of the other rows; for a row
+    outside the baseline all that count are others. raw: r. A row whose group has no row to compare it with
+    gets 0. reinforce_plus_plus: r `whitened` over the tokens of the global batch;
+    reinforce_plus_plus_baseline: r - the mean of its group, whitened.
 
-    Sources: GRPO, arXiv:2402.03300, eq. 4; Dr.GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740, eq. 8; REINFORCE++,
-    arXiv:2501.03262, and verl's estimators of these two names.
+    Sources: GRPO, arXiv:2402.03300, eq. 4; Dr.GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740, eq. 8;
+    REINFORCE++, arXiv:2501.03262, and verl's estimators of these two names.
 
     Args:
         rewards: [N] float; those outside the baseline may be NaN.
@@ -39,11 +46,11 @@ def group_advantages(
         num_groups: G.
         kind: one of KINDS.
         in_baseline: [N] bool, the rows that mean and std count; None: all.
-        all_reduce: sums a table [3, G] float64 of the groups over the ranks that have other rows of theirs, where
-            groups are parted; None: groups are whole.
+        all_reduce: sums a table [3, G] float64 of the groups over the ranks that have other rows of theirs,
+            where groups are parted; None: groups are whole.
         tokens: [N] float64, tokens of each row that are trained; for kinds that are whitened.
-        all_reduce_batch: sums a small tensor over the ranks that have other rows of the global batch; None: all rows
-            are here.
+        all_reduce_batch: sums a small tensor over the ranks that have other rows of the global batch; None:
+            all rows are here.
 
     Raises:
         ValueError: an unknown kind, or one that is whitened without tokens.
@@ -87,11 +94,13 @@ def group_advantages(
 
 
 def whitened(values: Tensor, weights: Tensor, all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-    """(v - m) / sqrt(s^2 + 1e-8) of each row, [N] float32; m and s^2 are over the weights of the global batch.
+    """(v - m) / sqrt(s^2 + 1e-8) of each row, [N] float32; m and s^2 are over the weights of
+    the global batch.
 
-    With W = sum w: m = sum w v / W, s^2 = sum w (v - m)^2 / (W - 1). So a row counts once for each of its tokens, as in
-    verl's masked_whiten, where each token has its row's value. Where all v are float32 and equal, m = v exactly and the
-    result is 0: products and sums fit into float64's 53 bits up to 2^29 tokens. A row of weight 0 may hold anything.
+    With W = sum w: m = sum w v / W, s^2 = sum w (v - m)^2 / (W - 1). So a row counts once for each of its
+    tokens, as in verl's masked_whiten, where each token has its row's value. Where all v are float32 and
+    equal, m = v exactly and the result is 0: products and sums fit into float64's 53 bits up to 2^29 tokens.
+    A row of weight 0 may hold anything.
 
     Args:
         values: [N] float64.

@@ -28,46 +28,75 @@ MEAN_CLAMPED = "mean(D) clamped to +-2.61"
 TOKENS = in_group(
     "Mismatch of tokens",
     MetricSpec(
-        "rollout_corr/kl", "train-infer KL, k1 estimate: sees a shift common to all tokens", "mean(-D)", "KL(k1)",
+        "rollout_corr/kl",
+        "train-infer KL, k1 estimate: sees a shift common to all tokens",
+        "mean(-D)",
+        "KL(k1)",
         UsualRange(
-            "train and rollout probabilities are shifted against each other", FIND_THE_SHIFT, low=-1e-2, high=1e-2
+            "train and rollout probabilities are shifted against each other",
+            FIND_THE_SHIFT,
+            low=-1e-2,
+            high=1e-2,
         ),
-        clamped=D_CLAMPED, compared=True,
+        clamped=D_CLAMPED,
+        compared=True,
     ),
     MetricSpec(
-        "rollout_corr/k3_kl", "train-infer KL, k3 estimate: never negative, dominated by the worst tokens",
-        "mean(e^D - D - 1)", "KL(k3)",
+        "rollout_corr/k3_kl",
+        "train-infer KL, k3 estimate: never negative, dominated by the worst tokens",
+        "mean(e^D - D - 1)",
+        "KL(k3)",
         UsualRange("train and rollout disagree more than numerics explain", CLOSE_THE_GAP, high=1e-2),
-        clamped=D_CLAMPED, column=Column(8, "{:.2e}".format), compared=True,
-    ),
-    MetricSpec(
-        "rollout_corr/jsd", "Jensen-Shannon divergence of the two sides; its estimate grows linearly in rho",
-        "mean(rho ln(2 rho / (1 + rho)) + ln(2 / (1 + rho))) / 2", clamped=D_CLAMPED,
-    ),
-    MetricSpec(
-        "rollout_corr/log_ratio_abs_max", "largest disagreement on one token", "max |D|", "max |log-ratio|",
+        clamped=D_CLAMPED,
+        column=Column(8, "{:.2e}".format),
         compared=True,
     ),
     MetricSpec(
-        "rollout_corr/log_ratio_abs_mean", "average disagreement per token", "mean |D|", clamped=ABS_CLAMPED,
+        "rollout_corr/jsd",
+        "Jensen-Shannon divergence of the two sides; its estimate grows linearly in rho",
+        "mean(rho ln(2 rho / (1 + rho)) + ln(2 / (1 + rho))) / 2",
+        clamped=D_CLAMPED,
+    ),
+    MetricSpec(
+        "rollout_corr/log_ratio_abs_max",
+        "largest disagreement on one token",
+        "max |D|",
+        "max |log-ratio|",
         compared=True,
     ),
     MetricSpec(
-        "rollout_corr/log_ratio_abs_p50", "half of the tokens disagree by at most this; the end of a bin", "|D|"
+        "rollout_corr/log_ratio_abs_mean",
+        "average disagreement per token",
+        "mean |D|",
+        clamped=ABS_CLAMPED,
+        compared=True,
     ),
-    MetricSpec("rollout_corr/log_ratio_abs_p99", "99 tokens of 100 disagree by at most this; the end of a bin", "|D|"),
-    MetricSpec("rollout_corr/log_ratio_abs_p999", "999 of 1000 disagree by at most this; the end of a bin", "|D|"),
     MetricSpec(
-        "rollout_corr/exact_fraction", "tokens whose two log-probs are equal in float32; 1 if both sides compute alike",
+        "rollout_corr/log_ratio_abs_p50",
+        "half of the tokens disagree by at most this; the end of a bin",
+        "|D|",
+    ),
+    MetricSpec(
+        "rollout_corr/log_ratio_abs_p99", "99 tokens of 100 disagree by at most this; the end of a bin", "|D|"
+    ),
+    MetricSpec(
+        "rollout_corr/log_ratio_abs_p999", "999 of 1000 disagree by at most this; the end of a bin", "|D|"
+    ),
+    MetricSpec(
+        "rollout_corr/exact_fraction",
+        "tokens whose two log-probs are equal in float32; 1 if both sides compute alike",
         "tokens with D = 0 / valid tokens",
     ),
     MetricSpec(
-        "rollout_corr/log_ratio_large_fraction", "tokens on which one side is more than twice as sure as the other",
+        "rollout_corr/log_ratio_large_fraction",
+        "tokens on which one side is more than twice as sure as the other",
         "tokens with |D| > ln 2 / valid tokens",
     ),
     MetricSpec(
-        "rollout_corr/token_mult_prob_error", "average factor between the two probabilities of a token; 1 is ideal",
-        "mean(e^|D|)", clamped=ABS_CLAMPED,
+        "rollout_corr/token_mult_prob_error",
+        "average factor between the two probabilities of a token; 1 is ideal",
+        "mean(e^|D|)",
+        clamped=ABS_CLAMPED,
     ),
     MetricSpec(
         "rollout_corr/prob_diff_abs_mean",
@@ -75,25 +104,31 @@ TOKENS = in_group(
         "mean |pi_train - pi_rollout|",
     ),
     MetricSpec(
-        "rollout_corr/prob_diff_abs_max", "largest difference of a token's two probabilities",
+        "rollout_corr/prob_diff_abs_max",
+        "largest difference of a token's two probabilities",
         "max |pi_train - pi_rollout|",
     ),
     MetricSpec(
-        "rollout_corr/prob_diff_std", "standard deviation of the difference of a token's two probabilities",
+        "rollout_corr/prob_diff_std",
+        "standard deviation of the difference of a token's two probabilities",
         "std(pi_train - pi_rollout)",
     ),
     MetricSpec(
-        "rollout_corr/chi2_token", "chi-squared divergence per token: variance of the raw ratios", "mean(rho^2) - 1",
+        "rollout_corr/chi2_token",
+        "chi-squared divergence per token: variance of the raw ratios",
+        "mean(rho^2) - 1",
         "chi2",
         UsualRange(
             "raw ratios vary so much that weights are mostly noise",
             "Bound the weights on both sides (IcePop) or reject on k3; find out which tokens do it: "
-            "improbable tokens and late turns come first.", high=1,
+            "improbable tokens and late turns come first.",
+            high=1,
         ),
         clamped=D_CLAMPED,
     ),
     MetricSpec(
-        "rollout_corr/pearson", "correlation of the two sides' token probabilities; 1 is ideal",
+        "rollout_corr/pearson",
+        "correlation of the two sides' token probabilities; 1 is ideal",
         "corr(pi_train, pi_rollout)",
     ),
     MetricSpec(
@@ -102,68 +137,93 @@ TOKENS = in_group(
         "tokens in the bin / valid tokens; ends at 1, 2 and 5 of each decade and at ln 2",
     ),
     MetricSpec(
-        "rollout_corr/by_prob/", "tokens, kl, k3_kl, log_ratio_abs_mean (and *_clamped) of one band of pi_rollout",
+        "rollout_corr/by_prob/",
+        "tokens, kl, k3_kl, log_ratio_abs_mean (and *_clamped) of one band of pi_rollout",
         "the metric of that name over below_1e-4, 1e-4_to_1e-3, ..., above_1e-1",
     ),
     MetricSpec(
-        "rollout_corr/by_turn/", "the same for first turns and later ones; later ones often contain tool results",
-        "the metric of that name over turn 0 (first) and the others (later)", only_with="an environment",
+        "rollout_corr/by_turn/",
+        "the same for first turns and later ones; later ones often contain tool results",
+        "the metric of that name over turn 0 (first) and the others (later)",
+        only_with="an environment",
     ),
     MetricSpec(
-        "rollout_corr/by_lag/", "the same by how many pushes ago the weights were sent that sampled the token",
-        "the metric of that name over tokens of 0, 1, and 2 or more (2+) pushes ago", only_with="--rollout-max-lag",
+        "rollout_corr/by_lag/",
+        "the same by how many pushes ago the weights were sent that sampled the token",
+        "the metric of that name over tokens of 0, 1, and 2 or more (2+) pushes ago",
+        only_with="--rollout-max-lag",
     ),
     MetricSpec(
-        "rollout_corr/by_engine/", "the same, and log_ratio_abs_max, of the samples of one rollout engine",
-        "over each engine, and a+b: responses of which both sampled a part", only_with="servers of two engines",
+        "rollout_corr/by_engine/",
+        "the same, and log_ratio_abs_max, of the samples of one rollout engine",
+        "over each engine, and a+b: responses of which both sampled a part",
+        only_with="servers of two engines",
     ),
 )
 
 SEQUENCES = in_group(
     "Mismatch of sequences",
     MetricSpec(
-        "rollout_corr/chi2_geo", "chi-squared divergence of geometric means over sequences", "mean(exp(2 mean(D))) - 1",
+        "rollout_corr/chi2_geo",
+        "chi-squared divergence of geometric means over sequences",
+        "mean(exp(2 mean(D))) - 1",
         "chi2 geometric",
         UsualRange(
             "whole sequences are shifted against each other",
-            "A shift of every token of a sequence is no noise: look for a temperature, a stale weight version or a "
-            "stale prefix cache.", high=1,
+            "A shift of every token of a sequence is no noise: look for a temperature, a stale weight "
+            "version or a "
+            "stale prefix cache.",
+            high=1,
         ),
         clamped=MEAN_CLAMPED,
     ),
     MetricSpec(
-        "rollout_corr/chi2_seq", "chi-squared divergence of products; above 1, sequence weights are mostly noise",
-        "mean(exp(2 sum(D))) - 1, sum(D) clamped to +-20", clamped="sum(D) clamped to +-2.61",
+        "rollout_corr/chi2_seq",
+        "chi-squared divergence of products; above 1, sequence weights are mostly noise",
+        "mean(exp(2 sum(D))) - 1, sum(D) clamped to +-20",
+        clamped="sum(D) clamped to +-2.61",
     ),
     MetricSpec(
-        "rollout_corr/training_ppl", "perplexity of the samples under the trained model",
-        "mean over sequences of exp(-mean log pi_train)", clamped="at most 100 a sequence",
+        "rollout_corr/training_ppl",
+        "perplexity of the samples under the trained model",
+        "mean over sequences of exp(-mean log pi_train)",
+        clamped="at most 100 a sequence",
     ),
     MetricSpec(
-        "rollout_corr/rollout_ppl", "perplexity of the samples under the rollout server",
-        "mean over sequences of exp(-mean log pi_rollout)", clamped="at most 100 a sequence",
+        "rollout_corr/rollout_ppl",
+        "perplexity of the samples under the rollout server",
+        "mean over sequences of exp(-mean log pi_rollout)",
+        clamped="at most 100 a sequence",
     ),
     MetricSpec(
         "rollout_corr/training_log_ppl",
         "log-perplexity under the trained model: one bad sequence cannot hide the others",
-        "mean over sequences of -mean log pi_train", clamped="at most ln 100 a sequence",
+        "mean over sequences of -mean log pi_train",
+        clamped="at most ln 100 a sequence",
     ),
     MetricSpec(
-        "rollout_corr/rollout_log_ppl", "log-perplexity under the rollout server",
-        "mean over sequences of -mean log pi_rollout", clamped="at most ln 100 a sequence",
+        "rollout_corr/rollout_log_ppl",
+        "log-perplexity under the rollout server",
+        "mean over sequences of -mean log pi_rollout",
+        clamped="at most ln 100 a sequence",
     ),
     MetricSpec(
-        "rollout_corr/ppl_ratio", "how many times more perplexed the trained model is; 1 is ideal",
-        "mean over sequences of exp(mean(-D))", clamped=MEAN_CLAMPED,
+        "rollout_corr/ppl_ratio",
+        "how many times more perplexed the trained model is; 1 is ideal",
+        "mean over sequences of exp(mean(-D))",
+        clamped=MEAN_CLAMPED,
     ),
     MetricSpec(
-        "rollout_corr/log_ppl_diff", "difference of the two log-perplexities",
-        "mean over sequences of mean(log pi_rollout - log pi_train)", clamped=MEAN_CLAMPED,
+        "rollout_corr/log_ppl_diff",
+        "difference of the two log-perplexities",
+        "mean over sequences of mean(log pi_rollout - log pi_train)",
+        clamped=MEAN_CLAMPED,
     ),
     MetricSpec(
         "rollout_corr/log_ppl_diff_abs",
         "the same of absolute values: sequences that are shifted up and down do not cancel",
-        "mean over sequences of |mean(D)|", clamped=MEAN_CLAMPED,
+        "mean over sequences of |mean(D)|",
+        clamped=MEAN_CLAMPED,
     ),
     MetricSpec(
         "rollout_corr/log_ppl_diff_max",
@@ -180,77 +240,109 @@ SEQUENCES = in_group(
 WEIGHTS = in_group(
     "Importance weights",
     MetricSpec(
-        "rollout_corr/weight_mean", "average importance weight; 1 when both sides agree", "mean(w)", "weight",
+        "rollout_corr/weight_mean",
+        "average importance weight; 1 when both sides agree",
+        "mean(w)",
+        "weight",
         UsualRange("the correction rescales the whole gradient", TAME_THE_WEIGHTS, low=0.5, high=2.0),
-        column=Column(7, "{:.3f}".format), compared=True,
+        column=Column(7, "{:.3f}".format),
+        compared=True,
     ),
     MetricSpec(
         "rollout_corr/weight_std", "standard deviation of the importance weights", "std(w)", compared=True
     ),
     MetricSpec(
-        "rollout_corr/weight_max", "largest importance weight; stays at the upper bound if truncated", "max(w)",
+        "rollout_corr/weight_max",
+        "largest importance weight; stays at the upper bound if truncated",
+        "max(w)",
         compared=True,
     ),
     MetricSpec("rollout_corr/weight_min", "smallest importance weight", "min(w)"),
     MetricSpec(
-        "rollout_corr/weight_out_of_bounds", "tokens whose weight the bounds changed (gamma has none)",
+        "rollout_corr/weight_out_of_bounds",
+        "tokens whose weight the bounds changed (gamma has none)",
         "tokens with raw w outside its bounds / valid tokens",
     ),
     MetricSpec(
-        "rollout_corr/ess", "effective sample size: share of the batch that carries the gradient; 1 is ideal",
-        "1 / mean((w / mean(w))^2)", "ESS",
+        "rollout_corr/ess",
+        "effective sample size: share of the batch that carries the gradient; 1 is ideal",
+        "1 / mean((w / mean(w))^2)",
+        "ESS",
         UsualRange(
             "a few samples carry the gradient",
             "Lower the upper bound of the weights, or prefer token to sequence weights; check that samples "
-            "are not several weight versions old.", low=0.3,
+            "are not several weight versions old.",
+            low=0.3,
         ),
-        column=Column(5, "{:.3f}".format), compared=True,
+        column=Column(5, "{:.3f}".format),
+        compared=True,
     ),
     MetricSpec(
         "rollout_corr/ess_sequences",
         "effective sample size of whole sequences' raw products, whatever weights are chosen (VCPO)",
-        "(sum w)^2 / (n sum w^2) over sequences, w = exp(sum(D)), sum(D) clamped to +-340", compared=True,
+        "(sum w)^2 / (n sum w^2) over sequences, w = exp(sum(D)), sum(D) clamped to +-340",
+        compared=True,
     ),
 )
 
 REJECTION = in_group(
     "Rejection",
     MetricSpec(
-        "rollout_corr/kept_fraction", "tokens that are trained: finite on both sides, and rejected by no rule",
-        "kept tokens / tokens of the loss mask", "kept",
-        column=Column(6, "{:.1%}".format), compared=True,
+        "rollout_corr/kept_fraction",
+        "tokens that are trained: finite on both sides, and rejected by no rule",
+        "kept tokens / tokens of the loss mask",
+        "kept",
+        column=Column(6, "{:.1%}".format),
+        compared=True,
     ),
     MetricSpec(
-        "rollout_corr/kept_sequence_fraction", "sequences left after rejection, of those with a finite log-prob",
+        "rollout_corr/kept_sequence_fraction",
+        "sequences left after rejection, of those with a finite log-prob",
         "kept sequences / sequences with valid tokens",
-        "kept sequences", compared=True,
+        "kept sequences",
+        compared=True,
     ),
     MetricSpec(
-        "rollout_corr/rejected_fraction/", "tokens that this rejection rule drops", "rejected tokens / valid tokens",
-        only_with="a rejection rule", compared=True,
+        "rollout_corr/rejected_fraction/",
+        "tokens that this rejection rule drops",
+        "rejected tokens / valid tokens",
+        only_with="a rejection rule",
+        compared=True,
     ),
     MetricSpec(
-        "rollout_corr/batch_filtered", "1 when the batch filter skipped the step", "KL(k3) > --rollout-batch-filter-kl",
+        "rollout_corr/batch_filtered",
+        "1 when the batch filter skipped the step",
+        "KL(k3) > --rollout-batch-filter-kl",
         "filtered",
         UsualRange(
             "the train-infer KL of a whole step was above the filter's bound",
-            "Single filtered steps are what the filter is for. If there are many, close the gap itself (see KL(k3)), "
-            "or raise the bound.", low=0, high=0,
+            "Single filtered steps are what the filter is for. If there are many, close the gap itself (see "
+            "KL(k3)), "
+            "or raise the bound.",
+            low=0,
+            high=0,
         ),
         only_with="--rollout-batch-filter-kl",
     ),
     MetricSpec(
-        "rollout_corr/nonfinite_tokens", "tokens dropped because a log-probability was NaN or infinite", "count",
+        "rollout_corr/nonfinite_tokens",
+        "tokens dropped because a log-probability was NaN or infinite",
+        "count",
         "dropped",
         UsualRange(
             "log-probabilities came back NaN or infinite",
             "Look for overflow in the rollout server's logits (its dtype and quantisation), and for tokens "
-            "that sampling could not have produced.", low=0, high=0,
+            "that sampling could not have produced.",
+            low=0,
+            high=0,
         ),
         compared=True,
     ),
     MetricSpec(
-        "rollout_corr/valid_tokens", "tokens in the loss mask with finite log-probabilities", "count", compared=True
+        "rollout_corr/valid_tokens",
+        "tokens in the loss mask with finite log-probabilities",
+        "count",
+        compared=True,
     ),
     MetricSpec("rollout_corr/padded_tokens", "positions outside the loss mask: prompts and padding", "count"),
     MetricSpec("rollout_corr/sequences", "sequences with at least one valid token", "count"),

@@ -77,18 +77,26 @@ class Correction:
     """float64 scalar: kept tokens of the global batch; 0 if the batch filter takes the whole batch."""
 
     lengths: Lengths
-    """Lengths for means over sequences: of kept tokens where the loss_denominator is kept, else of valid ones."""
+    """Lengths for means over sequences: of kept tokens where the loss_denominator is kept,
+    else of valid ones.
+    """
 
     sequence_ratios: Tensor
-    """[S] float64: the product of rho over each sequence (`SpanSums.products`), before bounds and rejection."""
+    """[S] float64: the product of rho over each sequence (`SpanSums.products`), before
+    bounds and rejection.
+    """
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Device-side partials of this rank's share, by name."""
 
     def rows(self, start: int, stop: int) -> Correction:
-        """Weights and masks of tokens [start, stop), for a microbatch; counts and lengths stay, metrics do not."""
+        """Weights and masks of tokens [start, stop), for a microbatch; counts and lengths
+        stay, metrics do not.
+        """
         part = slice(start, stop)
-        return replace(self, weights=self.weights[part], mask=self.mask[part], valid=self.valid[part], metrics={})
+        return replace(
+            self, weights=self.weights[part], mask=self.mask[part], valid=self.valid[part], metrics={}
+        )
 
     def at(self, places: Tensor, padding: int) -> Correction:
         """As `rows`, of the tokens at these places [T'], with so many that are no token behind them."""
@@ -125,9 +133,9 @@ def compute_correction(
 ) -> Correction:
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
 
-    With groups, this takes one collective over cp and one over dp_cp, whatever the rules. M2PO takes one more over
-    dp_cp, before the others: its cut decides what they count. A token whose log-prob is not finite on either side is
-    dropped and counted; values outside the loss mask never matter.
+    With groups, this takes one collective over cp and one over dp_cp, whatever the rules. M2PO takes one more
+    over dp_cp, before the others: its cut decides what they count. A token whose log-prob is not finite on
+    either side is dropped and counted; values outside the loss mask never matter.
 
     Args:
         train_logprobs, rollout_logprobs: [T] float, subtracted in float32.
@@ -160,12 +168,15 @@ def compute_correction(
     rejection = reject(config, ratios, spans, sums, verdicts)
     ratios.free_rows()
 
-    owner = groups is None or groups.cp_rank == 0  # all ranks of cp hold whole sequences: one of them counts them
+    # all ranks of cp hold whole sequences: one of them counts them
+    owner = groups is None or groups.cp_rank == 0
     batch = _all_reduce_batch_totals(config, ratios, sums, weights, rejection, groups, owner)
     final = None if weights is None else weights.tokens
     if batch.weight_scale is not None:
         final = final * batch.weight_scale
-    parts |= rejection_metrics(ratios, rejection) | sequence_metrics(sums, rejection.kept_sequences, owner=owner)
+    parts |= rejection_metrics(ratios, rejection) | sequence_metrics(
+        sums, rejection.kept_sequences, owner=owner
+    )
     if final is not None:
         parts |= weight_metrics(final, weights.out_of_bounds, ratios)
     return _finish(config, final, ratios, sums, rejection, batch, pack(parts))
@@ -201,13 +212,18 @@ class BatchTotals:
 
 
 def _all_reduce_batch_totals(
-    config: RolloutCorrectionConfig, ratios: TokenRatios, sums: SpanSums, weights: ImportanceWeights | None,
-    rejection: Rejection, groups: ParallelGroups | None, owner: bool,
+    config: RolloutCorrectionConfig,
+    ratios: TokenRatios,
+    sums: SpanSums,
+    weights: ImportanceWeights | None,
+    rejection: Rejection,
+    groups: ParallelGroups | None,
+    owner: bool,
 ) -> BatchTotals:
     """One all-reduce over dp_cp.
 
-    The mean weight counts each unit of the weights' level that has a valid token once, before rejection (as verl
-    does).
+    The mean weight counts each unit of the weights' level that has a valid token once, before
+    rejection (as verl does).
     """
     shared = weights is not None and weights.shared
     # Of what every context-parallel rank holds, the others count nothing.
@@ -245,15 +261,24 @@ def _sequence_lengths(sums: SpanSums, rejection: Rejection) -> Tensor:
 
 
 def _lengths_kind(config: RolloutCorrectionConfig) -> str:
-    """Which tokens a mean over sequences counts; a mean over tokens needs no kept lengths, so none are made for it."""
+    """Which tokens a mean over sequences counts; a mean over tokens needs no kept lengths, so none
+    are made for it.
+    """
     return "valid" if config.aggregation == "token-mean" else config.loss_denominator
 
 
 def _finish(
-    config: RolloutCorrectionConfig, weights: Tensor | None, ratios: TokenRatios, sums: SpanSums, rejection: Rejection,
-    batch: BatchTotals, metrics: dict[str, Metric],
+    config: RolloutCorrectionConfig,
+    weights: Tensor | None,
+    ratios: TokenRatios,
+    sums: SpanSums,
+    rejection: Rejection,
+    batch: BatchTotals,
+    metrics: dict[str, Metric],
 ) -> Correction:
-    """Apply what acts on the whole batch: the filter, and the promise of diagnostics_only to change nothing."""
+    """Apply what acts on the whole batch: the filter, and the promise of diagnostics_only
+    to change nothing.
+    """
     valid_tokens, kept_tokens, most_kl = batch.valid_tokens, batch.kept_tokens, config.rollout_batch_filter_kl
     if most_kl is not None:
         filtered = batch.k3 > most_kl * valid_tokens
@@ -274,7 +299,10 @@ def _by_turn(config: RolloutCorrectionConfig) -> list[str]:
 
 
 def _check_inputs(
-    config: RolloutCorrectionConfig, required: tuple[Tensor, ...], turn_ids: Tensor | None, num_turns: int | None,
+    config: RolloutCorrectionConfig,
+    required: tuple[Tensor, ...],
+    turn_ids: Tensor | None,
+    num_turns: int | None,
     inputs: dict[str, Tensor],
 ) -> None:
     given = [*required, *([] if turn_ids is None else [turn_ids]), *inputs.values()]
@@ -282,18 +310,24 @@ def _check_inputs(
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(
             f"compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, "
-            f"{', '.join(RULE_INPUTS)}) of one shape [T], got {', '.join(map(str, shapes))}; flatten_padded turns rows "
+            f"{', '.join(RULE_INPUTS)}) of one shape [T], got {', '.join(map(str, shapes))}; flatten_padded "
+            "turns rows "
             "[B, L] into [T]"
         )
     for name in inputs:
         if name not in RULE_INPUTS:
-            raise ValueError(f"compute_correction takes no {name!r}; the inputs of rules are {', '.join(RULE_INPUTS)}")
+            raise ValueError(
+                f"compute_correction takes no {name!r}; the inputs of rules are {', '.join(RULE_INPUTS)}"
+            )
     by_turn = _by_turn(config)
     if by_turn and (turn_ids is None or num_turns is None):
         raise ValueError(
-            f"{by_turn[0]} needs turn_ids and num_turns, above every one of them; pass both, or use another level"
+            f"{by_turn[0]} needs turn_ids and num_turns, above every one of them; pass both, or use another "
+            "level"
         )
     for name, asker in config.needed_inputs.items():
         if name not in inputs:
             what = "mode" if " " in asker else "rule"
-            raise ValueError(f"{asker} needs {name}, {RULE_INPUTS[name].doc}; pass {name}, or use another {what}")
+            raise ValueError(
+                f"{asker} needs {name}, {RULE_INPUTS[name].doc}; pass {name}, or use another {what}"
+            )

@@ -7,7 +7,8 @@ METRICS = in_group(
     MetricSpec("loss/policy", "policy loss; its level says little, jumps do"),
     MetricSpec("loss/clip_fraction", "tokens whose policy ratio was clipped", "clipped tokens / kept tokens"),
     MetricSpec(
-        "loss/dual_clip_fraction", "tokens of negative advantage whose loss the dual clip bounded",
+        "loss/dual_clip_fraction",
+        "tokens of negative advantage whose loss the dual clip bounded",
         "tokens at c |A| / kept tokens",
     ),
     MetricSpec(
@@ -15,45 +16,63 @@ METRICS = in_group(
         "distance of the policy from pi_old, k3 estimate; 0 with three policies, one update a batch",
         clamped="at most 10 a token",
     ),
-    MetricSpec("loss/entropy", "entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"),
     MetricSpec(
-        "loss/reference_kl", "KL to the reference policy, as the penalty estimates it; 0 before the first update",
-        "mean over kept tokens", "reference KL",
+        "loss/entropy", "entropy of the policy per token; a fall to 0 is collapse", "mean(-sum p log p)"
+    ),
+    MetricSpec(
+        "loss/reference_kl",
+        "KL to the reference policy, as the penalty estimates it; 0 before the first update",
+        "mean over kept tokens",
+        "reference KL",
         UsualRange(
             "the policy is far from its reference, or reward pulls it away",
             "Up to 0.1 a token is usual. If the reward still rises, the reference may be too old: "
             "--rollout-reference-reset N makes it the policy of every N-th batch. If it does not, raise "
-            "--rollout-kl-loss-coef, or lower the learning rate. With --rollout-reference-url it can't fall below "
-            "reference/floor.", high=0.5,
+            "--rollout-kl-loss-coef, or lower the learning rate. With --rollout-reference-url it can't fall "
+            "below "
+            "reference/floor.",
+            high=0.5,
         ),
         only_with="--rollout-kl-loss-coef",
     ),
     MetricSpec(
-        "reference/floor", "k3 of the start's weights against the servers of the reference, over the first step",
+        "reference/floor",
+        "k3 of the start's weights against the servers of the reference, over the first step",
         "mean(e^-d - 1 + d) over sampled tokens, d = log pi_start - log pi_server",
         only_with="--rollout-reference-url",
         usual=UsualRange(
             "the servers have other weights than the start or compute otherwise",
-            "If they are meant to be the start: the same checkpoint, number type and lm_head as the trainer, and see "
-            "KL(k3), which has the same causes. If they are another policy, the value says how far it is.", high=1e-2,
+            "If they are meant to be the start: the same checkpoint, number type and lm_head as the trainer, "
+            "and see "
+            "KL(k3), which has the same causes. If they are another policy, the value says how far it is.",
+            high=1e-2,
         ),
     ),
     MetricSpec(
-        "loss/reference_missing", "kept tokens that the reference gave no finite log-prob for: they have no penalty",
-        "count", only_with="--rollout-kl-loss-coef",
+        "loss/reference_missing",
+        "kept tokens that the reference gave no finite log-prob for: they have no penalty",
+        "count",
+        only_with="--rollout-kl-loss-coef",
         usual=UsualRange(
             "tokens train without the penalty",
-            "With --rollout-reference-url look at the log of those servers, else for overflow in the reference's "
-            "logits.", low=0, high=0,
+            "With --rollout-reference-url look at the log of those servers, else for overflow in the "
+            "reference's "
+            "logits.",
+            low=0,
+            high=0,
         ),
     ),
     MetricSpec(
-        "loss/sampler_kl", "distance to the policy that sampled, as the pull to it estimates it",
-        "mean over kept tokens of D^2, or of e^D - 1 - D", only_with="--rollout-sampler-kl-coef",
+        "loss/sampler_kl",
+        "distance to the policy that sampled, as the pull to it estimates it",
+        "mean over kept tokens of D^2, or of e^D - 1 - D",
+        only_with="--rollout-sampler-kl-coef",
         usual=UsualRange(
             "the policy that is trained is far from the one that sampled",
-            "The train-infer mismatch remains in it whatever is trained: see KL(k3). Above that: fewer updates of a "
-            "batch, a smaller --rollout-max-lag, or a larger --rollout-sampler-kl-coef.", high=0.1,
+            "The train-infer mismatch remains in it whatever is trained: see KL(k3). Above that: fewer "
+            "updates of a "
+            "batch, a smaller --rollout-max-lag, or a larger --rollout-sampler-kl-coef.",
+            high=0.1,
         ),
     ),
-)  # fmt: skip
+)

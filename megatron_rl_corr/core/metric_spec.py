@@ -1,8 +1,9 @@
-"""How a metric is described, in the file that computes it. `observability/catalogue.py` collects the descriptions.
+"""How a metric is described, in the file that computes it. `observability/catalogue.py` collects
+the descriptions.
 
 A module lists what it computes in `METRICS`, a tuple of `MetricSpec`; the console, the alerts, the page,
-`megatron-rl-corr correct` and the page of metrics in docs/ read it from there. The module must be importable without
-Megatron.
+`megatron-rl-corr correct` and the page of metrics in docs/ read it from there. The module must be
+importable without Megatron.
 """
 
 import math
@@ -16,7 +17,8 @@ from megatron_rl_corr.tables import readable
 class UsualRange:
     """The closed interval that a healthy run stays in; a value outside of it, or NaN, is an alert.
 
-    Example: `UsualRange("a few samples carry the gradient", "Lower the upper bound of the weights.", low=0.3)`.
+    Example: `UsualRange("a few samples carry the gradient", "Lower the upper bound of the
+    weights.", low=0.3)`.
     """
 
     says: str
@@ -42,7 +44,9 @@ class UsualRange:
 
 @dataclass(frozen=True)
 class Column:
-    """A metric's place in the console's table; a value that does not fit the width is written shorter, never cut."""
+    """A metric's place in the console's table; a value that does not fit the width is written
+    shorter, never cut.
+    """
 
     width: int
     format: Callable[[float], str] = readable
@@ -56,7 +60,9 @@ class MetricSpec:
     """
 
     name: str
-    """Name in the log: rollout_corr/k3_kl. A family ends with a slash: eval/ describes every name that starts so."""
+    """Name in the log: rollout_corr/k3_kl. A family ends with a slash: eval/ describes every
+    name that starts so.
+    """
     doc: str
     """What it measures, in one line."""
     formula: str = ""
@@ -68,7 +74,9 @@ class MetricSpec:
     only_with: str = ""
     """The setting without which it is not logged; empty for a metric of every run."""
     clamped: str = ""
-    """What its twin NAME_clamped clamps, and where, so that single outliers weigh little; empty without a twin."""
+    """What its twin NAME_clamped clamps, and where, so that single outliers weigh little;
+    empty without a twin.
+    """
     column: Column | None = None
     """Its column in the console, for a metric that is printed at every step."""
     compared: bool = False

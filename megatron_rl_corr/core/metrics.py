@@ -133,7 +133,9 @@ class JensenShannon(Metric):
 
 
 class Pearson(Metric):
-    """Correlation of x and y; values = [sum x, sum y, sum x^2, sum y^2, sum xy, count]; shifts do not matter."""
+    """Correlation of x and y; values = [sum x, sum y, sum x^2, sum y^2, sum xy, count];
+    shifts do not matter.
+    """
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
@@ -158,7 +160,9 @@ class Max(Metric):
 
 
 class MaxOfPresent(Metric):
-    """A maximum of non-negative values in which absent entries are 0; values = [maximum, how many are present]."""
+    """A maximum of non-negative values in which absent entries are 0; values = [maximum, how
+    many are present].
+    """
 
     reduction = "max"
 
@@ -195,14 +199,16 @@ class NegativeMax(Max):
 
 _DECADES = [float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 2, 5)]
 EDGES = tuple(sorted([*_DECADES, math.log(2), 100.0]))
-"""Upper ends of all bins of |D| but the last, which is open: 1, 2 and 5 of each decade, and ln 2. A bin holds its
-end."""
+"""Upper ends of all bins of |D| but the last, which is open: 1, 2 and 5 of each decade, and ln 2. A
+bin holds its end.
+"""
 LABELS = tuple(f"upto_{edge:.3g}" for edge in EDGES) + (f"above_{EDGES[-1]:.3g}",)
 PERCENTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 
 
 class LogRatioHistogram(Metric):
-    """Tokens in each bin of |D|; values = [1 + bins] counts, which add up exactly over ranks and microbatches.
+    """Tokens in each bin of |D|; values = [1 + bins] counts, which add up exactly over ranks
+    and microbatches.
 
     The first count is of D = 0, which belongs to the first bin and is told apart.
     """
@@ -214,7 +220,9 @@ class LogRatioHistogram(Metric):
 
     @classmethod
     def numbers(cls, name: str, values: Sequence[float]) -> dict[str, float]:
-        """Percentiles, the shares of 0 and above ln 2 (one side more than twice as sure), and each bin's share."""
+        """Percentiles, the shares of 0 and above ln 2 (one side more than twice as sure), and
+        each bin's share.
+        """
         bins, total = _bins(values), sum(values)
         shares = [count / total if total else math.nan for count in bins]
         found = {f"{name}_abs_{label}": percentile(bins, share) for label, share in PERCENTILES.items()}
@@ -230,7 +238,9 @@ def _bins(values: Sequence[float]) -> list[float]:
 
 
 def percentile(counts: Sequence[float], share: float) -> float:
-    """The least upper end that at least this share of the tokens is at or below; 100 if none is; nan without tokens."""
+    """The least upper end that at least this share of the tokens is at or below; 100 if none is;
+    nan without tokens.
+    """
     total = sum(counts)
     if not total:
         return math.nan

@@ -1,8 +1,9 @@
-"""How far the two policies are apart: the metrics of a correction, as partial sums and extrema of this rank's share.
+"""How far the two policies are apart: the metrics of a correction, as partial sums and extrema of
+this rank's share.
 
-T tokens, S sequences; D = log pi_train - log pi_rollout (subtracted in float32), rho = e^D, e = rho - 1 with D clamped
-to +-20; k3 is e - D with D at most 1e8, so that no absurd D makes it negative. Everything is 0 outside
-the valid tokens, so plain sums over T are sums over the valid tokens.
+T tokens, S sequences; D = log pi_train - log pi_rollout (subtracted in float32), rho = e^D, e = rho - 1
+with D clamped to +-20; k3 is e - D with D at most 1e8, so that no absurd D makes it negative. Everything
+is 0 outside the valid tokens, so plain sums over T are sums over the valid tokens.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ from megatron_rl_corr.core.segments import Columns, constant, segment_sums
 OUTLIER = 2.610868638
 """Where k3 = e^D - 1 - D reaches 10: in clamped metrics no ratio counts for more than e^2.61 = 13.6."""
 LOWEST = -10.9999833
-"""The other D for which k3 is 10. In the clamped metrics no token counts for more, as in verl's KL penalty."""
+"""The other D for which k3 is 10. In the clamped metrics no token counts for more, as in
+verl's KL penalty.
+"""
 LONGEST_LOG_PPL = math.log(100)
-"""No sequence counts for more than 100 in the clamped perplexities, which is a guess among a hundred tokens."""
+"""No sequence counts for more than 100 in the clamped perplexities, which is a guess among
+a hundred tokens.
+"""
 
 BANDS = ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1", "above_1e-1")
 _BAND_EDGES = tuple(math.log(10.0**-power) for power in (4, 3, 2, 1))
@@ -45,8 +50,8 @@ def pack(parts: Parts) -> dict[str, m.Metric]:
 def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tensor | None = None) -> Parts:
     """Means, spreads and extrema over the valid tokens, and the main means by probability band, turn and lag.
 
-    turn_ids [T]: 0 for a sequence's first turn; None leaves the metrics by turn out. token_lags [T]: pushes since the
-    weights that sampled the token; None leaves the metrics by lag out.
+    turn_ids [T]: 0 for a sequence's first turn; None leaves the metrics by turn out. token_lags [T]:
+    pushes since the weights that sampled the token; None leaves the metrics by lag out.
     """
     parts = _probability_metrics(ratios)  # first: its rows are freed before the others are made
     d, e, size, count = ratios.log_ratio, ratios.rho_less_one, ratios.log_ratio.abs(), ratios.valid_tokens
@@ -64,27 +69,39 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tens
     sums = _sums_by_part(ratios, turn_ids, token_lags, _main_columns(ratios, size, kept))
     for part, totals in sums.items():
         parts |= _main_means(part, totals)
-    e_total, d_clamped_total, e_clamped_total = (sums[""][_MAIN.index(x)] for x in ("e", "d_clamped", "e_clamped"))
+    e_total, d_clamped_total, e_clamped_total = (
+        sums[""][_MAIN.index(x)] for x in ("e", "d_clamped", "e_clamped")
+    )
     parts["chi2_token"] = m.Chi2, (torch.dot(e, e), e_total, count)
     exp_abs = size.clamp_(max=LOG_CLAMP).expm1_()
     parts["token_mult_prob_error"] = m.MeanPlusOne, (exp_abs.sum(), count)
     exp_abs.clamp_(max=math.expm1(OUTLIER))
     parts["token_mult_prob_error_clamped"] = m.MeanPlusOne, (exp_abs.sum(), count)
     log_middle = torch.mul(e, 0.5, out=size).log1p_()  # ln((1 + rho) / 2)
-    parts["jsd"] = m.JensenShannon, (
-        torch.dot(e, log_middle), products_total, log_middle.sum(), exponents_total, count
+    parts["jsd"] = (
+        m.JensenShannon,
+        (torch.dot(e, log_middle), products_total, log_middle.sum(), exponents_total, count),
     )
     d_clamped, (e_clamped,) = d.clamp(LOWEST, OUTLIER), kept  # made again rather than kept, for memory
     parts["chi2_token_clamped"] = m.Chi2, (torch.dot(e_clamped, e_clamped), e_clamped_total, count)
     log_middle.clamp_(math.log1p(math.expm1(LOWEST) / 2), math.log1p(math.expm1(OUTLIER) / 2))
-    parts["jsd_clamped"] = m.JensenShannon, (
-        torch.dot(e_clamped, log_middle), torch.dot(e_clamped, d_clamped), log_middle.sum(), d_clamped_total, count
+    parts["jsd_clamped"] = (
+        m.JensenShannon,
+        (
+            torch.dot(e_clamped, log_middle),
+            torch.dot(e_clamped, d_clamped),
+            log_middle.sum(),
+            d_clamped_total,
+            count,
+        ),
     )
     return parts
 
 
 def _probability_metrics(ratios: TokenRatios) -> Parts:
-    """Metrics that compare probabilities, from x = pi_train - 1 and y = pi_rollout - 1, 0 outside the valid tokens."""
+    """Metrics that compare probabilities, from x = pi_train - 1 and y = pi_rollout - 1, 0 outside
+    the valid tokens.
+    """
     x, y = ratios.train_logprobs.double().expm1_(), ratios.rollout_logprobs.double().expm1_()
     count = ratios.valid_tokens
     pearson = x.sum(), y.sum(), torch.dot(x, x), torch.dot(y, y), torch.dot(x, y), count
@@ -102,10 +119,11 @@ def _probability_metrics(ratios: TokenRatios) -> Parts:
 def _sums_by_part(
     ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tensor | None, columns: Columns
 ) -> dict[str, tuple[Tensor, ...]]:
-    """Sums of the columns, float64 scalars: of all tokens (""), by the server's probability, by turn and by lag.
+    """Sums of the columns, float64 scalars: of all tokens (""), by the server's probability, by
+    turn and by lag.
 
-    One sum for each cell of lag, turn and band, of which the others are made: parts are added, never subtracted, so an
-    outlier in one does not round away another.
+    One sum for each cell of lag, turn and band, of which the others are made: parts are added, never
+    subtracted, so an outlier in one does not round away another.
     """
     edges = constant(_BAND_EDGES, torch.float32, ratios.valid.device)
     cells = torch.bucketize(ratios.rollout_logprobs, edges, right=True, out_int32=True)
@@ -114,14 +132,20 @@ def _sums_by_part(
     if token_lags is not None:
         cells = torch.add(token_lags.clamp(0, 2), cells, alpha=3)
     turns, lags = 1 if turn_ids is None else len(TURNS), 1 if token_lags is None else len(LAGS)
-    table = segment_sums(columns, cells, len(BANDS) * turns * lags).view(len(columns), len(BANDS), turns, lags)
+    table = segment_sums(columns, cells, len(BANDS) * turns * lags).view(
+        len(columns), len(BANDS), turns, lags
+    )
     by_band = table.sum(dim=(2, 3))
     found = {"": by_band.sum(dim=1)}
     found |= dict(zip([f"by_prob/{band}/" for band in BANDS], by_band.unbind(dim=1), strict=True))
     if turn_ids is not None:
-        found |= dict(zip([f"by_turn/{turn}/" for turn in TURNS], table.sum(dim=(1, 3)).unbind(dim=1), strict=True))
+        found |= dict(
+            zip([f"by_turn/{turn}/" for turn in TURNS], table.sum(dim=(1, 3)).unbind(dim=1), strict=True)
+        )
     if token_lags is not None:
-        found |= dict(zip([f"by_lag/{lag}/" for lag in LAGS], table.sum(dim=(1, 2)).unbind(dim=1), strict=True))
+        found |= dict(
+            zip([f"by_lag/{lag}/" for lag in LAGS], table.sum(dim=(1, 2)).unbind(dim=1), strict=True)
+        )
     return {part: sums.unbind() for part, sums in found.items()}
 
 
@@ -145,10 +169,14 @@ def engine_metrics(ratios: TokenRatios, engine_ids: Tensor, engines: Sequence[st
 
 
 FILTERED = "rollout/by_fate/filtered_"
-"""Before the names of metrics of groups that the filter left out; mcore/collect_metrics.py says what they mean."""
+"""Before the names of metrics of groups that the filter left out; mcore/collect_metrics.py
+says what they mean.
+"""
 
 
-def filtered_metrics(train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, m.Metric]:
+def filtered_metrics(
+    train_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor
+) -> dict[str, m.Metric]:
     """The main means and the largest |D| of samples that are not trained, as the group filter left them out.
 
     Args:
@@ -186,9 +214,15 @@ def _main_columns(ratios: TokenRatios, size: Tensor, kept: list[Tensor]) -> Colu
         return kept[-1]
 
     makers = (
-        lambda: ratios.one, lambda: d, lambda: d.clamp(max=LARGEST_LESS), lambda: e, lambda: size,
-        lambda: size.clamp(max=OUTLIER), lambda: d.clamp(LOWEST, OUTLIER), clamped_e,
-    )  # fmt: skip
+        lambda: ratios.one,
+        lambda: d,
+        lambda: d.clamp(max=LARGEST_LESS),
+        lambda: e,
+        lambda: size,
+        lambda: size.clamp(max=OUTLIER),
+        lambda: d.clamp(LOWEST, OUTLIER),
+        clamped_e,
+    )
     return dict(zip(_MAIN, makers, strict=True))
 
 
@@ -208,7 +242,9 @@ def _main_means(part: str, totals: Sequence[Tensor]) -> Parts:
 
 @lru_cache(maxsize=8)
 def _bin_ends(device: torch.device) -> Tensor:
-    """float64 upper ends of the bins of |D|, rounded to float32 as log-probs are; the bin that ends at 0 has D = 0."""
+    """float64 upper ends of the bins of |D|, rounded to float32 as log-probs are; the bin that
+    ends at 0 has D = 0.
+    """
     return torch.tensor((0.0, *m.EDGES), dtype=torch.float32, device=device).double()
 
 
@@ -252,8 +288,8 @@ def rejection_metrics(ratios: TokenRatios, rejection: Rejection) -> Parts:
     }
 
 
-# Per sequence, x = factor * source, clamped; the metric is the mean of e^x, or of e^x - 1 (chi2). Sources: the mean of
-# D or of a log-prob over the sequence, and the sum of D.
+# Per sequence, x = factor * source, clamped; the metric is the mean of e^x, or of e^x - 1 (chi2). Sources:
+# the mean of D or of a log-prob over the sequence, and the sum of D.
 _EXPONENTS = {
     "training_ppl": ("train", -1.0, -math.inf, 2 * LOG_CLAMP),
     "training_ppl_clamped": ("train", -1.0, -math.inf, LONGEST_LOG_PPL),
@@ -269,7 +305,8 @@ _EXPONENTS = {
 
 
 def sequence_metrics(sums: SpanSums, kept_sequences: Tensor, *, owner: bool) -> Parts:
-    """Perplexities, their gap, chi-square and effective sample size, over the sequences that have valid tokens.
+    """Perplexities, their gap, chi-square and effective sample size, over the sequences that
+    have valid tokens.
 
     Args:
         sums: over whole sequences, the same on every context-parallel rank.
@@ -281,12 +318,15 @@ def sequence_metrics(sums: SpanSums, kept_sequences: Tensor, *, owner: bool) -> 
     mean, train, rollout = means["log_ratio"], means["train_logprobs"], means["rollout_logprobs"]
     sources = {"mean": mean, "train": train, "rollout": rollout, "sum": sums.by_sequence["log_ratio"]}
     factor, low, high = (
-        constant(tuple((row[i],) for row in _EXPONENTS.values()), torch.float64, mean.device) for i in (1, 2, 3)
+        constant(tuple((row[i],) for row in _EXPONENTS.values()), torch.float64, mean.device)
+        for i in (1, 2, 3)
     )
     exponents = torch.stack([sources[row[0]] for row in _EXPONENTS.values()]).mul_(factor).clamp_(low, high)
     clamped = dict(zip(_EXPONENTS, exponents.unbind(), strict=True))
-    columns = {name: (m.Mean if "chi2" in name else m.MeanPlusOne, column)
-               for name, column in zip(_EXPONENTS, exponents.expm1().unbind(), strict=True)} | {
+    columns = {
+        name: (m.Mean if "chi2" in name else m.MeanPlusOne, column)
+        for name, column in zip(_EXPONENTS, exponents.expm1().unbind(), strict=True)
+    } | {
         "training_log_ppl": (m.NegativeMean, train),
         "training_log_ppl_clamped": (m.Mean, clamped["training_ppl_clamped"]),
         "rollout_log_ppl": (m.NegativeMean, rollout),
@@ -296,10 +336,12 @@ def sequence_metrics(sums: SpanSums, kept_sequences: Tensor, *, owner: bool) -> 
         "log_ppl_diff_abs": (m.Mean, mean.abs()),
         "log_ppl_diff_abs_clamped": (m.Mean, clamped["ppl_ratio_clamped"].abs()),
         "kept_sequence_fraction": (m.Mean, kept_sequences),
-    }  # fmt: skip
+    }
     # No sums of e^x - 1 here: weights that are all near e^-20 would drown in the 1.
     products = sums.products
-    totals = torch.stack([*(column for _, column in columns.values()), products, products.square(), present]).sum(dim=1)
+    totals = torch.stack(
+        [*(column for _, column in columns.values()), products, products.square(), present]
+    ).sum(dim=1)
     *totals, weight, squares, count = (totals if owner else torch.zeros_like(totals)).unbind()
     parts: Parts = {
         name: (kind, (total, count)) for (name, (kind, _)), total in zip(columns.items(), totals, strict=True)

@@ -6,7 +6,8 @@ import math
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """1 - C(n - c, k) / C(n, k): the share of the choices of k out of n samples that hold one that passed.
 
-    Unbiased, unlike 1 - (1 - c / n)^k. Chen et al. 2021, "Evaluating large language models trained on code", eq. 1.
+    Unbiased, unlike 1 - (1 - c / n)^k. Chen et al. 2021, "Evaluating large language models trained
+    on code", eq. 1.
 
     Example: 0.5 for 4 samples of which 1 passed, and k 2: 3 of the 6 pairs have it.
 

@@ -1,6 +1,7 @@
 """The ratio rho = pi_train / pi_rollout of each token, and its sums over whole sequences and turns.
 
-T tokens (this context-parallel rank's), S sequences, U units: sequences, or their turns where turns decide something.
+T tokens (this context-parallel rank's), S sequences, U units: sequences, or their turns where turns
+decide something.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ if TYPE_CHECKING:
 LOG_CLAMP = 20.0
 """exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
 PRODUCT_LOG_CLAMP = 340.0
-"""Of a product that is compared with others of the batch, by an effective sample size, which sums up squares, or by
-batch normalisation: e^(+-680) fits into float64."""
+"""Of a product that is compared with others of the batch, by an effective sample size, which sums up
+squares, or by batch normalisation: e^(+-680) fits into float64.
+"""
 
 
 LARGEST_LESS = 1e8
-"""What e^20 = 4.9e8 is lessened by at most in k3: a finite but absurd D (1e30, of a server's log-prob of -1e30) would
-make it -1e30, below every bound."""
+"""What e^20 = 4.9e8 is lessened by at most in k3: a finite but absurd D (1e30, of a server's log-prob of
+-1e30) would make it -1e30, below every bound.
+"""
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """e^D - 1 - D, elementwise, at least 0: D is clamped to +-20 in the exponent, and to at most 1e8 behind it.
+    """e^D - 1 - D, elementwise, at least 0: D is clamped to +-20 in the exponent, and to at
+    most 1e8 behind it.
 
     Args:
         log_ratio: D, any shape.
@@ -46,8 +50,8 @@ NEAREST_TO_1 = 1.0 - 2.0**-24
 def binary_kl(log_mu: Tensor, log_p: Tensor) -> Tensor:
     """KL of "this token or another": mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)), elementwise, float64.
 
-    At least 0. Both logarithms of 1 - x are log1p, and all is in float64, as terms of order D leave a KL of order D^2.
-    mu and p are at most 1 - 2^-24. Source: DPPO, arXiv:2602.04879 (binary KL).
+    At least 0. Both logarithms of 1 - x are log1p, and all is in float64, as terms of order D leave a KL of
+    order D^2. mu and p are at most 1 - 2^-24. Source: DPPO, arXiv:2602.04879 (binary KL).
 
     Args:
         log_mu, log_p: of the sampled token, any shape, float32.
@@ -103,7 +107,9 @@ class TokenRatios:
 
     @cached_property
     def rho_less_one(self) -> Tensor:
-        """rho - 1 = e^D - 1 with D clamped to +-20: float64. Less one, because that keeps the digits of a small D."""
+        """rho - 1 = e^D - 1 with D clamped to +-20: float64. Less one, because that keeps the
+        digits of a small D.
+        """
         return self.log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP).expm1_()
 
     @property
@@ -162,7 +168,11 @@ class Spans:
     @cached_property
     def unit_ids(self) -> Tensor:
         """int64 [T]: the turn of the token's sequence where turns decide something, else the sequence."""
-        return self.seq_ids if self.num_turns == 1 else turn_segments(self.seq_ids, self.turn_ids, self.num_turns)
+        return (
+            self.seq_ids
+            if self.num_turns == 1
+            else turn_segments(self.seq_ids, self.turn_ids, self.num_turns)
+        )
 
     @property
     def num_units(self) -> int:
@@ -223,10 +233,12 @@ class SpanSums:
 
     @cached_property
     def products(self) -> Tensor:
-        """rho's product over each sequence, e^{sum D} with sum D clamped to +-340: float64 [S]; 0 without valid tokens.
+        """rho's product over each sequence, e^{sum D} with sum D clamped to +-340: float64 [S]; 0
+        without valid tokens.
 
-        Whatever weights were chosen, this is a sequence's raw importance weight. A clamp at +-20 would make long
-        sequences of a large mismatch equal, and the worst batch one of the largest effective sample size.
+        Whatever weights were chosen, this is a sequence's raw importance weight. A clamp at +-20
+        would make long sequences of a large mismatch equal, and the worst batch one of the largest
+        effective sample size.
         """
         exponent = self.by_sequence["log_ratio"].clamp(-PRODUCT_LOG_CLAMP, PRODUCT_LOG_CLAMP)
         return exponent.exp_().mul_(self.present)

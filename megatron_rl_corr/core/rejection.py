@@ -1,4 +1,5 @@
-"""Rejection rules evaluated: which tokens, turns and sequences stay in the loss. The rules are in config/rules.py.
+"""Rejection rules evaluated: which tokens, turns and sequences stay in the loss. The rules are in
+config/rules.py.
 
 M2PO's mask is here too, as a rule about tokens that depends on the whole batch.
 
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 
 M2_BINS = 4096
 M2_LOWEST, M2_OCTAVES = -40.0, 54.0
-"""M2PO's bins are even in log2(D^2) from 2^-40 to 2^14, |D| = 128, 75 an octave: the cut is exact to 1 % of D^2."""
+"""M2PO's bins are even in log2(D^2) from 2^-40 to 2^14, |D| = 128, 75 an octave: the cut is
+exact to 1 % of D^2.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ class Rejection:
     kept_by: dict[str, Tensor]
     """The rule's name -> bool [T], True where it keeps a valid token."""
     kept_lengths: Tensor | None
-    """float64 [S]: tokens of each whole sequence that all rules keep; None unless the spans summed `passed`."""
+    """float64 [S]: tokens of each whole sequence that all rules keep; None unless the spans
+    summed `passed`.
+    """
 
     @cached_property
     def kept_tokens(self) -> Tensor:
@@ -49,8 +54,8 @@ class Rejection:
 def within(rule: RejectionRule, values: Tensor) -> Tensor:
     """True where a value of any shape lies in the rule's closed interval; False for NaN.
 
-    Compared in float32: log-probs are no finer, so a value on the bound is kept whether it is one token's or the sum
-    of a long sequence.
+    Compared in float32: log-probs are no finer, so a value on the bound is kept whether it is one token's
+    or the sum of a long sequence.
     """
     values = values.float()
     lower, upper = (None if bound is None else rule.row.scale(bound) for bound in (rule.lower, rule.upper))
@@ -63,12 +68,15 @@ def token_verdicts(config: RolloutCorrectionConfig, ratios: TokenRatios) -> dict
     """The valid tokens that each rule of level token keeps: the rule's name -> bool [T]."""
     return {
         rule.name: within(rule, token_values(rule, ratios)) & ratios.valid
-        for rule in config.rollout_rs if rule.level == "token"
-    }  # fmt: skip
+        for rule in config.rollout_rs
+        if rule.level == "token"
+    }
 
 
 def span_columns(config: RolloutCorrectionConfig, ratios: TokenRatios) -> Columns:
-    """The columns that rules about turns and sequences sum: a rule's value; for seq_max, if a token is outside."""
+    """The columns that rules about turns and sequences sum: a rule's value; for seq_max, if a
+    token is outside.
+    """
     columns: dict = {}
     for rule in config.rollout_rs:
         if rule.level == "seq_max":
@@ -91,7 +99,11 @@ def _outside(rule: RejectionRule, ratios: TokenRatios) -> Tensor:
 
 
 def reject(
-    config: RolloutCorrectionConfig, ratios: TokenRatios, spans: Spans, sums: SpanSums, verdicts: dict[str, Tensor]
+    config: RolloutCorrectionConfig,
+    ratios: TokenRatios,
+    spans: Spans,
+    sums: SpanSums,
+    verdicts: dict[str, Tensor],
 ) -> Rejection:
     """Apply every rule: a token stays in the loss where all rules keep it.
 
@@ -100,7 +112,8 @@ def reject(
         ratios: of the tokens.
         spans: their sequences and turns.
         sums: over whole units and sequences, of `span_columns`.
-        verdicts: bool [T] by name, the valid tokens that rules about tokens keep: `token_verdicts` and M2PO's mask.
+        verdicts: bool [T] by name, the valid tokens that rules about tokens keep: `token_verdicts`
+            and M2PO's mask.
     """
     kept_by, kept_sequences, kept_units = dict(verdicts), sums.present, None
     for rule in config.rollout_rs:
@@ -116,14 +129,18 @@ def reject(
             stays = stays | ~rule.row.drops(ratios)
         kept_by[rule.name] = stays & ratios.valid
     mask = reduce(torch.logical_and, kept_by.values()) if kept_by else ratios.valid
-    return Rejection(mask, kept_sequences, kept_by, _kept_lengths(config, spans, sums, kept_units, kept_sequences))
+    return Rejection(
+        mask, kept_sequences, kept_by, _kept_lengths(config, spans, sums, kept_units, kept_sequences)
+    )
 
 
-def passed_columns(config: RolloutCorrectionConfig, ratios: TokenRatios, verdicts: dict[str, Tensor]) -> Columns:
+def passed_columns(
+    config: RolloutCorrectionConfig, ratios: TokenRatios, verdicts: dict[str, Tensor]
+) -> Columns:
     """The columns that kept lengths are made of.
 
-    `passed`: the tokens that rules about tokens keep. For a rule that drops some tokens of a sequence, `passed/NAME`:
-    those of them that it would leave.
+    `passed`: the tokens that rules about tokens keep. For a rule that drops some tokens of a sequence,
+    `passed/NAME`: those of them that it would leave.
     """
     columns: dict = {"passed": partial(reduce, torch.logical_and, verdicts.values(), ratios.valid)}
     for rule in config.rollout_rs:
@@ -133,7 +150,11 @@ def passed_columns(config: RolloutCorrectionConfig, ratios: TokenRatios, verdict
 
 
 def _kept_lengths(
-    config: RolloutCorrectionConfig, spans: Spans, sums: SpanSums, kept_units: Tensor | None, kept_sequences: Tensor
+    config: RolloutCorrectionConfig,
+    spans: Spans,
+    sums: SpanSums,
+    kept_units: Tensor | None,
+    kept_sequences: Tensor,
 ) -> Tensor | None:
     """Sums of `passed_columns` where the rules about turns and sequences keep the unit and the sequence."""
     if "passed" not in sums.by_unit:
@@ -149,10 +170,14 @@ def _kept_lengths(
 
 
 def span_verdict(rule: RejectionRule, sums: SpanSums) -> Tensor:
-    """bool [U] (turn_mean) or [S]: the units that the rule keeps; one without valid tokens may come out either way."""
+    """bool [U] (turn_mean) or [S]: the units that the rule keeps; one without valid tokens may
+    come out either way.
+    """
     if rule.level == "seq_max":
         return sums.by_sequence[rule.name] == 0
-    values = {"turn_mean": sums.unit_means, "seq_mean": sums.sequence_means, "seq_sum": sums.by_sequence}[rule.level]
+    values = {"turn_mean": sums.unit_means, "seq_mean": sums.sequence_means, "seq_sum": sums.by_sequence}[
+        rule.level
+    ]
     keep = within(rule, values[rule.name])
     return keep if rule.row.spares is None else keep | (sums.by_sequence[f"input/{rule.row.spares}"] >= 0)
 
@@ -165,10 +190,12 @@ def _square_bin_edges(device: torch.device) -> Tensor:
 
 
 def all_reduce_second_moment_mask(ratios: TokenRatios, bound: float, groups: ParallelGroups | None) -> Tensor:
-    """M2PO's mask, bool [T]: drop the tokens of largest D^2 until the mean of D^2 over the others is within the bound.
+    """M2PO's mask, bool [T]: drop the tokens of largest D^2 until the mean of D^2 over the others is
+    within the bound.
 
-    Kept are the valid tokens in the bins of D^2 up to the last whose running mean over the batch is within bound. A
-    histogram instead of a sort: it adds up over ranks in one all-reduce, and every rank cuts at the same place.
+    Kept are the valid tokens in the bins of D^2 up to the last whose running mean over the batch is
+    within bound. A histogram instead of a sort: it adds up over ranks in one all-reduce, and every rank
+    cuts at the same place.
 
     Source: M2PO, arXiv:2510.01161.
 

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 Columns = Mapping[str, Callable[[], Tensor]]
-"""Name -> function that makes a column [T]. They are called one by one, so that memory does not grow with columns."""
+"""Name -> function that makes a column [T]. They are called one by one, so that memory does not
+grow with columns.
+"""
 
 
 def segment_sums(columns: Columns, ids: Tensor, count: int) -> Tensor:
     """The sum of each column over each segment: float64 [K, count].
 
-    float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could put the
-    same sequence on different sides of a bound.
+    float64, because on a GPU the order of additions is not fixed: in float32 two tensor-parallel ranks could
+    put the same sequence on different sides of a bound.
 
     Args:
         columns: K functions that make a column [T] of any type.
@@ -33,10 +35,11 @@ def segment_sums(columns: Columns, ids: Tensor, count: int) -> Tensor:
 
 
 def turn_segments(seq_ids: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
-    """A number in [0, S * num_turns) for each token, the same for tokens of one turn of one sequence: [T] int64.
+    """A number in [0, S * num_turns) for each token, the same for tokens of one turn of one
+    sequence: [T] int64.
 
-    It depends on the pair alone, so that all context-parallel ranks number alike. Tokens of other turns may lie between
-    those of one.
+    It depends on the pair alone, so that all context-parallel ranks number alike. Tokens of other turns may
+    lie between those of one.
 
     Args:
         seq_ids: [T] int64 in [0, S).

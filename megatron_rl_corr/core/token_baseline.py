@@ -1,8 +1,8 @@
-"""The optimal token baseline (OTB): at every position of a group's responses, their rewards weighed by gradient so far;
-and what the same energies tell of the gradient's variance.
+"""The optimal token baseline (OTB): at every position of a group's responses, their rewards weighed by
+gradient so far; and what the same energies tell of the gradient's variance.
 
-T tokens, S sequences, G groups (prompts), L positions of a response. Source: OTB, arXiv:2602.07078, and verl's
-estimators optimal_token_baseline and tir_optimal_token_baseline.
+T tokens, S sequences, G groups (prompts), L positions of a response. Source: OTB, arXiv:2602.07078, and
+verl's estimators optimal_token_baseline and tir_optimal_token_baseline.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SMALLEST_ENERGY = 1e-8
 def gradient_energies(logprobs: Tensor, collisions: Tensor) -> Tensor:
     """Squared norm of the gradient of a token's log-prob in its logits, 1 - 2 p + sum_v p_v^2: [T] float32.
 
-    Made as (1 - p)^2 + (sum_v p_v^2 - p^2), which keeps the digits of a p near 1 and is never negative. The factor
-    1 / temperature^2 is left out: a baseline does not depend on it.
+    Made as (1 - p)^2 + (sum_v p_v^2 - p^2), which keeps the digits of a p near 1 and is never negative. The
+    factor 1 / temperature^2 is left out: a baseline does not depend on it.
 
     Args:
         logprobs: [T] float32, log p of the sampled token.
@@ -35,7 +35,8 @@ def gradient_energies(logprobs: Tensor, collisions: Tensor) -> Tensor:
 
 
 def reward_sums(rewards: Tensor, energies: Tensor, counted: Tensor, cells: Tensor, num_cells: int) -> Tensor:
-    """Of the responses that count at each position of their group: sum W r, sum W and their number, float64 [3, G L].
+    """Of the responses that count at each position of their group: sum W r, sum W and their number,
+    float64 [3, G L].
 
     Sums add up over ranks that have other tokens. W has SMALLEST_ENERGY added.
 
@@ -52,12 +53,13 @@ def reward_sums(rewards: Tensor, energies: Tensor, counted: Tensor, cells: Tenso
 
 
 def token_advantages(rewards: Tensor, sums: Tensor, counted: Tensor, cells: Tensor, *, length: int) -> Tensor:
-    """r - B of each token, [T] float32; B = sum W r / sum W over the responses of its group that have its position.
+    """r - B of each token, [T] float32; B = sum W r / sum W over the responses of its group that
+    have its position.
 
-    Where fewer than two have it, B is 0, as in verl: there is nothing to compare with, and a baseline of the response's
-    own reward would leave its end without a gradient. A group in which no two responses have any position in common, as
-    where all but one were rejected, has no baseline at all, and advantages of 0. B is rounded to float32, so equal
-    rewards give exactly 0.
+    Where fewer than two have it, B is 0, as in verl: there is nothing to compare with, and a baseline of the
+    response's own reward would leave its end without a gradient. A group in which no two responses have any
+    position in common, as where all but one were rejected, has no baseline at all, and advantages of 0. B is
+    rounded to float32, so equal rewards give exactly 0.
 
     Args:
         rewards, counted, cells: as in `reward_sums`.
@@ -90,7 +92,8 @@ SEQUENCES = "variance_proxy/sequences"
 def total_power(
     energies: Tensor, advantages: Tensor, weights: Tensor, mask: Tensor, sequences: Tensor, *, owner: bool
 ) -> dict[str, Metric]:
-    """E ||g||^2 of a response's policy gradient g in its logits: mean over sequences of sum_t (w_t A_t)^2 energy_t.
+    """E ||g||^2 of a response's policy gradient g in its logits: mean over sequences of sum_t (w_t
+    A_t)^2 energy_t.
 
     Args:
         energies: [T] of `gradient_energies`.
@@ -105,7 +108,8 @@ def total_power(
 
 
 def variance_proxies(numbers: dict[str, float], grad_norm: float | None) -> dict[str, float]:
-    """What an update's gradient norm adds to its total power P of n sequences: S = norm^2, and (P - S) / (n - 1).
+    """What an update's gradient norm adds to its total power P of n sequences: S = norm^2, and
+    (P - S) / (n - 1).
 
     Args:
         numbers: the update's metrics.
@@ -125,20 +129,28 @@ _ONLY = "--rollout-advantage otb"
 METRICS = in_group(
     "Loss and gradient",
     MetricSpec(
-        SIGNAL, "signal of the update: squared norm of its gradient, before clipping", "grad_norm^2", only_with=_ONLY
+        SIGNAL,
+        "signal of the update: squared norm of its gradient, before clipping",
+        "grad_norm^2",
+        only_with=_ONLY,
     ),
     MetricSpec(
-        POWER, "signal and noise: mean squared norm of a response's gradient in its logits",
-        "mean over sequences of sum_t (w A)^2 (1 - 2 p + sum_v p_v^2)", "gradient power",
+        POWER,
+        "signal and noise: mean squared norm of a response's gradient in its logits",
+        "mean over sequences of sum_t (w A)^2 (1 - 2 p + sum_v p_v^2)",
+        "gradient power",
         UsualRange(
             "the energy of the gradient is not a number",
-            "Look for rewards that are not finite, and for NaN in the log-probs of the scoring pass.", low=0,
+            "Look for rewards that are not finite, and for NaN in the log-probs of the scoring pass.",
+            low=0,
         ),
         only_with=_ONLY,
     ),
     MetricSpec(
-        NOISE, "estimated variance of the gradient; if it rises and rewards do not: larger groups",
-        "max(proxy2 - proxy1, 0) / (sequences - 1)", only_with=_ONLY,
+        NOISE,
+        "estimated variance of the gradient; if it rises and rewards do not: larger groups",
+        "max(proxy2 - proxy1, 0) / (sequences - 1)",
+        only_with=_ONLY,
     ),
     MetricSpec(SEQUENCES, "sequences that the total power is the mean of", "count", only_with=_ONLY),
 )

@@ -32,7 +32,9 @@ class ImportanceWeights:
     units: Tensor
     """float64 [U]: the weight of each unit that has a weight of its own; 0 where it has no valid token."""
     shared: bool
-    """Whether a unit is more than a token: then every context-parallel rank holds all units of its sequences."""
+    """Whether a unit is more than a token: then every context-parallel rank holds all units
+    of its sequences.
+    """
 
 
 def importance_weights(
@@ -40,20 +42,23 @@ def importance_weights(
 ) -> ImportanceWeights | None:
     """w = rho of the token, or the product (sequence, turn) or geometric mean of rho over its unit, bounded.
 
-    The exponent is clamped to +-20; that of a product which the batch's mean divides, to +-340. Else a batch whose
-    products are all below e^-20 would have weights of e^-20 alone, and of 1 after normalisation: uncorrected. None
-    without weights (rollout_is None).
+    The exponent is clamped to +-20; that of a product which the batch's mean divides, to +-340. Else a batch
+    whose products are all below e^-20 would have weights of e^-20 alone, and of 1 after normalisation:
+    uncorrected. None without weights (rollout_is None).
 
     Args:
         config: the weights' level, mode and bounds.
         ratios: of the tokens.
         spans: their sequences and turns.
-        sums: over whole units and sequences, with the column log_ratio, and for gamma with input/advantages.
+        sums: over whole units and sequences, with the column log_ratio, and for gamma with
+            input/advantages.
     """
     if config.rollout_is is None:
         return None
     if config.rollout_is_mode == "gamma":
-        units = gamma_weights(sums.by_sequence["log_ratio"], sums.by_sequence["input/advantages"], sums.present)
+        units = gamma_weights(
+            sums.by_sequence["log_ratio"], sums.by_sequence["input/advantages"], sums.present
+        )
         tokens = units.index_select(0, spans.seq_ids).mul_(ratios.one)
         return ImportanceWeights(tokens, torch.zeros_like(ratios.valid), units, shared=True)
     if config.rollout_is == "token":
@@ -73,10 +78,10 @@ def importance_weights(
 def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Tensor:
     """VESPO's weight of a whole sequence: w^k e^(l (1 - w)), float64 [S]; 0 where not present.
 
-    w = prod rho, with log w clamped to +-20; (k, l) = (2, 3) where the advantage is not negative, else (3, 2). It is 1
-    at w = 1, largest at w = k / l (1.208 and 1.242), and goes to 0 on either side: quickly where the trained policy has
-    left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 - w)), which can't overflow; 0
-    where that is not above LEAST_GAMMA.
+    w = prod rho, with log w clamped to +-20; (k, l) = (2, 3) where the advantage is not negative, else (3,
+    2). It is 1 at w = 1, largest at w = k / l (1.208 and 1.242), and goes to 0 on either side: quickly where
+    the trained policy has left the sequence, quicker where it has run ahead. Computed as e^(k log w + l (1 -
+    w)), which can't overflow; 0 where that is not above LEAST_GAMMA.
 
     Source: VESPO, arXiv:2602.10693, with TRL's constants.
 
@@ -88,7 +93,8 @@ def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Te
     log_w = log_ratios.clamp(-LOG_CLAMP, LOG_CLAMP)
     good = advantages >= 0
     k, rate = (
-        torch.where(good, *(constant(pair[i], torch.float64, good.device) for pair in (GOOD, BAD))) for i in (0, 1)
+        torch.where(good, *(constant(pair[i], torch.float64, good.device) for pair in (GOOD, BAD)))
+        for i in (0, 1)
     )
     weights = functional.threshold((k * log_w - rate * log_w.expm1()).exp_(), LEAST_GAMMA, 0.0)
     return torch.where(present, weights, constant(0.0, torch.float64, good.device))
@@ -97,8 +103,8 @@ def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Te
 def bounded(config: RolloutCorrectionConfig, weights: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """Weights within the bounds of the config.
 
-    truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop). Whether
-    w is inside is decided in float32, since log-probs are no finer.
+    truncate: min(w, upper). clip: w into [lower, upper]. mask: w inside the closed interval, else 0 (IcePop).
+    Whether w is inside is decided in float32, since log-probs are no finer.
 
     Args:
         config: the mode and the bounds.

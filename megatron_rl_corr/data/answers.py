@@ -1,6 +1,7 @@
 r"""Finds the answer within a response: in its last box, between its last tags, or as its last formula.
 
-The answer is what stands in the last \boxed{...} or \fbox{...}, else between the last <answer> and </answer>, else all.
+The answer is what stands in the last \boxed{...} or \fbox{...}, else between the last <answer> and
+</answer>, else all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ TAIL = 1000
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 
 _DIGITS = r"\d[0-9A-Za-z_]*(?:[.,']\d[0-9A-Za-z_]*)*(?:\{,\}\d+|_\{\d+\}|\\,\d{3})*!?"
-_ATOM = rf"(?:√?(?:{_DIGITS}|\.\d+)|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\\sqrt\{{[^{{}}]*\}}|\\pi(?![A-Za-z])\s?)"
+_ATOM = (
+    rf"(?:√?(?:{_DIGITS}|\.\d+)|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}|\\sqrt\{{[^{{}}]*\}}|\\pi(?![A-Za-z])\s?)"
+)
 _JOIN = r"(?:[ \t]*(?:\*\*|[-+*/^:]|\\times|\\cdot|\\div)[ \t]*\(*[-+]?|[ \t]+(?=\d|\\frac)|(?=\\|√))"
 _TERM = rf"[-+]?(?:\\?[$£€¥]\s?)?[-+]?\(*[-+]?{_ATOM}(?:\)*{_JOIN}{_ATOM})*\)*"
 _FORMULA = re.compile(
@@ -39,8 +42,8 @@ NO_SUFFIX = ("in", "mi", "mo", "rs")
 def answer_of(response: str) -> str | None:
     r"""What the response gives as its answer: see the module. None: its last mark is not closed.
 
-    A box that is not closed, as where the response was cut, takes the place of those before it. It may be around a
-    later one, \boxed{2 + \boxed{3}, unless a blank line lies between: then it was forgotten.
+    A box that is not closed, as where the response was cut, takes the place of those before it. It may be
+    around a later one, \boxed{2 + \boxed{3}, unless a blank line lies between: then it was forgotten.
     """
     opened: list[int | None] = []
     box, marked = None, False
@@ -88,7 +91,9 @@ def last_formula(response: str, *, cut: bool = False) -> str | None:
 
 
 def _complete(match: re.Match, text: str) -> str | None:
-    """What was found, with the percent sign, scale or unit behind it; None where the text ends in the middle of it."""
+    """What was found, with the percent sign, scale or unit behind it; None where the text ends in
+    the middle of it.
+    """
     if match.end() == len(text) and match["e"] is not None:
         return None
     if match["e"] is None:
@@ -100,7 +105,9 @@ def _complete(match: re.Match, text: str) -> str | None:
         found = found[1:]
     if not found.endswith(match["e"].strip()[-1]):  # a bracket of the sentence closed behind it
         return found
-    while (suffix := _SUFFIX.match(text, end)) is not None and (suffix["word"] is None or _belongs(suffix["word"])):
+    while (suffix := _SUFFIX.match(text, end)) is not None and (
+        suffix["word"] is None or _belongs(suffix["word"])
+    ):
         found, end = found + suffix[0], suffix.end()
     return found
 

@@ -69,9 +69,12 @@ def _reader(kind: pa.DataType, path: str, column: ReadColumn) -> Read | None:
 
 
 _LISTS = (
-    types.is_list, types.is_large_list, types.is_fixed_size_list, types.is_list_view,
+    types.is_list,
+    types.is_large_list,
+    types.is_fixed_size_list,
+    types.is_list_view,
     types.is_large_list_view,
-)  # fmt: skip
+)
 _TEXTS = (types.is_string, types.is_large_string, types.is_string_view)
 _PLAIN = (types.is_null, types.is_boolean, types.is_integer, *_TEXTS)
 
@@ -91,7 +94,9 @@ def _leaf_reader(kind: pa.DataType, path: str) -> Read | None:
 
 @dataclass(frozen=True)
 class _FloatReader:
-    """Reads floats, which must be finite: JSON has no others, and would have null or an error far from here."""
+    """Reads floats, which must be finite: JSON has no others, and would have null or an
+    error far from here.
+    """
 
     path: str
     """Of the column or field, for messages."""
@@ -109,7 +114,9 @@ class _FloatReader:
         if value is None:
             return None
         if not math.isfinite(value):
-            raise ValueError(f"{self.path} has {value}, which is not a number in JSON; write null, or leave it out")
+            raise ValueError(
+                f"{self.path} has {value}, which is not a number in JSON; write null, or leave it out"
+            )
         # As it was written: 123.1 in 4 bytes is 123.0999985 in 8, a label that no answer equals.
         return value if self.short is None else float(str(self.short(value)))
 

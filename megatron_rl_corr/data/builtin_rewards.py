@@ -21,18 +21,28 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
 def builtin_reward(spec: RewardSpec) -> Callable[[RewardInput], float]:
-    """The function of a built-in reward, with its parameters. Raises ValueError for a `max` that nobody knows."""
+    """The function of a built-in reward, with its parameters. Raises ValueError for a `max`
+    that nobody knows.
+    """
     if spec.parameters.get("max", 0) is None:
-        raise ValueError(f"`reward_function` {spec.source} needs max where there is no run: give {spec.source}:max=N")
+        raise ValueError(
+            f"`reward_function` {spec.source} needs max where there is no run: give {spec.source}:max=N"
+        )
     make = {
-        "math": MathReward, "exact": lambda: exact, "f1": lambda: f1, "format": _format, "overlong": _overlong,
+        "math": MathReward,
+        "exact": lambda: exact,
+        "f1": lambda: f1,
+        "format": _format,
+        "overlong": _overlong,
         "length": _length,
-    }[spec.source]  # fmt: skip
+    }[spec.source]
     return make(**spec.parameters)
 
 
 def exact(sample: RewardInput) -> float:
-    """1 where the answer is a label's text, both in Unicode's NFKC, in lower case, with single spaces; else 0."""
+    """1 where the answer is a label's text, both in Unicode's NFKC, in lower case, with
+    single spaces; else 0.
+    """
     labels, answer = labels_of(sample), answer_of(sample.response)
     return float(answer is not None and any(_normal(answer) == _normal(label) for label in labels))
 
@@ -44,8 +54,8 @@ def _normal(text: str) -> str:
 def f1(sample: RewardInput) -> float:
     """The largest F1 of the answer's words and a label's: 2 x common / (words of one + words of the other).
 
-    Words are those of SQuAD's evaluation: in lower case, without punctuation and articles. Where one has none, 1 if the
-    other has none too, else 0 (SQuAD 2.0). Source: arXiv:1606.05250, arXiv:1806.03822.
+    Words are those of SQuAD's evaluation: in lower case, without punctuation and articles. Where one has
+    none, 1 if the other has none too, else 0 (SQuAD 2.0). Source: arXiv:1606.05250, arXiv:1806.03822.
     """
     labels, answer = labels_of(sample), answer_of(sample.response)
     return 0.0 if answer is None else max(_f1(_words(answer), _words(label)) for label in labels)

@@ -1,10 +1,11 @@
 """The model's chat template, checked: a conversation of which it would leave something out is refused.
 
 Templates pass over what they do not know without a word: a role, a message at a place, tools. So a
-conversation is rendered once more with a mark in the place of each content, tool call and tool, and each mark
-must show. The result depends on the roles and on what messages have beside their contents, so it is kept for
-conversations that are alike in these. Where a content does not show as it is, it is rendered with marks within.
-The thoughts of an assistant's earlier answer need not show: templates shorten these on purpose.
+conversation is rendered once more with a mark in the place of each content, tool call and tool, and
+each mark must show. The result depends on the roles and on what messages have beside their contents, so
+it is kept for conversations that are alike in these. Where a content does not show as it is, it is
+rendered with marks within. The thoughts of an assistant's earlier answer need not show: templates
+shorten these on purpose.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 KEPT = 8192
 """Kinds of conversations of which it is kept what the template shows."""
 LOOKED_AT = 1000
-"""Kinds, from the first one on, in which keys are looked for that it does not show: as many as rows at the start."""
+"""Kinds, from the first one on, in which keys are looked for that it does not show: as many as
+rows at the start.
+"""
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of thoughts beside a content, which templates show for the last answer alone or not at all."""
 _USUAL = {"role", "content", "tool_calls", "tool_call_id", *_THOUGHTS}
@@ -75,7 +78,9 @@ class CheckedTemplate:
 
     @property
     def unread_keys(self) -> list[str]:
-        """Keys of messages that have changed no text of the first LOOKED_AT kinds, but for those of every format."""
+        """Keys of messages that have changed no text of the first LOOKED_AT kinds, but for those
+        of every format.
+        """
         return sorted(name for name, is_read in self._reads.items() if not is_read)
 
     def text(self, chat: Chat) -> str:
@@ -142,10 +147,12 @@ class CheckedTemplate:
         losses = marked.losses(text, form)
         incomplete = {loss.message for loss in losses if loss.call is not None or loss.tool is not None}
         shortened = frozenset(
-            loss.message for loss in losses
-            if loss.message not in incomplete and messages[loss.message].get("tool_calls")
+            loss.message
+            for loss in losses
+            if loss.message not in incomplete
+            and messages[loss.message].get("tool_calls")
             and self._shows_at_the_end(messages[: loss.message + 1], marked)
-        )  # fmt: skip
+        )
         return _Finding(form, tuple(loss for loss in losses if loss.message not in shortened), shortened)
 
     def _shows_at_the_end(self, messages: list[dict[str, Any]], marked: _Marked) -> bool:
@@ -168,9 +175,10 @@ class CheckedTemplate:
     def _losses_within(self, chat: Chat, form: Form, text: str, shortened: frozenset[int]) -> list[_Loss]:
         """Contents that do not show as they are, nor all marks within them or most of their words."""
         hidden = [
-            number for number, message in enumerate(chat.messages)
+            number
+            for number, message in enumerate(chat.messages)
             if number not in shortened and not _shows(message, text)
-        ]  # fmt: skip
+        ]
         if not hidden:
             return []
         try:
@@ -233,9 +241,10 @@ class _Marked:
             if message["content"].strip() and message["content"] not in text:
                 losses.append(_Loss(number))
             losses += [
-                _Loss(number, call=place) for place, call in enumerate(message.get("tool_calls") or [])
+                _Loss(number, call=place)
+                for place, call in enumerate(message.get("tool_calls") or [])
                 if not self._shows_call(call, number, place, text, form)
-            ]  # fmt: skip
+            ]
         for place, described in self._described.items():
             named = _mark("tool", place) in text
             if not named or not all(mark in text for mark in described):
@@ -273,7 +282,9 @@ class _Marked:
         return with_function(marked, **changed)
 
     def _value(self, value: Any, shown: list[str], *where: int) -> Any:
-        """Arguments of the same types with marks as keys, texts and numbers, all of which are added to `shown`."""
+        """Arguments of the same types with marks as keys, texts and numbers, all of which are
+        added to `shown`.
+        """
         if isinstance(value, dict):
             made = {}
             for one in value.values():
@@ -310,7 +321,9 @@ class _Marked:
             changed["description"] = shown[-1]
         parameters = function.get("parameters")
         if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
-            names = {name: _mark("parameter", number, place) for place, name in enumerate(parameters["properties"])}
+            names = {
+                name: _mark("parameter", number, place) for place, name in enumerate(parameters["properties"])
+            }
             shown += names.values()
             changed["parameters"] = parameters | {
                 "properties": {names[name]: one for name, one in parameters["properties"].items()}
@@ -397,7 +410,10 @@ def _named(loss: _Loss, chat: Chat) -> str:
     if loss.tool is not None:
         name = function_of(chat.tools[loss.tool]).get("name")
         part = "the description or a parameter of " if loss.is_part else ""
-        return f'{part}tool {loss.tool}, whose name is "{name}"; use a template that shows it, or drop `tools_key`'
+        return (
+            f'{part}tool {loss.tool}, whose name is "{name}"; use a template that shows it, or drop '
+            "`tools_key`"
+        )
     if loss.message < chat.added:
         return "the system message of `system_prompt`; put it into the first message of the user"
     message, role = chat.messages[loss.message], chat.messages[loss.message]["role"]

@@ -16,13 +16,15 @@ from megatron_rl_corr.data.arrow_values import ReadColumn, columns_of
 from megatron_rl_corr.data.rows import BadRow, Stamp, digest_of
 
 CACHE_BYTES = 1 << 29
-"""Decoded row groups of one Parquet source that are kept; at least one is. A multiple of order.WINDOW_BYTES: values are
-larger decoded than in the file."""
+"""Decoded row groups of one Parquet source that are kept; at least one is. A multiple of
+order.WINDOW_BYTES: values are larger decoded than in the file.
+"""
 _SPLITS = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
 
 
 class ParquetRows:
-    """The rows of Parquet files, one behind another. A row group is decoded as a whole, when a row of it is read.
+    """The rows of Parquet files, one behind another. A row group is decoded as a whole, when a
+    row of it is read.
 
     Args:
         paths: of the files, in their order.
@@ -51,7 +53,8 @@ class ParquetRows:
                 metadata = pq.read_metadata(file)
             except pa.ArrowException as error:  # also for a type that it does not know
                 raise ValueError(
-                    f"{file}: not a Parquet file that can be read: {error}; write it anew, with types that pyarrow "
+                    f"{file}: not a Parquet file that can be read: {error}; write it anew, with types that "
+                    "pyarrow "
                     f"{pa.__version__} reads"
                 ) from None
             schema = metadata.schema.to_arrow_schema()
@@ -59,7 +62,9 @@ class ParquetRows:
                 names, first = sorted(schema.names), file
             elif sorted(schema.names) != names:
                 other = ", ".join(sorted(set(schema.names) ^ set(names)))
-                raise ValueError(f"{file}: has not the columns of {first} ({other}); give them as data of their own")
+                raise ValueError(
+                    f"{file}: has not the columns of {first} ({other}); give them as data of their own"
+                )
             columns = columns_of(schema)
             left_out += [one for column in columns for one in column.left_out]
             self._columns.append([column for column in columns if column.read is not None])
@@ -68,7 +73,9 @@ class ParquetRows:
             for group in range(metadata.num_row_groups):
                 part = metadata.row_group(group)
                 if part.num_rows:
-                    size = sum(part.column(number).total_uncompressed_size for number in range(part.num_columns))
+                    size = sum(
+                        part.column(number).total_uncompressed_size for number in range(part.num_columns)
+                    )
                     self.groups.append((part.num_rows, size))
                     self._places.append((place, group))
             rows += metadata.num_rows
@@ -110,7 +117,9 @@ class ParquetRows:
         self._stamps[file].check()
         try:
             with pq.ParquetFile(self._files[file]) as opened:
-                self._decoded[group] = opened.read_row_group(place, columns=self._leaves[file], use_threads=False)
+                self._decoded[group] = opened.read_row_group(
+                    place, columns=self._leaves[file], use_threads=False
+                )
         except (OSError, pa.ArrowException) as error:
             raise BadRow(f"{self._files[file]}: row group {place} cannot be read: {error}") from None
         while len(self._decoded) > 1 and sum(table.nbytes for table in self._decoded.values()) > CACHE_BYTES:
@@ -134,7 +143,9 @@ class SavedDataset:
         self.path = str(path)
         state = json.loads((Path(path) / "state.json").read_text())
         if state.get("_indices_data_files"):
-            raise ValueError(f"{path}: its rows are in the order of an index; save it after flatten_indices()")
+            raise ValueError(
+                f"{path}: its rows are in the order of an index; save it after flatten_indices()"
+            )
         files = [str(Path(path) / one["filename"]) for one in state["_data_files"]]
         self._files, self._stamps = files, [Stamp(file) for file in files]
         self._batches: list[pa.RecordBatch] = []
@@ -152,7 +163,9 @@ class SavedDataset:
                     self._batches += [batch for batch in stream if batch.num_rows]
                     self._file_of += [number] * (len(self._batches) - len(self._file_of))
             except (OSError, pa.ArrowInvalid) as error:
-                raise ValueError(f"{file}: cannot be read as a part of the data set {path}: {error}") from None
+                raise ValueError(
+                    f"{file}: cannot be read as a part of the data set {path}: {error}"
+                ) from None
         if not self._batches:
             raise ValueError(f"{path}: no prompts in it, the data set has no rows")
         self.notes = _notes(self.path, left_out)
@@ -187,12 +200,15 @@ def parquet_folder(path: Path, *, whole: bool = True) -> ParquetRows:
     splits = sorted({found[1] for file in files if (found := _SPLITS.search(file.stem))})
     if len(splits) > 1:
         raise ValueError(
-            f"{path}: holds the splits {', '.join(splits)}; name the files of one of them instead of the folder"
+            f"{path}: holds the splits {', '.join(splits)}; name the files of one of them instead of the "
+            "folder"
         )
     return ParquetRows(files if whole else files[:1], path)
 
 
-def _row(table: pa.Table | pa.RecordBatch, columns: list[ReadColumn], place: int, where: str) -> dict[str, Any]:
+def _row(
+    table: pa.Table | pa.RecordBatch, columns: list[ReadColumn], place: int, where: str
+) -> dict[str, Any]:
     row = {}
     for column in columns:
         try:
@@ -212,4 +228,6 @@ def _leaves(metadata: pq.FileMetaData, columns: list[ReadColumn]) -> list[str]:
 def _notes(path: str, left_out: list[str]) -> list[str]:
     """A line about columns and fields that are left out, each named once."""
     named = ", ".join(dict.fromkeys(left_out))
-    return [f"{path}: columns and fields that JSON has no values for are left out: {named}"] if left_out else []
+    return (
+        [f"{path}: columns and fields that JSON has no values for are left out: {named}"] if left_out else []
+    )

@@ -25,7 +25,8 @@ def loads(text: bytes | str, *, unique_keys: bool = True) -> Any:
         unique_keys: a key that comes twice in an object is an error; otherwise the last one's value is taken.
 
     Raises:
-        ValueError: it is not JSON; the message says where, and the remedy for NaN and infinity. Or a key comes twice.
+        ValueError: it is not JSON; the message says where, and the remedy for NaN and infinity. Or a
+            key comes twice.
     """
     data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
     value = None
@@ -39,7 +40,9 @@ def loads(text: bytes | str, *, unique_keys: bool = True) -> Any:
     if not has_long and (not unique_keys or _has_each_key_once(value, alike)):
         return value
     hook = _object_of if unique_keys else None
-    read = json.loads(data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=hook)
+    read = json.loads(
+        data, parse_int=_whole, parse_float=_finite, parse_constant=_refuse, object_pairs_hook=hook
+    )
     return read if has_long else value
 
 
@@ -61,7 +64,8 @@ def dumps(value: Any) -> bytes:
 
 
 def _has_each_key_once(value: Any, alike: bytes) -> bool:
-    """Whether it is certain, at a glance: the text has no more places that may end a key than the value has keys.
+    """Whether it is certain, at a glance: the text has no more places that may end a key than
+    the value has keys.
 
     False as well where such a place is within a text, or a colon stands behind white space.
     """
@@ -83,7 +87,9 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f'the key "{twice}" comes twice in an object, whose readers take different ones; keep one')
+        raise ValueError(
+            f'the key "{twice}" comes twice in an object, whose readers take different ones; keep one'
+        )
     return made
 
 

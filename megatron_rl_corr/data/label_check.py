@@ -25,7 +25,8 @@ async def unread_labels(
 
     Args:
         prompts: the data. Rows without a prompt or a label are not this function's to judge.
-        problems_of: why each of some labels can't be read, None where it can; a label is one or several texts.
+        problems_of: why each of some labels can't be read, None where it can; a label is one
+            or several texts.
 
     Returns:
         (rows that were looked at, {row: (its label, why it can't be read)}).

@@ -18,7 +18,8 @@ def labels_of(sample: RewardInput) -> list[str]:
     given = sample.label if isinstance(sample.label, (list, tuple)) else [sample.label]
     if not given or not all(isinstance(one, (str, int)) or _is_finite(one) for one in given):
         raise ValueError(
-            f"row {sample.row} of the data set has the label {sample.label!r}; it must be text, a number, or a list of "
+            f"row {sample.row} of the data set has the label {sample.label!r}; it must be text, a number, or "
+            "a list of "
             "right ones: is `label_key` the right one?"
         )
     return [_plain(one) if isinstance(one, float) else str(one) for one in given]
@@ -36,5 +37,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _plain(number: float) -> str:
-    """0.00001, where str() writes 1e-05, which is 1 x e - 5 to math-verify; whole numbers without their .0."""
+    """0.00001, where str() writes 1e-05, which is 1 x e - 5 to math-verify; whole numbers
+    without their .0.
+    """
     return "0" if number == 0 else format(Decimal(repr(float(number))), "f").removesuffix(".0")

@@ -36,8 +36,8 @@ def load_with_module(
         loaded: files and modules that are not loaded again, by their names; this one is added.
 
     Raises:
-        ValueError: there is no such file, module or name, it is not callable, or its file ends the program; the
-            message names the flag and the remedy.
+        ValueError: there is no such file, module or name, it is not callable, or its file ends the program;
+            the message names the flag and the remedy.
         Exception: what the user's own module raises, as it is.
     """
     source, colon, name = spec.rpartition(":")
@@ -46,7 +46,9 @@ def load_with_module(
     loaded = {} if loaded is None else loaded
     if source not in loaded:
         try:
-            loaded[source] = _load_file(source, flag, text) if source.endswith(".py") else _load_module(source, flag)
+            loaded[source] = (
+                _load_file(source, flag, text) if source.endswith(".py") else _load_module(source, flag)
+            )
         except SystemExit as error:  # a rank that takes it for its orderly end leaves the others waiting
             raise ValueError(f"{flag} {spec} called exit({error.code!r}) while it was loaded") from error
     module = loaded[source]
@@ -65,7 +67,8 @@ def _load_file(source: str, flag: str, text: str | None) -> ModuleType:
     if text is None and not path.is_file():
         raise ValueError(f"{flag}: there is no file {source} (looked for {path}); {FORMS}")
     name = f"rollout_{flag.strip('`')}_{path.stem}"
-    if vars(sys.modules.get(name, sys)).get("__file__", str(path)) != str(path):  # another folder's file of this name
+    # another folder's file of this name
+    if vars(sys.modules.get(name, sys)).get("__file__", str(path)) != str(path):
         name += f"_{sum(one.startswith(name) for one in sys.modules) + 1}"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)

@@ -1,4 +1,6 @@
-r"""Lists of values, with brackets or without: where math-verify takes a tuple for a set, or (1, 1, 2) for 1, 2."""
+r"""Lists of values, with brackets or without: where math-verify takes a tuple for a set, or
+(1, 1, 2) for 1, 2.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,11 @@ _NAME = re.compile(r"\s*[A-Za-z]\w*\s*(?:=|\\in(?![A-Za-z]))")
 
 
 def same_kind(label: str, answer: str) -> bool:
-    r"""Whether two lists can be equal by their brackets and, where neither has any, by how many values they have.
+    r"""Whether two lists can be equal by their brackets and, where neither has any, by how many
+    values they have.
 
-    Example: (1, 2) is not \{1, 2\}, which 1, 2 is, and 1, 1, 2 is not 1, 2; what is not a list is of any kind.
+    Example: (1, 2) is not \{1, 2\}, which 1, 2 is, and 1, 1, 2 is not 1, 2; what is not a
+    list is of any kind.
     """
     kinds = {_bracket(label), _bracket(answer)}
     if None in kinds:
@@ -21,15 +25,18 @@ def same_kind(label: str, answer: str) -> bool:
 
 
 def counted(label: str, answer: str) -> tuple[str, str]:
-    """The lists with how often each value has stood there, where one of them repeats some and neither has brackets.
+    """The lists with how often each value has stood there, where one of them repeats some and
+    neither has brackets.
 
-    Example: counted("1, 1, 2", "2, 1, 1") == ("(1, 1), (1, 2), (2, 1)", "(2, 1), (1, 1), (1, 2)"): as sets they would
-    be equal to 1, 2, 2.
+    Example: counted("1, 1, 2", "2, 1, 1") == ("(1, 1), (1, 2), (2, 1)", "(2, 1), (1, 1), (1, 2)"): as sets
+    they would be equal to 1, 2, 2.
     """
     parts = [elements(label), elements(answer)]
     if {_bracket(label), _bracket(answer)} != {""} or all(len(set(part)) == len(part) for part in parts):
         return label, answer
-    found = [", ".join(f"({one}, {part[: at + 1].count(one)})" for at, one in enumerate(part)) for part in parts]
+    found = [
+        ", ".join(f"({one}, {part[: at + 1].count(one)})" for at, one in enumerate(part)) for part in parts
+    ]
     return found[0], found[1]
 
 

@@ -1,6 +1,8 @@
-r"""Writes numbers as digits or fractions: thousands, mixed numbers, e-notation, other bases, repeating decimals.
+r"""Writes numbers as digits or fractions: thousands, mixed numbers, e-notation, other bases,
+repeating decimals.
 
-Example: plain_numbers("1 1/2") == r"\frac{3}{2}", plain_numbers("10{,}000") == "10000", plain_numbers("0x1F") == "31".
+Example: plain_numbers("1 1/2") == r"\frac{3}{2}", plain_numbers("10{,}000") == "10000",
+plain_numbers("0x1F") == "31".
 """
 
 from __future__ import annotations
@@ -15,9 +17,19 @@ from megatron_rl_corr.data.unreadable import Unreadable
 MOST_DIGITS = 40
 """Digits of a number that is written out; larger ones keep their power of ten."""
 _NAMES = {
-    "two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10, "eleven": 11,
-    "twelve": 12, "sixteen": 16,
-}  # fmt: skip
+    "two": 2,
+    "three": 3,
+    "four": 4,
+    "five": 5,
+    "six": 6,
+    "seven": 7,
+    "eight": 8,
+    "nine": 9,
+    "ten": 10,
+    "eleven": 11,
+    "twelve": 12,
+    "sixteen": 16,
+}
 _BASE_NUMBER = rf"(\d+|{'|'.join(_NAMES)})"
 _THIN = r"(?:\\[,;:!> ]|~|\{\\,\}|\\thinspace\s*|,\\!\s*|\{,\}|'|_| )"
 _THOUSANDS = re.compile(rf"(?<![\d.,_A-Za-z])[1-9]\d{{0,2}}(?:({_THIN})\d{{3}})(?:\1\d{{3}})*(?!\d)")
@@ -57,12 +69,16 @@ def plain_numbers(text: str) -> str:
     text = re.sub(r"(?:\^|\*\*)\s*([+-]?\d+)(?![\d.])", r"^{\1}", text)
     text = _POWER_OF_TEN.sub(lambda match: _written(match[1], int(match[2])), text)
     text = _MIXED.sub(_of_mixed, text)
-    text = _SCALE.sub(lambda match: _times(match[1], SCALES[match[3]]) + match[2], text).replace("\x01\x02", "")
+    text = _SCALE.sub(lambda match: _times(match[1], SCALES[match[3]]) + match[2], text).replace(
+        "\x01\x02", ""
+    )
     return text
 
 
 def percentages(text: str) -> str:
-    r"""The text with 12.5\% for \frac{25}{2}\%, which math-verify can't read, and \frac{1}{3} for \frac{100}{3}\%."""
+    r"""The text with 12.5\% for \frac{25}{2}\%, which math-verify can't read, and \frac{1}{3} for
+    \frac{100}{3}\%.
+    """
 
     def written(match: re.Match) -> str:
         value = Fraction(int(match[1]), int(match[2]))
@@ -93,14 +109,18 @@ def _joined(text: str) -> str:
 def _in_brackets(text: str, place: int) -> bool:
     """Whether a place is within ( ), [ ] or \\{ \\}, where commas part the elements of a list."""
     before = text[:place]
-    return any(before.count(left) > before.count(right) for left, right in (("(", ")"), ("[", "]"), (r"\{", r"\}")))
+    return any(
+        before.count(left) > before.count(right) for left, right in (("(", ")"), ("[", "]"), (r"\{", r"\}"))
+    )
 
 
 def _fractions(text: str) -> str:
     r"""The text with \frac and both braces, for \dfrac12 and \frac1{2}."""
     text = re.sub(r"\\[dtc](frac|binom)(?![A-Za-z])", r"\\\1", text)
     text = re.sub(r"\\binom\s*(\d)\s*(\d)(?!\d)", r"\\binom{\1}{\2}", text)
-    text = re.sub(r"(?:\{|^)\s*([^{}]*?)\s*\\over(?![A-Za-z])\s*([^{}]*?)\s*(?:\}|$)", r"\\frac{\1}{\2}", text)
+    text = re.sub(
+        r"(?:\{|^)\s*([^{}]*?)\s*\\over(?![A-Za-z])\s*([^{}]*?)\s*(?:\}|$)", r"\\frac{\1}{\2}", text
+    )
     text = re.sub(r"\\frac\s*(\\pi|[A-Za-z])\s*(\d)(?!\d)", r"\\frac{\1}{\2}", text)
     if re.search(r"\\frac\s*\d\s*\d\d", text):
         raise Unreadable(r"\frac has no braces, and so its parts no end")

@@ -1,4 +1,6 @@
-"""The built-in reward `math`: math-verify decides whether an answer equals the label, both read whole or not at all."""
+"""The built-in reward `math`: math-verify decides whether an answer equals the label, both read
+whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ _PLAIN = re.compile(r"-?\d+(?:\.\d+)?")
 class MathReward:
     """1 where the answer equals a label as mathematics, else 0.
 
-    A response without a marked answer is searched for its last formula or number. A label may be a number, LaTeX, or a
-    worked solution that ends in ####, then the answer, or in a box.
+    A response without a marked answer is searched for its last formula or number. A label may be a number,
+    LaTeX, or a worked solution that ends in ####, then the answer, or in a box.
     """
 
     def __init__(self):
@@ -43,8 +45,12 @@ class MathReward:
         latex = LatexExtractionConfig(boxed_match_priority=0, normalization_config=normalization)
         # Its limits are alarms, which only a main thread can set; ours ends the process.
         how = {"extraction_config": [latex], "extraction_mode": "first_match", "fallback_mode": "no_fallback"}
-        self._parse = lambda text: _with_imaginary_unit(parse(f"\\boxed{{{text}}}", parsing_timeout=None, **how))
-        self._verify = lambda right, given: verify(right, given, timeout_seconds=None, allow_set_relation_comp=True)
+        self._parse = lambda text: _with_imaginary_unit(
+            parse(f"\\boxed{{{text}}}", parsing_timeout=None, **how)
+        )
+        self._verify = lambda right, given: verify(
+            right, given, timeout_seconds=None, allow_set_relation_comp=True
+        )
         self._parse_label = lru_cache(KEPT_LABELS)(self._parse)
         self._right = lru_cache(KEPT_LABELS)(self._read_label)
         self._verify(self._parse("1"), self._parse("\\frac{2}{2}"))  # what it loads late is loaded now
@@ -55,7 +61,8 @@ class MathReward:
             right = [self._right(text) for text in math_texts(sample.label, sample.row)]
         except Unreadable as error:
             raise ValueError(
-                f"row {sample.row} of the data set has the label {sample.label!r}, which `math` can't read: {error}; "
+                f"row {sample.row} of the data set has the label {sample.label!r}, which `math` can't read: "
+                f"{error}; "
                 "mend it, or use exact or f1"
             ) from None
         given = _answers(sample)
@@ -86,7 +93,9 @@ class MathReward:
         return reading
 
     def _check_whole(self, latex: str, parsed: list[Any]) -> None:
-        """Raises Unreadable where math-verify leaves out a digit, so that another in its place makes no difference."""
+        """Raises Unreadable where math-verify leaves out a digit, so that another in its place
+        makes no difference.
+        """
         if _PLAIN.fullmatch(latex):
             return
         for digit in re.finditer(r"\d", latex):
@@ -105,7 +114,9 @@ class MathReward:
         if self._equal_formulas(own.latex, answer.latex):
             return True
         of_hundred = ("%" in own.latex) != ("%" in answer.latex)  # 12.5 is 12.5%, as 0.125 is
-        return of_hundred and self._equal_formulas(own.latex.replace(r"\%", ""), answer.latex.replace(r"\%", ""))
+        return of_hundred and self._equal_formulas(
+            own.latex.replace(r"\%", ""), answer.latex.replace(r"\%", "")
+        )
 
     def _equal_formulas(self, label: str, answer: str) -> bool:
         label, answer = cases_apart(*without_names(label, answer))
@@ -163,7 +174,8 @@ def _tolerance(latex: str) -> float:
 def same_size(right: Any, given: Any, tolerance: float, *, percent: bool = False) -> bool:
     """Whether the numbers of two expressions that math-verify calls equal are, relative to their size.
 
-    True also where they are not numbers, or in another arrangement: it then judged by other means than rounding.
+    True also where they are not numbers, or in another arrangement: it then judged by other
+    means than rounding.
 
     Args:
         right, given: what math-verify read.
@@ -182,7 +194,9 @@ def same_size(right: Any, given: Any, tolerance: float, *, percent: bool = False
 
 
 def _values(expression: Any) -> list[complex] | None:
-    """The numbers of an expression, set, tuple, interval, matrix or equation, sorted; None where there are others."""
+    """The numbers of an expression, set, tuple, interval, matrix or equation, sorted; None where
+    there are others.
+    """
     import sympy
 
     found = []
@@ -202,7 +216,11 @@ def _values(expression: Any) -> list[complex] | None:
 def _parts(expression: Any) -> list[Any]:
     import sympy
 
-    if isinstance(expression, sympy.Equality) and expression.lhs.is_Symbol and not expression.rhs.free_symbols:
+    if (
+        isinstance(expression, sympy.Equality)
+        and expression.lhs.is_Symbol
+        and not expression.rhs.free_symbols
+    ):
         return _parts(expression.rhs)
     if isinstance(expression, sympy.Interval):
         return [expression.start, expression.end]

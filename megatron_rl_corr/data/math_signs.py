@@ -1,4 +1,6 @@
-"""Writes the signs of Unicode as ASCII and LaTeX: full-width digits, minus signs, powers, fractions, roots, Greek."""
+"""Writes the signs of Unicode as ASCII and LaTeX: full-width digits, minus signs, powers,
+fractions, roots, Greek.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +9,59 @@ import unicodedata
 from itertools import groupby
 
 _SIGNS = {
-    "−": "-", "‐": "-", "‑": "-", "﹣": "-", "⁄": "/", "∕": "/", "∗": "*", "。": ".", "、": ",", "′": "'", "’": "'",
-    "‘": "'", "“": '"', "”": '"', "º": "°", "×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ",
-    "∙": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "⩽": r"\le ", "≥": r"\ge ", "⩾": r"\ge ",
-    "≠": r"\ne ", "±": r"\pm ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "∉": r"\notin ", "∅": r"\emptyset ",
-    "∖": r"\setminus ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
-    "ℂ": r"\mathbb{C}", "⟨": r"\langle ", "⟩": r"\rangle ", "⌊": r"\lfloor ", "⌋": r"\rfloor ", "⌈": r"\lceil ",
-    "⌉": r"\rceil ", "∛": r"\sqrt[3]√",
-}  # fmt: skip
+    "−": "-",
+    "‐": "-",
+    "‑": "-",
+    "﹣": "-",
+    "⁄": "/",
+    "∕": "/",
+    "∗": "*",
+    "。": ".",
+    "、": ",",
+    "′": "'",
+    "’": "'",
+    "‘": "'",
+    "“": '"',
+    "”": '"',
+    "º": "°",
+    "×": r"\times ",
+    "÷": r"\div ",
+    "·": r"\cdot ",
+    "⋅": r"\cdot ",
+    "∙": r"\cdot ",
+    "π": r"\pi ",
+    "∞": r"\infty ",
+    "≤": r"\le ",
+    "⩽": r"\le ",
+    "≥": r"\ge ",
+    "⩾": r"\ge ",
+    "≠": r"\ne ",
+    "±": r"\pm ",
+    "∪": r"\cup ",
+    "∩": r"\cap ",
+    "∈": r"\in ",
+    "∉": r"\notin ",
+    "∅": r"\emptyset ",
+    "∖": r"\setminus ",
+    "ℝ": r"\mathbb{R}",
+    "ℤ": r"\mathbb{Z}",
+    "ℕ": r"\mathbb{N}",
+    "ℚ": r"\mathbb{Q}",
+    "ℂ": r"\mathbb{C}",
+    "⟨": r"\langle ",
+    "⟩": r"\rangle ",
+    "⌊": r"\lfloor ",
+    "⌋": r"\rfloor ",
+    "⌈": r"\lceil ",
+    "⌉": r"\rceil ",
+    "∛": r"\sqrt[3]√",
+}
 _GREEK = {"lamda": "lambda", "final sigma": "varsigma"}
 
 
 def plain_signs(text: str) -> str:
-    r"""The text with ASCII and LaTeX in the place of other signs that mean the same; others stay, such as √, ° and £.
+    r"""The text with ASCII and LaTeX in the place of other signs that mean the same; others stay,
+    such as √, ° and £.
 
     Example: plain_signs("１２½ x²") == r"12\frac{1}{2} x^{2}", and "120₈" becomes "120_{8}".
     """

@@ -1,7 +1,9 @@
-r"""How `math` reads a text as one answer: common notations become LaTeX that math-verify reads to its last sign.
+r"""How `math` reads a text as one answer: common notations become LaTeX that math-verify reads
+to its last sign.
 
-math-verify multiplies letters that it does not know, leaves out subscripts of numbers and takes units off, so that it
-reads "120_8" as 120 and "0x1F" as 0. Here a text either becomes LaTeX of which this can't be, or is refused by name.
+math-verify multiplies letters that it does not know, leaves out subscripts of numbers and takes units off,
+so that it reads "120_8" as 120 and "0x1F" as 0. Here a text either becomes LaTeX of which this can't be,
+or is refused by name.
 """
 
 from __future__ import annotations
@@ -16,47 +18,190 @@ from megatron_rl_corr.data.unreadable import Unreadable
 
 OPEN, CLOSE = "\x01", "\x02"
 """Around the words of a \\text{...}, once it is known that they are words."""
-COMMANDS = frozenset((
-    "frac", "binom", "sqrt", "pi", "infty", "cdot", "times", "div", "pm", "le", "leq", "ge", "geq", "lt", "gt",
-    "ne", "neq", "in", "notin", "cup", "cap", "setminus", "emptyset", "varnothing", "mathbb", "lfloor", "rfloor",
-    "lceil", "rceil", "lvert", "rvert", "vert", "langle", "rangle", "text", "log", "ln", "exp", "sin", "cos",
-    "tan", "csc", "sec", "cot", "arcsin", "arccos", "arctan", "arccsc", "arcsec", "arccot", "sinh", "cosh",
-    "tanh", "max", "min", "gcd", "lcm", "det", "sum", "prod", "int", "lim", "to", "overline", "vec", "bar",
-    "alpha", "beta", "gamma", "delta", "epsilon", "varepsilon", "zeta", "eta", "theta", "vartheta", "iota",
-    "kappa", "lambda", "mu", "nu", "xi", "rho", "sigma", "tau", "upsilon", "phi", "varphi", "chi", "psi", "omega",
-    "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma", "Upsilon", "Phi", "Psi", "Omega",
-))  # fmt: skip
+COMMANDS = frozenset(
+    (
+        "frac",
+        "binom",
+        "sqrt",
+        "pi",
+        "infty",
+        "cdot",
+        "times",
+        "div",
+        "pm",
+        "le",
+        "leq",
+        "ge",
+        "geq",
+        "lt",
+        "gt",
+        "ne",
+        "neq",
+        "in",
+        "notin",
+        "cup",
+        "cap",
+        "setminus",
+        "emptyset",
+        "varnothing",
+        "mathbb",
+        "lfloor",
+        "rfloor",
+        "lceil",
+        "rceil",
+        "lvert",
+        "rvert",
+        "vert",
+        "langle",
+        "rangle",
+        "text",
+        "log",
+        "ln",
+        "exp",
+        "sin",
+        "cos",
+        "tan",
+        "csc",
+        "sec",
+        "cot",
+        "arcsin",
+        "arccos",
+        "arctan",
+        "arccsc",
+        "arcsec",
+        "arccot",
+        "sinh",
+        "cosh",
+        "tanh",
+        "max",
+        "min",
+        "gcd",
+        "lcm",
+        "det",
+        "sum",
+        "prod",
+        "int",
+        "lim",
+        "to",
+        "overline",
+        "vec",
+        "bar",
+        "alpha",
+        "beta",
+        "gamma",
+        "delta",
+        "epsilon",
+        "varepsilon",
+        "zeta",
+        "eta",
+        "theta",
+        "vartheta",
+        "iota",
+        "kappa",
+        "lambda",
+        "mu",
+        "nu",
+        "xi",
+        "rho",
+        "sigma",
+        "tau",
+        "upsilon",
+        "phi",
+        "varphi",
+        "chi",
+        "psi",
+        "omega",
+        "Gamma",
+        "Delta",
+        "Theta",
+        "Lambda",
+        "Xi",
+        "Pi",
+        "Sigma",
+        "Upsilon",
+        "Phi",
+        "Psi",
+        "Omega",
+    )
+)
 """Commands that math-verify reads as what they mean."""
 FUNCTIONS = (
-    "arcsin", "arccos", "arctan", "arccsc", "arcsec", "arccot", "sinh", "cosh", "tanh", "sin", "cos", "tan",
-    "csc", "sec", "cot", "log", "ln", "exp", "sqrt", "pi", "theta", "alpha", "beta", "gamma", "lambda", "gcd",
+    "arcsin",
+    "arccos",
+    "arctan",
+    "arccsc",
+    "arcsec",
+    "arccot",
+    "sinh",
+    "cosh",
+    "tanh",
+    "sin",
+    "cos",
+    "tan",
+    "csc",
+    "sec",
+    "cot",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "pi",
+    "theta",
+    "alpha",
+    "beta",
+    "gamma",
+    "lambda",
+    "gcd",
     "lcm",
-)  # fmt: skip
-SHORT_WORDS = frozenset((
-    "yes", "no", "odd", "even", "true", "none", "dne", "red",
-))  # fmt: skip
+)
+SHORT_WORDS = frozenset(
+    (
+        "yes",
+        "no",
+        "odd",
+        "even",
+        "true",
+        "none",
+        "dne",
+        "red",
+    )
+)
 MOST_WORDS = 3
 LONG_WORD = 4
 """Letters in a row from which on they are a word, not variables that are multiplied."""
 
 _SPACE = re.compile(r"(?<!\\)\\(?:[,;:> ]|(?:quad|qquad|thinspace)(?![A-Za-z])|hspace\{[^{}]*\})|~|\s+")
-_TEXT = re.compile(r"\\(?:text|textrm|textnormal|textit|textbf|textsf|texttt|mbox|mathrm|mathsf|rm|operatorname)"
-                   r"\s*\{([^{}]*)\}")  # fmt: skip
-_UNIT_TEXT = re.compile(r"\\(?:text|mathrm|textrm|rm)\s*\{((?:[A-Za-z]++(?:\^(?:\{-?\d\}|-?\d))?"
-                        r"(?:\s|/|\\[,;:]|\\cdot(?![A-Za-z]))*+)++)\}")  # fmt: skip
-_BOLD = re.compile(r"\\(?:mathbf|boldsymbol|bm|mathit|mathcal|boxed|fbox|displaystyle|textstyle|phantom)"
-                   r"(?![A-Za-z])(?:\s*\{([^{}]*)\})?")  # fmt: skip
-_MARK = re.compile(r"(?:\\(?:boxed|fbox|mathbf|boldsymbol|bm|displaystyle)\s*)?(?=\{)|\\displaystyle(?![A-Za-z])")
+_TEXT = re.compile(
+    r"\\(?:text|textrm|textnormal|textit|textbf|textsf|texttt|mbox|mathrm|mathsf|rm|operatorname)"
+    r"\s*\{([^{}]*)\}"
+)
+_UNIT_TEXT = re.compile(
+    r"\\(?:text|mathrm|textrm|rm)\s*\{((?:[A-Za-z]++(?:\^(?:\{-?\d\}|-?\d))?"
+    r"(?:\s|/|\\[,;:]|\\cdot(?![A-Za-z]))*+)++)\}"
+)
+_BOLD = re.compile(
+    r"\\(?:mathbf|boldsymbol|bm|mathit|mathcal|boxed|fbox|displaystyle|textstyle|phantom)"
+    r"(?![A-Za-z])(?:\s*\{([^{}]*)\})?"
+)
+_MARK = re.compile(
+    r"(?:\\(?:boxed|fbox|mathbf|boldsymbol|bm|displaystyle)\s*)?(?=\{)|\\displaystyle(?![A-Za-z])"
+)
 _AROUND = [(r"\(", r"\)"), (r"\[", r"\]"), *((sign, sign) for sign in ("$$", "$", "**", "`", "__"))]
 """What may stand around an answer, and is no part of it."""
 _COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
-_NAMED = re.compile(r"^(?:\\text\s*\{(?P<text>[A-Za-z ]{2,})\}|(?=[ a-z]*[A-Za-z]{4})(?P<plain>[A-Za-z ]++))\s*[:=]+\s*"
-                    r"(?=\S)")  # fmt: skip
+_NAMED = re.compile(
+    r"^(?:\\text\s*\{(?P<text>[A-Za-z ]{2,})\}|(?=[ a-z]*[A-Za-z]{4})(?P<plain>[A-Za-z ]++))\s*[:=]+\s*"
+    r"(?=\S)"
+)
 """What names the value behind it: Area = 12, Answer: 72."""
 _SIZES = re.compile(r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?")
-_PERCENT = re.compile(rf"\s*(?:\\?%|{OPEN}\s*(?:percent|per cent|pct)\s*{CLOSE}|(?<![A-Za-z])(?:percent|per cent|pct)"
-                      r"(?![A-Za-z]))")  # fmt: skip
-_DEGREES = re.compile(r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\^\s*\{?\s*°\s*\}?|\\degree(?![A-Za-z])")
+_PERCENT = re.compile(
+    rf"\s*(?:\\?%|{OPEN}\s*(?:percent|per cent|pct)\s*{CLOSE}|(?<![A-Za-z])(?:percent|per cent|pct)"
+    r"(?![A-Za-z]))"
+)
+_DEGREES = re.compile(
+    r"\^\s*\{?\s*\\(?:circ|degree)(?![A-Za-z])\s*\}?|\^\s*\{?\s*°\s*\}?|\\degree(?![A-Za-z])"
+)
 _TH = "(?:st|nd|rd|th)"
 _ORDINAL = re.compile(
     rf"(?<=\d)\s*(?:\^\s*\{{\s*{OPEN}?{_TH}{CLOSE}?\s*\}}|\^?\s*{OPEN}{_TH}{CLOSE}|{_TH}(?![A-Za-z]))"
@@ -72,7 +217,8 @@ _CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s*(?=[\d\\$(\w-])(?!\\c[ua]p
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|csc|sec|cot)(?![A-Za-z])")
 _MATRIX = re.compile(r"\\(?:begin|end)\s*\{[pbvBV]?matrix\}")
 _TOKEN = re.compile(
-    rf"\\\\|\\[A-Za-z]+|\\[{{}}|%]|\d+(?:\.\d+)?|[A-Za-z]+|{OPEN}[^{CLOSE}]*{CLOSE}|[-+*/^_=<>!|(){{}}\[\],;&: ]"
+    rf"\\\\|\\[A-Za-z]+|\\[{{}}|%]|\d+(?:\.\d+)?|[A-Za-z]+|{OPEN}[^{CLOSE}]*{CLOSE}"
+    r"|[-+*/^_=<>!|(){}\[\],;&: ]"
 )
 
 
@@ -143,7 +289,9 @@ def _of_choice(letter: str, rest: str) -> list[Reading]:
 
 def _variants(text: str) -> list[tuple[str, bool]]:
     """The text, once for each thing that it may mean; with whether only an answer may."""
-    text = re.sub(r"(?<=\d)\s*(?:\\text\s*\{\s*)?\(\s*([A-Za-z][A-Za-z ]+)\)(?:\s*\})?$", r"\\text{ \1}", text)
+    text = re.sub(
+        r"(?<=\d)\s*(?:\\text\s*\{\s*)?\(\s*([A-Za-z][A-Za-z ]+)\)(?:\s*\})?$", r"\\text{ \1}", text
+    )
     if (about := re.fullmatch(r"(?:\\approx(?![A-Za-z])|≈)\s*(.*)", text)) is not None:
         return [(about[1], True)]
     if (ratio := re.fullmatch(r"(\d+)\s*(?:to|\\text\s*\{\s*to\s*\})\s*(\d+)", text)) is not None:
@@ -170,10 +318,17 @@ def _unwrapped(text: str) -> str:
         previous = text
         text = re.sub(rf"^(?:{_SPACE.pattern})++|(?:{_SPACE.pattern})++$", "", text).strip()
         text = re.sub(r"(?<!\.)[.,;:]$|\\\\$", "", _COLOR.sub("", text))
-        text = _NAMED.sub(lambda match: match[0] if _says_more(match) else "", text.removeprefix("="), count=1)
+        text = _NAMED.sub(
+            lambda match: match[0] if _says_more(match) else "", text.removeprefix("="), count=1
+        )
         for left, right in _AROUND:
             inner = text[len(left) : len(text) - len(right)]
-            if len(text) > len(left + right) and text.startswith(left) and text.endswith(right) and left not in inner:
+            if (
+                len(text) > len(left + right)
+                and text.startswith(left)
+                and text.endswith(right)
+                and left not in inner
+            ):
                 text = inner if not inner.endswith("\\") else text
         marked = _MARK.match(text)
         if marked and text[marked.end() :].startswith("{") and group_end(text, marked.end()) == len(text):
@@ -202,7 +357,9 @@ def group_end(text: str, start: int) -> int | None:
 
 
 def _with_words(text: str) -> str:
-    r"""The text with markers around the words of \text{...}; numbers, single letters and "or" stand without."""
+    r"""The text with markers around the words of \text{...}; numbers, single letters and
+    "or" stand without.
+    """
 
     def marked(match: re.Match) -> str:
         inner = match[1].strip()
@@ -269,7 +426,11 @@ def _words(text: str) -> Reading | None:
     if len(bare) > 1 and bare.isalpha() and bare.isupper():
         return Reading(None, words=joined)  # IV and BAC are names: as products they would be VI and ABC
     if OPEN not in text and joined not in SHORT_WORDS and not any(len(run) >= LONG_WORD for run in runs):
-        return Reading(bare, words=joined) if bare.isalpha() and bare.isascii() and bare not in FUNCTIONS else None
+        return (
+            Reading(bare, words=joined)
+            if bare.isalpha() and bare.isascii() and bare not in FUNCTIONS
+            else None
+        )
     if any(run in FUNCTIONS or run in ("infinity",) for run in runs):
         return None
     if len(joined.split()) > MOST_WORDS:
@@ -298,14 +459,20 @@ def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
     match = _UNIT.fullmatch(text)
     if match is None:
         return [(text, None, False)]
-    plain = re.findall(r"[^\W\d_]+", re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", match["unit"]).replace(r"\cdot", " "))
+    plain = re.findall(
+        r"[^\W\d_]+", re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", match["unit"]).replace(r"\cdot", " ")
+    )
     words = match["unit"].replace(OPEN, " ").replace(CLOSE, " ").strip()
     spaced = bool(match["space"]) or OPEN in match["unit"] or "/" in words or "°" in words
     if plain and re.fullmatch(rf"[{SINGLE}]|[ms]\s*\^?\s*\{{?[234]\}}?", words):
         split, whole = (match["value"], canonical(words)), (text, None)
         return [(*split, False), (*whole, True)] if spaced else [(*whole, False), (*split, True)]
-    with_others = any(sign in match["unit"] for sign in ("/", "°", OPEN)) or not POWERS.keys().isdisjoint(plain)
-    plain = [word for word in plain if not (spaced and len(word) > 1 and len(max(plain, key=len)) >= LONG_WORD)]
+    with_others = any(sign in match["unit"] for sign in ("/", "°", OPEN)) or not POWERS.keys().isdisjoint(
+        plain
+    )
+    plain = [
+        word for word in plain if not (spaced and len(word) > 1 and len(max(plain, key=len)) >= LONG_WORD)
+    ]
     units = SPACED if spaced else frozenset()
     if not all(_may_be_unit(word, with_others) or word.casefold() in units for word in plain):
         if spaced and all(len(word) > 1 for word in plain) and any(map(_looks_like_a_word, plain)):
@@ -326,9 +493,16 @@ def _may_be_unit(word: str, with_others: bool) -> bool:
 
 
 def _looks_like_a_word(letters: str) -> bool:
-    """Whether letters read as a word rather than a product: with a vowel, and not in the order of the alphabet."""
+    """Whether letters read as a word rather than a product: with a vowel, and not in the order
+    of the alphabet.
+    """
     of_variables = list(letters) == sorted(set(letters))
-    return len(letters) >= LONG_WORD or len(letters) == 3 and not of_variables and not set(letters).isdisjoint("aeiou")
+    return (
+        len(letters) >= LONG_WORD
+        or len(letters) == 3
+        and not of_variables
+        and not set(letters).isdisjoint("aeiou")
+    )
 
 
 def _latex(text: str) -> str:
@@ -343,10 +517,12 @@ def _latex(text: str) -> str:
         token = _TOKEN.match(bare, place)
         if token is None:
             raise Unreadable(f"math-verify does not know the sign {bare[place]!r} in {bare[:40]!r}")
-        _check(token[0], previous, bare[: place], bare[token.end() :])
+        _check(token[0], previous, bare[:place], bare[token.end() :])
         previous, place = token[0], token.end()
     sides = re.sub(r"\\[{}]", "", bare)
-    if sides.count("{") != sides.count("}") or len(re.findall(r"[(\[]", bare)) != len(re.findall(r"[)\]]", bare)):
+    if sides.count("{") != sides.count("}") or len(re.findall(r"[(\[]", bare)) != len(
+        re.findall(r"[)\]]", bare)
+    ):
         raise Unreadable("a bracket is not closed")
     if re.search(r"\d\s*:\s*\d\d(?!\d)", bare) or bare.count(":") > 1:
         raise Unreadable("it may be a time or a ratio")
@@ -357,7 +533,9 @@ def _latex(text: str) -> str:
 
 
 def _products(text: str) -> str:
-    r"""The text with \cdot before a bracket, or a binomial, behind a number or a bracket: else they would be added."""
+    r"""The text with \cdot before a bracket, or a binomial, behind a number or a bracket: else
+    they would be added.
+    """
     text = re.sub(r"(?<=[\d)}!])\s*(?=\\binom)", r" \\cdot ", text)
     for found in reversed(list(re.finditer(r"(?<=[\d)!])\s*(?=\()", text))):
         end = group_end(text, found.end())
@@ -400,8 +578,11 @@ def _check(token: str, previous: str, before: str, after: str) -> None:
 
 def _roots(text: str) -> str:
     """The text with braces around what is under a root or in an exponent."""
-    text = re.sub(r"(\\sqrt\[3\])?√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|(?=[({]))",
-                  lambda m: (m[1] or "\\sqrt") + (f"{{{m[2]}}}" if m[2] else ""), text)  # fmt: skip
+    text = re.sub(
+        r"(\\sqrt\[3\])?√\s*(?:(\d+(?:\.\d+)?|[A-Za-z])|(?=[({]))",
+        lambda m: (m[1] or "\\sqrt") + (f"{{{m[2]}}}" if m[2] else ""),
+        text,
+    )
     text = re.sub(r"\\log\s*_\s*(\d+)", r"\\log_{\1}", text)
     text = re.sub(r"\\sqrt\s*(\[\d+\])?\s*(\d)(?![\d.])", r"\\sqrt\1{\2}", text)
     if re.search(r"\\sqrt\s*\d", text):

@@ -93,17 +93,71 @@ CURRENCIES = "$£€¥₹¢"
 SINGLE = "mgshlLNJWVKACF"
 """Single letters that are units where they stand behind a number and a space: 5 m, not 5m."""
 SCALES = {
-    "dozen": 12, "hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12,
-    "万": 10**4, "亿": 10**8,
-}  # fmt: skip
+    "dozen": 12,
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "万": 10**4,
+    "亿": 10**8,
+}
 """Words that multiply the number before them."""
-NO_UNITS = frozenset((
-    "a", "above", "an", "and", "approximately", "are", "at", "base", "below", "but", "by", "cubed", "divided",
-    "equals", "exactly", "factorial", "from", "greater", "half", "if", "infinite", "is", "least", "less", "minus",
-    "mod", "modulo", "more", "most", "negative", "no", "not", "of", "or", "over", "plus", "point", "positive",
-    "quarter", "remainder", "root", "solution", "solutions", "squared", "than", "the", "third", "thirds", "times",
-    "to", "undefined",
-))  # fmt: skip
+NO_UNITS = frozenset(
+    (
+        "a",
+        "above",
+        "an",
+        "and",
+        "approximately",
+        "are",
+        "at",
+        "base",
+        "below",
+        "but",
+        "by",
+        "cubed",
+        "divided",
+        "equals",
+        "exactly",
+        "factorial",
+        "from",
+        "greater",
+        "half",
+        "if",
+        "infinite",
+        "is",
+        "least",
+        "less",
+        "minus",
+        "mod",
+        "modulo",
+        "more",
+        "most",
+        "negative",
+        "no",
+        "not",
+        "of",
+        "or",
+        "over",
+        "plus",
+        "point",
+        "positive",
+        "quarter",
+        "remainder",
+        "root",
+        "solution",
+        "solutions",
+        "squared",
+        "than",
+        "the",
+        "third",
+        "thirds",
+        "times",
+        "to",
+        "undefined",
+    )
+)
 """Words behind a number that say something else of it, so that the number alone is not what was meant."""
 
 _CANONICAL = {word: line.split()[0] for line in (_SAME + _SHORT).splitlines() for word in line.split()}
@@ -122,11 +176,14 @@ def is_known(word: str) -> bool:
 def canonical(text: str) -> str | None:
     """One way to write a unit, for all that mean the same; None where the words are not a unit.
 
-    Example: canonical("square centimeters") == canonical("cm^2") == "cm^2"; canonical("miles per hour") == "mi/h".
+    Example: canonical("square centimeters") == canonical("cm^2") == "cm^2"; canonical("miles per
+    hour") == "mi/h".
     """
     text = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", text)
     words = re.sub(r"\s*(?:/|\bper\b)\s*", "/", text.casefold().replace("\\cdot", " ").replace("*", " "))
-    words = re.sub(r"(?:degrees?|°)\s*(c|f)(?:elsius|ahrenheit)?\b", r"degree-\1", re.sub(r"\bus \$", "us$", words))
+    words = re.sub(
+        r"(?:degrees?|°)\s*(c|f)(?:elsius|ahrenheit)?\b", r"degree-\1", re.sub(r"\bus \$", "us$", words)
+    )
     parts = [_factors(part) for part in words.strip().split("/")]
     if len(words.replace("/", " ").split()) > MOST_WORDS or None in parts:
         return None

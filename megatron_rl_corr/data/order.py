@@ -1,4 +1,6 @@
-"""The order in which rows are drawn: a function of the seed, the number of the draw and the sources' sizes alone."""
+"""The order in which rows are drawn: a function of the seed, the number of the draw and the
+sources' sizes alone.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,13 @@ _OF_SHARES = 2**32 - 1
 
 
 class SourceOrder:
-    """One source's rows in an endless sequence of epochs; each epoch has every row once, in an order of its own.
+    """One source's rows in an endless sequence of epochs; each epoch has every row once, in an
+    order of its own.
 
-    Where any row can be read alone, an epoch is a permutation of all rows. Where row groups are read as a whole, they
-    are shuffled, put together in windows of at most WINDOW_BYTES, and the rows are shuffled within each window: so a
-    window's groups are read once an epoch. With one window it is a permutation of all rows too.
+    Where any row can be read alone, an epoch is a permutation of all rows. Where row groups are read as a
+    whole, they are shuffled, put together in windows of at most WINDOW_BYTES, and the rows are shuffled
+    within each window: so a window's groups are read once an epoch. With one window it is a permutation
+    of all rows too.
 
     Args:
         size: rows.
@@ -72,12 +76,13 @@ class SourceOrder:
 class MixedOrder:
     """The sequence of all sources: which row, of which of them, each number draws.
 
-    Without weights every row comes once an epoch, so that a source comes as often as it has rows. With weights, of each
-    SHARE_PERIOD numbers every source has its share, in a random order; it begins anew when its rows are used up, and
-    so may have an epoch of its own behind it many times before another has its first.
+    Without weights every row comes once an epoch, so that a source comes as often as it has rows.
+    With weights, of each SHARE_PERIOD numbers every source has its share, in a random order; it
+    begins anew when its rows are used up, and so may have an epoch of its own behind it many times
+    before another has its first.
 
-    Example: sources of 30 and 10 rows. Without weights, numbers 0 to 39 are all rows; with weights 1 and 1, of numbers
-    0 to 999 each source has 500: the second has had each row 50 times then.
+    Example: sources of 30 and 10 rows. Without weights, numbers 0 to 39 are all rows; with weights 1 and 1,
+    of numbers 0 to 999 each source has 500: the second has had each row 50 times then.
 
     Args:
         sizes: rows of each source.
@@ -86,14 +91,18 @@ class MixedOrder:
         weights: of each source, in any unit; empty: as many as it has rows.
 
     Raises:
-        ValueError: a seed out of its range, another number of weights than of sources, or one that is no positive
-            number or whose share is below one in SHARE_PERIOD.
+        ValueError: a seed out of its range, another number of weights than of sources, or one that is no
+            positive number or whose share is below one in SHARE_PERIOD.
     """
 
     def __init__(
-        self, sizes: Sequence[int], groups: Sequence[Sequence[tuple[int, int]]], *, seed: int,
+        self,
+        sizes: Sequence[int],
+        groups: Sequence[Sequence[tuple[int, int]]],
+        *,
+        seed: int,
         weights: Sequence[float] = (),
-    ):  # fmt: skip
+    ):
         if not 0 <= seed < 2**32:
             raise ValueError(f"the prompt seed must be in [0, 2**32), got {seed}")
         self.seed, self.shares = seed, _shares(weights, len(sizes)) if len(weights) else []
@@ -108,7 +117,9 @@ class MixedOrder:
 
     @property
     def identity(self) -> str:
-        """What the order depends on, beside the seed and the count of all rows; "" for one source read row by row."""
+        """What the order depends on, beside the seed and the count of all rows; "" for one source
+        read row by row.
+        """
         if len(self.sources) == 1:
             return self.sources[0].layout
         rows = " + ".join(f"{source.size}{source.layout}" for source in self.sources)
@@ -145,17 +156,21 @@ class MixedOrder:
 def _shares(weights: Sequence[float], sources: int) -> list[int]:
     """Draws of each source in SHARE_PERIOD draws: its part of the weights, rounded, so that they add up.
 
-    Example: weights 1 and 2 are 333 and 667 of 1000; what rounding down leaves goes to the largest remainders.
+    Example: weights 1 and 2 are 333 and 667 of 1000; what rounding down leaves goes to the
+    largest remainders.
     """
     if len(weights) != sources:
-        raise ValueError(f"`prompts_weights`: {len(weights)} weights for {sources} of `prompts`; give one for each")
+        raise ValueError(
+            f"`prompts_weights`: {len(weights)} weights for {sources} of `prompts`; give one for each"
+        )
     exact = np.array(weights, np.float64) / sum(weights) * SHARE_PERIOD
     shares = np.floor(exact).astype(int)
     for source in np.argsort(shares - exact, kind="stable")[: SHARE_PERIOD - shares.sum()]:
         shares[source] += 1
     if shares.min() < 1:
         raise ValueError(
-            f"`prompts_weights` {weights[int(shares.argmin())]:g} is less than 1 in {SHARE_PERIOD} of all; leave its "
+            f"`prompts_weights` {weights[int(shares.argmin())]:g} is less than 1 in {SHARE_PERIOD} of all; "
+            "leave its "
             "source out, or give a larger weight"
         )
     return shares.tolist()

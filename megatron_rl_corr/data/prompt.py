@@ -23,8 +23,12 @@ class Prompt:
     """The row's own settings, which `data.row_sampling` has checked."""
 
     def copied(self) -> Prompt:
-        """A copy for the user's code, which may change its lists and dicts: other samples use the row as well."""
-        return replace(self, input_ids=list(self.input_ids), metadata=_copied(self.metadata), label=_copied(self.label))
+        """A copy for the user's code, which may change its lists and dicts: other samples use
+        the row as well.
+        """
+        return replace(
+            self, input_ids=list(self.input_ids), metadata=_copied(self.metadata), label=_copied(self.label)
+        )
 
 
 def _copied(value: Any) -> Any:

@@ -49,9 +49,13 @@ class PromptRows(Sequence):
 
 
 def open_prompts(
-    paths: Sequence[str], form: PromptFormat, *, seed: int = 0, weights: Sequence[float] = (),
+    paths: Sequence[str],
+    form: PromptFormat,
+    *,
+    seed: int = 0,
+    weights: Sequence[float] = (),
     warn: Callable[[str], None] | None = None,
-) -> PromptDataset:  # fmt: skip
+) -> PromptDataset:
     """The data set of some files and folders; no row is made a prompt yet.
 
     Args:

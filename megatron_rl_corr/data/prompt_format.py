@@ -1,4 +1,6 @@
-"""How a row of the user's data becomes a prompt: its keys, the chat template, and what makes a row a bad one."""
+"""How a row of the user's data becomes a prompt: its keys, the chat template, and what makes
+a row a bad one.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,15 @@ class PromptFormat:
         if tokenizer is not None and tokenizer.has_template and (variables or config.tools_key is not None):
             tokenizer.check_variables(variables, with_tools=config.tools_key is not None)
         return cls(
-            tokenizer, config.input_key, config.label_key, config.tools_key, config.system_prompt,
-            config.apply_chat_template, variables, config.sampling_key, limits,
+            tokenizer,
+            config.input_key,
+            config.label_key,
+            config.tools_key,
+            config.system_prompt,
+            config.apply_chat_template,
+            variables,
+            config.sampling_key,
+            limits,
         )
 
     def prompt(self, row: dict[str, Any], index: int, where: str, *, fills_nulls: bool = False) -> Prompt:
@@ -120,21 +129,30 @@ class PromptFormat:
             return Prompt(index, ids, row, text, label)
         if not isinstance(value, list):
             hint = "; a Sequence of `datasets`? store a list of objects" if isinstance(value, dict) else ""
-            raise ValueError(f'"{key}" must be text, a list of ids or of messages, got {type(value).__name__}{hint}')
+            raise ValueError(
+                f'"{key}" must be text, a list of ids or of messages, got {type(value).__name__}{hint}'
+            )
         self._refuse_without_template(key, "ids")
         if not value or not all(type(i) is int and i >= 0 for i in value):
-            raise ValueError(f'"{key}" must be a non-empty list of integers of at least 0, got {str(value)[:100]}')
+            raise ValueError(
+                f'"{key}" must be a non-empty list of integers of at least 0, got {str(value)[:100]}'
+            )
         return Prompt(index, value, {name: other for name, other in row.items() if name != key}, label=label)
 
     def _with_settings(self, prompt: Prompt, row: Mapping[str, Any]) -> Prompt:
-        """The prompt with the row's own sampling settings; a row without has null there, or a wrong key would pass."""
+        """The prompt with the row's own sampling settings; a row without has null there, or a
+        wrong key would pass.
+        """
         if self.sampling_key is None:
             return prompt
         limits = self.limits
         settings = row_settings(
-            _at_or_null(row, self.sampling_key), key=self.sampling_key, vocab_size=limits.vocab_size,
-            max_new_tokens=limits.max_new_tokens, with_tokenizer=self.tokenizer is not None,
-        )  # fmt: skip
+            _at_or_null(row, self.sampling_key),
+            key=self.sampling_key,
+            vocab_size=limits.vocab_size,
+            max_new_tokens=limits.max_new_tokens,
+            with_tokenizer=self.tokenizer is not None,
+        )
         return replace(prompt, sampling=settings)
 
     def _checked(self, prompt: Prompt) -> Prompt:
@@ -146,7 +164,9 @@ class PromptFormat:
             )
         if limits.max_tokens is not None and len(ids) > limits.max_tokens:
             error = LongPrompt if limits.drop_long else ValueError
-            raise error(f"{len(ids)} tokens are too many; {limits.max_tokens_from} leaves {limits.max_tokens}")
+            raise error(
+                f"{len(ids)} tokens are too many; {limits.max_tokens_from} leaves {limits.max_tokens}"
+            )
         return prompt
 
     def check_keys(self, row: Mapping[str, Any], where: str, *, columns: bool = False) -> None:
@@ -182,15 +202,19 @@ class PromptFormat:
         found = [key for key in KEYS if row.get(key) is not None]
         if len(found) != 1:
             raise ValueError(
-                f"expected one of {', '.join(KEYS)}, got the keys {sorted(row)}; `input_key` names the prompt's"
+                f"expected one of {', '.join(KEYS)}, got the keys {sorted(row)}; `input_key` names the "
+                "prompt's"
             )
         return found[0]
 
-    def _of_text(self, text: str, row: Mapping[str, Any], key: str, *, fills_nulls: bool) -> tuple[str, list[int]]:
+    def _of_text(
+        self, text: str, row: Mapping[str, Any], key: str, *, fills_nulls: bool
+    ) -> tuple[str, list[int]]:
         """(the rendered text, its ids) of a row's text."""
         if self.tokenizer is None:
             raise ValueError(
-                f'"{key}" is text and there is no tokenizer in --rollout-hf-checkpoint; put one there, or give ids'
+                f'"{key}" is text and there is no tokenizer in --rollout-hf-checkpoint; put one there, or '
+                "give ids"
             )
         if text.lstrip().startswith("[{") and _is_json_of_messages(text):
             raise ValueError(f'"{key}" is messages as JSON text; store the list itself')
@@ -203,13 +227,15 @@ class PromptFormat:
         bos = self.tokenizer.bos_id
         if bos is not None and ids[:2] == [bos, bos]:
             raise ValueError(
-                f'"{key}" begins with the token that the tokenizer puts before every text, and has it twice then; '
+                f'"{key}" begins with the token that the tokenizer puts before every text, and has it twice '
+                "then; "
                 "leave it out of the text"
             )
         eos = self.tokenizer.eos_id
         if ids[1:][-1:] == [eos] and self.tokenizer.encode(text, special_tokens=False)[-1:] != [eos]:
             raise ValueError(
-                f'"{key}" gets the end token, which the tokenizer puts behind every text, and nothing follows an end; '
+                f'"{key}" gets the end token, which the tokenizer puts behind every text, and nothing '
+                "follows an end; "
                 "use a tokenizer without it (add_eos_token in tokenizer_config.json), or give messages or ids"
             )
         return text, ids
@@ -219,7 +245,9 @@ class PromptFormat:
     ) -> tuple[str, list[int]]:
         """(the rendered text, its ids) of messages."""
         if self.tokenizer is None:
-            raise ValueError(f'"{key}" is messages and there is no tokenizer in --rollout-hf-checkpoint; put one there')
+            raise ValueError(
+                f'"{key}" is messages and there is no tokenizer in --rollout-hf-checkpoint; put one there'
+            )
         chat = chat_of(values, key, fills_nulls=fills_nulls)
         if self.system_prompt is not None:
             chat = chat.with_system(self.system_prompt)
@@ -242,17 +270,23 @@ class PromptFormat:
     def _refuse_without_template(self, key: str, what: str) -> None:
         """ValueError where an option of the chat template would have no effect on this row."""
         given = {
-            "system_prompt": self.system_prompt is not None, "tools_key": self.tools_key is not None,
-            "chat_template_kwargs": bool(self.template_variables), "apply_chat_template": self.apply_chat_template,
-        }  # fmt: skip
+            "system_prompt": self.system_prompt is not None,
+            "tools_key": self.tools_key is not None,
+            "chat_template_kwargs": bool(self.template_variables),
+            "apply_chat_template": self.apply_chat_template,
+        }
         remedy = "`apply_chat_template`" if what == "text" else "rows of text or messages"
         for name, is_given in given.items():
             if is_given:
-                raise ValueError(f'`{name}` has no effect on "{key}", which is {what}; drop it, or use {remedy}')
+                raise ValueError(
+                    f'`{name}` has no effect on "{key}", which is {what}; drop it, or use {remedy}'
+                )
 
 
 def _at(row: Mapping[str, Any], key: str) -> Any:
-    """The value of a key, or of a path into objects with dots between. Raises ValueError where there is none."""
+    """The value of a key, or of a path into objects with dots between. Raises ValueError
+    where there is none.
+    """
     value = _at_or_null(row, key)
     if value is None:
         raise ValueError(f'"{key}" is null')
@@ -278,7 +312,8 @@ def _check_media(value: Any, row: Mapping[str, Any], key: str) -> None:
         media = next((name for name in names if row.get(name)), None)
         if media is not None and any(isinstance(text, str) and place in text for text in texts):
             raise ValueError(
-                f'"{key}" has {place} for the row\'s "{media}", and prompts are text alone; leave such rows out'
+                f'"{key}" has {place} for the row\'s "{media}", and prompts are text alone; leave such rows '
+                "out"
             )
 
 

@@ -20,11 +20,12 @@ class PromptDataset:
     """Prompts in an endless sequence of shuffled epochs.
 
     Args:
-        rows: the prompts of the data, in their order; a list, or what makes each when it is asked for, and then raises
-            BadRow for one that can't be made.
+        rows: the prompts of the data, in their order; a list, or what makes each when it is asked for, and
+            then raises BadRow for one that can't be made.
         seed: of the order, in [0, 2**32).
         order: of the draws; None: that of one source.
-        digest: what tells the data from others with as many rows, also from the same after an edit; "": unknown.
+        digest: what tells the data from others with as many rows, also from the same after an
+            edit; "": unknown.
         warn: takes a line about a row that is left out.
         labels: the label of a row, without making its prompt; None: `rows` have them.
 
@@ -33,9 +34,15 @@ class PromptDataset:
     """
 
     def __init__(
-        self, rows: Sequence[Prompt], *, seed: int = 0, order: MixedOrder | None = None, digest: str = "",
-        warn: Callable[[str], None] | None = None, labels: Callable[[int], Any] | None = None,
-    ):  # fmt: skip
+        self,
+        rows: Sequence[Prompt],
+        *,
+        seed: int = 0,
+        order: MixedOrder | None = None,
+        digest: str = "",
+        warn: Callable[[str], None] | None = None,
+        labels: Callable[[int], Any] | None = None,
+    ):
         if not len(rows):
             raise ValueError("a prompt data set needs at least one prompt")
         self.rows = rows
@@ -46,7 +53,9 @@ class PromptDataset:
         self._unread: Mapping[int, str] = {}
         self._kept: OrderedDict[int, Prompt] = OrderedDict()
         self._lock = threading.Lock()
-        """Groups are drawn on the event loop; the trainer's thread asks for the prompts of a batch that is done."""
+        """Groups are drawn on the event loop; the trainer's thread asks for the prompts of a
+        batch that is done.
+        """
         self.skipped = SkippedRows(len(rows), warn)
         """Rows that were left out when they were drawn."""
 
@@ -55,7 +64,9 @@ class PromptDataset:
 
     @property
     def identity(self) -> str:
-        """What the order depends on beside seed and rows, such as the sources' sizes; "" for one plain source."""
+        """What the order depends on beside seed and rows, such as the sources' sizes; "" for
+        one plain source.
+        """
         return self._order.identity
 
     @property
@@ -69,7 +80,9 @@ class PromptDataset:
             return self._order.row(number)
 
     def label(self, index: int) -> Any:
-        """The label of a row; its prompt is not made, where the data can do without. Raises BadRow, ChangedFile."""
+        """The label of a row; its prompt is not made, where the data can do without. Raises
+        BadRow, ChangedFile.
+        """
         return self.rows[index].label if self._labels is None else self._labels(index)
 
     def leave_out(self, problems: Mapping[int, str]) -> None:
@@ -102,9 +115,11 @@ class PromptDataset:
             return prompt
 
     def can_be_drawn(self, number: int) -> bool:
-        """Whether the row of this number has a prompt that can be used; one that has not is counted and named.
+        """Whether the row of this number has a prompt that can be used; one that has not is
+        counted and named.
 
-        True also where the run is to end, for nearly all rows are bad or a file was changed: `at` then says why.
+        True also where the run is to end, for nearly all rows are bad or a file was changed:
+        `at` then says why.
         """
         try:
             self.at(number)
@@ -122,8 +137,8 @@ class PromptDataset:
     def batch(self, step: int, n: int) -> list[Prompt]:
         """Prompts [step * n, step * n + n) of the sequence: the same for the same data, seed, step and n.
 
-        No state is kept between calls, so a run that resumes at a step gets the prompts that it would have had. Within
-        an epoch every prompt comes once; a batch may run over into the next epoch.
+        No state is kept between calls, so a run that resumes at a step gets the prompts that it would have
+        had. Within an epoch every prompt comes once; a batch may run over into the next epoch.
 
         Raises:
             ValueError: step below 0, or n below 1.

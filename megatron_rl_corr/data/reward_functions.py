@@ -1,4 +1,6 @@
-"""Calls reward functions, the user's and built-in ones: plain ones in processes or a thread, async ones on the loop."""
+"""Calls reward functions, the user's and built-in ones: plain ones in processes or a thread, async
+ones on the loop.
+"""
 
 from __future__ import annotations
 
@@ -50,19 +52,23 @@ class RewardFunctions:
         """
         if not self._specs:
             return
-        # One text for all workers: one that takes another's place hours later must not bring an edited function.
+        # One text for all workers: one that takes another's place hours later must not bring an
+        # edited function.
         texts = [source_of(spec.source) if spec.kind == "function" else None for spec in self._specs]
         workers = DEFAULT_WORKERS if self._workers is None else self._workers
         own = self._specs
         if workers > 0:
             own = await self._start_processes(workers, texts)
         if own:
-            await self._load([(spec, text) for spec, text in zip(self._specs, texts, strict=True) if spec in own])
+            await self._load(
+                [(spec, text) for spec, text in zip(self._specs, texts, strict=True) if spec in own]
+            )
 
     async def call(
         self, name: str, samples: Sequence[RewardInput], left: list[asyncio.Task]
     ) -> list[dict[str, float]]:
-        """The named numbers that a function gives each sample: of one sample, or of a group where that is its form.
+        """The named numbers that a function gives each sample: of one sample, or of a group where
+        that is its form.
 
         Args:
             name: of the function.
@@ -70,7 +76,8 @@ class RewardFunctions:
             left: as `WorkerPool.call`'s.
 
         Raises:
-            SampleFailure: there are none. Its cause is `reward_timeout` past the limit, else `reward_error`.
+            SampleFailure: there are none. Its cause is `reward_timeout` past the limit,
+                else `reward_error`.
         """
         loaded = self._loaded.get(name)
         if loaded is not None and loaded.is_async:
@@ -86,7 +93,8 @@ class RewardFunctions:
             raise as_sample_failure(failure, self._source_of(name)) from None
         except orjson.JSONEncodeError as error:
             raise reward_error(
-                f"{self._source_of(name)}: the row's metadata holds what no worker can be given ({error}); leave it "
+                f"{self._source_of(name)}: the row's metadata holds what no worker can be given ({error}); "
+                "leave it "
                 "out of the row, or use `reward_workers` 0, where an environment may leave objects there too"
             ) from None
 
@@ -134,8 +142,10 @@ class RewardFunctions:
         await pool.close()
         if self._workers is not None:
             raise ValueError(
-                f"`reward_workers` {workers} has no effect on {FLAG} {' '.join(spec.source for spec in waiting)}, "
-                f"{'an async function' if len(waiting) == 1 else 'async functions'}, which the event loop runs; drop it"
+                f"`reward_workers` {workers} has no effect on {FLAG} "
+                f"{' '.join(spec.source for spec in waiting)}, "
+                f"{'an async function' if len(waiting) == 1 else 'async functions'}, which the event loop "
+                "runs; drop it"
             )
         return waiting
 
@@ -189,6 +199,10 @@ def reward_error(text: str) -> SampleFailure:
 def as_sample_failure(error: BaseException, source: str = FLAG) -> SampleFailure:
     """The failure of a sample whose call took too long or whose worker ended."""
     if isinstance(error, CallTimeout):
-        return SampleFailure("reward_timeout", f"{source}: {error}; make it faster, or raise `reward_timeout_s`")
-    remedy = "a reward function must return or raise" if isinstance(error, WorkerGone) else "see the log above"
+        return SampleFailure(
+            "reward_timeout", f"{source}: {error}; make it faster, or raise `reward_timeout_s`"
+        )
+    remedy = (
+        "a reward function must return or raise" if isinstance(error, WorkerGone) else "see the log above"
+    )
     return SampleFailure("reward_error", f"{source}: {error}; {remedy}")

@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 Form = Literal["sample", "group", "ids"]
 FORMS = (
-    "write reward(sample), which sees the text of one sample, rewards(samples), which sees a whole group and returns a "
-    "list, or reward(prompt, output_ids, finish_reason), which sees ids; further parameters must be keyword-only"
+    "write reward(sample), which sees the text of one sample, rewards(samples), which sees a whole group and "
+    "returns a "
+    "list, or reward(prompt, output_ids, finish_reason), which sees ids; further parameters must be "
+    "keyword-only"
 )
 
 
@@ -49,7 +51,8 @@ class RewardInput:
     def __getattr__(self, name: str) -> Any:
         if name in ("prompt", "response"):
             raise AttributeError(
-                f"the sample has no {name}: `hf_checkpoint` has no tokenizer, so ids have no text; add its files, or "
+                f"the sample has no {name}: `hf_checkpoint` has no tokenizer, so ids have no text; add its "
+                "files, or "
                 "score sample.output_ids"
             )
         raise AttributeError(f"a sample has no {name!r}; it has {', '.join(self.__dataclass_fields__)}")
@@ -59,8 +62,13 @@ def reward_input(prompt: Prompt, trajectory: Trajectory, texts: tuple[str | None
     """A sample as functions see it, with copies of what a function may change."""
     own = prompt.copied()
     return RewardInput(
-        *texts, label=own.label, metadata=own.metadata, prompt_ids=own.input_ids,
-        output_ids=trajectory.output_ids.tolist(), finish_reason=trajectory.finish_reason, row=prompt.index,
+        *texts,
+        label=own.label,
+        metadata=own.metadata,
+        prompt_ids=own.input_ids,
+        output_ids=trajectory.output_ids.tolist(),
+        finish_reason=trajectory.finish_reason,
+        row=prompt.index,
     )
 
 

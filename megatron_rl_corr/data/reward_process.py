@@ -1,4 +1,6 @@
-"""The trainer's end of a process that scores samples: starts it, sends it samples, ends it with its own children."""
+"""The trainer's end of a process that scores samples: starts it, sends it samples, ends it with
+its own children.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,32 @@ BOOTSTRAP = (
     "serve(int(sys.argv.pop(1)), int(sys.argv.pop(1)))"
 )
 NOT_INHERITED = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME",
-    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MEGATRON_RL_CORR",
-}  # fmt: skip
-"""Variables that make the trainer a rank of its job, beside TORCHELASTIC_*: libraries that find them would wait for the
-other ranks. By their whole names: LOCAL_MODEL_DIR is the user's."""
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+    "ROLE_RANK",
+    "ROLE_NAME",
+    "ROLE_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MEGATRON_RL_CORR",
+}
+"""Variables that make the trainer a rank of its job, beside TORCHELASTIC_*: libraries that find them would
+wait for the other ranks. By their whole names: LOCAL_MODEL_DIR is the user's.
+"""
 
 
 class RewardProcess:
-    """One process with a new interpreter: it is no fork of the trainer, and does not run the trainer's script."""
+    """One process with a new interpreter: it is no fork of the trainer, and does not run the
+    trainer's script.
+    """
 
-    def __init__(self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+    def __init__(
+        self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ):
         self._process, self._reader, self._writer = process, reader, writer
         self.forms: list[tuple[str, bool]] = []
         """(form, whether it is async) of each function."""
@@ -50,33 +67,48 @@ class RewardProcess:
             texts: the text of each one's file, the same for all workers of a run; None for a module.
 
         Raises:
-            ValueError: a user's file or its setup() failed (with the traceback), ended the process, or took more than
-                START_LIMIT_S.
+            ValueError: a user's file or its setup() failed (with the traceback), ended the process, or
+                took more than START_LIMIT_S.
         """
         named = " ".join(spec.source for spec in specs)
         mine, its = socket.socketpair()
         environment = {
-            name: value for name, value in os.environ.items()
+            name: value
+            for name, value in os.environ.items()
             if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")
-        }  # fmt: skip
+        }
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])  # Python looks at no other
         with its:
             reader, writer = await asyncio.open_connection(sock=mine)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", BOOTSTRAP, path, str(its.fileno()), str(os.getpid()),
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=[its.fileno()], env=environment, process_group=0,
-            )  # fmt: skip
+                sys.executable,
+                "-c",
+                BOOTSTRAP,
+                path,
+                str(its.fileno()),
+                str(os.getpid()),
+                stdin=asyncio.subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+                env=environment,
+                process_group=0,
+            )
         worker = cls(process, reader, writer)
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 answer = await worker.ask(first_message(specs, texts))
             if "error" in answer:
                 error = answer["error"]
-                raise ValueError(error if error.startswith(FLAG) else f"{FLAG} {named} could not be loaded:\n{error}")
+                raise ValueError(
+                    error if error.startswith(FLAG) else f"{FLAG} {named} could not be loaded:\n{error}"
+                )
         except BaseException as error:
             await worker.end()
             if isinstance(error, (WorkerGone, TimeoutError)):
-                why = error if isinstance(error, WorkerGone) else f"its file and setup() took over {START_LIMIT_S:g} s"
+                why = (
+                    error
+                    if isinstance(error, WorkerGone)
+                    else f"its file and setup() took over {START_LIMIT_S:g} s"
+                )
                 raise ValueError(f"{FLAG} {named} could not be loaded in a worker: {why}") from None
             raise
         worker.forms = answer["value"]

@@ -33,7 +33,9 @@ RETRIES = 4
 MAX_ANSWER = 4 << 20
 """Bytes of an answer."""
 LEAST_SECRET = 8
-"""Characters of a value in an address that may be a secret: a shorter one, such as a number, may be anywhere."""
+"""Characters of a value in an address that may be a secret: a shorter one, such as a number,
+may be anywhere.
+"""
 LOCAL_PAUSE_S = 0.5
 """Between attempts while this process itself can reach nobody."""
 START_LIMIT_S = 10.0
@@ -59,8 +61,9 @@ class _Failed(Exception):
 class RewardURL:
     """One address. Use and close it on one event loop, which encodes each sample as it ends and never waits.
 
-    The request is POST {"samples": [{"prompt": ..., "response": ..., "label": ..., ...}, ...]}, with the fields of
-    `RewardInput`; the answer a list of numbers, or of dicts as a function may return them, in the order of the samples.
+    The request is POST {"samples": [{"prompt": ..., "response": ..., "label": ..., ...}, ...]}, with the
+    fields of `RewardInput`; the answer a list of numbers, or of dicts as a function may return them, in the
+    order of the samples.
 
     Args:
         spec: with the address.
@@ -72,7 +75,9 @@ class RewardURL:
     def __init__(self, spec: RewardSpec, *, batch: int, limit_s: float, api_key: str | None):
         self._spec, self._batch, self._limit_s, self._key = spec, batch, limit_s, checked_key(api_key)
         query = urlsplit(spec.source).query  # may hold a secret
-        keep_secret(self, self._key, query, *(value for _, value in parse_qsl(query) if len(value) >= LEAST_SECRET))
+        keep_secret(
+            self, self._key, query, *(value for _, value in parse_qsl(query) if len(value) >= LEAST_SECRET)
+        )
         self._shown = f"{FLAG} {urlsplit(spec.source)._replace(query='').geturl()}"
         self._waiting: list[_Waiting] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -90,7 +95,10 @@ class RewardURL:
         if self._key is not None:
             headers["Authorization"] = f"Bearer {self._key}"
         self._session = aiohttp.ClientSession(
-            headers=headers | UNPACKED, auto_decompress=False, trust_env=False, cookie_jar=aiohttp.DummyCookieJar(),
+            headers=headers | UNPACKED,
+            auto_decompress=False,
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
             # A server closes idle connections, and a batch that meets a closing one would be sent twice.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
@@ -100,16 +108,20 @@ class RewardURL:
         except (_Failed, TimeoutError) as failure:
             await self.close()
             why = failure if isinstance(failure, _Failed) else f"no answer within {START_LIMIT_S:g} s"
-            raise ValueError(f"{self._shown}: {why}; start its server first, or give its right address") from None
+            raise ValueError(
+                f"{self._shown}: {why}; start its server first, or give its right address"
+            ) from None
         if 300 <= status < 400 or status in (401, 403, 404, 405):
             await self.close()
             raise ValueError(f"{self._shown} answered {self._told(status, body)}; {_remedy(status)}")
 
     async def call(self, sample: RewardInput) -> dict[str, float]:
-        """The named numbers that the server gives a sample, once the batch that it is put into has been answered.
+        """The named numbers that the server gives a sample, once the batch that it is put into
+        has been answered.
 
         Raises:
-            SampleFailure: there are none. Its cause is `reward_timeout` past the limit, else `reward_error`.
+            SampleFailure: there are none. Its cause is `reward_timeout` past the limit,
+                else `reward_error`.
         """
         try:
             body = json_text.dumps(vars(sample))
@@ -174,7 +186,8 @@ class RewardURL:
     async def _values(self, batch: Sequence[_Waiting], local: list[_Failed]) -> list[Any]:
         """The server's list, of the batch's length. Raises _Failed after the last attempt.
 
-        Faults of this process are no attempts: it tries until the limit, and `local` gets them, unless one succeeded.
+        Faults of this process are no attempts: it tries until the limit, and `local` gets them,
+        unless one succeeded.
         """
         body = b'{"samples":[' + b",".join(one.body for one in batch) + b"]}"
         attempt = 0
@@ -190,7 +203,9 @@ class RewardURL:
                     continue
                 local.clear()
                 if attempt == RETRIES:
-                    raise _Failed(f"{failure}, {RETRIES + 1} times; see its server's log", retry=False) from None
+                    raise _Failed(
+                        f"{failure}, {RETRIES + 1} times; see its server's log", retry=False
+                    ) from None
                 EVENTS.tell("reward_retried", f"{self._shown}: {failure}", samples=len(batch))
             pause = 0.5 * 2**attempt
             attempt += 1

@@ -50,7 +50,8 @@ def checked_parts(value: object, name: str, source: str) -> dict[str, float]:
         return {name: checked_reward(value, source)}
     if SCORE not in value:
         raise ValueError(
-            f'{source} must return a number or a dict with "{SCORE}", the reward, got a dict with {_shown(list(value))}'
+            f'{source} must return a number or a dict with "{SCORE}", the reward, got a dict with '
+            f"{_shown(list(value))}"
         )
     parts = {name: checked_reward(value[SCORE], f'{source}: "{SCORE}"')}
     for key, part in value.items():

@@ -1,7 +1,7 @@
 """The process that computes rewards with the user's functions for `RewardProcess`.
 
-The process imports the users' files, and neither numpy nor torch nor Megatron. Messages are JSON behind their length,
-over a socket that it inherits; standard output and error are the trainer's.
+The process imports the users' files, and neither numpy nor torch nor Megatron. Messages are JSON behind
+their length, over a socket that it inherits; standard output and error are the trainer's.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def attempt(call: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"value": call()}
     except BaseException as error:  # noqa: BLE001  the trainer counts it, and shows the traceback
-        if isinstance(error, ValueError) and str(error).startswith(FLAG):  # from this package: no traceback needed
+        # from this package: no traceback needed
+        if isinstance(error, ValueError) and str(error).startswith(FLAG):
             return {"error": str(error)}
         own = error.__traceback__.tb_next  # without this frame
         return {"error": "".join(traceback.format_exception(type(error), error, own)).strip()}
@@ -84,11 +85,15 @@ class LoadedReward:
         [sample] = samples
         if self.form == "sample":
             return self.function(sample)
-        prompt = Prompt(sample.row, sample.prompt_ids, sample.metadata, vars(sample).get("prompt"), sample.label)
+        prompt = Prompt(
+            sample.row, sample.prompt_ids, sample.metadata, vars(sample).get("prompt"), sample.label
+        )
         return self.function(prompt, sample.output_ids, sample.finish_reason)
 
     def checked(self, value: Any, count: int) -> list[dict[str, float]]:
-        """What it returned for `count` samples as named numbers, by sample. Raises ValueError as `checked_group`."""
+        """What it returned for `count` samples as named numbers, by sample. Raises ValueError as
+        `checked_group`.
+        """
         if self.form == "group":
             return checked_group(value, count, self.spec.name, self.source)
         return [checked_parts(value, self.spec.name, self.source)]
@@ -124,12 +129,13 @@ def load_rewards(specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> li
 
 
 def serve(descriptor: int, parent: int) -> None:
-    """Load the functions, call their files' setup() if there is one, then score samples until the trainer hangs up.
+    """Load the functions, call their files' setup() if there is one, then score samples until the
+    trainer hangs up.
 
-    The first message received is {"specs": [...], "texts": [the files']}. The first sent is {"value": [[form, whether
-    it is async], ...]}; the trainer runs async functions itself. Then {"function": its number, "samples": [...]} is
-    answered by {"value": [named numbers of each sample]} or {"error": a traceback}; with "labels" in the place of
-    "samples" by what `label_problems` says.
+    The first message received is {"specs": [...], "texts": [the files']}. The first sent is {"value": [[form,
+    whether it is async], ...]}; the trainer runs async functions itself. Then {"function": its number,
+    "samples": [...]} is answered by {"value": [named numbers of each sample]} or {"error": a traceback}; with
+    "labels" in the place of "samples" by what `label_problems` says.
 
     Args:
         descriptor: number of the inherited socket to the trainer.
@@ -143,13 +149,17 @@ def serve(descriptor: int, parent: int) -> None:
         begun = _received(received)
         if begun is None:
             return
-        channel.sendall(frame(_prepare([RewardSpec(**spec) for spec in begun["specs"]], begun["texts"], functions)))
+        channel.sendall(
+            frame(_prepare([RewardSpec(**spec) for spec in begun["specs"]], begun["texts"], functions))
+        )
         while functions and (job := _received(received)):
             function = functions[job["function"]]
             if "labels" in job:
                 channel.sendall(frame(attempt(functools.partial(function.label_problems, job["labels"]))))
                 continue
-            samples = [RewardInput(**{"prompt": None, "response": None, **sample}) for sample in job["samples"]]
+            samples = [
+                RewardInput(**{"prompt": None, "response": None, **sample}) for sample in job["samples"]
+            ]
             channel.sendall(frame(attempt(functools.partial(function.score, samples))))
 
 
@@ -164,7 +174,9 @@ def _received(channel: BinaryIO) -> dict[str, Any] | None:
     return json_text.loads(channel.read(int.from_bytes(head, "big")), unique_keys=False) if head else None
 
 
-def _prepare(specs: list[RewardSpec], texts: list[str | None], functions: list[LoadedReward]) -> dict[str, Any]:
+def _prepare(
+    specs: list[RewardSpec], texts: list[str | None], functions: list[LoadedReward]
+) -> dict[str, Any]:
     """The first answer; `functions` is filled once all is set up."""
 
     def prepare() -> list[tuple[str, bool]]:
@@ -189,7 +201,9 @@ async def _awaited(answer: Awaitable[Any]) -> None:
 
 
 def _die_with(parent: int) -> None:
-    """End with the trainer, however it ends: the kernel kills this process when the thread that started it is gone."""
+    """End with the trainer, however it ends: the kernel kills this process when the thread that
+    started it is gone.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

@@ -1,4 +1,6 @@
-"""Scores samples as they end: by their environment, or by the weighted sum of rewards, beside the event loop."""
+"""Scores samples as they end: by their environment, or by the weighted sum of rewards,
+beside the event loop.
+"""
 
 from __future__ import annotations
 
@@ -54,31 +56,40 @@ class Score:
     reward: float
     """Finite in float32."""
     parts: dict[str, float] = field(default_factory=dict)
-    """Named rewards before their weights, and further numbers of their dicts; empty where the environment scored."""
+    """Named rewards before their weights, and further numbers of their dicts; empty where the
+    environment scored.
+    """
 
 
 class Rewards:
     """Scores samples with reward functions, or with the reward of their environments.
 
-    An `async def` runs on the event loop; a plain function in processes that load its file themselves, or in one thread
-    of this process. Start, use and close it on one event loop.
+    An `async def` runs on the event loop; a plain function in processes that load its file themselves, or in
+    one thread of this process. Start, use and close it on one event loop.
 
     Args:
-        specs: the rewards that are added up; or one function, "path/to/file.py:name" or "package.module:name" or the
-            name of a built-in one; None or none: the environments score.
+        specs: the rewards that are added up; or one function, "path/to/file.py:name" or "package.module:name"
+            or the name of a built-in one; None or none: the environments score.
         workers: processes for plain functions; 0: a thread of this process. None: DEFAULT_WORKERS.
         limit_s: seconds that a call may take.
         tokenizer: makes text of ids; None: there is none, and so no text.
         url_batch: samples that an address is sent at once, at most.
         api_key: of the addresses.
-        late: late(failure) is called when a call ends that was cancelled meanwhile; None: it had no failure.
+        late: late(failure) is called when a call ends that was cancelled meanwhile; None:
+            it had no failure.
     """
 
     def __init__(
-        self, specs: Sequence[RewardSpec] | str | None, *, workers: int | None = None, limit_s: float,
-        tokenizer: Tokenizer | None = None, url_batch: int = 32, api_key: str | None = None,
+        self,
+        specs: Sequence[RewardSpec] | str | None,
+        *,
+        workers: int | None = None,
+        limit_s: float,
+        tokenizer: Tokenizer | None = None,
+        url_batch: int = 32,
+        api_key: str | None = None,
         late: Callable[[SampleFailure | None], None] = lambda failure: None,
-    ):  # fmt: skip
+    ):
         self._specs = parse_rewards([specs], [], []) if isinstance(specs, str) else tuple(specs or ())
         functions = [spec for spec in self._specs if spec.kind != "url"]
         self._functions = RewardFunctions(functions, workers=workers, limit_s=limit_s)
@@ -95,7 +106,10 @@ class Rewards:
     def of(cls, options: RunConfig, tokenizer: Tokenizer | None) -> Rewards:
         """Those that the options of a run name."""
         return cls(
-            options.rewards, workers=options.reward_workers, limit_s=options.reward_timeout_s, tokenizer=tokenizer,
+            options.rewards,
+            workers=options.reward_workers,
+            limit_s=options.reward_timeout_s,
+            tokenizer=tokenizer,
             **options.reward_url_arguments(),
         )
 
@@ -108,13 +122,14 @@ class Rewards:
         """Load the functions and start their workers.
 
         Raises:
-            ValueError: a function cannot be loaded, `reward_workers` has no effect on any, a built-in one needs text
-                and there is no tokenizer, or an address does not answer.
+            ValueError: a function cannot be loaded, `reward_workers` has no effect on any, a built-in one
+                needs text and there is no tokenizer, or an address does not answer.
         """
         texts = [spec for spec in self._specs if spec.kind == "builtin" and spec.source not in COUNTS_TOKENS]
         if texts and self._tokenizer is None:
             raise ValueError(
-                f"{FLAG} {texts[0].source} needs the responses' text, and `hf_checkpoint` has no tokenizer; add its "
+                f"{FLAG} {texts[0].source} needs the responses' text, and `hf_checkpoint` has no tokenizer; "
+                "add its "
                 "files, or use a reward of your own that scores ids"
             )
         try:
@@ -125,14 +140,18 @@ class Rewards:
             await self.close()
             raise
         forms = {
-            spec.name: "sample" if spec.kind == "url" else self._functions.form_of(spec.name) for spec in self._specs
+            spec.name: "sample" if spec.kind == "url" else self._functions.form_of(spec.name)
+            for spec in self._specs
         }
         self._of_groups = [spec for spec in self._specs if forms[spec.name] == "group"]
         self._alone = [spec for spec in self._specs if spec not in self._of_groups]
-        self._with_text = any(forms[spec.name] != "ids" and spec.source not in COUNTS_TOKENS for spec in self._specs)
+        self._with_text = any(
+            forms[spec.name] != "ids" and spec.source not in COUNTS_TOKENS for spec in self._specs
+        )
 
     def check_labels(self, prompts: PromptDataset | None, flag: str) -> None:
-        """ValueError where the first rows lack the label that a built-in reward compares with: later all would fail.
+        """ValueError where the first rows lack the label that a built-in reward compares with:
+        later all would fail.
 
         Args:
             prompts: the data set; None on ranks that have none.
@@ -146,7 +165,8 @@ class Rewards:
                 continue
             if prompt.label is None:
                 raise ValueError(
-                    f"{FLAG} {wanting[0]} compares with a label, and row {prompt.index} of {flag} has none; name the "
+                    f"{FLAG} {wanting[0]} compares with a label, and row {prompt.index} of {flag} has none; "
+                    "name the "
                     "key that holds it with `label_key`, or leave the row out"
                 )
 
@@ -156,7 +176,8 @@ class Rewards:
         Args:
             prompts: the data set.
             flag: the option that named it.
-            drop: leave such rows out, with a line; False refuses them, None too, where no option leaves any out.
+            drop: leave such rows out, with a line; False refuses them, None too, where no
+                option leaves any out.
 
         Raises:
             ValueError: there are such rows, and they are not left out, or all are.
@@ -169,7 +190,8 @@ class Rewards:
                 continue
             named = [f"row {row} has the label {label!r}: {why}" for row, (label, why) in problems.items()]
             found = (
-                f"{flag}: {FLAG} {spec.source} can't read the label of {len(problems)} of the {read} rows that were "
+                f"{flag}: {FLAG} {spec.source} can't read the label of {len(problems)} of the {read} rows "
+                "that were "
                 f"looked at; {'; '.join(named[:NAMED_LABELS])}"
             )
             if not drop or len(problems) == read:
@@ -187,11 +209,14 @@ class Rewards:
         left_out = " ".join(spec.source for spec in self._of_groups)
         if left_out and not self._alone:
             raise ValueError(
-                f"{flag}: {FLAG} {left_out} compares the samples of a group, and an evaluation has none; add a reward "
+                f"{flag}: {FLAG} {left_out} compares the samples of a group, and an evaluation has none; add "
+                "a reward "
                 "that looks at one sample"
             )
         if left_out:
-            warn(f"{flag}: its rewards are without those of {left_out}, which compares the samples of a group")
+            warn(
+                f"{flag}: its rewards are without those of {left_out}, which compares the samples of a group"
+            )
 
     async def close(self) -> None:
         """End the workers, whatever they are doing."""
@@ -216,15 +241,21 @@ class Rewards:
             trajectory: the sample. Functions get all ids after the prompt, those of an environment included.
 
         Raises:
-            SampleFailure: there is no reward. Its cause is `reward_timeout` past the limit, and `reward_error` for an
-                exception (with its traceback), for a value that is not a finite number, and where both or neither of
-                environment and function give a reward.
+            SampleFailure: there is no reward. Its cause is `reward_timeout` past the limit, and
+                `reward_error` for an exception (with its traceback), for a value that is not a finite
+                number, and where both or neither of environment and function give a reward.
         """
         own = trajectory.environment_reward
         if (not self._specs) == (own is None):
-            found = "its environment's reward() gave none" if own is None else f"its environment's reward() gave {own}"
+            found = (
+                "its environment's reward() gave none"
+                if own is None
+                else f"its environment's reward() gave {own}"
+            )
             remedy = "give one of them" if own is None else "drop one of them"
-            raise SampleFailure("reward_error", f"{found}, and {FLAG} is {'not ' * (own is None)}given; {remedy}")
+            raise SampleFailure(
+                "reward_error", f"{found}, and {FLAG} is {'not ' * (own is None)}given; {remedy}"
+            )
         if own is not None:
             return Score(own)
         left: list[asyncio.Task] = []
@@ -262,9 +293,7 @@ class Rewards:
         ]
         return [self._sum(score, parts) for score, *parts in zip(scores, *found, strict=True)]
 
-    async def _one(
-        self, spec: RewardSpec, sample: RewardInput, left: list[asyncio.Task]
-    ) -> dict[str, float]:
+    async def _one(self, spec: RewardSpec, sample: RewardInput, left: list[asyncio.Task]) -> dict[str, float]:
         if spec.name in self._urls:
             return await self._urls[spec.name].call(sample)
         [parts] = await self._functions.call(spec.name, [sample], left)
@@ -283,9 +312,10 @@ class Rewards:
                     total += np.float32(spec.weight) * np.float32(parts[spec.name])
         if not math.isfinite(total):
             raise SampleFailure(
-                "reward_error", f"the weighted sum of the rewards is {total} in float32, of {parts}; give smaller "
-                "`reward_weights`"
-            )  # fmt: skip
+                "reward_error",
+                f"the weighted sum of the rewards is {total} in float32, of {parts}; give smaller "
+                "`reward_weights`",
+            )
         return replace(score, reward=float(total), parts=score.parts | parts)
 
     async def _texts(self, prompt: Prompt, trajectory: Trajectory) -> tuple[str | None, str | None]:

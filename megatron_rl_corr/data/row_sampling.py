@@ -8,19 +8,23 @@ from typing import Any
 KNOWN = ("max_new_tokens", "stop", "stop_token_ids")
 _REFUSED = {
     "temperature": "the training log-probs of a batch are of one temperature",
-    "top_p": "", "top_k": "", "min_p": "",
+    "top_p": "",
+    "top_k": "",
+    "min_p": "",
     "ignore_eos": "the end of a response is the policy's to learn",
     "seed": "seeds are made from --seed and the place of the prompt, so that the samples of a group differ",
-}  # fmt: skip
+}
 _ONE_DISTRIBUTION = "the training samples every prompt from one distribution"
 
 
 def row_settings(
     value: Any, *, key: str, vocab_size: int | None, max_new_tokens: int | None, with_tokenizer: bool
 ) -> dict[str, Any]:
-    """The settings of a row, checked; {} for None. A setting that is None counts as left out, as Parquet writes it.
+    """The settings of a row, checked; {} for None. A setting that is None counts as left out, as
+    Parquet writes it.
 
-    Example: {"max_new_tokens": 64, "stop": ("</a>",)} for {"max_new_tokens": 64, "stop": "</a>", "seed": None}.
+    Example: {"max_new_tokens": 64, "stop": ("</a>",)} for {"max_new_tokens": 64, "stop":
+    "</a>", "seed": None}.
 
     Args:
         value: what the row has under the key.
@@ -39,7 +43,9 @@ def row_settings(
     given = {name: one for name, one in value.items() if one is not None}
     for name in given:
         if name in _REFUSED:
-            raise ValueError(f'"{key}" can not set {name}: {_REFUSED[name] or _ONE_DISTRIBUTION}; leave it out')
+            raise ValueError(
+                f'"{key}" can not set {name}: {_REFUSED[name] or _ONE_DISTRIBUTION}; leave it out'
+            )
         if name not in KNOWN:
             raise ValueError(f'"{key}" has {name!r}, which is no setting; a row may have {", ".join(KNOWN)}')
     longest = given.get("max_new_tokens", 1)
@@ -58,7 +64,9 @@ def row_settings(
         )
     ids = given.get("stop_token_ids", ())
     most = float("inf") if vocab_size is None else vocab_size
-    if not isinstance(ids, (list, tuple)) or not all(type(token) is int and 0 <= token < most for token in ids):
+    if not isinstance(ids, (list, tuple)) or not all(
+        type(token) is int and 0 <= token < most for token in ids
+    ):
         raise ValueError(f'"{key}" stop_token_ids must be a list of ids in [0, {most}), got {ids!r}')
     found = {"stop": tuple(stop), "stop_token_ids": tuple(ids)}
     checked = {name: one for name, one in found.items() if one}

@@ -1,4 +1,5 @@
-"""Rows of data files, each read by its number: what a run holds in memory is an index, whatever the files' size.
+"""Rows of data files, each read by its number: what a run holds in memory is an index, whatever
+the files' size.
 
 JSON lines are here, Parquet and Hugging Face `datasets` folders in `columns`.
 """
@@ -40,13 +41,16 @@ class ChangedFile(RuntimeError):
 
     def __init__(self, path: str):
         super().__init__(
-            f"{path} changed while the run reads it: its rows are no longer those that were counted; restore it, or "
+            f"{path} changed while the run reads it: its rows are no longer those that were counted; restore "
+            "it, or "
             "start anew (with --load where there is a checkpoint), and write new data into a new file"
         )
 
 
 class MapObject(dict):
-    """The object of a map: it has the keys that were written alone, where a struct has null for those that were not."""
+    """The object of a map: it has the keys that were written alone, where a struct has null for
+    those that were not.
+    """
 
 
 class Rows(Protocol):
@@ -56,7 +60,9 @@ class Rows(Protocol):
     notes: list[str]
     """What the user should know of the source, a line each."""
     groups: list[tuple[int, int]]
-    """(rows, bytes) of its parts, in order, that can only be read as a whole; empty: any row is read alone."""
+    """(rows, bytes) of its parts, in order, that can only be read as a whole; empty: any
+    row is read alone.
+    """
     fills_nulls: bool
     """Objects have null for keys that they lack: in a column all objects of a list have the same keys."""
 
@@ -75,8 +81,8 @@ class Rows(Protocol):
 def digest_of(paths: Sequence[str]) -> str:
     """Size and CRC-32 of files one behind another, as "1234:5e0b8f2a"; of a large file, of pieces of it.
 
-    Those are DIGEST_PIECES of DIGEST_BYTES over all files, at least two of each, spread evenly from its first byte to
-    its last. So an edit that keeps the size and lies between them is not found.
+    Those are DIGEST_PIECES of DIGEST_BYTES over all files, at least two of each, spread evenly from its
+    first byte to its last. So an edit that keeps the size and lies between them is not found.
     """
     size, crc, most = 0, 0, max(2, DIGEST_PIECES // len(paths))
     for path in paths:
@@ -129,7 +135,8 @@ def json_object(line: bytes, where: str) -> dict[str, Any]:
 class JsonLines:
     """The rows of a file of JSON lines, by the byte at which each begins: 8 bytes a row (4 below 4 GiB).
 
-    Blank lines are no rows. Lines may end in CR LF, the last one in nothing; a UTF-8 byte order mark is left out.
+    Blank lines are no rows. Lines may end in CR LF, the last one in nothing; a UTF-8 byte order
+    mark is left out.
     """
 
     groups: list[tuple[int, int]] = []

@@ -1,4 +1,6 @@
-"""Rows that were drawn and left out, as bad, too long or with an unread label: how many, and whether too many."""
+"""Rows that were drawn and left out, as bad, too long or with an unread label: how many, and
+whether too many.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ JUDGED_DRAWS = 100
 HOPELESS_BAD = 0.5
 """The run ends when more than this share of the last JUDGED_DRAWS drawn rows were bad."""
 HOPELESS_SKIPS = 1000
-"""It also ends after so many skipped rows in a row, too long ones too, and after all rows of a smaller data set."""
+"""It also ends after so many skipped rows in a row, too long ones too, and after all rows of a
+smaller data set.
+"""
 NAMED_ROWS = 20
 """Bad rows that are named; later ones are only counted."""
 CAUSES = ("bad", "long", "label")
@@ -47,7 +51,8 @@ class SkippedRows:
         self._in_a_row = 0
 
     def add(self, row: int, error: ValueError, cause: str) -> bool:
-        """A row that was drawn is left out, for one of CAUSES; False where the run is to end, as `check` then says.
+        """A row that was drawn is left out, for one of CAUSES; False where the run is to end, as
+        `check` then says.
 
         Each bad row is named once, up to NAMED_ROWS of them, and the first of each other cause.
         """
@@ -61,7 +66,10 @@ class SkippedRows:
             last = "; further ones are only counted" if len(named) == limit else ""
             self._warn(f"{error}; the row is left out{last}")
         if len(self._recent) == JUDGED_DRAWS and sum(self._recent) > HOPELESS_BAD * JUDGED_DRAWS:
-            self._end = f"{sum(self._recent)} of the last {JUDGED_DRAWS} prompts drawn are bad rows; the last: {error}"
+            self._end = (
+                f"{sum(self._recent)} of the last {JUDGED_DRAWS} prompts drawn are bad rows; the "
+                f"last: {error}"
+            )
         if self._in_a_row >= min(self._size, HOPELESS_SKIPS):
             self._end = f"the last {self._in_a_row} prompts drawn were all left out; the last: {error}"
         return self._end is None
@@ -69,10 +77,12 @@ class SkippedRows:
     def check(self) -> None:
         """Raises TooManyBadRows once `add` has returned False."""
         if self._end is not None:
-            raise TooManyBadRows(f"{self._end}; mend the data, or the flags that say how a row becomes a prompt")
+            raise TooManyBadRows(
+                f"{self._end}; mend the data, or the flags that say how a row becomes a prompt"
+            )
 
     def since_last(self) -> dict[str, int]:
-        """"skipped_bad" and so on, for each of CAUSES, since the last call."""
+        """ "skipped_bad" and so on, for each of CAUSES, since the last call."""
         since = {f"skipped_{cause}": self.counts[cause] - self._told[cause] for cause in CAUSES}
         self._told = Counter(self.counts)
         return since

@@ -23,7 +23,8 @@ _REFUSED = (
 
 
 def open_rows(path: str | Path) -> Rows:
-    """The rows of a file of JSON lines, of Parquet, or of a folder of Parquet files or one that `datasets` saved.
+    """The rows of a file of JSON lines, of Parquet, or of a folder of Parquet files or one that
+    `datasets` saved.
 
     Raises:
         ValueError: it is none of them, or is empty; the message names it and the remedy.
@@ -57,7 +58,8 @@ def first_row(path: str | Path) -> tuple[dict[str, Any], str, bool]:
         path: as `open_rows`.
 
     Returns:
-        (the first row, its place for messages, whether it has the names of Parquet's columns alone, without values).
+        (the first row, its place for messages, whether it has the names of Parquet's columns alone,
+        without values).
 
     Raises:
         ValueError: as `open_rows`, and for a first row that is no object.
@@ -66,10 +68,15 @@ def first_row(path: str | Path) -> tuple[dict[str, Any], str, bool]:
     if path.is_dir() or is_parquet(path):
         rows = _open_folder(path, whole=False) if path.is_dir() else open_rows(path)
         names = rows.column_names
-        return (rows.read(0), rows.where(0), False) if names is None else (dict.fromkeys(names), rows.where(0), True)
+        return (
+            (rows.read(0), rows.where(0), False)
+            if names is None
+            else (dict.fromkeys(names), rows.where(0), True)
+        )
     with open(path, "rb") as file:
         number, line = next(
-            ((number, line) for number, line in enumerate(file, start=1) if line.removeprefix(BOM).strip()), (0, b"")
+            ((number, line) for number, line in enumerate(file, start=1) if line.removeprefix(BOM).strip()),
+            (0, b""),
         )
     if not line:
         raise ValueError(f"{path}: no prompts in it; expected one JSON object a line")
@@ -82,15 +89,19 @@ def _open_folder(path: Path, *, whole: bool = True) -> Rows:
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text()).get("splits", [])
         raise ValueError(
-            f"{path}: holds the splits {', '.join(splits)}; give one of them: {path / splits[0] if splits else path}"
+            f"{path}: holds the splits {', '.join(splits)}; give one of them: "
+            f"{path / splits[0] if splits else path}"
         )
     if (path / "state.json").is_file():
         return SavedDataset(path)
     if any(path.glob("*.parquet")):
         return parquet_folder(path, whole=whole)
     if any(path.glob("*.arrow")):
-        raise ValueError(f"{path}: a cache of datasets, which has no state.json; write the data set with save_to_disk")
+        raise ValueError(
+            f"{path}: a cache of datasets, which has no state.json; write the data set with save_to_disk"
+        )
     raise ValueError(
-        f"{path}: neither Parquet files (*.parquet) nor a folder of datasets' save_to_disk (state.json); give a file, "
+        f"{path}: neither Parquet files (*.parquet) nor a folder of datasets' save_to_disk (state.json); "
+        "give a file, "
         "or such a folder"
     )

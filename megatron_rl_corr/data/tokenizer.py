@@ -1,4 +1,6 @@
-"""The tokenizer of a Hugging Face folder, the one that the servers use: text to ids, messages to ids, ids to text."""
+"""The tokenizer of a Hugging Face folder, the one that the servers use: text to ids, messages to
+ids, ids to text.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,13 @@ class Tokenizer:
         from transformers import AutoTokenizer  # takes seconds, and only runs with text need it
 
         try:
-            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            loaded = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
         except (OSError, ValueError, ImportError) as error:
             raise ValueError(
-                f"{folder}: its tokenizer cannot be loaded (code that comes with a checkpoint is not run): {error}"
+                f"{folder}: its tokenizer cannot be loaded (code that comes with a checkpoint is not run): "
+                f"{error}"
             ) from error
         return cls(loaded, folder)
 
@@ -49,7 +54,9 @@ class Tokenizer:
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special_tokens, verbose=False))
         except Exception as error:  # tokenizers raises the base class
-            raise ValueError(f"the tokenizer of {self._folder} can't encode {text[:100]!r}: {error}") from error
+            raise ValueError(
+                f"the tokenizer of {self._folder} can't encode {text[:100]!r}: {error}"
+            ) from error
 
     @property
     def bos_id(self) -> int | None:
@@ -85,12 +92,14 @@ class Tokenizer:
         for name in variables:
             if name not in used:
                 raise ValueError(
-                    f"`chat_template_kwargs` has {name}, which the chat template of {self._folder} does not use; drop "
+                    f"`chat_template_kwargs` has {name}, which the chat template of {self._folder} does not "
+                    "use; drop "
                     f"it, or use {', '.join(sorted(used - set(RESERVED))) or 'another template'}"
                 )
         if with_tools and "tools" not in used:
             raise ValueError(
-                f"`tools_key`: the chat template of {self._folder} does not show tools; use one that does, or drop it"
+                f"`tools_key`: the chat template of {self._folder} does not show tools; use one that does, "
+                "or drop it"
             )
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -99,10 +108,16 @@ class Tokenizer:
 
     def decode_all(self, ids: Sequence[int]) -> str:
         """The text of ids, that of special tokens too: what stop texts are looked for in."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None, **kwargs: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
     ) -> str:
         """The text of messages in the model's own template, up to where the assistant begins to answer.
 
@@ -116,7 +131,8 @@ class Tokenizer:
         """
         if not self.has_template:
             raise ValueError(
-                f"the tokenizer of {self._folder} has no chat template; put the model's chat_template.jinja there, or "
+                f"the tokenizer of {self._folder} has no chat template; put the model's chat_template.jinja "
+                "there, or "
                 "give rows of text"
             )
         from jinja2 import TemplateError
@@ -124,5 +140,6 @@ class Tokenizer:
         how = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **kwargs}
         try:
             return self._tokenizer.apply_chat_template(list(messages), **how)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # what a template may raise
+        # what a template may raise
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise ValueError(f"the chat template of {self._folder} refuses the messages: {error}") from error

@@ -1,4 +1,5 @@
-"""Looks at the user's functions without running their files: before Megatron is imported, nothing of the user's runs.
+"""Looks at the user's functions without running their files: before Megatron is imported, nothing of
+the user's runs.
 
 What can't be known so is left to the loading itself, so that nothing is refused that would load.
 """
@@ -30,8 +31,8 @@ def check_unloaded(spec: str, flag: str, script_folder: str | None = None) -> No
         script_folder: of the script that will run, from which modules are imported too.
 
     Raises:
-        ValueError: as `load_with_module`, for a file or module that is not there, a file that is not Python, and a name
-            that it does not have.
+        ValueError: as `load_with_module`, for a file or module that is not there, a file that is not
+            Python, and a name that it does not have.
     """
     source, colon, name = spec.rpartition(":")
     if not colon or not source or not name:
@@ -47,7 +48,8 @@ def check_unloaded(spec: str, flag: str, script_folder: str | None = None) -> No
 
 
 def check_unloaded_reward(spec: str, flag: str, script_folder: str | None = None) -> None:
-    """As `check_unloaded`, and that a reward function has one of the forms, where its signature is in its file.
+    """As `check_unloaded`, and that a reward function has one of the forms, where its
+    signature is in its file.
 
     Raises:
         ValueError: as `check_unloaded` and `form_of`.
@@ -58,7 +60,12 @@ def check_unloaded_reward(spec: str, flag: str, script_folder: str | None = None
         return
     tree = _parsed(source, spec, flag)
     made = [node for node in _module_nodes(tree) if isinstance(node, _SCOPES[:3]) and node.name == name]
-    if len(made) != 1 or isinstance(made[0], ast.ClassDef) or made[0].decorator_list or name in _assigned(tree):
+    if (
+        len(made) != 1
+        or isinstance(made[0], ast.ClassDef)
+        or made[0].decorator_list
+        or name in _assigned(tree)
+    ):
         return
     one, three = (_takes(made[0].args, count) for count in (1, 3))
     if one == three:
@@ -74,7 +81,9 @@ def _parsed(source: str, spec: str, flag: str) -> ast.Module:
     try:
         return ast.parse(path.read_bytes())
     except OSError as error:
-        raise ValueError(f"{flag} {spec} could not be loaded: {error.strerror}; let this user read it") from None
+        raise ValueError(
+            f"{flag} {spec} could not be loaded: {error.strerror}; let this user read it"
+        ) from None
     except (SyntaxError, ValueError) as error:  # ValueError: a byte 0, or no text
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         what = error.msg if isinstance(error, SyntaxError) else error
@@ -95,7 +104,9 @@ def _check_module(source: str, flag: str, script_folder: str | None) -> None:
 
 
 def _module_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that run when the module does: those of functions and classes are left out, they themselves are not."""
+    """All nodes that run when the module does: those of functions and classes are left out, they
+    themselves are not.
+    """
     for node in ast.iter_child_nodes(tree):
         yield node
         if not isinstance(node, _SCOPES):
@@ -132,7 +143,8 @@ def _is_dynamic(tree: ast.Module) -> bool:
             return True
     return any(
         isinstance(node, ast.Raise)
-        or (isinstance(node, ast.Attribute) and node.attr in _ENDS) or (isinstance(node, ast.Name) and node.id in _ENDS)
+        or (isinstance(node, ast.Attribute) and node.attr in _ENDS)
+        or (isinstance(node, ast.Name) and node.id in _ENDS)
         for node in _module_nodes(tree)
     )
 

@@ -1,4 +1,6 @@
-"""Calls of the user's code that may take long, fail or never end, kept off the event loop: processes or a thread."""
+"""Calls of the user's code that may take long, fail or never end, kept off the event loop:
+processes or a thread.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class Worker(Protocol):
 class WorkerPool:
     """Workers, each of which answers one call at a time; more calls wait in line.
 
-    A call that takes longer than limit_s raises CallTimeout; its worker is ended and replaced. A call goes on when its
-    caller is cancelled. For one event loop.
+    A call that takes longer than limit_s raises CallTimeout; its worker is ended and replaced. A call goes on
+    when its caller is cancelled. For one event loop.
 
     Args:
         start: starts a worker.
@@ -136,14 +138,18 @@ class WorkerPool:
                 self._free.put_nowait(worker)
 
     async def _replace(self, worker: Worker) -> None:
-        """Start a new worker for one that is gone. If that fails for good, every later call raises the failure."""
+        """Start a new worker for one that is gone. If that fails for good, every later call
+        raises the failure.
+        """
         await worker.end()
         for attempt in range(RESTARTS):
             try:
                 return await self._join()
             except (ValueError, OSError) as error:
                 failure = error
-                logger.warning("a worker could not be replaced (attempt %d of %d): %s", attempt + 1, RESTARTS, error)
+                logger.warning(
+                    "a worker could not be replaced (attempt %d of %d): %s", attempt + 1, RESTARTS, error
+                )
                 await asyncio.sleep(2**attempt)
         self._free.put_nowait(failure)
 
@@ -222,7 +228,9 @@ async def _as_exceptions(answer: Awaitable[Any]) -> Any:
 
 
 def as_exception(error: BaseException) -> Exception:
-    """The error, or a RuntimeError for one that must not be raised on a loop: exit(), a cancellation, StopIteration."""
+    """The error, or a RuntimeError for one that must not be raised on a loop: exit(), a
+    cancellation, StopIteration.
+    """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
     what = f"it called exit({error.code!r})" if isinstance(error, SystemExit) else f"it raised {error!r}"
@@ -244,8 +252,8 @@ def _set_exception(answer: asyncio.Future, error: Exception) -> None:
 class UserCalls:
     """Calls the user's methods: async ones on the event loop, plain ones in one thread, one at a time.
 
-    A plain call that takes longer than limit_s keeps its thread, since it can't be ended, and the next calls get
-    another. For one event loop.
+    A plain call that takes longer than limit_s keeps its thread, since it can't be ended, and the next calls
+    get another. For one event loop.
 
     Args:
         limit_s: seconds that a call may take, time in line not counted; None: no limit.
@@ -259,8 +267,8 @@ class UserCalls:
     async def __call__(self, method: Callable, *given: Any) -> Any:
         """What the method returns.
 
-        A tool may try to end the program, or cancel what it waits for. asyncio would then end the loop or the episode
-        without an error, and the run would wait for ever; here these become RuntimeErrors.
+        A tool may try to end the program, or cancel what it waits for. asyncio would then end the loop or the
+        episode without an error, and the run would wait for ever; here these become RuntimeErrors.
 
         Raises:
             CallTimeout: it took longer than limit_s.

@@ -1,4 +1,6 @@
-"""Checks live rollout servers for train-inference mismatch (`megatron-rl-corr doctor`, and every run at its start)."""
+"""Checks live rollout servers for train-inference mismatch (`megatron-rl-corr doctor`, and every
+run at its start).
+"""
 
 from megatron_rl_corr.doctor.findings import DEFECTS, KINDS, Examination, Finding, Row, exit_status
 from megatron_rl_corr.doctor.questions import Expected, quick_check

@@ -41,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments: the command line, as cli.py parses it.
 
     Returns:
-        The exit status: 0 without findings, 1 with one, 2 if a question could not be asked, 130 if interrupted.
+        The exit status: 0 without findings, 1 with one, 2 if a question could not be asked,
+        130 if interrupted.
 
     Raises:
         ValueError: a flag is wrong.
@@ -53,7 +54,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         examinations = asyncio.run(_examine(arguments))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        print("megatron-rl-corr doctor: interrupted; the servers have their weights back and sample", file=sys.stderr)
+        print(
+            "megatron-rl-corr doctor: interrupted; the servers have their weights back and sample",
+            file=sys.stderr,
+        )
         return INTERRUPTED
     print(redacted(as_json(examinations) if arguments.json else as_table(examinations)))
     return exit_status(examinations)
@@ -67,9 +71,11 @@ async def _examine(arguments: argparse.Namespace) -> list[Examination]:
     """One server after the other, so that the load of one does not disturb the answers of another."""
     sampling, config = _sampling(arguments), _given_config(arguments.model)
     options = {
-        "engine": arguments.engine, "timeout_s": arguments.timeout, "connect_timeout_s": CONNECT_TIMEOUT_S,
+        "engine": arguments.engine,
+        "timeout_s": arguments.timeout,
+        "connect_timeout_s": CONNECT_TIMEOUT_S,
         "api_key": _api_key(arguments),
-    }  # fmt: skip
+    }
     examinations, asked = [], []
     async with AsyncExitStack() as stack:
         for address in RolloutClient(arguments.url, vocab_size=1, **options).base_urls:
@@ -90,9 +96,14 @@ async def _examine(arguments: argparse.Namespace) -> list[Examination]:
                     served = config or await _served_config(probe)
                     client.vocab_size = _vocab_size(url, arguments.vocab_size, served)
                     expected = Expected(
-                        sampling, arguments.expect_dtype, arguments.expect_routed_experts, experts_shape(served)
+                        sampling,
+                        arguments.expect_dtype,
+                        arguments.expect_routed_experts,
+                        experts_shape(served),
                     )
-                    asked.append((probe, await _ask(probe, expected, arguments, examination.rows, first=not asked)))
+                    asked.append(
+                        (probe, await _ask(probe, expected, arguments, examination.rows, first=not asked))
+                    )
                 except RolloutError as error:
                     examination.rows.append(Row("asked", "failed", str(error)))
                     if asyncio.current_task().cancelling():  # Ctrl-C, and restoring the server failed
@@ -105,7 +116,9 @@ async def _examine(arguments: argparse.Namespace) -> list[Examination]:
 async def _ask(
     probe: Probe, expected: Expected, arguments: argparse.Namespace, rows: list[Row], *, first: bool
 ) -> Facts:
-    """All questions to one server. Only the first server is compared with the model, the others with the first."""
+    """All questions to one server. Only the first server is compared with the model, the
+    others with the first.
+    """
 
     def say(what: str) -> None:
         print(f"megatron-rl-corr doctor: {probe.url}: {what}", file=sys.stderr, flush=True)
@@ -135,8 +148,9 @@ async def _require_memory(probe: Probe) -> None:
 def _signals_cancel() -> Iterator[None]:
     """Every SIGINT and SIGTERM cancels the task; after the block they are ignored if one has come.
 
-    asyncio's own handler ends all tasks at a second Ctrl-C, and SIGTERM would end the process: either would leave a
-    server paused with changed weights. A signal after the restoration could only change the exit status.
+    asyncio's own handler ends all tasks at a second Ctrl-C, and SIGTERM would end the process: either
+    would leave a server paused with changed weights. A signal after the restoration could only change
+    the exit status.
     """
     loop, cancel = asyncio.get_running_loop(), asyncio.current_task().cancel
     interrupted = False
@@ -183,7 +197,8 @@ def _vocab_size(url: str, given: int | None, config: dict) -> int:
     size = given if given is not None else config.get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ValueError(
-            f"the vocabulary size of {url} is not known (got {size}), and an id outside the vocabulary would crash the "
+            f"the vocabulary size of {url} is not known (got {size}), and an id outside the vocabulary would "
+            "crash the "
             "server; give --model HF_DIR whose config.json has it, or --vocab-size"
         )
     return size
@@ -237,7 +252,13 @@ def as_json(examinations: list[Examination]) -> str:
             "server": examination.server,
             "rows": [asdict(row) for row in examination.rows],
             "findings": [
-                {"name": f.name, "kind": f.kind, "message": f.message, "remedy": f.remedy, "numbers": dict(f.numbers)}
+                {
+                    "name": f.name,
+                    "kind": f.kind,
+                    "message": f.message,
+                    "remedy": f.remedy,
+                    "numbers": dict(f.numbers),
+                }
                 for f in examination.findings
             ],
         }

@@ -10,9 +10,11 @@ import numpy as np
 FLOAT32_MAX = 1e-3
 """Largest |D| that float32 explains. Measured between decode and prefill: 1e-6 on the tiny model."""
 HALF_K3 = 3e-3
-"""Largest mean k3 over a response of 24 tokens that 16 bits explain. Measured between decode and prefill in bfloat16 on
-the tiny model: up to 7e-4, from one token that is routed to other experts. Published runs, over many tokens between
-trainer and server, lie below 1e-3 with healthy kernels and above 1e-2 with broken ones."""
+"""Largest mean k3 over a response of 24 tokens that 16 bits explain. Measured between decode and prefill
+in bfloat16 on the tiny model: up to 7e-4, from one token that is routed to other experts. Published
+runs, over many tokens between trainer and server, lie below 1e-3 with healthy kernels and above 1e-2
+with broken ones.
+"""
 BUCKETS = (1e-4, 1e-3, 1e-2, 0.1)
 """Bounds of pi_rollout between the buckets of `by_probability`."""
 
@@ -72,11 +74,13 @@ def by_probability(measured: np.ndarray, reference: np.ndarray) -> dict[str, Dis
     }
 
 
-def slope(logprobs: np.ndarray, best: np.ndarray, raw: np.ndarray, raw_best: np.ndarray) -> tuple[float, float]:
+def slope(
+    logprobs: np.ndarray, best: np.ndarray, raw: np.ndarray, raw_best: np.ndarray
+) -> tuple[float, float]:
     """Estimate 1 / T of a temperature-scaled softmax by least squares.
 
-    Within one softmax log p(a) - log p(b) = (z_a - z_b) / T, so the normaliser cancels; a is the sampled id and b the
-    likeliest one.
+    Within one softmax log p(a) - log p(b) = (z_a - z_b) / T, so the normaliser cancels; a is the sampled id
+    and b the likeliest one.
 
     Args:
         logprobs: [N] of the sampled ids at temperature T.
@@ -85,7 +89,8 @@ def slope(logprobs: np.ndarray, best: np.ndarray, raw: np.ndarray, raw_best: np.
         raw_best: [N] of the likeliest ids at temperature 1.
 
     Returns:
-        (slope, sum of (raw - raw_best)^2); the slope is NaN if the sum is 0, that is if every sample was the likeliest.
+        (slope, sum of (raw - raw_best)^2); the slope is NaN if the sum is 0, that is if every sample
+        was the likeliest.
     """
     x, y = raw - raw_best, logprobs - best
     weight = float((x * x).sum())
@@ -95,8 +100,9 @@ def slope(logprobs: np.ndarray, best: np.ndarray, raw: np.ndarray, raw_best: np.
 def grid_step(gaps: np.ndarray) -> float | None:
     """The coarsest step 2^-g, g in 0..9, of which 95 % of the gaps between log-probs are multiples, or None.
 
-    Log-probs of one token differ by differences of logits. A bfloat16 logit of magnitude at least 0.25 is a multiple of
-    2^-9, and so are the gaps, up to float32 rounding of the log-softmax. Of float32 logits 1 % are, by chance.
+    Log-probs of one token differ by differences of logits. A bfloat16 logit of magnitude at least 0.25 is
+    a multiple of 2^-9, and so are the gaps, up to float32 rounding of the log-softmax. Of float32 logits 1
+    % are, by chance.
     """
     for power in range(10):
         units = gaps * 2.0**power

@@ -16,7 +16,9 @@ KINDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Defect:
-    """Something that can be wrong with a server; what mends it is the engine's own (`Inspection.remedies`)."""
+    """Something that can be wrong with a server; what mends it is the engine's own
+    (`Inspection.remedies`).
+    """
 
     kind: Kind
     means: str
@@ -28,7 +30,9 @@ DEFECTS: dict[str, Defect] = {
     "logprobs_without_temperature": Defect(
         "semantic", "samples follow the temperature, log-probs are of temperature 1"
     ),
-    "logprobs_of_another_temperature": Defect("semantic", "log-probs are scaled, but not by the requested temperature"),
+    "logprobs_of_another_temperature": Defect(
+        "semantic", "log-probs are scaled, but not by the requested temperature"
+    ),
     "logprobs_of_another_set": Defect(
         "semantic",
         "log-probs under top-p are of another set of ids than those that the engine defines them on",
@@ -37,10 +41,13 @@ DEFECTS: dict[str, Defect] = {
     "sampling_mask_wrong": Defect(
         "semantic", "the log-probs renormalised on the kept ids are not those of the kept ids"
     ),
-    "one_response": Defect("semantic", "samples of one prompt with different seeds are one and the same response"),
+    "one_response": Defect(
+        "semantic", "samples of one prompt with different seeds are one and the same response"
+    ),
     "another_checkpoint": Defect(
         "semantic",
-        "log-probs differ from the model's by far more than the server's precision explains: its weights differ",
+        "log-probs differ from the model's by far more than the server's precision explains: its weights "
+        "differ",
     ),
     "servers_differ": Defect("semantic", "two servers score the same tokens differently"),
     "vocabulary_differs": Defect("semantic", "the server's vocabulary or tokenizer is not the model's"),
@@ -64,15 +71,21 @@ DEFECTS: dict[str, Defect] = {
         "objective",
         "this version cannot be paused for a weight update, or does not tell which weights sampled a token",
     ),
-    "no_weight_updates": Defect("objective", "the server cannot be sent new weights in the way that a push sends them"),
+    "no_weight_updates": Defect(
+        "objective", "the server cannot be sent new weights in the way that a push sends them"
+    ),
     "quantisation_unsupported": Defect(
         "objective", "the server's weights are quantised in a way in which a push can't send new ones"
     ),
-    "stale_prefix_cache": Defect("objective", "cached prefixes hold keys and values of weights that are gone"),
+    "stale_prefix_cache": Defect(
+        "objective", "cached prefixes hold keys and values of weights that are gone"
+    ),
     "version_spans_wrong": Defect(
         "objective", "the reported switch of weights inside a response is not where the log-probs switch"
     ),
-    "pause_mode_broken": Defect("objective", "a pause did not do what its mode says to the request that was running"),
+    "pause_mode_broken": Defect(
+        "objective", "a pause did not do what its mode says to the request that was running"
+    ),
     "update_without_effect": Defect("objective", "the server accepted new weights and kept its log-probs"),
     "state_not_restored": Defect("objective", "the server's weights are not those from before the check"),
 }
@@ -103,7 +116,8 @@ class Finding:
 class Row:
     """The answer to one question.
 
-    Example: Row("temperature", "ok", "at 2 log-prob differences are 0.500 of those at 1; ...", {"slope": 0.5}).
+    Example: Row("temperature", "ok", "at 2 log-prob differences are 0.500 of those at 1; ...",
+    {"slope": 0.5}).
     """
 
     check: str

@@ -60,7 +60,9 @@ async def ask_full(
         rows.append(unsupported("pauses and updates", error))
 
 
-async def _ask_pauses(probe: Probe, tokens: int, half: bool, say: Callable[[str], None], rows: list[Row]) -> None:
+async def _ask_pauses(
+    probe: Probe, tokens: int, half: bool, say: Callable[[str], None], rows: list[Row]
+) -> None:
     for mode in PAUSE_MODES:
         if mode not in probe.engine.limits.pause_modes:
             rows.append(Row(f"pause {mode}", "note", f"not supported by {probe.engine.name}"))
@@ -70,7 +72,12 @@ async def _ask_pauses(probe: Probe, tokens: int, half: bool, say: Callable[[str]
 
 
 async def _ask_updates(
-    probe: Probe, facts: Facts, directory: str | None, tokens: int, say: Callable[[str], None], rows: list[Row]
+    probe: Probe,
+    facts: Facts,
+    directory: str | None,
+    tokens: int,
+    say: Callable[[str], None],
+    rows: list[Row],
 ) -> None:
     model, half = known(facts.model), known(facts.half)
     weights = await _weights(probe, facts, directory or model.path)
@@ -80,7 +87,8 @@ async def _ask_updates(
     say("computing the checksum of the weights")
     before, was = await weights.checksum(), await _fixed_scores(probe)
     for mode in PAUSE_MODES:
-        if mode == "abort" or mode not in probe.engine.limits.pause_modes:  # an aborted response has no later token
+        # an aborted response has no later token
+        if mode == "abort" or mode not in probe.engine.limits.pause_modes:
             continue
         say(f"updating weights under a running request ({mode})")
         rows.append(await ask_spans(probe, weights, mode, tokens, half))
@@ -127,14 +135,20 @@ async def _restored(
 ) -> Row:
     """Are weights, version and log-probs what they were before the check?"""
     now, named = await weights.checksum(), (await probe.served_model()).weight_version
-    changed = [name for old, new in zip(before, now, strict=True) for name in old if old[name] != new.get(name)]
+    changed = [
+        name for old, new in zip(before, now, strict=True) for name in old if old[name] != new.get(name)
+    ]
     if changed or named != version:
         message = f"weights {named!r} differ from before in {', '.join(changed) or 'their name'}"
         return found("restored", "state_not_restored", message, changed=changed, version=named)
     far = distance((await _fixed_scores(probe)).logprobs, was.logprobs)
     if not far.is_rounding(half):
-        return found("restored", "state_not_restored", f"log-probs differ from before: {far}", **far.numbers())
-    return Row("restored", "ok", f"checksums of {sum(map(len, now))} weights and the version {named!r} are as before")
+        return found(
+            "restored", "state_not_restored", f"log-probs differ from before: {far}", **far.numbers()
+        )
+    return Row(
+        "restored", "ok", f"checksums of {sum(map(len, now))} weights and the version {named!r} are as before"
+    )
 
 
 class Running:
@@ -186,7 +200,9 @@ async def running(probe: Probe, tokens: int) -> AsyncIterator[Running]:
 
 
 async def ask_pause(probe: Probe, mode: str, tokens: int, half: bool) -> Row:
-    """Check that a running request does what the mode says, that new ones wait, and that log-probs stay the model's."""
+    """Check that a running request does what the mode says, that new ones wait, and that log-probs
+    stay the model's.
+    """
     check = f"pause {mode}"
     async with running(probe, tokens) as request:
         if request.task.done():
@@ -214,15 +230,17 @@ async def ask_pause(probe: Probe, mode: str, tokens: int, half: bool) -> Row:
         return found(check, "pause_mode_broken", message, tokens=len(answer.output))
     far = distance(answer.logprobs, (await probe.score(answer.prompt, answer.output)).logprobs)
     if not far.is_rounding(half):
-        return found(check, "pause_mode_broken", f"{did}, its log-probs are not the model's: {far}", **far.numbers())
+        return found(
+            check, "pause_mode_broken", f"{did}, its log-probs are not the model's: {far}", **far.numbers()
+        )
     return Row(check, "ok", f"{did}; {far}", far.numbers())
 
 
 async def ask_spans(probe: Probe, weights: TemporaryWeights, mode: str, tokens: int, half: bool) -> Row:
     """Check the version spans of an answer during which the weights changed.
 
-    The update scales the final norm, so keys and values are those of both versions, and a prefill under each version
-    gives the log-probs that each token would have had with it.
+    The update scales the final norm, so keys and values are those of both versions, and a prefill under
+    each version gives the log-probs that each token would have had with it.
     """
     check = f"version spans, {mode}"
     async with running(probe, tokens) as request:

@@ -32,7 +32,9 @@ def judge_version(engine: str, support: VersionSupport) -> Row:
     """
     version, numbers = support.version, {"version": support.version}
     if support.lacks:
-        return found("version", "version_unsupported", f"{engine} {version} has no {support.lacks}", **numbers)
+        return found(
+            "version", "version_unsupported", f"{engine} {version} has no {support.lacks}", **numbers
+        )
     if support.note:
         return Row("version", "note", support.note, numbers)
     return Row("version", "ok", f"{engine} {version}, in {support.tested}", numbers)
@@ -46,9 +48,12 @@ def judge_model(model: ServedModel, vocab_size: int) -> Row:
         vocab_size: of the model.
     """
     numbers = {
-        "model_path": model.path, "served_model_name": model.served_name, "model_type": model.type,
-        "weight_version": model.weight_version, "vocab_size": vocab_size,
-    }  # fmt: skip
+        "model_path": model.path,
+        "served_model_name": model.served_name,
+        "model_type": model.type,
+        "weight_version": model.weight_version,
+        "vocab_size": vocab_size,
+    }
     kind = f" ({model.type})" if model.type else ""
     message = f"{model.path}{kind}, vocabulary {vocab_size}"
     if model.served_name not in (None, model.path):
@@ -61,7 +66,8 @@ def judge_updates(support: UpdateSupport | str, quantization: BlockFP8 | str | N
 
     Args:
         support: what the server has; a text: why it does not list its endpoints.
-        quantization: how the server has its weights, as far as that is known; a text: why no push can send them so.
+        quantization: how the server has its weights, as far as that is known; a text: why no push
+            can send them so.
     """
     if isinstance(quantization, str):
         return found("weight updates", "quantisation_unsupported", quantization)
@@ -70,7 +76,9 @@ def judge_updates(support: UpdateSupport | str, quantization: BlockFP8 | str | N
     transports = list(support.transports)
     numbers = {"transports": transports, "session": support.session}
     if "distributed" not in transports:
-        message = f"no distributed update, which a push of ours needs; there is {', '.join(transports) or 'none'}"
+        message = (
+            f"no distributed update, which a push of ours needs; there is {', '.join(transports) or 'none'}"
+        )
         message += f" ({support.remark})" if support.remark else ""
         return found("weight updates", "no_weight_updates", message, **numbers)
     session = "in a session" if support.session else "without a session"
@@ -119,7 +127,9 @@ def judge_precision(reported: str, step: float | None, expected: str | None) -> 
     message, numbers = f"reports {reported}; {grid}", {"dtype": reported, "grid": step, "expected": expected}
     other = reported != "auto" and expected is not None and reported.replace("half", "float16") != expected
     if other or (expected == "float32" and step is not None):
-        return found("precision", "dtype_differs", f"{message}; the trainer computes in {expected}", **numbers)
+        return found(
+            "precision", "dtype_differs", f"{message}; the trainer computes in {expected}", **numbers
+        )
     return Row("precision", "ok", message, numbers)
 
 
@@ -141,7 +151,8 @@ def judge_same(first_url: str, first: TokenScores, own: TokenScores, half: bool)
 
 
 def judge_repeats(first: DetailedSample, second: DetailedSample, half: bool) -> Row:
-    """Does a greedy request, sent among others and alone, give the same log-probs up to the first id that differs?
+    """Does a greedy request, sent among others and alone, give the same log-probs up to the first
+    id that differs?
 
     Rounding may change an id where the two likeliest are closer than LEAD (LEAD_HALF in 16 bits).
     """
@@ -167,7 +178,9 @@ def judge_repeats(first: DetailedSample, second: DetailedSample, half: bool) -> 
 def judge_cache(cached: DetailedSample, fresh: TokenScores, half: bool) -> Row:
     """Are log-probs on a prompt's cached keys and values those without cache? If not, the cache is stale."""
     if cached.cached_tokens == 0:
-        return Row("prefix cache", "note", "no token of the probe prompt was cached; ask again after a weight update")
+        return Row(
+            "prefix cache", "note", "no token of the probe prompt was cached; ask again after a weight update"
+        )
     far = distance(cached.logprobs, fresh.logprobs)
     count = "a number of" if cached.cached_tokens is None else cached.cached_tokens
     message = f"{count} cached tokens against none: {far}"

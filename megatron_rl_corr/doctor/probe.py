@@ -54,7 +54,9 @@ class Probe(ServerControl):
         low, high = min(100, self.client.vocab_size // 8), min(1000, self.client.vocab_size * 7 // 8)
         return low + number % max(1, high - low)
 
-    async def ask(self, url: str, request: Request | None, *, timeout_s: float | None = None) -> dict[str, Any]:
+    async def ask(
+        self, url: str, request: Request | None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """As ServerControl's, within the probe's own limit."""
         return await self.client.ask(url, request, timeout_s=self.timeout_s)
 
@@ -74,9 +76,16 @@ class Probe(ServerControl):
         return self._info
 
     async def generate(
-        self, prompt: list[int], tokens: int, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = -1,
-        experts: ExpertShape | None = None, **options: Any,
-    ) -> DetailedSample:  # fmt: skip
+        self,
+        prompt: list[int],
+        tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = -1,
+        experts: ExpertShape | None = None,
+        **options: Any,
+    ) -> DetailedSample:
         """Sample a response.
 
         Args:
@@ -84,7 +93,8 @@ class Probe(ServerControl):
             tokens: R; end-of-sequence ids do not end the response.
             temperature, top_p, top_k: of sampling.
             experts: how the model routes, to check the routed experts by; None: unknown.
-            options: seed, likeliest, sampling_mask, routed_experts or request_id of `Inspection.detailed_sample`.
+            options: seed, likeliest, sampling_mask, routed_experts or request_id of
+                `Inspection.detailed_sample`.
 
         Raises:
             ValueError: an id is outside the vocabulary.
@@ -162,7 +172,9 @@ def known[T](answer: T | NotAnswered) -> T:
 def unsupported(check: str, error: NotAnswered) -> Row:
     """The row of a question that has no answer."""
     if isinstance(error, RolloutServerError):
-        return Row(check, "failed", f"refused: {error.detail}" + (f"; {error.remedy}" if error.remedy else ""))
+        return Row(
+            check, "failed", f"refused: {error.detail}" + (f"; {error.remedy}" if error.remedy else "")
+        )
     return Row(check, "failed", f"{error.what}: not supported by {error.engine}")
 
 

@@ -64,8 +64,8 @@ async def quick_check(
 ) -> list[Finding]:
     """The defects of a client's servers, without changing anything there.
 
-    Sends 20 requests of at most 24 tokens to each server, at most 7 at once. Questions that the engine does not
-    support are named on stderr, and so is a version that was not tested or can't do everything.
+    Sends 20 requests of at most 24 tokens to each server, at most 7 at once. Questions that the engine does
+    not support are named on stderr, and so is a version that was not tested or can't do everything.
 
     Args:
         client: of the servers.
@@ -99,7 +99,8 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
         expected: what the run needs.
 
     Returns:
-        All rows, failed ones where the engine does not support the question, and answers that later questions use.
+        All rows, failed ones where the engine does not support the question, and answers that
+        later questions use.
 
     Raises:
         RolloutError: the server could not be asked.
@@ -110,37 +111,65 @@ async def ask_quick(probe: Probe, expected: Expected) -> tuple[list[Row], Facts]
     fixed = attempt(probe.fixed_prompt, await if_supported(probe.cacheable()))
     cold_at = max(distribution.COLD, engine.limits.min_temperature)
     repeated = probe.fresh_prompt()
-    plain, hot, cold, top_p, mask, first, cached = await asyncio.gather(*map(if_supported, [
-        probe.generate(probe.fresh_prompt(), TOKENS, routed_experts=True, experts=expected.experts),
-        probe.generate(probe.fresh_prompt(), TOKENS, temperature=distribution.HOT),
-        probe.generate(probe.fresh_prompt(), TOKENS, temperature=cold_at),
-        probe.generate(probe.fresh_prompt(), TOKENS, top_p=distribution.TOP_P),
-        _mask(probe),
-        probe.generate(repeated, TOKENS, temperature=0.0),
-        _greedy(probe, fixed),
-    ]))  # fmt: skip
-    plain_scores, hot_scores, top_p_scores, fixed_scores = await asyncio.gather(*map(if_supported, [
-        _scored(probe, plain), _scored(probe, hot), _scored(probe, top_p), _scored(probe, cached),
-    ]))  # fmt: skip
+    plain, hot, cold, top_p, mask, first, cached = await asyncio.gather(
+        *map(
+            if_supported,
+            [
+                probe.generate(probe.fresh_prompt(), TOKENS, routed_experts=True, experts=expected.experts),
+                probe.generate(probe.fresh_prompt(), TOKENS, temperature=distribution.HOT),
+                probe.generate(probe.fresh_prompt(), TOKENS, temperature=cold_at),
+                probe.generate(probe.fresh_prompt(), TOKENS, top_p=distribution.TOP_P),
+                _mask(probe),
+                probe.generate(repeated, TOKENS, temperature=0.0),
+                _greedy(probe, fixed),
+            ],
+        )
+    )
+    plain_scores, hot_scores, top_p_scores, fixed_scores = await asyncio.gather(
+        *map(
+            if_supported,
+            [
+                _scored(probe, plain),
+                _scored(probe, hot),
+                _scored(probe, top_p),
+                _scored(probe, cached),
+            ],
+        )
+    )
     second = await if_supported(probe.generate(repeated, TOKENS, temperature=0.0))
-    # By themselves: SGLang draws a whole batch by rank and not by id once a truncated or greedy request has joined it.
+    # By themselves: SGLang draws a whole batch by rank and not by id once a truncated or greedy
+    # request has joined it.
     seeded = await if_supported(_seeded(probe, [*distribution.SEEDS, distribution.SEEDS[0]]))
     dtype, step, float32_head = (
-        attempt(engine.dtype, info), attempt(_grid_step, plain), attempt(engine.has_float32_head, info)
+        attempt(engine.dtype, info),
+        attempt(_grid_step, plain),
+        attempt(engine.has_float32_head, info),
     )
     half = attempt(judgements.is_half, dtype, step, float32_head)
     rows = [
-        row_of("version", lambda info: judgements.judge_version(engine.name, engine.version_support(info)), info),
+        row_of(
+            "version", lambda info: judgements.judge_version(engine.name, engine.version_support(info)), info
+        ),
         row_of("model", lambda model: judgements.judge_model(model, vocab_size), model),
         row_of(
             "weight updates", judgements.judge_updates, updates, attempt(_quantization(engine), info, model)
         ),
         row_of(
-            "temperature", distribution.judge_temperature, hot, hot_scores, cold, cold_at, expected.temperature_matters
+            "temperature",
+            distribution.judge_temperature,
+            hot,
+            hot_scores,
+            cold,
+            cold_at,
+            expected.temperature_matters,
         ),
         row_of(
-            "top-p", distribution.judge_top_p_kept if engine.renormalises else distribution.judge_top_p, top_p,
-            top_p_scores, half, expected.truncated,
+            "top-p",
+            distribution.judge_top_p_kept if engine.renormalises else distribution.judge_top_p,
+            top_p,
+            top_p_scores,
+            half,
+            expected.truncated,
         ),
         row_of("sampling mask", distribution.judge_mask, mask, expected.truncated),
         row_of("seeds", lambda seeded: distribution.judge_seeds(seeded[:-1], seeded[-1]), seeded),
@@ -179,7 +208,9 @@ async def ask_same(probes: list[Probe], facts: list[Facts]) -> list[tuple[str, R
     rows = []
     for probe, own, score in list(zip(probes, facts, scores, strict=True))[1:]:
         half = attempt(lambda *halves: any(halves), facts[0].half, own.half)
-        rows.append((probe.url, row_of("servers", judgements.judge_same, probes[0].url, scores[0], score, half)))
+        rows.append(
+            (probe.url, row_of("servers", judgements.judge_same, probes[0].url, scores[0], score, half))
+        )
     return rows
 
 
@@ -230,8 +261,12 @@ async def _mask(probe: Probe) -> DetailedSample | str:
     """A response with its sampling mask, or the reason why the server refused the request."""
     try:
         return await probe.generate(
-            probe.fresh_prompt(), MASK_TOKENS, top_p=distribution.MASK_TOP_P, top_k=distribution.MASK_TOP_K,
-            likeliest=2 * distribution.MASK_TOP_K, sampling_mask=True,
+            probe.fresh_prompt(),
+            MASK_TOKENS,
+            top_p=distribution.MASK_TOP_P,
+            top_k=distribution.MASK_TOP_K,
+            likeliest=2 * distribution.MASK_TOP_K,
+            sampling_mask=True,
         )
     except RolloutError as error:
         if isinstance(error, RolloutServerError) and error.status is None:

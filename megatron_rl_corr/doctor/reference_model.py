@@ -25,10 +25,13 @@ from megatron_rl_corr.models.hf_checkpoint import read_config
 
 RESPONSES, TOKENS = 4, 48
 NOISE_FACTOR = 4.0
-"""Largest mean difference of a 16-bit server, in units of the model's own 16-bit rounding error. Measured on the tiny
-model: 0.8 to 0.9 for a bfloat16 server, 60 and more for weights of another seed."""
+"""Largest mean difference of a 16-bit server, in units of the model's own 16-bit rounding error. Measured
+on the tiny model: 0.8 to 0.9 for a bfloat16 server, 60 and more for weights of another seed.
+"""
 TF32_SHARE = 4.0
-"""A float32 server may multiply in TF32, of 3 more bits than bfloat16: differences of an eighth are expected."""
+"""A float32 server may multiply in TF32, of 3 more bits than bfloat16: differences of an
+eighth are expected.
+"""
 TEXT = "The quick brown fox jumps: 12 + 34 = 46?"
 
 
@@ -70,7 +73,9 @@ class ReferenceModel:
         return exact, self.logits(answers)
 
 
-async def ask_model(probe: Probe, half: bool | NotAnswered, directory: str, say: Callable[[str], None]) -> list[Row]:
+async def ask_model(
+    probe: Probe, half: bool | NotAnswered, directory: str, say: Callable[[str], None]
+) -> list[Row]:
     """Compare log-probs by bucket of pi_rollout, their definition at other temperatures, and the tokenizer.
 
     Args:
@@ -119,7 +124,8 @@ def judge_model(measured: np.ndarray, reference: np.ndarray, noisy: np.ndarray, 
     Args:
         measured: [N] the server's log-probs of its samples.
         reference: [N] the model's in float32.
-        noisy: [N] the model's in bfloat16; the difference to `reference` is the rounding error on these tokens.
+        noisy: [N] the model's in bfloat16; the difference to `reference` is the rounding error
+            on these tokens.
         half: the server computes in 16 bits. If not, 16-bit rounding explains nothing.
     """
     far, noise = distance(measured, reference), distance(noisy, reference)
@@ -133,8 +139,12 @@ def judge_model(measured: np.ndarray, reference: np.ndarray, noisy: np.ndarray, 
     return found("model difference", "another_checkpoint", message, **numbers)
 
 
-def hypotheses(when: str, answer: DetailedSample, logits: torch.Tensor, temperature: float, top_p: float) -> Row:
-    """Mean |D| between an answer's log-probs and each distribution they may be of, from the model's logits [R, V]."""
+def hypotheses(
+    when: str, answer: DetailedSample, logits: torch.Tensor, temperature: float, top_p: float
+) -> Row:
+    """Mean |D| between an answer's log-probs and each distribution they may be of, from the
+    model's logits [R, V].
+    """
     candidates = {
         "raw": _logprobs(logits, answer.output),
         "temperature-scaled": _logprobs(logits / temperature, answer.output),

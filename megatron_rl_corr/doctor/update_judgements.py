@@ -1,4 +1,5 @@
-"""Decides what answers around a weight update show: where the weights switched, and what was left in the cache.
+"""Decides what answers around a weight update show: where the weights switched, and what was
+left in the cache.
 
 R response tokens.
 """
@@ -45,7 +46,8 @@ def judge_spans(check: str, answer: DetailedSample, before: np.ndarray, after: n
 def judge_update(
     before: TokenScores, after: TokenScores, cached: DetailedSample, fresh: TokenScores, half: bool
 ) -> Row:
-    """Compare scores of the same tokens under old and new weights, and a sample under the new ones with its scores.
+    """Compare scores of the same tokens under old and new weights, and a sample under the new ones
+    with its scores.
 
     Args:
         before: of some tokens, under the old weights.

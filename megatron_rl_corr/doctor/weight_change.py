@@ -46,11 +46,15 @@ class TemporaryWeights:
         self._probe, self._originals, self._ranks, self._version = probe, dict(originals), ranks, version
 
     @asynccontextmanager
-    async def scaled(self, name: str, factor: float, version: str, *, flush: bool = True) -> AsyncIterator[None]:
-        """Inside the block the weight is `factor` times its value, and the server's weights are called `version`.
+    async def scaled(
+        self, name: str, factor: float, version: str, *, flush: bool = True
+    ) -> AsyncIterator[None]:
+        """Inside the block the weight is `factor` times its value, and the server's weights are
+        called `version`.
 
-        The caller pauses the server before and resumes it inside. At the end of the block, after a failure too, the
-        weight and the version's name are restored, cached prefixes are dropped, and the server samples.
+        The caller pauses the server before and resumes it inside. At the end of the block, after a
+        failure too, the weight and the version's name are restored, cached prefixes are dropped, and
+        the server samples.
         """
         try:
             await self._send({name: self._originals[name] * factor}, version)

@@ -1,7 +1,8 @@
 """Rollout engines behind one seam: what is sent to a server, and what its answers mean.
 
-`base` has the seam, `trajectory` and `routes` the data that every engine returns, `errors` what can go wrong. A folder
-beside them holds one engine, which config/run.py lists in ENGINES; it has every word of that server's protocol.
+`base` has the seam, `trajectory` and `routes` the data that every engine returns, `errors` what can go
+wrong. A folder beside them holds one engine, which config/run.py lists in ENGINES; it has every word of
+that server's protocol.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def load_engine(name: str) -> Engine:
     Raises:
         ValueError: no engine has this name.
     """
-    from megatron_rl_corr.config.run import ENGINES  # here: vLLM's workers import this package for our extension alone
+    # here: vLLM's workers import this package for our extension alone
+    from megatron_rl_corr.config.run import ENGINES
 
     if name not in ENGINES:
         raise ValueError(f"engine must be one of {', '.join(ENGINES)}, got {name!r}")

@@ -1,4 +1,6 @@
-"""Addresses at which no server will ever answer as asked, told at once from those of servers that are starting."""
+"""Addresses at which no server will ever answer as asked, told at once from those of servers
+that are starting.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _LATER = (408, 425, 429)
 
 
 class UnusableAddress(RolloutServerError):
-    """Nothing that speaks this address's protocol is there, or nothing that is trusted; asking again changes nothing.
+    """Nothing that speaks this address's protocol is there, or nothing that is trusted; asking again
+    changes nothing.
     """
 
     def __init__(self, url: str, endpoint: str, detail: str, *, method: str, remedy: str):
@@ -26,7 +29,9 @@ class UnusableAddress(RolloutServerError):
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a server's address is this host's own: it then sees the same files, unless it is in a container."""
+    """Whether a server's address is this host's own: it then sees the same files, unless it
+    is in a container.
+    """
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
@@ -38,7 +43,8 @@ def may_change(error: RolloutError) -> bool:
 
 
 async def mistaken_scheme(url: str, error: Exception, limit_s: float) -> tuple[str, str] | None:
-    """(what is wrong, the remedy) where a request failed because of http or https in its address; None: it did not.
+    """(what is wrong, the remedy) where a request failed because of http or https in its address;
+    None: it did not.
 
     Args:
         url: the server's address.
@@ -49,12 +55,15 @@ async def mistaken_scheme(url: str, error: Exception, limit_s: float) -> tuple[s
         cause = error.os_error
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"certificate verify failed: {cause.verify_message}", (
-                "name the certificates of its authority in `ca_file`, and give the host as the certificate names it"
+                "name the certificates of its authority in `ca_file`, and give the host as the certificate "
+                "names it"
             )
         if isinstance(cause, ssl.SSLError) and cause.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
             return "what answers there speaks no TLS", f"is it http://{url.removeprefix('https://')}?"
-    if isinstance(error, aiohttp.ServerDisconnectedError) and url.startswith("http://") and (
-        await _speaks_tls(url, limit_s)
+    if (
+        isinstance(error, aiohttp.ServerDisconnectedError)
+        and url.startswith("http://")
+        and (await _speaks_tls(url, limit_s))
     ):
         return "it closed the connection, and speaks TLS", f"is it https://{url.removeprefix('http://')}?"
     return None

@@ -1,4 +1,6 @@
-"""How long an answer may be: it follows from what was asked, with room for what a server adds of its own accord."""
+"""How long an answer may be: it follows from what was asked, with room for what a server adds
+of its own accord.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,19 @@ KEPT = 16
 ROUTE = 8
 """Of an expert's id: int32 in base64 is 5.4."""
 UNASKED_ROUTES = 2 << 10
-"""Of any token, where a server returns routes or something else that no request asks for: 90 layers of 8 experts have
-960 in one byte each."""
+"""Of any token, where a server returns routes or something else that no request asks for: 90 layers of 8
+experts have 960 in one byte each.
+"""
 
 
 def of_sample(prompt_tokens: int, sampling: SamplingParams) -> int:
     """Bytes of the answer to a request for one sample, without the routes that it asks for."""
     sampled = sampling.max_new_tokens
-    return ANSWER + sampled * (TOKEN + KEPT * max(sampling.top_k, 0)) + (prompt_tokens + sampled) * UNASKED_ROUTES
+    return (
+        ANSWER
+        + sampled * (TOKEN + KEPT * max(sampling.top_k, 0))
+        + (prompt_tokens + sampled) * UNASKED_ROUTES
+    )
 
 
 def of_likeliest(tokens: int, likeliest: int) -> int:

@@ -61,7 +61,8 @@ def check_fields(answer: dict[str, Any], endpoint: str, tables: Mapping[str, Fie
 
 
 def check_types(answer: Mapping[str, Any], fields: Fields, where: str = "") -> None:
-    """Raise ValueError, naming the field, for one of another kind than the table says, or one that lacks and must not.
+    """Raise ValueError, naming the field, for one of another kind than the table says, or one that
+    lacks and must not.
 
     Args:
         answer: what a server answered; fields that the table does not have are not looked at.

@@ -1,4 +1,5 @@
-"""Checks of what servers answer that every engine needs: each raises ValueError, which says what contradicts what.
+"""Checks of what servers answer that every engine needs: each raises ValueError, which says what
+contradicts what.
 
 R response tokens, K_t ids that token t was drawn from.
 """
@@ -31,8 +32,8 @@ NUMBER = {int, float, type(None)}
 def reading(server: str, endpoint: str) -> Iterator[None]:
     """While it is open an answer is read: whatever fails then says whose answer it was.
 
-    The readers raise ValueError for what they check. An answer that makes one of them fail in another way is as
-    useless, and must not end a run with an error that names no server.
+    The readers raise ValueError for what they check. An answer that makes one of them fail in another way is
+    as useless, and must not end a run with an error that names no server.
 
     Raises:
         UnreadableAnswer: in the place of any error that is not a RolloutError.
@@ -44,11 +45,15 @@ def reading(server: str, endpoint: str) -> Iterator[None]:
     except ValueError as error:
         raise UnreadableAnswer(server, endpoint, str(error)) from None
     except Exception as error:  # noqa: BLE001  raised again, with the server's name
-        raise UnreadableAnswer(server, endpoint, f"it can't be read ({type(error).__name__}: {error})") from None
+        raise UnreadableAnswer(
+            server, endpoint, f"it can't be read ({type(error).__name__}: {error})"
+        ) from None
 
 
 def json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
-    """The JSON object that a body is. Raises UnreadableAnswer, naming server and endpoint, for anything else."""
+    """The JSON object that a body is. Raises UnreadableAnswer, naming server and endpoint,
+    for anything else.
+    """
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -62,7 +67,8 @@ def json_object(body: bytes, server: str, endpoint: str) -> dict[str, Any]:
 
 
 def without_secrets(body: bytes) -> bytes:
-    """A control answer with *** in the place of each key that this process sends: its texts go into messages and files.
+    """A control answer with *** in the place of each key that this process sends: its texts go into
+    messages and files.
 
     Args:
         body: in UTF-8.
@@ -112,8 +118,11 @@ def check_length(output_ids: np.ndarray, finish_reason: str, max_new_tokens: int
         raise ValueError(f"{output_ids.size} output_ids were returned where {max_new_tokens} were asked for")
     if not output_ids.size and finish_reason != "abort":
         raise ValueError(
-            f"finish_reason {finish_reason} has no output_ids, and only an abort may end a response before its first "
-            "token" + "; is there room for one behind the prompt in its context length?" * (finish_reason == "length")
+            f"finish_reason {finish_reason} has no output_ids, and only an abort may end a response before "
+            "its first "
+            "token"
+            + "; is there room for one behind the prompt in its context length?"
+            * (finish_reason == "length")
         )
 
 
@@ -122,11 +131,15 @@ def check_vocabulary(ids: np.ndarray, vocab_size: int | None, what: str) -> None
     limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size
     outside = ids[(ids < 0) | (ids >= limit)]
     if outside.size:
-        raise ValueError(f"it returned {what} {outside[0]}, outside [0, {limit}): is it serving another model?")
+        raise ValueError(
+            f"it returned {what} {outside[0]}, outside [0, {limit}): is it serving another model?"
+        )
 
 
 def check_same_ids(output_ids: np.ndarray, of_logprobs: np.ndarray, name: str, other: str) -> None:
-    """The log-probs are those of the response's tokens. name, other: the fields that output_ids and these are from."""
+    """The log-probs are those of the response's tokens. name, other: the fields that output_ids
+    and these are from.
+    """
     differs = np.flatnonzero(of_logprobs != output_ids)
     if differs.size:
         first = differs[0]
@@ -198,7 +211,9 @@ def support(sets: list, output_ids: np.ndarray, vocab_size: int | None, name: st
     found = np.bincount(rows[ids == output_ids[rows]], minlength=lengths.size)
     if not found.all():
         first = int(np.argmin(found))
-        raise ValueError(f"{name} at position {first} has not the token {output_ids[first]} that was drawn from it")
+        raise ValueError(
+            f"{name} at position {first} has not the token {output_ids[first]} that was drawn from it"
+        )
     stride = ids.max(initial=0) + 1
     pairs = np.sort(rows * stride + ids)
     repeated = pairs[1:][np.diff(pairs) == 0]
@@ -212,7 +227,8 @@ def version_spans(spans: object, response_length: int) -> tuple[VersionSpan, ...
     """Spans that partition [0, R), from a list of {"version", "start", "end"}."""
     try:
         parsed = tuple(VersionSpan(redacted(span["version"]), span["start"], span["end"]) for span in spans)
-    except (TypeError, KeyError, AttributeError):  # no list of objects, a field that lacks, a version that is no text
+    # no list of objects, a field that lacks, a version that is no text
+    except (TypeError, KeyError, AttributeError):
         parsed = ()
     typed = all(type(span.start) is type(span.end) is int and span.start <= span.end for span in parsed)
     bounds = [0, *(span.end for span in parsed)]
@@ -223,7 +239,9 @@ def version_spans(spans: object, response_length: int) -> tuple[VersionSpan, ...
 
 
 def check_count(counts: Mapping[str, Any], name: str, count: int, what: str) -> None:
-    """A number that the server tells, if it does, is what was counted here. what: for instance "ids were sent"."""
+    """A number that the server tells, if it does, is what was counted here. what: for instance
+    "ids were sent".
+    """
     if name in counts and (type(counts[name]) is not int or counts[name] != count):
         raise ValueError(f"{name} is {shown(counts[name])} where {count} {what}")
 

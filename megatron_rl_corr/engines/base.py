@@ -1,8 +1,9 @@
-"""The seam between the package and a rollout engine: an `Engine` builds requests and parses answers, and sends nothing.
+"""The seam between the package and a rollout engine: an `Engine` builds requests and parses answers,
+and sends nothing.
 
-A new engine is a folder beside this file, whose module has `ENGINE`, an object of a subclass of `Engine`, and an entry
-in config/run.py ENGINES. What it does not define raises `UnsupportedByEngine`. What only an examination asks for is in
-`inspection`.
+A new engine is a folder beside this file, whose module has `ENGINE`, an object of a subclass of `Engine`, and
+an entry in config/run.py ENGINES. What it does not define raises `UnsupportedByEngine`. What only an
+examination asks for is in `inspection`.
 
 P prompt tokens, R response tokens, M layers with experts, k experts a token.
 """
@@ -34,10 +35,11 @@ from megatron_rl_corr.engines.types import (
 
 
 class Engine(Inspection, MemoryRelease, Protocol):
-    """One program that rollout servers run: its requests, answers and limits; `Inspection`, `MemoryRelease` have more.
+    """One program that rollout servers run: its requests, answers and limits; `Inspection`,
+    `MemoryRelease` have more.
 
-    Methods without a transport among their arguments send nothing. Those that return a `Request` may return None for
-    a step that the engine does not have and does not need.
+    Methods without a transport among their arguments send nothing. Those that return a `Request` may
+    return None for a step that the engine does not have and does not need.
     """
 
     name: str
@@ -49,21 +51,32 @@ class Engine(Inspection, MemoryRelease, Protocol):
     # Addresses and connections
 
     def checked_urls(self, urls: Sequence[str]) -> tuple[str, ...]:
-        """The addresses in their canonical form. Raises ValueError for what is no address, and for one given twice."""
+        """The addresses in their canonical form. Raises ValueError for what is no address, and for
+        one given twice.
+        """
         raise self._unsupported("addresses")
 
     def open_transport(
-        self, urls: Sequence[str], *, timeout_s: float, connect_timeout_s: float, api_key: str | None = None,
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        api_key: str | None = None,
         ca_file: str | Path | None = None,
-    ) -> Transport:  # fmt: skip
+    ) -> Transport:
         """A transport to these servers. Raises ValueError for a key or a file that can't be used."""
         raise self._unsupported("a transport")
 
     async def recognizes(self, url: str, transport: Transport, timeout_s: float) -> bool:
-        """Whether this engine, or a router of its servers, answers there. Raises RolloutServerError for no answer."""
+        """Whether this engine, or a router of its servers, answers there. Raises
+        RolloutServerError for no answer.
+        """
         raise self._unsupported("being recognized")
 
-    async def find_servers(self, urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:
+    async def find_servers(
+        self, urls: Sequence[str], transport: Transport, timeout_s: float
+    ) -> tuple[str, ...]:
         """The addresses, each router's replaced by those of the servers behind it."""
         return tuple(urls)
 
@@ -74,7 +87,9 @@ class Engine(Inspection, MemoryRelease, Protocol):
     # Samples
 
     def check_sampling(self, sampling: SamplingParams) -> None:
-        """Raise ValueError, naming the field, the value and the remedy, where the limits forbid these parameters."""
+        """Raise ValueError, naming the field, the value and the remedy, where the limits forbid
+        these parameters.
+        """
         check_limits(self.name, self.limits, sampling)
 
     def sampling_problem(self, server_info: Mapping[str, Any], sampling: SamplingParams) -> str | None:
@@ -82,7 +97,9 @@ class Engine(Inspection, MemoryRelease, Protocol):
         return None
 
     def sampling_test(self, sampling: SamplingParams) -> Request | None:
-        """Ask for a sample that shows which distribution log-probs are of; None: there is nothing to find out."""
+        """Ask for a sample that shows which distribution log-probs are of; None: there is
+        nothing to find out.
+        """
         return None
 
     def sampling_test_problem(self, answer: Mapping[str, Any], sampling: SamplingParams) -> str | None:
@@ -90,9 +107,16 @@ class Engine(Inspection, MemoryRelease, Protocol):
         return None
 
     def generate(
-        self, prompt_ids: list[int], sampling: SamplingParams, request_id: str | None = None, *, seed: int,
-        routed_experts: bool = False, routes_from: int = 0, cache_key: str | None = None,
-    ) -> Request:  # fmt: skip
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        request_id: str | None = None,
+        *,
+        seed: int,
+        routed_experts: bool = False,
+        routes_from: int = 0,
+        cache_key: str | None = None,
+    ) -> Request:
         """Ask for one response to one prompt, with a log-prob for every sampled token, and no text.
 
         Args:
@@ -107,10 +131,20 @@ class Engine(Inspection, MemoryRelease, Protocol):
         raise self._unsupported("sampling")
 
     def parse(
-        self, body: bytes, *, prompt_ids: Tensor, prompt_index: int, sample_index: int, server: str,
-        max_new_tokens: int, vocab_size: int | None = None, truncated: bool = False,
-        experts: ExpertShape | None = None, known_routes: Tensor | None = None, pushes_retract: bool = False,
-    ) -> Trajectory:  # fmt: skip
+        self,
+        body: bytes,
+        *,
+        prompt_ids: Tensor,
+        prompt_index: int,
+        sample_index: int,
+        server: str,
+        max_new_tokens: int,
+        vocab_size: int | None = None,
+        truncated: bool = False,
+        experts: ExpertShape | None = None,
+        known_routes: Tensor | None = None,
+        pushes_retract: bool = False,
+    ) -> Trajectory:
         """The response in the answer to `generate`.
 
         Args:
@@ -119,12 +153,12 @@ class Engine(Inspection, MemoryRelease, Protocol):
             prompt_index, sample_index, server: go into the trajectory.
             max_new_tokens: what was asked for; R is at most that.
             vocab_size: every id must be below it.
-            truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
-                renormalised on it.
+            truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its
+                log-probs are renormalised on it.
             experts: the request asked for routed experts of a model of this shape.
             known_routes: [routes_from, M, k], those that were not asked for.
-            pushes_retract: weights change in a pause of mode retract, for an engine that tells how often a response was
-                computed anew, but not where.
+            pushes_retract: weights change in a pause of mode retract, for an engine that tells how often a
+                response was computed anew, but not where.
 
         Returns:
             It, without the routes of tokens that may have been computed anew since they were sampled with.
@@ -173,13 +207,16 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """Stop sampling; new requests wait.
 
         Args:
-            mode: of running requests. abort: they return at once with their tokens so far; in_place: they go on later
-                with their keys and values; retract: they go on later, with keys and values computed anew.
+            mode: of running requests. abort: they return at once with their tokens so far; in_place:
+                they go on later with their keys and values; retract: they go on later, with keys and
+                values computed anew.
         """
         raise self._unsupported(f"pause mode {mode}")
 
     def refuses_while_paused(self, error: RolloutServerError) -> bool:
-        """Whether a server refused a request for nothing but a pause: sent again after it, it will be taken."""
+        """Whether a server refused a request for nothing but a pause: sent again after it,
+        it will be taken.
+        """
         return False
 
     def continue_generation(self) -> Request:
@@ -215,7 +252,8 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """Open the session that weights must be sent in.
 
         Args:
-            tensors: all that will be sent, Hugging Face name -> shape, for servers that check it; None: not known.
+            tensors: all that will be sent, Hugging Face name -> shape, for servers that check it;
+                None: not known.
             checksums: `weights_checker` will be asked afterwards.
         """
         raise self._unsupported("weight updates")
@@ -229,7 +267,14 @@ class Engine(Inspection, MemoryRelease, Protocol):
         return False
 
     def init_weights_update_group(
-        self, master_address: str, master_port: int, *, rank_offset: int, world_size: int, group_name: str, backend: str
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
     ) -> Request:
         """Join the process group in which the trainer is rank 0; the server's ranks start at rank_offset."""
         raise self._unsupported("weight transport distributed")
@@ -240,8 +285,9 @@ class Engine(Inspection, MemoryRelease, Protocol):
 
     def update_weights_from_distributed(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
-    ) -> Request:  # fmt: skip
-        """Receive one broadcast from rank 0 per name, in order; weights keep their name, and cached prefixes stay.
+    ) -> Request:
+        """Receive one broadcast from rank 0 per name, in order; weights keep their name, and
+        cached prefixes stay.
 
         Args:
             names: Hugging Face names.
@@ -260,7 +306,9 @@ class Engine(Inspection, MemoryRelease, Protocol):
         raise self._unsupported("weight transport tensor")
 
     def update_weights_from_disk(self, model_path: str) -> Request:
-        """Load a Hugging Face folder, by the path that the server knows it by; the weights keep their name."""
+        """Load a Hugging Face folder, by the path that the server knows it by; the weights
+        keep their name.
+        """
         raise self._unsupported("weight transport disk")
 
     def update_weight_version(self, new_version: str) -> Request:
@@ -268,7 +316,8 @@ class Engine(Inspection, MemoryRelease, Protocol):
         raise self._unsupported("weight versions")
 
     def server_times(self, body: bytes) -> dict[str, float]:
-        """Seconds that the server tells of a response: total_s, and where it measures them queue_s and first_token_s.
+        """Seconds that the server tells of a response: total_s, and where it measures them queue_s
+        and first_token_s.
 
         first_token_s is from the request to the first token; total_s to the last one.
         """
@@ -280,12 +329,18 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """Ask for the server's checksums of its weights."""
         raise self._unsupported("checksums")
 
-    def checksums(self, url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any]) -> ServerChecksums:
-        """The checksums in an answer to `weights_checker`. Raises RolloutProtocolError for an answer without them."""
+    def checksums(
+        self, url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any]
+    ) -> ServerChecksums:
+        """The checksums in an answer to `weights_checker`. Raises RolloutProtocolError for an
+        answer without them.
+        """
         raise self._unsupported("checksums")
 
     def checksum(self, tensor: Tensor, device: str) -> str | None:
-        """The checksum of a tensor as a server on `device` computes it; None where its algorithm is not known."""
+        """The checksum of a tensor as a server on `device` computes it; None where its
+        algorithm is not known.
+        """
         return None
 
     def hashed(self, bucket: Sequence[NamedTensor]) -> Sequence[NamedTensor]:
@@ -297,7 +352,9 @@ class Engine(Inspection, MemoryRelease, Protocol):
         return name, (-1, 0)
 
     def held_in(self, parameter: str, held: Container[str]) -> str:
-        """The parameter, of those that a server holds, that has this one in it; its own name where no other does."""
+        """The parameter, of those that a server holds, that has this one in it; its own name
+        where no other does.
+        """
         return parameter
 
     def possible_layouts(self, parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:

@@ -1,8 +1,8 @@
 """Checksums of tensors: 16 hexadecimal digits, computed where the tensor is.
 
-On the CPU the start of SHA-256. On a GPU a hash of 32-bit words that depends on their places, by torch operations
-alone, so that no weight is copied to the host: SGLang 0.5.23 has it as a kernel (kernels/ops/memory/gpu_tensor_hash.py
-there).
+On the CPU the start of SHA-256. On a GPU a hash of 32-bit words that depends on their places, by torch
+operations alone, so that no weight is copied to the host: SGLang 0.5.23 has it as a kernel
+(kernels/ops/memory/gpu_tensor_hash.py there).
 
 The server's worker imports this module too: standard library and torch only.
 """
@@ -24,7 +24,9 @@ _LOW32, _LOW64 = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
 
 
 def checksum(tensor: Tensor, device: str) -> str | None:
-    """The checksum of a tensor as a server on `device` computes it; None for another device than cpu and cuda."""
+    """The checksum of a tensor as a server on `device` computes it; None for another device
+    than cpu and cuda.
+    """
     if device == "cpu":
         return cpu_checksum(tensor)
     return gpu_checksum(tensor) if device == "cuda" else None
@@ -48,7 +50,9 @@ def gpu_checksum(tensor: Tensor) -> str:
 
 
 def _hash_tiles(words: Tensor, start: int, count: int) -> int:
-    """The sum of the hashes of some tiles, of which the first word is the tensor's word `start`, of `count`."""
+    """The sum of the hashes of some tiles, of which the first word is the tensor's word
+    `start`, of `count`.
+    """
     place = torch.arange(start, start + words.numel(), device=words.device) & _LOW32
     words = words.to(torch.int64) & _LOW32
     halves = []

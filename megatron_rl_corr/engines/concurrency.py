@@ -24,7 +24,9 @@ def raise_first(answers: Sequence[Any]) -> None:
 
 
 async def all_or_raise_first(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Run all calls at once, each to its end; their results in order, or the failures as `raise_first` raises them."""
+    """Run all calls at once, each to its end; their results in order, or the failures as
+    `raise_first` raises them.
+    """
     answers = await asyncio.gather(*calls, return_exceptions=True)
     raise_first(answers)
     return answers
@@ -94,26 +96,38 @@ class Waits:
 
     def _tell(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self.EVERY_S, self._tell)
-        named = "; ".join(f"{wait.address}: {wait.waited_for} ({wait.why})" for wait in self._open[: self.NAMED])
+        named = "; ".join(
+            f"{wait.address}: {wait.waited_for} ({wait.why})" for wait in self._open[: self.NAMED]
+        )
         others = f"; and {len(self._open) - self.NAMED} others" if len(self._open) > self.NAMED else ""
         left = max(wait.deadline for wait in self._open) - time.monotonic()
-        print(f"[rollout] waiting up to {max(0.0, left):.0f} s for {named}{others}", file=sys.stderr, flush=True)
+        print(
+            f"[rollout] waiting up to {max(0.0, left):.0f} s for {named}{others}", file=sys.stderr, flush=True
+        )
 
 
 async def poll_until[Found](
-    attempt: Callable[[float], Awaitable[Found]], *, timeout_s: float, pause_s: float, longest_attempt_s: float,
-    retry: Callable[[RolloutError], bool], waited_for: str, address: str = "",
-) -> Found:  # fmt: skip
+    attempt: Callable[[float], Awaitable[Found]],
+    *,
+    timeout_s: float,
+    pause_s: float,
+    longest_attempt_s: float,
+    retry: Callable[[RolloutError], bool],
+    waited_for: str,
+    address: str = "",
+) -> Found:
     """Call `attempt` until it succeeds or the time is over; the last failure is raised then, with a note.
 
-    Where a last attempt of less than pause_s has run out of time, the failure before it is raised, which tells more.
+    Where a last attempt of less than pause_s has run out of time, the failure before it is raised,
+    which tells more.
 
     Args:
         attempt: called with the seconds that it may take, from 0.1 to longest_attempt_s.
         timeout_s: time for all attempts together; the last one begins as it ends.
         pause_s: time between two attempts, but for the last, which waits for no more than what is left.
         longest_attempt_s: limit of one attempt.
-        retry: whether to try again after this error; another one is raised at once, as is what is no RolloutError.
+        retry: whether to try again after this error; another one is raised at once, as is what is
+            no RolloutError.
         waited_for: ends the note "waited 3 s for ...".
         address: who is waited for, in the lines that `Waits` prints meanwhile; "": nothing is printed.
     """
@@ -123,9 +137,13 @@ async def poll_until[Found](
 
 
 async def _poll[Found](
-    attempt: Callable[[float], Awaitable[Found]], wait: Wait, timeout_s: float, pause_s: float,
-    longest_attempt_s: float, retry: Callable[[RolloutError], bool],
-) -> Found:  # fmt: skip
+    attempt: Callable[[float], Awaitable[Found]],
+    wait: Wait,
+    timeout_s: float,
+    pause_s: float,
+    longest_attempt_s: float,
+    retry: Callable[[RolloutError], bool],
+) -> Found:
     before, deadline = None, wait.deadline
     while True:
         begun = time.monotonic()

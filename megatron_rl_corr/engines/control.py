@@ -8,7 +8,12 @@ from typing import Any
 
 from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
-from megatron_rl_corr.engines.concurrency import all_or_first_failure, all_or_raise_first, poll_until, raise_first
+from megatron_rl_corr.engines.concurrency import (
+    all_or_first_failure,
+    all_or_raise_first,
+    poll_until,
+    raise_first,
+)
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, may_be_gone
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -30,13 +35,19 @@ class ServerControl:
     Args:
         fleet: the way to them, and what each of them runs.
         base_urls: their addresses, as `Engine.checked_urls` returns them.
-        update_timeout_s: limit of requests that read or write all weights at once; others have the transport's.
-        silence_s: a server that answers nothing at all for so long fails the request that waits for it; None: only the
-            request's own limit counts.
+        update_timeout_s: limit of requests that read or write all weights at once; others have
+            the transport's.
+        silence_s: a server that answers nothing at all for so long fails the request that waits for it;
+            None: only the request's own limit counts.
     """
 
     def __init__(
-        self, fleet: Fleet, base_urls: Sequence[str], *, update_timeout_s: float, silence_s: float | None = None
+        self,
+        fleet: Fleet,
+        base_urls: Sequence[str],
+        *,
+        update_timeout_s: float,
+        silence_s: float | None = None,
     ):
         self.fleet = fleet
         self.base_urls = tuple(base_urls)
@@ -62,15 +73,20 @@ class ServerControl:
         """Return once every server can sample.
 
         Raises:
-            RolloutServerError: one could not after timeout_s, or never will, as `may_change` has it; its last failure.
+            RolloutServerError: one could not after timeout_s, or never will, as `may_change` has it;
+                its last failure.
         """
 
         async def wait_for(url: str) -> None:
             await poll_until(
                 lambda limit_s: self.fleet.send(url, self.engine_of(url).health(), timeout_s=limit_s),
-                timeout_s=timeout_s, pause_s=HEALTH_POLL_S, longest_attempt_s=HEALTH_PROBE_TIMEOUT_S,
-                retry=may_change, waited_for="it to become healthy", address=url,
-            )  # fmt: skip
+                timeout_s=timeout_s,
+                pause_s=HEALTH_POLL_S,
+                longest_attempt_s=HEALTH_PROBE_TIMEOUT_S,
+                retry=may_change,
+                waited_for="it to become healthy",
+                address=url,
+            )
 
         await all_or_first_failure([wait_for(url) for url in self.base_urls])
 
@@ -104,7 +120,9 @@ class ServerControl:
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         gone = [isinstance(answer, RolloutError) and may_be_gone(answer) for answer in answers]
-        raise_first([answer for answer, is_gone in zip(answers, gone, strict=True) if all(gone) or not is_gone])
+        raise_first(
+            [answer for answer, is_gone in zip(answers, gone, strict=True) if all(gone) or not is_gone]
+        )
         return [
             None if is_gone else self.engine_of(url).weight_version(answer)
             for url, answer, is_gone in zip(self.base_urls, answers, gone, strict=True)
@@ -127,7 +145,9 @@ class ServerControl:
             tensors: as in `Engine.begin_weight_update`.
             checksums: as there.
         """
-        return await self._ask_all_that_have(lambda engine: engine.begin_weight_update(tensors, checksums=checksums))
+        return await self._ask_all_that_have(
+            lambda engine: engine.begin_weight_update(tensors, checksums=checksums)
+        )
 
     async def reopen_weight_update(
         self, tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
@@ -136,9 +156,11 @@ class ServerControl:
 
         For each engine by itself: what closes the session of one may spoil another, which closes its own.
         """
-        return any(await all_or_raise_first(
-            control._reopen(tensors, checksums=checksums) for control in self.by_engine().values()
-        ))  # fmt: skip
+        return any(
+            await all_or_raise_first(
+                control._reopen(tensors, checksums=checksums) for control in self.by_engine().values()
+            )
+        )
 
     async def _reopen(self, tensors: Mapping[str, Sequence[int]] | None, *, checksums: bool) -> bool:
         """The same for servers of one engine."""
@@ -148,8 +170,12 @@ class ServerControl:
             if not self.engine_of(error.url).update_is_open(error):
                 raise
         # One by one: some servers have an open session and some have none, which they answer with HTTP 400.
-        answers = await self._ask_each(lambda engine: engine.end_weight_update(), timeout_s=self._update_timeout_s)
-        raise_first([a for a in answers if not (isinstance(a, RolloutServerError) and a.status in (400, 404))])
+        answers = await self._ask_each(
+            lambda engine: engine.end_weight_update(), timeout_s=self._update_timeout_s
+        )
+        raise_first(
+            [a for a in answers if not (isinstance(a, RolloutServerError) and a.status in (400, 404))]
+        )
         return await self.begin_weight_update(tensors, checksums=checksums)
 
     async def end_weight_update(self) -> bool:
@@ -159,7 +185,13 @@ class ServerControl:
         )
 
     async def init_weights_update_group(
-        self, master_address: str, master_port: int, *, group_name: str, backend: str, ranks_per_server: int = 1
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        group_name: str,
+        backend: str,
+        ranks_per_server: int = 1,
     ) -> list[dict[str, Any]]:
         """Let all servers join a process group in which the trainer is rank 0.
 
@@ -168,16 +200,20 @@ class ServerControl:
         """
         joins = [
             self.engine_of(url).init_weights_update_group(
-                master_address, master_port, rank_offset=1 + server * ranks_per_server,
-                world_size=1 + len(self.base_urls) * ranks_per_server, group_name=group_name, backend=backend,
+                master_address,
+                master_port,
+                rank_offset=1 + server * ranks_per_server,
+                world_size=1 + len(self.base_urls) * ranks_per_server,
+                group_name=group_name,
+                backend=backend,
             )
             for server, url in enumerate(self.base_urls)
-        ]  # fmt: skip
+        ]
         return await self._ask_together(joins)
 
     async def update_weights_from_distributed(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
-    ) -> list[dict[str, Any]]:  # fmt: skip
+    ) -> list[dict[str, Any]]:
         """Receive one broadcast per name, in order. Returns when all have arrived, so broadcast meanwhile."""
         requests = {
             name: engine.update_weights_from_distributed(names, dtypes, shapes, group_name=group_name)
@@ -193,7 +229,10 @@ class ServerControl:
         """
         entry_of = dict(zip(self.base_urls, entries, strict=True))
         return await all_or_raise_first(
-            [self.ask(u, self.engine_of(u).update_weights_from_tensor(entry)) for u, entry in entry_of.items()]
+            [
+                self.ask(u, self.engine_of(u).update_weights_from_tensor(entry))
+                for u, entry in entry_of.items()
+            ]
         )
 
     async def update_weights_from_disk(self, model_path: str) -> list[dict[str, Any]]:
@@ -211,17 +250,21 @@ class ServerControl:
         )
 
     async def flush_cache(self) -> list[dict[str, Any]]:
-        """Forget cached prefixes. Raises RolloutServerError while requests run or wait, as `flush_cache_of` does."""
+        """Forget cached prefixes. Raises RolloutServerError while requests run or wait, as
+        `flush_cache_of` does.
+        """
         return await all_or_raise_first([self.flush_cache_of(url) for url in self.base_urls])
 
     async def flush_cache_of(self, url: str, *, timeout_s: float | None = None) -> dict[str, Any]:
         """One server's answer, once nothing runs there.
 
-        An answer leaves SGLang's scheduler a moment before it knows that nothing runs, and until then it refuses.
+        An answer leaves SGLang's scheduler a moment before it knows that nothing runs, and until
+        then it refuses.
 
         Args:
             url: of the server.
-            timeout_s: limit of the wait and of each request in it; None: IDLE_S, and each request has the transport's.
+            timeout_s: limit of the wait and of each request in it; None: IDLE_S, and each request has
+                the transport's.
 
         Raises:
             RolloutServerError: something still runs after that time, or the server fails otherwise.
@@ -229,10 +272,13 @@ class ServerControl:
         request, wait_s = self.engine_of(url).flush_cache(), IDLE_S if timeout_s is None else timeout_s
         return await poll_until(
             lambda limit_s: self.ask(url, request, timeout_s=None if timeout_s is None else limit_s),
-            timeout_s=wait_s, pause_s=IDLE_POLL_S, longest_attempt_s=wait_s,
+            timeout_s=wait_s,
+            pause_s=IDLE_POLL_S,
+            longest_attempt_s=wait_s,
             retry=lambda error: isinstance(error, RolloutServerError) and error.status == 400,
-            waited_for="it to be idle: does another client sample from it?", address=url,
-        )  # fmt: skip
+            waited_for="it to be idle: does another client sample from it?",
+            address=url,
+        )
 
     async def weights_checker(self) -> list[dict[str, Any]]:
         """Checksums of the weights that each server holds."""
@@ -256,7 +302,9 @@ class ServerControl:
                 return f"{url}: {problem}"
         return None
 
-    async def ask(self, url: str, request: Request | None, *, timeout_s: float | None = None) -> dict[str, Any]:
+    async def ask(
+        self, url: str, request: Request | None, *, timeout_s: float | None = None
+    ) -> dict[str, Any]:
         """One server's answer to one request; {} for a step that its engine does not have."""
         if request is None:
             return {}
@@ -264,7 +312,8 @@ class ServerControl:
         return self.engine_of(url).parse_control(body, server=url, endpoint=request.endpoint, status=status)
 
     async def _send_watched(self, url: str, request: Request, timeout_s: float | None) -> tuple[int, bytes]:
-        """As `Fleet.send`; a server that is silent for silence_s meanwhile, not only to this request, fails it.
+        """As `Fleet.send`; a server that is silent for silence_s meanwhile, not only to this
+        request, fails it.
 
         Raises:
             RolloutServerError: as there, or because the server does not answer another request either.
@@ -282,7 +331,9 @@ class ServerControl:
                 error = asking.exception() if asking.done() else None
                 if not sending.done() and isinstance(error, RolloutServerError) and error.status is None:
                     detail = f"nor {other.method} {other.endpoint} meanwhile ({error.detail})"
-                    raise RolloutServerError(url, request.endpoint, None, detail, method=request.method) from error
+                    raise RolloutServerError(
+                        url, request.endpoint, None, detail, method=request.method
+                    ) from error
             return await sending
         finally:
             for task in tasks:
@@ -294,14 +345,18 @@ class ServerControl:
         calls = [self.ask(url, request(self.engine_of(url)), timeout_s=timeout_s) for url in self.base_urls]
         return await asyncio.gather(*calls, return_exceptions=True)
 
-    async def _ask_all(self, request: EngineRequest, *, timeout_s: float | None = None) -> list[dict[str, Any]]:
+    async def _ask_all(
+        self, request: EngineRequest, *, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
         """Waits for every server, so that one that is dead does not leave another one paused."""
         answers = await self._ask_each(request, timeout_s=timeout_s)
         raise_first(answers)
         return answers
 
     async def _ask_all_that_have(self, request: EngineRequest, *, timeout_s: float | None = None) -> bool:
-        """Whether any server has this part of an update session. One that had it before must not answer HTTP 404."""
+        """Whether any server has this part of an update session. One that had it before must not
+        answer HTTP 404.
+        """
         asked = [url for url in self.base_urls if request(self.engine_of(url)) is not None]
         calls = [self.ask(url, request(self.engine_of(url)), timeout_s=timeout_s) for url in asked]
         answers = dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))

@@ -7,7 +7,9 @@ from megatron_rl_corr.engines.secrets import longest_secret, redacted
 BODY_START = 500  # characters of a response shown in a message
 VALUE_START, MESSAGE_START = 200, 2000  # and of one of its fields, and of what a server says of a failure
 GATEWAY_FAILURES = (502, 503, 504)
-"""HTTP statuses of what stands before a server, or of one that is not ready; an engine refuses with others."""
+"""HTTP statuses of what stands before a server, or of one that is not ready; an engine
+refuses with others.
+"""
 
 
 class RolloutError(RuntimeError):
@@ -31,14 +33,23 @@ class RolloutServerError(RolloutError):
     """
 
     def __init__(
-        self, url: str, endpoint: str, status: int | None, detail: str, *, method: str = "POST", remedy: str = ""
+        self,
+        url: str,
+        endpoint: str,
+        status: int | None,
+        detail: str,
+        *,
+        method: str = "POST",
+        remedy: str = "",
     ):
         request = f"{method} {endpoint}"
         if status is None:
             message = f"rollout server {url} did not answer {request}: {detail}"
             remedy = remedy or _silence_remedy(detail)
         else:
-            message = f"rollout server {url} answered {request} with HTTP {status}: {detail or '(empty body)'}"
+            message = (
+                f"rollout server {url} answered {request} with HTTP {status}: {detail or '(empty body)'}"
+            )
         super().__init__(url, endpoint, detail, f"{message}; {remedy}" if remedy else message)
         self.status, self.method, self.remedy = status, method, remedy
 
@@ -47,7 +58,8 @@ class RolloutServerError(RolloutError):
 
 
 class IncompletePush(RolloutError):
-    """A weight update leaves out a parameter of the servers, or brings one that they lack; `detail` says which.
+    """A weight update leaves out a parameter of the servers, or brings one that they lack;
+    `detail` says which.
 
     It names no server: the trainer finds it out by itself.
     """
@@ -71,7 +83,9 @@ class RolloutProtocolError(RolloutError):
 
 
 class UnreadableAnswer(RolloutProtocolError):
-    """What came is no answer to the request, as a proxy's page is none: whether the server did it is not known."""
+    """What came is no answer to the request, as a proxy's page is none: whether the server did
+    it is not known.
+    """
 
     def __reduce__(self):
         return UnreadableAnswer, (self.url, self.endpoint, self.detail)
@@ -95,9 +109,11 @@ def may_pass(error: BaseException) -> bool:
 
 
 def is_refusal(error: RolloutServerError) -> bool:
-    """Whether the server itself has refused, and done nothing: HTTP 4xx, but for 408, a gateway's word for a timeout.
+    """Whether the server itself has refused, and done nothing: HTTP 4xx, but for 408, a gateway's
+    word for a timeout.
 
-    HTTP 5xx may come from a gateway for a request that the server has carried out, or from a server that began it.
+    HTTP 5xx may come from a gateway for a request that the server has carried out, or from a
+    server that began it.
     """
     return error.status is not None and 400 <= error.status < 500 and error.status != 408
 
@@ -108,7 +124,8 @@ class StaleWeightsError(RolloutError):
     def __init__(self, url: str, endpoint: str, version: str, expected: str):
         detail = f"its weights are version {version!r}, the trainer's are {expected!r}"
         message = (
-            f"rollout server {url} is not sampled from: {detail}; it is taken back once it has them. Was it restarted, "
+            f"rollout server {url} is not sampled from: {detail}; it is taken back once it has them. Was it "
+            "restarted, "
             "or does another trainer push to it?"
         )
         super().__init__(url, endpoint, detail, message)
@@ -121,9 +138,9 @@ class StaleWeightsError(RolloutError):
 class SampleFailure(RolloutError):
     """One sample failed for good; no other sample and no server is concerned.
 
-    cause: one short word, to count failures by: `refused` (the server refused the request, HTTP 4xx), `retries` (every
-    server that was asked failed), `protocol` (an answer that can't be used). message: what happened, for the user.
-    `__cause__`: the error of the server, if one failed.
+    cause: one short word, to count failures by: `refused` (the server refused the request, HTTP 4xx),
+    `retries` (every server that was asked failed), `protocol` (an answer that can't be used). message:
+    what happened, for the user. `__cause__`: the error of the server, if one failed.
     """
 
     def __init__(self, cause: str, message: str, *, url: str = "", endpoint: str = ""):
@@ -145,7 +162,9 @@ class TooManyFailures(RolloutError):
 
 
 class GroupsFilteredOut(RolloutError):
-    """So few groups pass the filter that a step is not complete within its bound; the message says what to do."""
+    """So few groups pass the filter that a step is not complete within its bound; the message
+    says what to do.
+    """
 
     def __init__(self, message: str):
         super().__init__("", "", message, message)
@@ -158,7 +177,8 @@ class RolloutOutage(RolloutError):
     """No server is left to sample from.
 
     Attributes:
-        causes: for each server, why it was left out, and why it was not taken back (None: it was not asked again).
+        causes: for each server, why it was left out, and why it was not taken back (None: it was
+            not asked again).
     """
 
     def __init__(self, causes: Sequence[tuple[RolloutError, RolloutError | None]]):

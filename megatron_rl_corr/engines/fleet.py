@@ -12,14 +12,21 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.concurrency import all_or_first_failure, poll_until
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, may_be_gone
+from megatron_rl_corr.engines.errors import (
+    RolloutError,
+    RolloutProtocolError,
+    RolloutServerError,
+    may_be_gone,
+)
 from megatron_rl_corr.engines.local_faults import descriptors_needed
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request, Transport
 
 POLL_S, LONGEST_ATTEMPT_S = 0.5, 30.0
 PAUSED_POLL_S = 0.25
-"""Seconds until a request is sent again that a paused server does not let wait, and least time for its answer."""
+"""Seconds until a request is sent again that a paused server does not let wait, and least
+time for its answer.
+"""
 
 
 class Fleet(Transport):
@@ -29,23 +36,35 @@ class Fleet(Transport):
         urls: addresses of servers, or of routers.
         engine: what they run, a name in config/run.py ENGINES; "auto": `find` asks each of them.
         timeout_s, connect_timeout_s, api_key, ca_file: as `Engine.open_transport`'s.
-        max_in_flight: samples at once, for the remedy of a process that has too few descriptors; None: not known.
+        max_in_flight: samples at once, for the remedy of a process that has too few descriptors;
+            None: not known.
 
     Raises:
         ValueError: no address, an engine that is not known, or a key or file that can't be used.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, engine: str, timeout_s: float, connect_timeout_s: float,
-        api_key: str | None = None, ca_file: str | Path | None = None, max_in_flight: int | None = None,
-    ):  # fmt: skip
+        self,
+        urls: Sequence[str],
+        *,
+        engine: str,
+        timeout_s: float,
+        connect_timeout_s: float,
+        api_key: str | None = None,
+        ca_file: str | Path | None = None,
+        max_in_flight: int | None = None,
+    ):
         self._timeout_s = timeout_s
         names = tuple(ENGINES) if engine == AUTO else (engine,)
         self._engines = {name: load_engine(name) for name in names}
         self.urls = self._engines[names[0]].checked_urls(urls)
         self._transports = {
             name: loaded.open_transport(
-                self.urls, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key, ca_file=ca_file
+                self.urls,
+                timeout_s=timeout_s,
+                connect_timeout_s=connect_timeout_s,
+                api_key=api_key,
+                ca_file=ca_file,
             )
             for name, loaded in self._engines.items()
         }
@@ -108,7 +127,8 @@ class Fleet(Transport):
         self._name_at = dict(zip(self.urls, names, strict=True))
 
     async def find(self, timeout_s: float) -> None:
-        """Find out what runs at each address, where that is not given, and put servers in the place of their router.
+        """Find out what runs at each address, where that is not given, and put servers in the place
+        of their router.
 
         Raises:
             RolloutServerError: an address does not answer within timeout_s seconds.
@@ -137,7 +157,8 @@ class Fleet(Transport):
                 except RolloutServerError as error:
                     if error.status is None:
                         raise
-                    await transport.send(url, engine.health(), timeout_s=timeout_s)  # a router may refuse that question
+                    # a router may refuse that question
+                    await transport.send(url, engine.health(), timeout_s=timeout_s)
             except RolloutError as error:
                 return error if may_be_gone(error) else None
             return None
@@ -154,7 +175,9 @@ class Fleet(Transport):
         self.urls, self._name_at = tuple(names), dict(names)
 
     async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
-        """As `Transport.send`; what a server refuses because it is paused waits here until the server goes on."""
+        """As `Transport.send`; what a server refuses because it is paused waits here until
+        the server goes on.
+        """
         transport, engine = self._transports[self.name_of(url)], self.engine_of(url)
         left_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + left_s
@@ -186,7 +209,11 @@ class Fleet(Transport):
             )
 
         return await poll_until(
-            ask, timeout_s=timeout_s, pause_s=POLL_S, longest_attempt_s=LONGEST_ATTEMPT_S,
-            retry=may_change, waited_for="it to tell what it is", address=url,
-        )  # fmt: skip
-
+            ask,
+            timeout_s=timeout_s,
+            pause_s=POLL_S,
+            longest_attempt_s=LONGEST_ATTEMPT_S,
+            retry=may_change,
+            waited_for="it to tell what it is",
+            address=url,
+        )

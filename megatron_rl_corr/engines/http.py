@@ -25,7 +25,9 @@ def checked_key(api_key: str | None) -> str | None:
         ValueError: it can't; the message does not contain the key.
     """
     if api_key is not None and not is_key(api_key):
-        raise ValueError("api_key must be printable ASCII without spaces around it: is there a line end at its end?")
+        raise ValueError(
+            "api_key must be printable ASCII without spaces around it: is there a line end at its end?"
+        )
     return api_key
 
 
@@ -88,7 +90,9 @@ class HTTPTransport(Transport):
         self.needed: Callable[[], int] | None = None
         self.waiting_here = 0
         self._answered: set[str] = set()
-        """Addresses that have answered in their protocol: one that breaks a connection later is looked at no more."""
+        """Addresses that have answered in their protocol: one that breaks a connection later is
+        looked at no more.
+        """
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -105,13 +109,15 @@ class HTTPTransport(Transport):
         Args:
             url: the server's address, as `checked_urls` returns it.
             request: what to send.
-            timeout_s: limit from the start of the request to the end of its answer; math.inf: none, once there is a
-                connection; None: the transport's own.
+            timeout_s: limit from the start of the request to the end of its answer; math.inf: none, once
+                there is a connection; None: the transport's own.
 
         Raises:
-            RolloutServerError: no answer, or one with another status; UnusableAddress where there will be none.
+            RolloutServerError: no answer, or one with another status; UnusableAddress where
+                there will be none.
             LocalFault: this process can reach nobody. It has tried for WAIT_S, where nothing had been sent.
-            UnreadableAnswer: one that is longer than the request allows, or compressed, which could hide a length.
+            UnreadableAnswer: one that is longer than the request allows, or compressed, which
+                could hide a length.
         """
         data = None if request.json is None else orjson.dumps(request.json)
         limit = self.timeout_s if timeout_s is None else timeout_s
@@ -134,9 +140,10 @@ class HTTPTransport(Transport):
         """One attempt of `send`."""
         session = self._open_session()
         timeout = aiohttp.ClientTimeout(
-            total=None if limit == math.inf else limit, sock_connect=min(self.connect_timeout_s, limit),
+            total=None if limit == math.inf else limit,
+            sock_connect=min(self.connect_timeout_s, limit),
             ceil_threshold=math.inf,  # to the moment, not to the next full second
-        )  # fmt: skip
+        )
         try:
             # A redirect would carry the key to another server.
             async with session.request(
@@ -154,9 +161,13 @@ class HTTPTransport(Transport):
                 raise LocalFault(url, request.endpoint, *fault, sent=sent) from None
             if isinstance(error, RuntimeError):
                 raise
-            if url not in self._answered and (mistake := await mistaken_scheme(url, error, self.connect_timeout_s)):
+            if url not in self._answered and (
+                mistake := await mistaken_scheme(url, error, self.connect_timeout_s)
+            ):
                 what, remedy = mistake
-                raise UnusableAddress(url, request.endpoint, what, method=request.method, remedy=remedy) from None
+                raise UnusableAddress(
+                    url, request.endpoint, what, method=request.method, remedy=remedy
+                ) from None
             # The cause is not shown: it may quote the answer.
             raise self._error(url, request, None, _reason(error, limit, self.connect_timeout_s)) from None
         self._answered.add(url)
@@ -174,7 +185,8 @@ class HTTPTransport(Transport):
                 headers=headers,
                 auto_decompress=False,
                 trust_env=False,  # a proxy from the environment cannot reach a server on the loopback
-                cookie_jar=aiohttp.DummyCookieJar(),  # one server's would go to all at its host, whatever their port
+                # one server's would go to all at its host, whatever their port
+                cookie_jar=aiohttp.DummyCookieJar(),
                 connector=aiohttp.TCPConnector(
                     ssl=self._tls,
                     limit=0,  # control requests must not queue behind samples
@@ -209,15 +221,20 @@ async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
         TooLong: it has more, or is compressed; what has come so far is dropped.
         aiohttp.ClientError: the connection broke.
     """
-    encoding = response.headers.get("Content-Encoding", "identity").strip()  # as it came: a key in it must be found
+    # as it came: a key in it must be found
+    encoding = response.headers.get("Content-Encoding", "identity").strip()
     if encoding.lower() not in ("", "identity"):
-        raise TooLong(f"its answer is compressed ({shown(encoding)}), which it was asked not to do: how long is it?")
+        raise TooLong(
+            f"its answer is compressed ({shown(encoding)}), which it was asked not to do: how long is it?"
+        )
     parts, length = [], 0
     async for part in response.content.iter_any():
         parts.append(part)
         length += len(part)
         if length > most:
-            raise TooLong(f"its answer has more than the {most} bytes that an answer to this request can have")
+            raise TooLong(
+                f"its answer has more than the {most} bytes that an answer to this request can have"
+            )
     return b"".join(parts)
 
 

@@ -1,4 +1,5 @@
-"""The part of the seam that examines a server: samples and scores in detail, its version, model and endpoints.
+"""The part of the seam that examines a server: samples and scores in detail, its version,
+model and endpoints.
 
 P prompt tokens, R response tokens, K likeliest ids of a token.
 """
@@ -118,7 +119,9 @@ class Inspection(Protocol):
 
     name: str
     remedies: Mapping[str, str] = MappingProxyType({})
-    """What mends what an examination finds, in this engine's flags: a name in DEFECTS of doctor/findings.py -> that."""
+    """What mends what an examination finds, in this engine's flags: a name in DEFECTS of
+    doctor/findings.py -> that.
+    """
 
     renormalises: bool = False
     """Log-probs of a sample under top_p are renormalised on what it kept; False: of the whole vocabulary."""
@@ -126,10 +129,17 @@ class Inspection(Protocol):
     # Samples and scores
 
     def detailed_sample(
-        self, prompt_ids: list[int], sampling: SamplingParams, *, seed: int | None = None, likeliest: int,
-        sampling_mask: bool = False, routed_experts: bool = False, request_id: str | None = None,
+        self,
+        prompt_ids: list[int],
+        sampling: SamplingParams,
+        *,
+        seed: int | None = None,
+        likeliest: int,
+        sampling_mask: bool = False,
+        routed_experts: bool = False,
+        request_id: str | None = None,
         cache_key: str | None = None,
-    ) -> Request:  # fmt: skip
+    ) -> Request:
         """Ask for one response to one prompt, with log-probs of the likeliest ids at each token.
 
         Args:
@@ -145,9 +155,14 @@ class Inspection(Protocol):
         raise self._unsupported("samples with the likeliest ids")
 
     def parse_detailed_sample(
-        self, answer: Mapping[str, Any], *, server: str, prompt_ids: list[int], tokens: int,
+        self,
+        answer: Mapping[str, Any],
+        *,
+        server: str,
+        prompt_ids: list[int],
+        tokens: int,
         experts: ExpertShape | None = None,
-    ) -> DetailedSample:  # fmt: skip
+    ) -> DetailedSample:
         """The response in the answer to `detailed_sample`.
 
         Args:
@@ -216,7 +231,9 @@ class Inspection(Protocol):
         return False
 
     def routes_problem(self, server_info: Mapping[str, Any]) -> str | None:
-        """Why the server leaves out routed experts that it is asked for, with the remedy; None: it gives them all."""
+        """Why the server leaves out routed experts that it is asked for, with the remedy; None:
+        it gives them all.
+        """
         return None
 
     def drafts_itself(self, server_info: Mapping[str, Any]) -> bool:
@@ -231,11 +248,15 @@ class Inspection(Protocol):
         return False
 
     def quantization(self, server_info: Mapping[str, Any]) -> str | None:
-        """How the server's launch options quantise its weights; None: they don't, though its checkpoint may."""
+        """How the server's launch options quantise its weights; None: they don't, though
+        its checkpoint may.
+        """
         return None
 
     def cache_block(self, server_info: Mapping[str, Any]) -> int:
-        """Tokens of which the prefix cache keeps all or none; a hit has a multiple of it and leaves one to compute."""
+        """Tokens of which the prefix cache keeps all or none; a hit has a multiple of it and
+        leaves one to compute.
+        """
         return 1
 
     def served_model(self, model_info: Mapping[str, Any], server_info: Mapping[str, Any]) -> ServedModel:
@@ -269,7 +290,8 @@ class Inspection(Protocol):
         raise self._unsupported("lists of models")
 
     def all_checksums(self, url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
-        """{parameter: checksum} of each rank, a draft model's too, from the answer to `Engine.weights_checker`.
+        """{parameter: checksum} of each rank, a draft model's too, from the answer to
+        `Engine.weights_checker`.
 
         Raises:
             RolloutProtocolError: the answer has none.

@@ -1,6 +1,8 @@
-"""Faults of this process and its host, told apart from those of servers; and how many descriptors a run needs.
+"""Faults of this process and its host, told apart from those of servers; and how many
+descriptors a run needs.
 
-A process that has no descriptor, port or memory left can't open a connection to any server, however well they are.
+A process that has no descriptor, port or memory left can't open a connection to any server,
+however well they are.
 """
 
 from __future__ import annotations
@@ -19,12 +21,18 @@ WAIT_S = 5.0
 PAUSES_S = (0.05, 0.1, 0.2, 0.4)
 """Between its attempts to connect; the last comes again and again."""
 OTHERS = 256
-"""Descriptors that a rank may need beside those of requests: libraries, files, pipes and groups that open later."""
+"""Descriptors that a rank may need beside those of requests: libraries, files, pipes and groups
+that open later.
+"""
 _RESOLVER = {
-    socket.EAI_AGAIN: "the resolver of this host gives no answer", socket.EAI_FAIL: "the resolver of this host fails",
-    socket.EAI_MEMORY: "the resolver has no memory", socket.EAI_SYSTEM: "the resolver of this host fails",
-}  # fmt: skip
-"""What getaddrinfo fails with for any name. A name that does not exist is not here: its server may be gone."""
+    socket.EAI_AGAIN: "the resolver of this host gives no answer",
+    socket.EAI_FAIL: "the resolver of this host fails",
+    socket.EAI_MEMORY: "the resolver has no memory",
+    socket.EAI_SYSTEM: "the resolver of this host fails",
+}
+"""What getaddrinfo fails with for any name. A name that does not exist is not here: its
+server may be gone.
+"""
 
 
 class LocalFault(RolloutError):
@@ -37,7 +45,8 @@ class LocalFault(RolloutError):
 
     def __init__(self, url: str, endpoint: str, detail: str, remedy: str, *, sent: bool = False):
         message = (
-            f"this process can't reach rollout server {url}: {detail}; this is a fault of its own host, not of the "
+            f"this process can't reach rollout server {url}: {detail}; this is a fault of its own host, not "
+            "of the "
             f"server: {remedy}"
         )
         super().__init__(url, endpoint, detail, message)
@@ -48,7 +57,8 @@ class LocalFault(RolloutError):
 
 
 def local_fault(error: BaseException, *, needed: int | None = None) -> tuple[str, str] | None:
-    """(what is wrong, the remedy) where an error of a request lies with this process or host; None: it need not.
+    """(what is wrong, the remedy) where an error of a request lies with this process or host;
+    None: it need not.
 
     Args:
         error: of aiohttp, of a socket or of a thread's start.
@@ -56,11 +66,18 @@ def local_fault(error: BaseException, *, needed: int | None = None) -> tuple[str
     """
     cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
     if isinstance(cause, RuntimeError) and "can't start new thread" in str(cause):
-        return "it can't start a thread, which resolving a name takes", "raise `ulimit -u`, or run fewer processes"
+        return (
+            "it can't start a thread, which resolving a name takes",
+            "raise `ulimit -u`, or run fewer processes",
+        )
     if not isinstance(cause, OSError):
         return None
     named, code = isinstance(cause, socket.gaierror), cause.errno
-    if named and (code == socket.EAI_SYSTEM or code in _RESOLVER) and (none_left := _descriptors_left()) is not None:
+    if (
+        named
+        and (code == socket.EAI_SYSTEM or code in _RESOLVER)
+        and (none_left := _descriptors_left()) is not None
+    ):
         code, named = none_left, False  # the resolver could open no file
     if named:
         what = _RESOLVER.get(code)
@@ -76,14 +93,17 @@ def _remedy(code: int | None, needed: int | None) -> str | None:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         enough = needed if needed is not None and needed > soft else 2 * soft
         return (
-            f"it may have {soft} open files: start it after `ulimit -n {enough}` (the hard limit is {_told(hard)}), or "
+            f"it may have {soft} open files: start it after `ulimit -n {enough}` (the hard limit is "
+            f"{_told(hard)}), or "
             "lower `max_concurrency`"
         )
     return {
-        errno.ENFILE: "the host's table of open files is full: raise `sysctl fs.file-max`, or run fewer processes",
+        errno.ENFILE: "the host's table of open files is full: raise `sysctl fs.file-max`, or run fewer "
+        "processes",
         errno.ENOMEM: "the kernel has no memory for a socket: free memory on this host",
         errno.ENOBUFS: "the kernel has no memory for a socket: free memory on this host",
-        errno.EADDRNOTAVAIL: "no local port towards that address is free: widen `sysctl net.ipv4.ip_local_port_range`, "
+        errno.EADDRNOTAVAIL: "no local port towards that address is free: widen `sysctl "
+        "net.ipv4.ip_local_port_range`, "
         "or lower `max_concurrency`; or this host has no address of that kind, as without IPv6",
         errno.ENETDOWN: "its network interface is down",
     }.get(code)
@@ -99,7 +119,8 @@ def _descriptors_left() -> int | None:
 
 
 def descriptors_needed(in_flight: int, servers: int) -> int:
-    """Descriptors of a process with so many requests in flight: theirs, a control and a watch of each server, others.
+    """Descriptors of a process with so many requests in flight: theirs, a control and a watch of
+    each server, others.
 
     Others are those that are open now, and OTHERS.
     """
@@ -114,7 +135,8 @@ def _open_now() -> int:
 
 
 def raise_descriptor_limit(needed: int, what: str) -> str | None:
-    """Raise the soft limit of open files to the hard one, where `needed` is above it; a line about that, or None.
+    """Raise the soft limit of open files to the hard one, where `needed` is above it; a line
+    about that, or None.
 
     Args:
         needed: descriptors, of `descriptors_needed`.
@@ -128,13 +150,18 @@ def raise_descriptor_limit(needed: int, what: str) -> str | None:
         return None
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ValueError(
-            f"{what} needs about {needed} open files (`ulimit -n`), and this process may have {hard} (`ulimit -Hn`): "
-            f"raise the hard limit to {needed} (limits.conf, LimitNOFILE= of systemd, --ulimit of docker), or lower it"
+            f"{what} needs about {needed} open files (`ulimit -n`), and this process may have {hard} "
+            "(`ulimit -Hn`): "
+            f"raise the hard limit to {needed} (limits.conf, LimitNOFILE= of systemd, --ulimit of docker), "
+            "or lower it"
         )
     for limit in (hard, needed):
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            return f"raised the limit of open files (`ulimit -n`) from {soft} to {_told(limit)}: {what} needs {needed}"
+            return (
+                f"raised the limit of open files (`ulimit -n`) from {soft} to {_told(limit)}: {what} "
+                f"needs {needed}"
+            )
         except (ValueError, OSError):  # the kernel allows no unlimited soft limit
             continue
     return f"the limit of open files (`ulimit -n`) is {soft} and can't be raised: {what} needs {needed}"

@@ -18,15 +18,19 @@ class MemoryRelease(Protocol):
     name: str
 
     def memory_problem(self, server_info: Mapping[str, Any]) -> str | None:
-        """Why this server, as it was started, can't release its memory and get new weights, with the remedy; None: it
-        can."""
+        """Why this server, as it was started, can't release its memory and get new weights, with the
+        remedy; None: it can.
+        """
         raise UnsupportedByEngine(self.name, "`colocate`: the release of its memory is not tested here")
 
     def release_memory(self, parts: Sequence[MemoryPart]) -> Request:
-        """Free the memory of these parts. The server must be paused, and run nothing: it may end otherwise."""
+        """Free the memory of these parts. The server must be paused, and run nothing: it
+        may end otherwise.
+        """
         raise UnsupportedByEngine(self.name, "`colocate`")
 
     def resume_memory(self, parts: Sequence[MemoryPart]) -> Request:
-        """Take memory for these parts, which were released, and no other: the server may end otherwise. It holds
-        nothing of before."""
+        """Take memory for these parts, which were released, and no other: the server may end otherwise. It
+        holds nothing of before.
+        """
         raise UnsupportedByEngine(self.name, "`colocate`")

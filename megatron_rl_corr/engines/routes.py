@@ -1,4 +1,5 @@
-"""Routed experts of a response: which experts each token went to, in the smallest integer type that holds them.
+"""Routed experts of a response: which experts each token went to, in the smallest integer type
+that holds them.
 
 T tokens of prompt and response, H hidden layers, M of them with experts, k experts a token.
 """
@@ -47,14 +48,20 @@ def decoded_base64(encoded: object, content: str) -> bytes:
         ValueError: rule base64.
     """
     if not isinstance(encoded, str):
-        raise ValueError(f"rule base64: routed_experts must be base64 of {content}, got {type(encoded).__name__}")
+        raise ValueError(
+            f"rule base64: routed_experts must be base64 of {content}, got {type(encoded).__name__}"
+        )
     try:
         return base64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}") from None
+        raise ValueError(
+            f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}"
+        ) from None
 
 
-def check_experts(ids: np.ndarray, shape: ExpertShape, *, first: int, present: np.ndarray | None = None) -> None:
+def check_experts(
+    ids: np.ndarray, shape: ExpertShape, *, first: int, present: np.ndarray | None = None
+) -> None:
     """Every token's experts exist, and are distinct.
 
     Args:
@@ -70,7 +77,8 @@ def check_experts(ids: np.ndarray, shape: ExpertShape, *, first: int, present: n
     if outside.size:
         token, layer, place = outside[0]
         raise ValueError(
-            f"rule range: expert {ids[token, layer, place]} of token {first + token} in layer {shape.layers[layer]} is "
+            f"rule range: expert {ids[token, layer, place]} of token {first + token} in layer "
+            f"{shape.layers[layer]} is "
             f"outside [0, {shape.experts})"
         )
     in_order = np.sort(ids, axis=2)

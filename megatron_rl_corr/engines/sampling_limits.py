@@ -19,11 +19,13 @@ def check_limits(engine: str, limits: EngineLimits, sampling: SamplingParams) ->
         )
     if sampling.temperature > limits.max_temperature:
         raise ValueError(
-            f"`temperature` must be at most {limits.max_temperature:g} with {engine}, got {sampling.temperature}"
+            f"`temperature` must be at most {limits.max_temperature:g} with {engine}, got "
+            f"{sampling.temperature}"
         )
     if limits.max_top_k is not None and sampling.with_support and sampling.top_k > limits.max_top_k:
         raise ValueError(
-            f"`top_k` must be -1 (off) or in [2, {limits.max_top_k}], for which {engine} returns the sampling "
+            f"`top_k` must be -1 (off) or in [2, {limits.max_top_k}], for which {engine} returns the "
+            "sampling "
             f"mask, got {sampling.top_k}; use {limits.max_top_k} or less, or -1"
         )
     if limits.top_p_needs_top_k and sampling.needs_mask and sampling.top_k == -1:
@@ -36,10 +38,12 @@ def check_limits(engine: str, limits: EngineLimits, sampling: SamplingParams) ->
             most += " beside it, or the vocabulary size where that is smaller"
         raise ValueError(
             f"{what} needs a `top_k` {bound} with {engine}: only then it returns the sampling mask, without "
-            f"which truncated samples cannot be corrected; got {name} {value} with `top_k` -1; give `top_k` {most}"
+            f"which truncated samples cannot be corrected; got {name} {value} with `top_k` -1; give `top_k` "
+            f"{most}"
         )
     if limits.max_stop_texts is not None and len(sampling.stop) > limits.max_stop_texts:
         raise ValueError(
-            f"`stop` has {len(sampling.stop)} texts, and {engine} takes at most {limits.max_stop_texts}; leave "
+            f"`stop` has {len(sampling.stop)} texts, and {engine} takes at most {limits.max_stop_texts}; "
+            "leave "
             "some out"
         )

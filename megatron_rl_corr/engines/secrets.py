@@ -1,7 +1,7 @@
 """Keys that no message may show: whoever sends one keeps it here, and every message is searched for it.
 
-A server, or a proxy before it, may quote what it was sent, and in many ways: as it is, with the escapes of JSON, of a
-URL or of HTML, or in base64.
+A server, or a proxy before it, may quote what it was sent, and in many ways: as it is, with the escapes of
+JSON, of a URL or of HTML, or in base64.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ def keep_secret(holder: object, *secrets: str | None) -> None:
 
 
 def redacted(text: str) -> str:
-    """The text for a message: *** in the place of each secret, ? in that of half a surrogate pair, or of a control.
+    """The text for a message: *** in the place of each secret, ? in that of half a surrogate pair,
+    or of a control.
 
-    JSON and headers may bring such a half, and no file, console or report takes it; a terminal obeys controls.
+    JSON and headers may bring such a half, and no file, console or report takes it; a
+    terminal obeys controls.
     """
     return without_keys(text).encode("utf-8", "replace").decode().translate(_CONTROL)
 
@@ -63,11 +65,17 @@ def _pattern(secret: str) -> re.Pattern[str]:
 def _character(character: str) -> str:
     r"""A character as it is, with backslashes before it, as \u002f, \x2f, %2F, &#47;, &#x2F; or as &quot;."""
     code = ord(character)
-    either_case = "".join(f"[{digit}{digit.upper()}]" if digit.isalpha() else digit for digit in f"{code:02x}")
+    either_case = "".join(
+        f"[{digit}{digit.upper()}]" if digit.isalpha() else digit for digit in f"{code:02x}"
+    )
     forms = [
-        rf"\\{{0,8}}{re.escape(character)}", rf"\\{{1,8}}u00{either_case}", rf"\\{{1,8}}x{either_case}",
-        f"%(?:25){{0,4}}{either_case}", f"&#0{{0,4}}{code};", f"&#[xX]0{{0,4}}{either_case};",
-    ]  # fmt: skip
+        rf"\\{{0,8}}{re.escape(character)}",
+        rf"\\{{1,8}}u00{either_case}",
+        rf"\\{{1,8}}x{either_case}",
+        f"%(?:25){{0,4}}{either_case}",
+        f"&#0{{0,4}}{code};",
+        f"&#[xX]0{{0,4}}{either_case};",
+    ]
     if code in codepoint2name or character == "'":
         forms.append(f"&{codepoint2name.get(code, 'apos')};")
     if character == " ":

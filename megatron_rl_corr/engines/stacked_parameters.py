@@ -1,7 +1,7 @@
 """How servers stack Hugging Face tensors into their parameters, and what a rank may hold of one.
 
-q, k, v; gate, up; and latent attention's two down projections are stacked along dimension 0, and a layer's experts into
-one tensor of three dimensions. SGLang and vLLM do so under the same names.
+q, k, v; gate, up; and latent attention's two down projections are stacked along dimension 0, and a layer's
+experts into one tensor of three dimensions. SGLang and vLLM do so under the same names.
 
 A server's worker imports this module too: standard library and torch only.
 """
@@ -17,12 +17,20 @@ from torch import Tensor
 Part = tuple[int, int]
 """A tensor's place in a parameter: (expert, place within the stack); expert is -1 where there are none."""
 
-_EXPERT = re.compile(r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate_proj|up_proj|down_proj|w[123])\.weight")
+_EXPERT = re.compile(
+    r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate_proj|up_proj|down_proj|w[123])\.weight"
+)
 _LATENT = re.compile(r"(?P<module>.*)\.(?P<kind>q_a_proj|kv_a_proj_with_mqa)\.weight")
 _STACKED = re.compile(r"(?P<module>.*)\.(?P<kind>q|k|v|gate|up)_proj\.(?P<what>weight|bias)")
 _PLACE = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
-_EXPERT_STACK = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0),
-                 "w1": ("w13_weight", 0), "w3": ("w13_weight", 1), "w2": ("w2_weight", 0)}  # fmt: skip
+_EXPERT_STACK = {
+    "gate_proj": ("w13_weight", 0),
+    "up_proj": ("w13_weight", 1),
+    "down_proj": ("w2_weight", 0),
+    "w1": ("w13_weight", 0),
+    "w3": ("w13_weight", 1),
+    "w2": ("w2_weight", 0),
+}
 """w1, w2, w3: Mixtral's names."""
 _SHARED = re.compile(r"(?P<mlp>.*\.mlp)\.shared_experts\.(?P<kind>gate_up|down)_proj\.weight")
 _LATENT_PLACE = {"q_a_proj": 0, "kv_a_proj_with_mqa": 1}
@@ -32,7 +40,9 @@ _VOCABULARY_ROWS = 64  # vocabularies are padded with zeros to a multiple of it
 
 
 def server_parameter(name: str) -> tuple[str, Part]:
-    """The server's name of the parameter that this tensor is a part of, and which part; others keep their names."""
+    """The server's name of the parameter that this tensor is a part of, and which part; others
+    keep their names.
+    """
     if name.endswith(_SCALE):
         parameter, part = server_parameter(name.removesuffix(_SCALE))
         return parameter + _SCALE, part
@@ -48,8 +58,9 @@ def server_parameter(name: str) -> tuple[str, Part]:
 
 
 def held_in(parameter: str, held: Container[str]) -> str:
-    """The parameter that a server with the parameters `held` has this one in: SGLang may make DeepSeek's shared expert
-    the last of the experts."""
+    """The parameter that a server with the parameters `held` has this one in: SGLang may make DeepSeek's
+    shared expert the last of the experts.
+    """
     if parameter.endswith(_SCALE):
         return held_in(parameter.removesuffix(_SCALE), held) + _SCALE
     match = _SHARED.fullmatch(parameter)
@@ -59,7 +70,8 @@ def held_in(parameter: str, held: Container[str]) -> str:
 
 
 def possible_layouts(parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:
-    """What tensor-parallel rank `rank` of `size` may hold of a parameter: whole, or its share of rows or columns.
+    """What tensor-parallel rank `rank` of `size` may hold of a parameter: whole, or its share of
+    rows or columns.
 
     Which of them it does depends on the module; a checksum that fits one of them tells.
     """

@@ -1,6 +1,7 @@
 """A sampled answer as it came from a rollout server, and the parameters it was sampled with.
 
-P prompt tokens, R response tokens, K_t ids that token t was drawn from, M layers with experts, k experts a token.
+P prompt tokens, R response tokens, K_t ids that token t was drawn from, M layers with experts, k
+experts a token.
 """
 
 import math
@@ -17,10 +18,11 @@ ENVIRONMENT = -1
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a response is sampled: from the softmax at a temperature, all of it or what top_k, top_p and min_p keep.
+    """How a response is sampled: from the softmax at a temperature, all of it or what top_k,
+    top_p and min_p keep.
 
-    A truncated softmax is renormalised on the ids that it keeps, so its samples can only be corrected where those ids
-    are known: `Engine.check_sampling` refuses what an engine does not return them for.
+    A truncated softmax is renormalised on the ids that it keeps, so its samples can only be corrected where
+    those ids are known: `Engine.check_sampling` refuses what an engine does not return them for.
 
     Example: SamplingParams(max_new_tokens=1024, temperature=0.8, top_p=0.95, top_k=200).
     """
@@ -30,29 +32,42 @@ class SamplingParams:
     temperature: float = 1.0
     """Divides the logits before the softmax. 0 is greedy: its log-probs are those of temperature 1."""
     top_p: float = 1.0
-    """Keep the likeliest ids up to this sum of probabilities, in (0, 1]. Some engines need a top_k beside it."""
+    """Keep the likeliest ids up to this sum of probabilities, in (0, 1]. Some engines need a
+    top_k beside it.
+    """
     top_k: int = -1
-    """Keep this many of the likeliest ids, at least 2; ids that tie for the last place may all stay. -1: off."""
+    """Keep this many of the likeliest ids, at least 2; ids that tie for the last place may
+    all stay. -1: off.
+    """
     min_p: float = 0.0
-    """Keep the ids with at least this share of the likeliest one's probability, in [0, 1). Needs what top_p needs."""
+    """Keep the ids with at least this share of the likeliest one's probability, in [0, 1). Needs
+    what top_p needs.
+    """
     stop: tuple[str, ...] = ()
-    """Texts that end a response: with the token that completes one in the text of the response, special tokens
-    included. All sampled ids are returned, those of the stop text too."""
+    """Texts that end a response: with the token that completes one in the text of the response, special
+    tokens included. All sampled ids are returned, those of the stop text too.
+    """
     stop_token_ids: tuple[int, ...] = ()
     """Ids that end a response, beside the model's own end-of-sequence ids."""
     ignore_eos: bool = False
     """Go on after end-of-sequence and stop ids until max_new_tokens, or until a text of `stop`."""
     with_support: bool = True
-    """The ids that a truncated token was drawn from are returned, as training needs them. False, for evaluation: any
-    top_p, top_k and min_p goes, and the log-probs are those of the whole softmax, or (vLLM) of what was kept."""
+    """The ids that a truncated token was drawn from are returned, as training needs them. False, for
+    evaluation: any top_p, top_k and min_p goes, and the log-probs are those of the whole softmax, or
+    (vLLM) of what was kept.
+    """
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
-            raise ValueError(f"`max_new_tokens` must be an integer of at least 1, got {self.max_new_tokens!r}")
+            raise ValueError(
+                f"`max_new_tokens` must be an integer of at least 1, got {self.max_new_tokens!r}"
+            )
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
             raise ValueError(f"`temperature` must be a number, got {self.temperature!r}")
         if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"`temperature` must be 0 (greedy) or positive and finite, got {self.temperature}")
+            raise ValueError(
+                f"`temperature` must be 0 (greedy) or positive and finite, got {self.temperature}"
+            )
         self._check_truncation()
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token in self.stop_token_ids:
@@ -86,7 +101,8 @@ class SamplingParams:
             raise ValueError(f"`min_p` must be in [0, 1), got {self.min_p!r}; use 0 to keep every token")
         if self.truncated and self.temperature == 0:
             raise ValueError(
-                f"`top_p`, `top_k` and `min_p` have no effect on greedy sampling, got `top_p` {self.top_p}, `top_k` "
+                f"`top_p`, `top_k` and `min_p` have no effect on greedy sampling, got `top_p` {self.top_p}, "
+                "`top_k` "
                 f"{self.top_k} and `min_p` {self.min_p} at `temperature` 0; leave them out"
             )
 
@@ -102,7 +118,9 @@ class VersionSpan:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """The ids that each response token was drawn from, itself among them: ragged, one token after the other."""
+    """The ids that each response token was drawn from, itself among them: ragged, one token
+    after the other.
+    """
 
     ids: torch.Tensor
     """[sum of K_t] int32, distinct within a token's set and in no order."""
@@ -121,7 +139,8 @@ class Support:
 class Trajectory:
     """One response to one prompt. Tensors are on the CPU, not to be written to: samples share prompt_ids.
 
-    With an environment a response is a whole episode: the policy's turns, and what the environment said between them.
+    With an environment a response is a whole episode: the policy's turns, and what the environment
+    said between them.
     """
 
     prompt_index: int
@@ -137,8 +156,9 @@ class Trajectory:
     renormalised on `support` where there is one. NaN is "no log-prob": the server gave none, or one that is
     not finite (a token it sampled cannot have probability 0)."""
     finish_reason: FinishReason
-    """stop: a stop id or text; length: max_new_tokens, or the last turn that was allowed; abort: cut short, the tokens
-    so far are valid samples."""
+    """stop: a stop id or text; length: max_new_tokens, or the last turn that was allowed; abort: cut
+    short, the tokens so far are valid samples.
+    """
     weight_versions: tuple[VersionSpan, ...]
     """In order of time; they partition [0, R). What an environment said is of the span before it."""
     cached_tokens: int
@@ -148,15 +168,19 @@ class Trajectory:
     support: Support | None = None
     """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
-    """[P + R - 1, M, k] uint8 or int16: which experts each token went to, but for the last one, which the server never
-    runs. They are those of the pass that sampled the token behind it; where that pass's are not known any more, the
-    token has none: k times the type's largest value."""
+    """[P + R - 1, M, k] uint8 or int16: which experts each token went to, but for the last one, which the
+    server never runs. They are those of the pass that sampled the token behind it; where that pass's are
+    not known any more, the token has none: k times the type's largest value.
+    """
     turn_ids: torch.Tensor | None = None
-    """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment said, which
-    was not sampled: its log-prob is NaN, its support the token itself. None: the policy sampled all, in one turn."""
+    """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment
+    said, which was not sampled: its log-prob is NaN, its support the token itself. None: the policy
+    sampled all, in one turn.
+    """
     engine: str = ""
-    """What that server runs, a name in config/run.py ENGINES: "vllm"; several with "+" between, in the order of the
-    alphabet, where a response was continued at a server of another one. "": not known."""
+    """What that server runs, a name in config/run.py ENGINES: "vllm"; several with "+" between, in the
+    order of the alphabet, where a response was continued at a server of another one. "": not known.
+    """
     environment_reward: float | None = None
     """What the environment scored the episode; None: it did not, or there is none."""
 
@@ -174,14 +198,18 @@ class Trajectory:
         if self.turn_ids is not None:
             _check_vectors(self, {"turn_ids": int64})
             if self.turn_ids.numel() != self.output_ids.numel():
-                raise ValueError(f"{self.output_ids.numel()} output_ids have {self.turn_ids.numel()} turn_ids")
+                raise ValueError(
+                    f"{self.output_ids.numel()} output_ids have {self.turn_ids.numel()} turn_ids"
+                )
             if (self.turn_ids < ENVIRONMENT).any():
                 raise ValueError(f"turn_ids must be at least {ENVIRONMENT}, got {int(self.turn_ids.min())}")
         if not self.weight_versions:
             raise ValueError("weight_versions must hold at least one span")
         routes = self.routed_experts
         if routes is not None and (routes.dim() != 3 or routes.dtype not in (torch.uint8, torch.int16)):
-            raise ValueError(f"routed_experts must be 3-d uint8 or int16, got {routes.dim()}-d {routes.dtype}")
+            raise ValueError(
+                f"routed_experts must be 3-d uint8 or int16, got {routes.dim()}-d {routes.dtype}"
+            )
         tokens = self.prompt_ids.numel() + self.output_ids.numel()
         if routes is not None and routes.shape[0] != tokens - 1:
             raise ValueError(f"{tokens} tokens have routed_experts of {routes.shape[0]}, not {tokens - 1}")
@@ -199,7 +227,9 @@ class Trajectory:
         return self.turn_ids != ENVIRONMENT
 
     def sampled_by(self, version: str) -> torch.Tensor:
-        """[R] bool: the tokens sampled while the weights were called `version`, to mask others or only these."""
+        """[R] bool: the tokens sampled while the weights were called `version`, to mask
+        others or only these.
+        """
         mask = torch.zeros(self.output_ids.numel(), dtype=torch.bool)
         for span in self.weight_versions:
             mask[span.start : span.end] = span.version == version
@@ -209,26 +239,31 @@ class Trajectory:
 def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
     """An aborted response and what was sampled after it, as one response to the first one's prompt.
 
-    The prompt of `continuation` is all of `partial`, prompt and response. Every token keeps its log-prob, weight
-    version and set of ids, and its routes or that it has none, as those of a later pass sampled nothing. Before any
-    token was sampled, routes are the continuation's. The finish reason and the server are the continuation's,
-    everything else is the partial's. Raises ValueError where they do not fit.
+    The prompt of `continuation` is all of `partial`, prompt and response. Every token keeps its log-prob,
+    weight version and set of ids, and its routes or that it has none, as those of a later pass sampled
+    nothing. Before any token was sampled, routes are the continuation's. The finish reason and the server
+    are the continuation's, everything else is the partial's. Raises ValueError where they do not fit.
     """
     if partial.finish_reason != "abort":
         raise ValueError(f"a response that ended with {partial.finish_reason} has no continuation")
     return concatenated(partial, continuation)
 
 
-def concatenated(partial: Trajectory, continuation: Trajectory, *, between: torch.Tensor | None = None) -> Trajectory:
-    """`join` whatever the finish reason, with tokens that were not sampled in between: ids [B] int64, none by default.
+def concatenated(
+    partial: Trajectory, continuation: Trajectory, *, between: torch.Tensor | None = None
+) -> Trajectory:
+    """`join` whatever the finish reason, with tokens that were not sampled in between: ids [B] int64,
+    none by default.
 
-    Those have NaN for a log-prob, themselves alone for a set of ids, and the weight version of the token before.
+    Those have NaN for a log-prob, themselves alone for a set of ids, and the weight version of
+    the token before.
     """
     between = partial.output_ids.new_empty(0) if between is None else between
     so_far = torch.cat([partial.prompt_ids, partial.output_ids, between])
     if not torch.equal(continuation.prompt_ids, so_far):
         raise ValueError(
-            f"the continuation's prompt of {continuation.prompt_ids.numel()} tokens is not the {so_far.numel()} tokens "
+            f"the continuation's prompt of {continuation.prompt_ids.numel()} tokens is not the "
+            f"{so_far.numel()} tokens "
             "of the partial response, prompt included"
         )
     support, routes = partial.support, partial.routed_experts
@@ -259,13 +294,17 @@ def concatenated(partial: Trajectory, continuation: Trajectory, *, between: torc
 
 
 def _joined_engines(partial: Trajectory, continuation: Trajectory) -> str:
-    """The names of those that sampled a token, in alphabetical order; the continuation's where there is no token."""
+    """The names of those that sampled a token, in alphabetical order; the continuation's where
+    there is no token.
+    """
     sampled = [part for part in (partial, continuation) if part.output_ids.numel()] or [continuation]
     return "+".join(sorted({name for part in sampled for name in part.engine.split("+")} - {""}))
 
 
 def _joined_spans(partial: Trajectory, continuation: Trajectory, between: int) -> tuple[VersionSpan, ...]:
-    """The spans one behind the other, the tokens in between with the first; those without a token go, but for one."""
+    """The spans one behind the other, the tokens in between with the first; those without a token
+    go, but for one.
+    """
     shift, joined = partial.output_ids.numel() + between, []
     *before, last = partial.weight_versions
     later = [VersionSpan(s.version, s.start + shift, s.end + shift) for s in continuation.weight_versions]

@@ -1,4 +1,5 @@
-"""What passes between the package and an engine: requests, transports, limits, and what servers say of themselves.
+"""What passes between the package and an engine: requests, transports, limits, and what servers
+say of themselves.
 
 P prompt tokens.
 """
@@ -55,8 +56,8 @@ class Request:
 def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_index: int) -> list[int]:
     """The prompt as a list of Python integers, each in [0, vocab_size).
 
-    An id outside the vocabulary is an out-of-range row of the embedding, which may end the server's process together
-    with all its requests.
+    An id outside the vocabulary is an out-of-range row of the embedding, which may end the server's process
+    together with all its requests.
 
     Args:
         prompt_ids: P integers.
@@ -130,7 +131,9 @@ class EngineLimits:
     top_p_needs_top_k: bool = False
     """It returns the sampling mask of top_p and of min_p only beside a top_k."""
     scoring_room: int = 1
-    """Tokens of its context length that a scored sample can't have: the one that would be sampled next, at least."""
+    """Tokens of its context length that a scored sample can't have: the one that would be
+    sampled next, at least.
+    """
     max_stop_texts: int | None = None
     """Most texts of `stop` in a request; None: any."""
     pause_modes: tuple[str, ...] = ()
@@ -158,7 +161,9 @@ class ServerRanks:
 
 @dataclass(frozen=True)
 class ServerChecksums:
-    """A server's own checksums of its weights; those of a draft model, which only guesses tokens, are apart."""
+    """A server's own checksums of its weights; those of a draft model, which only guesses
+    tokens, are apart.
+    """
 
     url: str
     device: str
@@ -177,7 +182,9 @@ class ServerChecksums:
     quantises_updates: bool = False
     """It quantises the weights that it is sent, and makes new scales for them."""
     drafts: tuple[dict[str, str], ...] = ()
-    """For each rank {parameter of a draft model: checksum}, without those that are tensors of the model itself."""
+    """For each rank {parameter of a draft model: checksum}, without those that are tensors of
+    the model itself.
+    """
 
     def fingerprint(self) -> int:
         """A number, within this process, that differs where a checksum does."""

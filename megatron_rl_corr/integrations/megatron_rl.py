@@ -1,4 +1,5 @@
-"""Our correction in place of the token weight of Megatron's own RL: around megatron.rl.rl_utils.calculate_grpo_loss.
+"""Our correction in place of the token weight of Megatron's own RL: around
+megatron.rl.rl_utils.calculate_grpo_loss.
 
 B rows of a microbatch (or one bin of packed sequences), L log-probs a row, S sequences.
 """
@@ -51,31 +52,44 @@ class GRPOCorrection:
         return load_packed_data_by_index
 
     def calculate_grpo_loss(self, original: Callable) -> Callable:
-        """The function of this name: its policy term weighted and masked by our correction, the other terms masked.
+        """The function of this name: its policy term weighted and masked by our correction, the
+        other terms masked.
 
-        Six values as before: the losses [B, L], and five that are only logged, which stay. A generated token without a
-        rollout log-prob (Megatron appends the end of a response itself, and stands 0 for what it lacks) has weight 1
-        and goes only if its sequence does. Keyword call, the same in Megatron-LM core 0.15 to 0.20.
+        Six values as before: the losses [B, L], and five that are only logged, which stay. A generated
+        token without a rollout log-prob (Megatron appends the end of a response itself, and stands 0 for
+        what it lacks) has weight 1 and goes only if its sequence does. Keyword call, the same in
+        Megatron-LM core 0.15 to 0.20.
         """
 
         def calculate_grpo_loss(
-            *, advantages: Tensor, kl_beta: float, entropy_weight: float, inference_logprobs: Tensor | None = None,
-            is_truncation_coef: float | None = None, **others: Any,
+            *,
+            advantages: Tensor,
+            kl_beta: float,
+            entropy_weight: float,
+            inference_logprobs: Tensor | None = None,
+            is_truncation_coef: float | None = None,
+            **others: Any,
         ) -> tuple[Tensor, ...]:
             if is_truncation_coef is not None:
                 raise ValueError(
-                    f"--rl-importance-sampling-truncation-coef {is_truncation_coef} has no effect beside --rollout-is; "
+                    f"--rl-importance-sampling-truncation-coef {is_truncation_coef} has no effect beside "
+                    "--rollout-is; "
                     "drop it, and use --rollout-is-threshold"
                 )
             weights, keep = self._weights(
-                others["old_logprobs"], inference_logprobs, others.get("seq_starts"), others.get("seq_lengths")
+                others["old_logprobs"],
+                inference_logprobs,
+                others.get("seq_starts"),
+                others.get("seq_lengths"),
             )
             policy, *logged = original(advantages=advantages, kl_beta=0.0, entropy_weight=0.0, **others)
             losses = torch.where(keep, policy, 0.0) * weights
             if kl_beta or entropy_weight:
                 # Without advantages the original's loss is the other terms, in its own version's signs.
                 nothing = torch.zeros_like(advantages)
-                terms, *_ = original(advantages=nothing, kl_beta=kl_beta, entropy_weight=entropy_weight, **others)
+                terms, *_ = original(
+                    advantages=nothing, kl_beta=kl_beta, entropy_weight=entropy_weight, **others
+                )
                 losses = losses + torch.where(keep, terms, 0.0)
             return losses, *logged
 
@@ -88,7 +102,8 @@ class GRPOCorrection:
         """Weights [B, L] float32 and what is kept [B, L] bool, of pi_old against the policy that sampled."""
         if rollout is None:
             raise ValueError(
-                "Megatron gave its loss no rollout log-probs; add --rl-inference-logprobs-is-correction, and roll out "
+                "Megatron gave its loss no rollout log-probs; add --rl-inference-logprobs-is-correction, and "
+                "roll out "
                 "with an engine that returns them"
             )
         mask, self._mask = self._mask, None
@@ -99,7 +114,12 @@ class GRPOCorrection:
         ids, count = _sequences(old, starts, lengths)
         has = _told(mask, rollout, ids, count)
         correction = compute_correction(
-            old.reshape(-1), rollout.reshape(-1), has.reshape(-1), ids, num_sequences=count, config=self.config
+            old.reshape(-1),
+            rollout.reshape(-1),
+            has.reshape(-1),
+            ids,
+            num_sequences=count,
+            config=self.config,
         )
         self.metrics.append(correction.metrics)
         if self.config.diagnostics_only:
@@ -113,8 +133,8 @@ class GRPOCorrection:
 def _told(mask: Tensor, rollout: Tensor, ids: Tensor, count: int) -> Tensor:
     """Which tokens the engine gave a log-prob for [B, L] bool; Megatron keeps no mask of it, only zeros.
 
-    A token that the engine was certain of has log-prob 0 as well. Missing are those of a sequence that has no other,
-    and the last of a sequence: Megatron appends its end behind what the engine sampled.
+    A token that the engine was certain of has log-prob 0 as well. Missing are those of a sequence that has
+    no other, and the last of a sequence: Megatron appends its end behind what the engine sampled.
     """
     flat, zero = mask.reshape(-1), (rollout == 0).reshape(-1)
     number = torch.arange(1, len(flat) + 1, device=flat.device) * flat
@@ -140,7 +160,9 @@ class _Watched:
         return batch
 
 
-def _sequences(like: Tensor, starts: Sequence[int] | None, lengths: Sequence[int] | None) -> tuple[Tensor, int]:
+def _sequences(
+    like: Tensor, starts: Sequence[int] | None, lengths: Sequence[int] | None
+) -> tuple[Tensor, int]:
     """The sequence of each token, int64 [B * L], and how many there are; where none is, the mask is False."""
     if starts is None or lengths is None:
         return row_ids(*like.shape, like.device), len(like)

@@ -1,4 +1,6 @@
-"""Puts our correction into Megatron's own RL (train_rl.py, with --perform-rl-step), and its numbers into our log."""
+"""Puts our correction into Megatron's own RL (train_rl.py, with --perform-rl-step), and its
+numbers into our log.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.flags import CORRECTION, PREFIX, add_group, given_flags, name_flags, read_correction
+from megatron_rl_corr.config.flags import (
+    CORRECTION,
+    PREFIX,
+    add_group,
+    given_flags,
+    name_flags,
+    read_correction,
+)
 from megatron_rl_corr.config.problems import Problems, Refusal
 from megatron_rl_corr.config.run import LogsConfig
 from megatron_rl_corr.integrations.settings import check_settings
@@ -18,7 +27,9 @@ NEEDS = "--rl-inference-logprobs-is-correction"
 
 
 def parse(arguments: Sequence[str]) -> tuple[RolloutCorrectionConfig, str | None]:
-    """The correction and --rollout-log-dir. ValueError for a flag of ours that has no effect there, or one missing."""
+    """The correction and --rollout-log-dir. ValueError for a flag of ours that has no effect
+    there, or one missing.
+    """
     problems = Problems()
     config, log_dir = read(arguments, problems)
     if problems:
@@ -35,7 +46,8 @@ def read(arguments: Sequence[str], problems: Problems) -> tuple[RolloutCorrectio
     for other in given.others:
         if other.startswith(PREFIX):
             problems.add(
-                f"{other.split('=')[0]} has no effect with {ASKS}, where Megatron samples and has its own loss; drop it"
+                f"{other.split('=')[0]} has no effect with {ASKS}, where Megatron samples and has its own "
+                "loss; drop it"
             )
     if NEEDS not in arguments:
         problems.add(f"{ASKS} needs {NEEDS} beside it: without it Megatron keeps no rollout log-probs")
@@ -46,7 +58,8 @@ def read(arguments: Sequence[str], problems: Problems) -> tuple[RolloutCorrectio
 
 
 def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]) -> Callable[[], None]:
-    """Replace the loss and what tells it the loss mask; report(metrics, writer) is called as in mcore.hooks.install.
+    """Replace the loss and what tells it the loss mask; report(metrics, writer) is called as in
+    mcore.hooks.install.
 
     Returns what is to be done after the last step: nothing, as Megatron has its own servers.
     """
@@ -62,8 +75,15 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
     from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
 
     correction = GRPOCorrection(config)
-    loss = ("current_logprobs", "old_logprobs", "advantages", "kl_beta", "entropy_weight", "inference_logprobs",
-            "is_truncation_coef")  # fmt: skip
+    loss = (
+        "current_logprobs",
+        "old_logprobs",
+        "advantages",
+        "kl_beta",
+        "entropy_weight",
+        "inference_logprobs",
+        "is_truncation_coef",
+    )
 
     def all_gather_and_report() -> None:
         metrics, correction.metrics = merge(correction.metrics), []
@@ -82,10 +102,12 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
         @functools.wraps(original)
         def train_step(forward_step_func: Callable, *args: Any, **kwargs: Any) -> tuple:
             cp = parallel_state.get_context_parallel_world_size()
-            # Before there is this function, every context-parallel rank is given all tokens as if they were its part.
+            # Before there is this function, every context-parallel rank is given all tokens as if
+            # they were its part.
             if cp > 1 and not hasattr(rl_utils, "_scatter_for_context_parallel"):
                 raise ValueError(
-                    f"--context-parallel-size {cp}: the RL of megatron-core {megatron_version} has no context "
+                    f"--context-parallel-size {cp}: the RL of megatron-core {megatron_version} has no "
+                    "context "
                     "parallelism, that of 0.20 has (Megatron-LM's main since 2026-08-17); use 0.20, or 1 rank"
                 )
             result = original(correction.forward_step(forward_step_func), *args, **kwargs)
@@ -96,7 +118,10 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
 
     hooks.replace(megatron_arguments, "add_megatron_arguments", ("parser",), hooks.with_our_flags)
     hooks.replace(rl_utils, "calculate_grpo_loss", loss, correction.calculate_grpo_loss)
-    if hasattr(rl_utils, "load_packed_data_by_index"):  # from 0.16 on; packed sequences of 0.15 are refused in the loss
-        hooks.replace(rl_utils, "load_packed_data_by_index", ("bin_idx",), correction.load_packed_data_by_index)
+    # from 0.16 on; packed sequences of 0.15 are refused in the loss
+    if hasattr(rl_utils, "load_packed_data_by_index"):
+        hooks.replace(
+            rl_utils, "load_packed_data_by_index", ("bin_idx",), correction.load_packed_data_by_index
+        )
     hooks.replace(training, "train_step", ("forward_step_func", "data_iterator"), corrected)
     return lambda: None

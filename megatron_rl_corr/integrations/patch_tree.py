@@ -16,7 +16,9 @@ from megatron_rl_corr.files import write_atomically
 
 FILE = "megatron/training/__init__.py"
 ANCHOR = "print_rank_last)"
-"""The last line of the file's imports in every Megatron that has megatron/training: by then all it holds is there."""
+"""The last line of the file's imports in every Megatron that has megatron/training: by then all
+it holds is there.
+"""
 
 HUNK = """
 # megatron_rl_corr: MEGATRON_RL_CORR=1 loads the plugin; without it these lines do nothing.
@@ -60,7 +62,9 @@ class Tree:
 
 
 def read_tree(root: str | os.PathLike) -> Tree:
-    """What is there. ValueError, with the remedy, for anything but a known layout with the anchor exactly once."""
+    """What is there. ValueError, with the remedy, for anything but a known layout with the
+    anchor exactly once.
+    """
     root = Path(root).resolve()
     if not root.is_dir():
         raise ValueError(f"--megatron-root {root} is no folder; give the one that holds megatron/")
@@ -77,7 +81,8 @@ def read_tree(root: str | os.PathLike) -> Tree:
         return Tree(root, _version(root), path, before.encode(), content, applied=True)
     if MARK in text:
         raise ValueError(
-            f"{path} mentions {MARK}, but not as this version writes it; take those lines out by hand (before them it "
+            f"{path} mentions {MARK}, but not as this version writes it; take those lines out by hand "
+            "(before them it "
             f"was {path.name}{BACKUP_SUFFIX}, if that is there), and try again"
         )
     after = _inserted(path, text, hunk)
@@ -94,7 +99,9 @@ def apply(tree: Tree) -> str:
         return f"{tree.path}: nothing to do, the lines are there"
     _replace(tree.backup, tree.before, like=tree.path)
     _replace(tree.path, tree.after, like=tree.path)
-    return f"{tree.path}: {HUNK.strip().count(chr(10)) + 2} lines added; before them it was {tree.backup.name}"
+    return (
+        f"{tree.path}: {HUNK.strip().count(chr(10)) + 2} lines added; before them it was {tree.backup.name}"
+    )
 
 
 def revert(tree: Tree) -> str:
@@ -111,7 +118,9 @@ def revert(tree: Tree) -> str:
 
 
 def diff(tree: Tree) -> str:
-    """What apply would change, as a unified diff with as little context as finds the place; empty if it is there."""
+    """What apply would change, as a unified diff with as little context as finds the place;
+    empty if it is there.
+    """
     if tree.applied:
         return ""
     lines = [content.decode().splitlines(keepends=True) for content in (tree.before, tree.after)]
@@ -123,9 +132,11 @@ def _inserted(path: Path, text: str, hunk: str) -> str:
     found = [number for number, line in enumerate(lines) if line.strip() == ANCHOR]
     if len(found) != 1:
         raise ValueError(
-            f"{path} holds the line {ANCHOR!r} {len(found)} times, and the lines go behind the only one: this Megatron "
+            f"{path} holds the line {ANCHOR!r} {len(found)} times, and the lines go behind the only one: "
+            "this Megatron "
             "was changed in a way that is not known. Nothing was changed; start the script with python -m "
-            "megatron_rl_corr.launch, which needs no patch, or add the lines of --diff on a stock Megatron by hand"
+            "megatron_rl_corr.launch, which needs no patch, or add the lines of --diff on a stock Megatron "
+            "by hand"
         )
     place = found[0] + 1
     return "".join([*lines[:place], hunk, *lines[place:]])
@@ -138,12 +149,14 @@ def _within(root: Path, relative: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         older = " (Megatron-LM has such a folder from core 0.6 on)" if (root / "megatron").is_dir() else ""
         raise ValueError(
-            f"there is no {relative} in {root}{older}; --megatron-root is the folder that holds megatron/, with "
+            f"there is no {relative} in {root}{older}; --megatron-root is the folder that holds megatron/, "
+            "with "
             "megatron/training in it"
         ) from None
     if not path.is_relative_to(root):
         raise ValueError(
-            f"{root / relative} is a link to {path}, outside --megatron-root; nothing outside it is written. Give the "
+            f"{root / relative} is a link to {path}, outside --megatron-root; nothing outside it is written. "
+            "Give the "
             "tree that the link leads to, if that is the one to change"
         )
     if not path.is_file():
@@ -157,7 +170,9 @@ def _version(root: Path) -> str:
         tree = ast.parse((root / VERSION_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, SyntaxError):
         return "of unknown version"
-    assigned = [node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)]
+    assigned = [
+        node for node in tree.body if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    ]
     values = {ast.unparse(node.targets[0]): node.value.value for node in assigned}
     if not {"MAJOR", "MINOR", "PATCH"} <= values.keys():
         return "of unknown version"
@@ -167,6 +182,7 @@ def _version(root: Path) -> str:
 def _replace(path: Path, content: bytes, *, like: Path) -> None:
     """Replace the file in one move, with the permissions of `like`.
 
-    The blocks of the old file are not written: package managers link files of several environments to one another.
+    The blocks of the old file are not written: package managers link files of several
+    environments to one another.
     """
     write_atomically(path, content, mode=stat.S_IMODE(like.stat().st_mode))

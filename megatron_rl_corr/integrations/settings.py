@@ -11,24 +11,36 @@ from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.rules import RULE_INPUTS
 
 WHOLE_BATCH = ("rollout_is_batch_normalize", "rollout_m2_threshold", "rollout_batch_filter_kl")
-ACT = ("rollout_is", "rollout_is_mode", "rollout_is_lower", "rollout_is_upper", "rollout_rs", "diagnostics_only")
+ACT = (
+    "rollout_is",
+    "rollout_is_mode",
+    "rollout_is_lower",
+    "rollout_is_upper",
+    "rollout_rs",
+    "diagnostics_only",
+)
 
 
 @functools.cache
 def read_settings(path: str, trainer: str) -> RolloutCorrectionConfig:
-    """The file of --rollout-correction-config, read once. ValueError for a setting without effect in `trainer`."""
+    """The file of --rollout-correction-config, read once. ValueError for a setting without
+    effect in `trainer`.
+    """
     config = RolloutCorrectionConfig.from_yaml(path)
     check_settings(config, trainer)
     return config
 
 
 def check_settings(config: RolloutCorrectionConfig, trainer: str) -> None:
-    """ValueError for a setting that acts on a whole batch, on turns, or on the loss, which is the trainer's own."""
+    """ValueError for a setting that acts on a whole batch, on turns, or on the loss, which is
+    the trainer's own.
+    """
     problems = Problems()
     checks = [lambda: _check_turns(config, trainer), lambda: _check_inputs(config, trainer)]
     checks += [
         lambda name=field.name, usual=field.default: _check_acts(config, name, usual, trainer)
-        for field in dataclasses.fields(config) if field.name not in ACT
+        for field in dataclasses.fields(config)
+        if field.name not in ACT
     ]
     for check in checks:
         with problems.catch():
@@ -40,7 +52,9 @@ def _check_turns(config: RolloutCorrectionConfig, trainer: str) -> None:
     by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
     by_turn += ["rollout_is turn"] if config.rollout_is == "turn" else []
     if by_turn:
-        raise ValueError(f"{by_turn[0]}: {trainer} do not tell turns; use a token, sequence or geometric level")
+        raise ValueError(
+            f"{by_turn[0]}: {trainer} do not tell turns; use a token, sequence or geometric level"
+        )
 
 
 def _check_inputs(config: RolloutCorrectionConfig, trainer: str) -> None:

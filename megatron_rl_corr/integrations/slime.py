@@ -1,4 +1,5 @@
-"""The correction as slime and miles call it: --custom-tis-function-path megatron_rl_corr.integrations.slime.correct
+"""The correction as slime and miles call it: --custom-tis-function-path
+megatron_rl_corr.integrations.slime.correct
 
 S samples of a microbatch, R response tokens of all of them, T of those on this context-parallel rank.
 """
@@ -39,31 +40,43 @@ def correct(
 ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
     """(weighted pg_loss [T], masks without the rejected tokens, metrics as [T] tensors).
 
-    pg_loss and the lists of log-probs are this context-parallel rank's zigzag part of each sample's response, joined
-    or one by one; loss_masks are whole, and so are those returned. Metrics are averaged by the caller, over the masks
-    that it had. With --get-mismatch-metrics and no --use-tis, only the metrics are new. parallel_state and max_seq_lens
-    are miles's; for slime the group is Megatron's. Two collectives over cp, whatever the number of samples. ValueError
-    for settings without effect here and for lengths that are not those of the layout.
+    pg_loss and the lists of log-probs are this context-parallel rank's zigzag part of each sample's response,
+    joined or one by one; loss_masks are whole, and so are those returned. Metrics are averaged by the caller,
+    over the masks that it had. With --get-mismatch-metrics and no --use-tis, only the metrics are new.
+    parallel_state and max_seq_lens are miles's; for slime the group is Megatron's. Two collectives over cp,
+    whatever the number of samples. ValueError for settings without effect here and for lengths that are not
+    those of the layout.
 
-    Source: slime v0.2.0 to main of 2026-08, policy_loss_function; miles main of 2026-08, loss_hub/losses.py.
+    Source: slime v0.2.0 to main of 2026-08, policy_loss_function; miles main of 2026-08,
+    loss_hub/losses.py.
     """
     if SETTINGS not in vars(args):
         raise ValueError(
-            f"{SETTINGS} is not set: give --custom-config-path a YAML file with the line `{SETTINGS}: FILE.yaml`, "
+            f"{SETTINGS} is not set: give --custom-config-path a YAML file with the line `{SETTINGS}: "
+            "FILE.yaml`, "
             "where FILE.yaml holds the correction's settings, for example `preset: decoupled_token_is`"
         )
     config = read_settings(getattr(args, SETTINGS), "slime and miles")
     if train_log_probs is None or rollout_log_probs is None:
-        raise ValueError("the log-probs of both policies are needed; train with --use-tis or --get-mismatch-metrics")
+        raise ValueError(
+            "the log-probs of both policies are needed; train with --use-tis or --get-mismatch-metrics"
+        )
     cp_group = _cp_group(parallel_state)
-    places = _Places.of(total_lengths, response_lengths, max_seq_lens if _padded(args) else None, cp_group, pg_loss)
+    places = _Places.of(
+        total_lengths, response_lengths, max_seq_lens if _padded(args) else None, cp_group, pg_loss
+    )
     train, rollout = torch.cat(train_log_probs), torch.cat(rollout_log_probs).to(pg_loss.device)
     places.check([len(part) for part in train_log_probs], len(rollout), len(pg_loss))
     whole_mask = torch.cat(loss_masks).to(pg_loss.device)
     correction = compute_correction(
-        train, rollout, whole_mask[places.index], places.seq_ids, num_sequences=len(response_lengths),
-        config=config if args.use_tis else replace(config, diagnostics_only=True), groups=ParallelGroups(cp=cp_group),
-    )  # fmt: skip
+        train,
+        rollout,
+        whole_mask[places.index],
+        places.seq_ids,
+        num_sequences=len(response_lengths),
+        config=config if args.use_tis else replace(config, diagnostics_only=True),
+        groups=ParallelGroups(cp=cp_group),
+    )
     metrics = _token_metrics(train, rollout, correction)
     if not args.use_tis or config.diagnostics_only:
         return pg_loss, loss_masks, metrics
@@ -87,8 +100,12 @@ class _Places:
 
     @classmethod
     def of(
-        cls, totals: Sequence[int], responses: Sequence[int], padded: Sequence[int] | None,
-        cp_group: ProcessGroup | None, like: Tensor,
+        cls,
+        totals: Sequence[int],
+        responses: Sequence[int],
+        padded: Sequence[int] | None,
+        cp_group: ProcessGroup | None,
+        like: Tensor,
     ) -> _Places:
         rank, size = (0, 1) if cp_group is None else (cp_group.rank(), cp_group.size())
         parts, ids, counts, before = [], [], [], 0
@@ -107,16 +124,18 @@ class _Places:
         """ValueError unless all have this layout's lengths."""
         if train != self.counts or {rollout, loss} != {sum(self.counts)}:
             raise ValueError(
-                f"this context-parallel rank should have {self.counts} tokens of the samples' responses, and got train "
-                f"log-probs of {train}, {rollout} rollout log-probs and {loss} losses in all: no layout that is known"
+                f"this context-parallel rank should have {self.counts} tokens of the samples' responses, and "
+                "got train "
+                f"log-probs of {train}, {rollout} rollout log-probs and {loss} losses in all: no layout that "
+                "is known"
             )
 
 
 def local_spans(total: int, response: int, length: int, rank: int, size: int) -> Iterator[tuple[int, int]]:
     """Response tokens [start, stop) of rank `rank` of `size`, in its order.
 
-    A row of `length` positions is cut into 2 * size chunks, rounded up; a rank has chunks rank and 2 * size - 1 - rank.
-    A token belongs to the rank of the position that predicts it, one before its own.
+    A row of `length` positions is cut into 2 * size chunks, rounded up; a rank has chunks rank and 2 *
+    size - 1 - rank. A token belongs to the rank of the position that predicts it, one before its own.
     """
     if size == 1:
         yield 0, response
@@ -129,7 +148,9 @@ def local_spans(total: int, response: int, length: int, rank: int, size: int) ->
 
 
 def _padded(args: Namespace) -> bool:
-    """Whether rows are padded to max_seq_lens before they are cut: miles's --qkv-format bshd. slime has it no more."""
+    """Whether rows are padded to max_seq_lens before they are cut: miles's --qkv-format bshd.
+    slime has it no more.
+    """
     return vars(args).get("qkv_format", "thd") == "bshd"
 
 
@@ -142,7 +163,9 @@ def _cp_group(parallel_state: Any) -> ProcessGroup | None:
 
 
 def _all_reduce_keep(keep: Tensor, index: Tensor, size: int, cp_group: ProcessGroup | None) -> Tensor:
-    """The keep mask of the whole responses, [R] float32: every rank has its tokens, and zero for the others'."""
+    """The keep mask of the whole responses, [R] float32: every rank has its tokens, and zero
+    for the others'.
+    """
     whole = torch.zeros(size, device=keep.device)
     whole[index] = keep.float()
     if cp_group is not None:
@@ -151,7 +174,9 @@ def _all_reduce_keep(keep: Tensor, index: Tensor, size: int, cp_group: ProcessGr
 
 
 def _token_metrics(train: Tensor, rollout: Tensor, correction: Correction) -> dict[str, Tensor]:
-    """What the caller averages, [T] each: 0 where there is nothing to measure, so that nothing there matters."""
+    """What the caller averages, [T] each: 0 where there is nothing to measure, so that
+    nothing there matters.
+    """
     log_ratio = torch.where(correction.valid, train.detach().float() - rollout.float(), 0.0)
     clamped = log_ratio.clamp(-LOG_CLAMP, LOG_CLAMP)
     return {
@@ -162,5 +187,3 @@ def _token_metrics(train: Tensor, rollout: Tensor, correction: Correction) -> di
         "rollout_corr/kl": -log_ratio,
         "rollout_corr/k3_kl": clamped.expm1() - log_ratio,
     }
-
-

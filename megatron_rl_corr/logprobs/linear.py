@@ -1,6 +1,8 @@
-"""Log-prob of the label, and entropy, from hidden states and the output weight: the logits of all tokens never exist.
+"""Log-prob of the label, and entropy, from hidden states and the output weight: the logits of all
+tokens never exist.
 
-T tokens, N of them sampled, H hidden size, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk.
+T tokens, N of them sampled, H hidden size, V vocabulary columns (padded), tp tensor-parallel ranks,
+C tokens a chunk.
 """
 
 from __future__ import annotations
@@ -41,10 +43,10 @@ def linear_logprobs(
 ) -> tuple[Tensor | None, ...]:
     """vocab_parallel_logprobs of logits = hidden weight^T, of which only C V/tp numbers exist at a time.
 
-    The columns are cut, not the tokens: tiles of C / N of them, with all N rows. So each row of the weight's gradient
-    is of one tile alone; hidden's gradient is summed over tiles in float32. The tiles of backward are those of forward,
-    so that their logits are the same numbers. Collectives over tp_group: one in forward, and one in backward, an
-    all-reduce of hidden's gradient [N, H], to which every rank has a share.
+    The columns are cut, not the tokens: tiles of C / N of them, with all N rows. So each row of the weight's
+    gradient is of one tile alone; hidden's gradient is summed over tiles in float32. The tiles of backward
+    are those of forward, so that their logits are the same numbers. Collectives over tp_group: one in
+    forward, and one in backward, an all-reduce of hidden's gradient [N, H], to which every rank has a share.
 
     Args:
         hidden: [T, H], the same on all tensor-parallel ranks.
@@ -56,29 +58,39 @@ def linear_logprobs(
         with_entropy: whether to compute the entropy.
         with_collision: whether to compute the probability that two draws are the same; it has no gradient.
         chunk_tokens: C; with N tokens or more there is one tile.
-        fp32_lm_head: logits and their gradient are float32, as of float32 copies of hidden and weight; else they have
-            the type of hidden, as in Megatron's output layer. On a GPU no copies of bfloat16 are made: `products.py`.
-        reduce_hidden_gradient: False leaves hidden's gradient as this rank's share, for hidden states whose own
-            backward sums over tp: those that Megatron gathers from sequence-parallel ranks.
-        sampled: the rows to work on. The others are not multiplied, whatever they hold; their results are 0, without a
-            gradient. None: all.
-        into_main_grad: add the weight's gradient to weight.main_grad and set weight.grad_added_to_main_grad, as
-            Megatron's output layer does under gradient accumulation fusion. Its .grad gets a tensor without meaning
-            then (zeros if weight.zero_out_wgrad), which Megatron's DistributedDataParallel throws away (or adds).
+        fp32_lm_head: logits and their gradient are float32, as of float32 copies of hidden and weight; else
+            they have the type of hidden, as in Megatron's output layer. On a GPU no copies of bfloat16 are
+            made: `products.py`.
+        reduce_hidden_gradient: False leaves hidden's gradient as this rank's share, for hidden states whose
+            own backward sums over tp: those that Megatron gathers from sequence-parallel ranks.
+        sampled: the rows to work on. The others are not multiplied, whatever they hold; their results are 0,
+            without a gradient. None: all.
+        into_main_grad: add the weight's gradient to weight.main_grad and set weight.grad_added_to_main_grad,
+            as Megatron's output layer does under gradient accumulation fusion. Its .grad gets a tensor
+            without meaning then (zeros if weight.zero_out_wgrad), which Megatron's DistributedDataParallel
+            throws away (or adds).
 
     Returns:
         (log-probs [T] float32, entropies [T] float32 or None), and with_collision the collisions [T] float32.
 
     Raises:
-        ValueError: for different lengths or types, and for a temperature or chunk_tokens that is not positive.
+        ValueError: for different lengths or types, and for a temperature or chunk_tokens that
+            is not positive.
     """
-    if hidden.dim() != 2 or labels.shape != hidden.shape[:1] or weight.dim() != 2 or weight.shape[1] != hidden.shape[1]:
+    if (
+        hidden.dim() != 2
+        or labels.shape != hidden.shape[:1]
+        or weight.dim() != 2
+        or weight.shape[1] != hidden.shape[1]
+    ):
         raise ValueError(
             f"log-probs take hidden [T, H], weight [V/tp, H] and labels [T], got {tuple(hidden.shape)}, "
             f"{tuple(weight.shape)} and {tuple(labels.shape)}"
         )
     if hidden.dtype != weight.dtype:
-        raise ValueError(f"hidden and weight must be of one type, got {hidden.dtype} and {weight.dtype}; cast one")
+        raise ValueError(
+            f"hidden and weight must be of one type, got {hidden.dtype} and {weight.dtype}; cast one"
+        )
     check_settings(temperature, chunk_tokens)
     check_sampled(sampled, labels)
     first, limit = vocab_columns(len(weight), tp_group, vocab_size)
@@ -138,7 +150,9 @@ class _LinearLogProbs(torch.autograd.Function):
                 if hidden_needed:
                     multiply(piece, weight[some], out=grad_hidden, add=True)
                 if weight_needed:
-                    multiply(piece.t(), inputs, out=rows, add=number > 0 or direct and ctx.parameter is not None)
+                    multiply(
+                        piece.t(), inputs, out=rows, add=number > 0 or direct and ctx.parameter is not None
+                    )
             if weight_needed and not direct:
                 grad_weight[some] = rows if ctx.parameter is None else grad_weight[some] + rows
         if hidden_needed:
@@ -149,7 +163,9 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 def _tile_width(inputs: Tensor, weight: Tensor, head: torch.dtype, chunk_tokens: int) -> int:
-    """Columns of a tile of all N rows with as many logits as C rows have; a multiple of 64, if that is near."""
+    """Columns of a tile of all N rows with as many logits as C rows have; a multiple of 64,
+    if that is near.
+    """
     width = max(len(weight) * chunk_tokens // max(len(inputs), 1), 1)
     if weight.dtype != head:
         width = min(width, WIDER_ROWS)
@@ -161,7 +177,9 @@ def _tile_width(inputs: Tensor, weight: Tensor, head: torch.dtype, chunk_tokens:
 def _tiles(
     inputs: Tensor, weight: Tensor, head: torch.dtype, columns: LogitColumns
 ) -> Iterator[tuple[slice, LogitColumns, Tensor]]:
-    """(rows of the weight, the columns they make, their logits [N, width]): all in one buffer, free to overwrite."""
+    """(rows of the weight, the columns they make, their logits [N, width]): all in one buffer,
+    free to overwrite.
+    """
     width = _tile_width(inputs, weight, head, columns.chunk_tokens)
     buffer = inputs.new_empty(len(inputs) * width, dtype=head)
     for start in range(0, len(weight), width):
@@ -183,7 +201,9 @@ def _all_reduce_hidden_gradient(
 
 
 def _without_meaning(weight: Tensor) -> Tensor:
-    """What autograd gets in place of a gradient that is in main_grad already: its hooks must run all the same."""
+    """What autograd gets in place of a gradient that is in main_grad already: its hooks must
+    run all the same.
+    """
     weight.grad_added_to_main_grad = True
     zeros = getattr(weight, "zero_out_wgrad", False)
     return torch.zeros_like(weight) if zeros else torch.empty_like(weight)

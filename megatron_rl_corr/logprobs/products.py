@@ -1,9 +1,9 @@
 """Products of an output layer in 16 bits, with sums and results in float32: on a GPU at the speed of 16 bits.
 
-A product of two 16-bit numbers is exact in float32, so float32 copies of both factors are not needed, whose products
-take a GPU more than ten times as long; but a GPU's sums of 16-bit products cut off what float32 cannot hold, where
-those of float32 are rounded. A float32 factor, the logits' gradient, is cut into bfloat16 pieces, whose sum it is, and
-each piece is multiplied. M x K times K x N.
+A product of two 16-bit numbers is exact in float32, so float32 copies of both factors are not needed,
+whose products take a GPU more than ten times as long; but a GPU's sums of 16-bit products cut off what
+float32 cannot hold, where those of float32 are rounded. A float32 factor, the logits' gradient, is cut
+into bfloat16 pieces, whose sum it is, and each piece is multiplied. M x K times K x N.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 PIECES = 2
-"""Of a float32 number: what bfloat16 leaves of it after two, 2^-18 of it, is of the size of an exp's own error."""
+"""Of a float32 number: what bfloat16 leaves of it after two, 2^-18 of it, is of the size of an
+exp's own error.
+"""
 
 
 def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> None:
@@ -31,7 +33,8 @@ def multiply(left: Tensor, right: Tensor, out: Tensor, add: bool = False) -> Non
 def pieces(wide: Tensor, narrow: Tensor) -> Iterator[Tensor]:
     """Terms of `wide` to multiply with `narrow` one after the other; `wide` is overwritten.
 
-    On a GPU bfloat16's, if that is the type of `narrow`; else `wide` itself. float16 cannot hold small gradients.
+    On a GPU bfloat16's, if that is the type of `narrow`; else `wide` itself. float16 cannot hold
+    small gradients.
     """
     if wide.dtype != torch.float32 or narrow.dtype != torch.bfloat16 or not sums_in_float32(narrow):
         yield wide
@@ -44,7 +47,9 @@ def pieces(wide: Tensor, narrow: Tensor) -> Iterator[Tensor]:
 
 
 def sums_in_float32(factor: Tensor) -> bool:
-    """Whether its device multiplies 16-bit factors of this type into float32: an NVIDIA GPU, from torch 2.8 on."""
+    """Whether its device multiplies 16-bit factors of this type into float32: an NVIDIA GPU,
+    from torch 2.8 on.
+    """
     known = torch.version.cuda is not None and "dtype_out" in torch.ops.aten.addmm.overloads()
     return known and factor.is_cuda and factor.dtype in (torch.bfloat16, torch.float16)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class SampledRows:
-    """The rows of sampled tokens, and of the others, where N is known on the host: nobody waits for the device.
+    """The rows of sampled tokens, and of the others, where N is known on the host: nobody
+    waits for the device.
 
     Example: mask [0, 1, 1, 0, 1]: order [1, 2, 4, 0, 3], host_counts [0, 0, 1, 2, 2, 3].
     """
@@ -26,7 +27,9 @@ class SampledRows:
 
     @classmethod
     def of(cls, mask: np.ndarray, device: torch.device | str = "cpu") -> SampledRows:
-        """The rows of a mask [T] that is on the host, as it is where a batch is made; `order` is on the device."""
+        """The rows of a mask [T] that is on the host, as it is where a batch is made; `order`
+        is on the device.
+        """
         on_host = np.asarray(mask, dtype=bool)
         counts = np.zeros(len(on_host) + 1, dtype=np.int64)
         np.cumsum(on_host, out=counts[1:])
@@ -60,7 +63,9 @@ class SampledRows:
         return SampledRows(order, self.host_counts[start : stop + 1] - first)
 
     def column_major(self, height: int) -> SampledRows:
-        """The same tokens where those of [height, T / height] lie column after column; no longer ascending."""
+        """The same tokens where those of [height, T / height] lie column after column; no
+        longer ascending.
+        """
         if height == 1:
             return self
         width = self.num_tokens // height

@@ -1,7 +1,7 @@
 """Log-prob of the label over the ids that the server sampled from (top-p, top-k), from sharded logits.
 
-T tokens, I ids of all their sampling masks, V vocabulary columns (padded), tp tensor-parallel ranks; C tokens of a
-chunk, whose masks have J ids.
+T tokens, I ids of all their sampling masks, V vocabulary columns (padded), tp tensor-parallel ranks; C
+tokens of a chunk, whose masks have J ids.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ CHUNK_IDS = 1 << 19
 class SamplingMasks:
     """The ids that each token's label was drawn from, one token after the other; a token may have none.
 
-    Example: ids [4, 7, 1], offsets [0, 1, 1, 3]: token 0 was drawn from {4}, token 1 has none, token 2 from {7, 1}.
+    Example: ids [4, 7, 1], offsets [0, 1, 1, 3]: token 0 was drawn from {4}, token 1 has none,
+    token 2 from {7, 1}.
     """
 
     ids: Tensor
@@ -60,7 +61,9 @@ class SamplingMasks:
     def tokens(self, start: int, stop: int) -> SamplingMasks:
         """The masks of tokens [start, stop)."""
         own = self.host_offsets[start : stop + 1]
-        return SamplingMasks(self.ids[own[0] : own[-1]], self.offsets[start : stop + 1] - int(own[0]), own - own[0])
+        return SamplingMasks(
+            self.ids[own[0] : own[-1]], self.offsets[start : stop + 1] - int(own[0]), own - own[0]
+        )
 
     def at(self, tokens: np.ndarray) -> SamplingMasks:
         """The masks of these tokens, in this order. tokens: [T'] int64, on the host."""
@@ -71,10 +74,14 @@ class SamplingMasks:
 
     def padded(self, tokens: int) -> SamplingMasks:
         """These, and behind them so many tokens without any."""
-        return SamplingMasks.of(self.ids, np.append(np.diff(self.host_offsets), np.zeros(tokens, dtype=np.int64)))
+        return SamplingMasks.of(
+            self.ids, np.append(np.diff(self.host_offsets), np.zeros(tokens, dtype=np.int64))
+        )
 
     def chunks(self, most_ids: int) -> Iterator[tuple[slice, slice]]:
-        """Slices of adjacent tokens and of their ids: at most `most_ids` of either, but at least one token."""
+        """Slices of adjacent tokens and of their ids: at most `most_ids` of either, but at
+        least one token.
+        """
         start = 0
         while start < len(self):
             room = np.searchsorted(self.host_offsets, self.host_offsets[start] + most_ids, side="right") - 1
@@ -94,13 +101,14 @@ def sampling_mask_logprobs(
     with_collision: bool = False,
     chunk_ids: int = CHUNK_IDS,
 ) -> tuple[Tensor | None, ...]:
-    """Log-prob of each label over its sampling mask, and the mask's entropy: as vocab_parallel_logprobs over few ids.
+    """Log-prob of each label over its sampling mask, and the mask's entropy: as
+    vocab_parallel_logprobs over few ids.
 
-    log softmax(x[ids])[label] with x = logits / temperature. pi_train is renormalised over the set that pi_rollout was
-    renormalised over, so the two are probabilities of the same event. A token without ids, or whose label is not among
-    them, gives -inf and no gradient. Only the masks' columns are read and get a gradient. Extra memory: a few numbers a
-    token, and tensors of at most chunk_ids elements (or of one mask's, if it has more). One collective over tp_group in
-    forward, none in backward.
+    log softmax(x[ids])[label] with x = logits / temperature. pi_train is renormalised over the set that
+    pi_rollout was renormalised over, so the two are probabilities of the same event. A token without ids, or
+    whose label is not among them, gives -inf and no gradient. Only the masks' columns are read and get a
+    gradient. Extra memory: a few numbers a token, and tensors of at most chunk_ids elements (or of one
+    mask's, if it has more). One collective over tp_group in forward, none in backward.
 
     Args:
         logits: [T, V/tp] in any float type, this rank's columns.
@@ -129,7 +137,9 @@ def sampling_mask_logprobs(
 
 class _SamplingMaskLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, sampling_masks, tp_group, temperature, with_entropy, with_collision, chunk_ids):
+    def forward(
+        ctx, logits, labels, sampling_masks, tp_group, temperature, with_entropy, with_collision, chunk_ids
+    ):
         first = 0 if tp_group is None else tp_group.rank() * logits.shape[1]
         stats = logits.new_zeros(4 + with_collision, logits.shape[0], dtype=torch.float32)
         stats[0], stats[2] = -torch.inf, -torch.inf
@@ -172,7 +182,13 @@ class _Chunk:
     """The sampling masks of adjacent tokens, id by id: tensors [J]."""
 
     def __init__(
-        self, logits: Tensor, labels: Tensor, sampling_masks: SamplingMasks, rows: slice, among: slice, first: int,
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        sampling_masks: SamplingMasks,
+        rows: slice,
+        among: slice,
+        first: int,
         temperature: float,
     ):
         count, width = logits.shape

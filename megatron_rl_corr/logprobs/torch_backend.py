@@ -1,10 +1,10 @@
 """One rank's share of the labels' log-probs, and the gradient with respect to its logits, in torch.
 
-T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk; x = logits / temperature. K is 4,
-or 5 with the collision probability.
+T tokens, V vocabulary columns (padded), tp tensor-parallel ranks, C tokens a chunk; x = logits / temperature.
+K is 4, or 5 with the collision probability.
 
-triton_backend.py has the four functions as Triton kernels, with the same names, arguments and results. N rows are
-worked on: those of sampled tokens, or all T.
+triton_backend.py has the four functions as Triton kernels, with the same names, arguments and results. N
+rows are worked on: those of sampled tokens, or all T.
 """
 
 from __future__ import annotations
@@ -50,8 +50,11 @@ class LogitColumns:
         return 4 + self.with_collision
 
 
-def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: SampledRows | None = None) -> Tensor:
-    """Statistics of each token over this rank's columns, from which `combine_stats` makes log-prob and entropy.
+def label_stats(
+    logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: SampledRows | None = None
+) -> Tensor:
+    """Statistics of each token over this rank's columns, from which `combine_stats` makes
+    log-prob and entropy.
 
     Args:
         logits: [T, V/tp] in any float type.
@@ -60,8 +63,9 @@ def label_stats(logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: 
         sampled: the rows that are read; None: all.
 
     Returns:
-        [K, N] float32: max of x; sum of e = exp(x - max); x of the label, -inf if it is none of these columns; sum of
-        e (x - max), 0 unless with_entropy; with_collision sum of e^2. Without a finite x: -inf, 0, -inf, 0, 0.
+        [K, N] float32: max of x; sum of e = exp(x - max); x of the label, -inf if it is none of these
+        columns; sum of e (x - max), 0 unless with_entropy; with_collision sum of e^2. Without a finite x:
+        -inf, 0, -inf, 0, 0.
     """
     limit, temperature = columns.limit, columns.temperature
     labels = labels if sampled is None else labels.index_select(0, sampled.rows)
@@ -103,12 +107,13 @@ def merge_stats(stats: Tensor) -> Tensor:
 def combine_stats(stats: Tensor, with_entropy: bool, sampled: SampledRows | None = None) -> Tensor:
     """Combine every rank's `label_stats` [tp, K, N] over the whole vocabulary.
 
-    Works with differences from the largest logit: of the logits themselves, a log-prob near 0 would lose its digits.
+    Works with differences from the largest logit: of the logits themselves, a log-prob near 0 would
+    lose its digits.
 
     Returns:
-        [K, T] float32: log-prob of the label, entropy (anything unless with_entropy), top = largest x, log of the sum
-        of exp(x - top), and the collision probability of K = 5. Where no rank has a finite x: -inf and 0s, which gives
-        a gradient of 0; in rows that are not of `sampled`: 0.
+        [K, T] float32: log-prob of the label, entropy (anything unless with_entropy), top = largest x, log
+        of the sum of exp(x - top), and the collision probability of K = 5. Where no rank has a finite x:
+        -inf and 0s, which gives a gradient of 0; in rows that are not of `sampled`: 0.
     """
     maxima, sums, targets, products, *squares = stats.unbind(dim=1)
     top = maxima.amax(dim=0)
@@ -142,8 +147,9 @@ def logits_gradient(
 ) -> None:
     """Write d loss / d logits into `out`; 0 from column limit on, and in rows that are not of `sampled`.
 
-    With p = exp(x - top - log_total): (grad_logprobs ([label] - p) - grad_entropy p (log p + entropy)) / temperature.
-    A log-prob of -inf is a constant. A token whose upstream gradients are 0 gets 0, whatever its logits are.
+    With p = exp(x - top - log_total): (grad_logprobs ([label] - p) - grad_entropy p (log p + entropy)) /
+    temperature. A log-prob of -inf is a constant. A token whose upstream gradients are 0 gets 0,
+    whatever its logits are.
 
     Args:
         logits, labels, sampled: as in `label_stats`.
@@ -186,7 +192,8 @@ def logits_gradient(
         else:
             weights.mul_(constant[rows, None])
         weights.scatter_add_(1, local[rows], hit[rows])
-        # Rows without upstream gradient become 0 (0 times NaN is NaN): masked_fill_, in a quarter of its time on a CPU.
+        # Rows without upstream gradient become 0 (0 times NaN is NaN): masked_fill_, in a quarter of
+        # its time on a CPU.
         weights.view(torch.int32).bitwise_and_(bits[rows])
         if sampled is None:
             out[rows, :limit].copy_(weights)  # no copy if it is the same storage

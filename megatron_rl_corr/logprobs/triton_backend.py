@@ -3,10 +3,10 @@
 T tokens, N of them sampled, V vocabulary columns (padded), tp tensor-parallel ranks, P parts of a row;
 x = logits / temperature. K is 4, or 5 with the collision probability.
 
-One pass over the logits forward, one pass backward that writes the gradient; no other tensor has size [T, V/tp]. Each
-program has a part of a row, and the next program the part behind it in memory: each of its threads keeps its own
-running maximum and sums, rescaled when the maximum grows (Milakov and Gimelshein, "Online normalizer calculation for
-softmax", 2018), and they are merged only at the end.
+One pass over the logits forward, one pass backward that writes the gradient; no other tensor has size [T,
+V/tp]. Each program has a part of a row, and the next program the part behind it in memory: each of its
+threads keeps its own running maximum and sums, rescaled when the maximum grows (Milakov and Gimelshein,
+"Online normalizer calculation for softmax", 2018), and they are merged only at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,12 @@ from torch import Tensor
 
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
-from megatron_rl_corr.logprobs.triton_kernels import combine_kernel, gradient_kernel, merge_kernel, stats_kernel
+from megatron_rl_corr.logprobs.triton_kernels import (
+    combine_kernel,
+    gradient_kernel,
+    merge_kernel,
+    stats_kernel,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -34,7 +39,9 @@ class Blocks(NamedTuple):
     tiles: int = 8
     """Tiles that a program reads at most."""
     programs: int = 32
-    """Programs that each multiprocessor gets at least; with few tokens a program gets fewer tiles for that."""
+    """Programs that each multiprocessor gets at least; with few tokens a program gets
+    fewer tiles for that.
+    """
 
     @property
     def columns(self) -> int:
@@ -43,7 +50,9 @@ class Blocks(NamedTuple):
 
     def span(self, columns: int, rows: int, logits: Tensor) -> int:
         """Columns that one program reads of one of so many rows, a multiple of a tile's."""
-        processors = torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 1
+        processors = (
+            torch.cuda.get_device_properties(logits.device).multi_processor_count if logits.is_cuda else 1
+        )
         tiles = columns * rows // (self.columns * self.programs * processors)
         return min(max(tiles, 1), self.tiles) * self.columns
 
@@ -52,13 +61,18 @@ BLOCKS = Blocks()
 
 
 def label_stats(
-    logits: Tensor, labels: Tensor, columns: LogitColumns, sampled: SampledRows | None = None, *,
+    logits: Tensor,
+    labels: Tensor,
+    columns: LogitColumns,
+    sampled: SampledRows | None = None,
+    *,
     blocks: Blocks = BLOCKS,
 ) -> Tensor:
-    """Statistics of each token over this rank's columns: as torch_backend.label_stats, and [K, N] float32 as there.
+    """Statistics of each token over this rank's columns: as torch_backend.label_stats, and [K, N]
+    float32 as there.
 
-    A row with a NaN or +inf gives NaN. Differences are taken between the logits and then divided by the temperature, so
-    the sums have no rounding of x.
+    A row with a NaN or +inf gives NaN. Differences are taken between the logits and then divided by the
+    temperature, so the sums have no rounding of x.
 
     Args:
         logits: [T, V/tp] in bfloat16, float16 or float32, with adjacent columns.
@@ -81,11 +95,26 @@ def label_stats(
     inverse, vector = 1 / columns.temperature, _vector(logits)
     with torch.cuda.device_of(logits):
         stats_kernel[parts * count,](
-            logits, logits.stride(0), labels.contiguous(), _order(sampled, labels), partial, count, parts,
-            columns.first, columns.limit, span, inverse, inverse if parts == 1 else 1.0,
-            WITH_ENTROPY=columns.with_entropy, WITH_COLLISION=columns.with_collision, SOME_ROWS=sampled is not None,
-            ROWS=blocks.elements // vector, LANES=blocks.lanes, VECTOR=vector, num_warps=blocks.lanes // 32,
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            labels.contiguous(),
+            _order(sampled, labels),
+            partial,
+            count,
+            parts,
+            columns.first,
+            columns.limit,
+            span,
+            inverse,
+            inverse if parts == 1 else 1.0,
+            WITH_ENTROPY=columns.with_entropy,
+            WITH_COLLISION=columns.with_collision,
+            SOME_ROWS=sampled is not None,
+            ROWS=blocks.elements // vector,
+            LANES=blocks.lanes,
+            VECTOR=vector,
+            num_warps=blocks.lanes // 32,
+        )
     if parts > 1:
         _merge(partial, out, inverse, columns.with_entropy)
     return out
@@ -104,23 +133,42 @@ def _merge(partial: Tensor, out: Tensor, inverse: float, with_entropy: bool) -> 
     if count:
         with torch.cuda.device_of(partial):
             merge_kernel[triton.cdiv(count, 32),](
-                partial, out, count, parts, inverse, WITH_ENTROPY=with_entropy, WITH_COLLISION=num_stats == 5,
-                PARTS=triton.next_power_of_2(parts), TOKENS=32, num_warps=4,
-            )  # fmt: skip
+                partial,
+                out,
+                count,
+                parts,
+                inverse,
+                WITH_ENTROPY=with_entropy,
+                WITH_COLLISION=num_stats == 5,
+                PARTS=triton.next_power_of_2(parts),
+                TOKENS=32,
+                num_warps=4,
+            )
 
 
 def combine_stats(stats: Tensor, with_entropy: bool, sampled: SampledRows | None = None) -> Tensor:
-    """[K, T] log-prob, entropy, top, log_total (and collision) of all ranks' [tp, K, N]: as torch_backend's."""
+    """[K, T] log-prob, entropy, top, log_total (and collision) of all ranks' [tp, K, N]: as
+    torch_backend's.
+    """
     shards, num_stats, count = stats.shape
     tokens = count if sampled is None else sampled.num_tokens
     out = stats.new_empty(num_stats, tokens)
     if tokens:
         with torch.cuda.device_of(stats):
             combine_kernel[triton.cdiv(tokens, 128),](
-                stats, _order(sampled, stats), out, tokens, count, shards, WITH_ENTROPY=with_entropy,
-                WITH_COLLISION=num_stats == 5, SOME_ROWS=sampled is not None,
-                SHARDS=triton.next_power_of_2(shards), TOKENS=128, num_warps=4,
-            )  # fmt: skip
+                stats,
+                _order(sampled, stats),
+                out,
+                tokens,
+                count,
+                shards,
+                WITH_ENTROPY=with_entropy,
+                WITH_COLLISION=num_stats == 5,
+                SOME_ROWS=sampled is not None,
+                SHARDS=triton.next_power_of_2(shards),
+                TOKENS=128,
+                num_warps=4,
+            )
     return out
 
 
@@ -155,11 +203,27 @@ def logits_gradient(
     with torch.cuda.device_of(logits):
         # With fused multiply-add, x - top would not be 0 for the largest x, as top is rounded.
         gradient_kernel[parts * tokens,](
-            logits, logits.stride(0), *(tensor.contiguous() for tensor in per_token), combined,
-            _order(sampled, labels), out, out.stride(0), tokens, count, parts, columns.first, columns.limit, width,
-            span, 1 / columns.temperature, WITH_ENTROPY=with_entropy, SOME_ROWS=sampled is not None,
-            COLUMNS=blocks.columns, num_warps=blocks.lanes // 32, enable_fp_fusion=False,
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            *(tensor.contiguous() for tensor in per_token),
+            combined,
+            _order(sampled, labels),
+            out,
+            out.stride(0),
+            tokens,
+            count,
+            parts,
+            columns.first,
+            columns.limit,
+            width,
+            span,
+            1 / columns.temperature,
+            WITH_ENTROPY=with_entropy,
+            SOME_ROWS=sampled is not None,
+            COLUMNS=blocks.columns,
+            num_warps=blocks.lanes // 32,
+            enable_fp_fusion=False,
+        )
 
 
 def _order(sampled: SampledRows | None, unread: Tensor) -> Tensor:
@@ -175,7 +239,8 @@ def _check(matrix: Tensor) -> None:
         )
     if matrix.stride(1) != 1 and matrix.shape[1] > 1:
         raise ValueError(
-            f"the Triton log-probs take logits and gradient with adjacent columns, got strides {matrix.stride()}; "
+            "the Triton log-probs take logits and gradient with adjacent columns, got strides "
+            f"{matrix.stride()}; "
             "call .contiguous() on them"
         )
 

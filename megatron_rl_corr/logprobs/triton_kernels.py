@@ -18,8 +18,12 @@ NEGLIGIBLE = tl.constexpr(-1e30)
 
 
 @triton.jit
-def _absorb(top, total, product, squares, x, inverse, WITH_ENTROPY: tl.constexpr, WITH_COLLISION: tl.constexpr):
-    """Add a tile x [ROWS, LANES, VECTOR] to the lanes' running maxima, sums of e = exp(x - max), e (x - max), e^2."""
+def _absorb(
+    top, total, product, squares, x, inverse, WITH_ENTROPY: tl.constexpr, WITH_COLLISION: tl.constexpr
+):
+    """Add a tile x [ROWS, LANES, VECTOR] to the lanes' running maxima, sums of e = exp(x - max),
+    e (x - max), e^2.
+    """
     new = tl.maximum(top, tl.max(tl.max(x, 2), 0))
     # Never -inf - (-inf): the maxima begin finite.
     distance = x - new[None, :, None]
@@ -63,11 +67,28 @@ def _write(out, tokens, top, total, label, product, squares, unit, mask, WITH_CO
 
 @triton.jit(do_not_specialize=["count", "parts"])
 def stats_kernel(
-    logits, stride, labels, order, out, count, parts, first, limit, span, inverse, unit,
-    WITH_ENTROPY: tl.constexpr, WITH_COLLISION: tl.constexpr, SOME_ROWS: tl.constexpr, ROWS: tl.constexpr,
-    LANES: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Column `place` of out[part] [K, N], over logits [part * span, (part + 1) * span); in units of x / unit."""
+    logits,
+    stride,
+    labels,
+    order,
+    out,
+    count,
+    parts,
+    first,
+    limit,
+    span,
+    inverse,
+    unit,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_COLLISION: tl.constexpr,
+    SOME_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Column `place` of out[part] [K, N], over logits [part * span, (part + 1) * span); in
+    units of x / unit.
+    """
     COLUMNS: tl.constexpr = ROWS * LANES * VECTOR
     place, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     # int64: T * V passes 2^31.
@@ -105,9 +126,16 @@ def stats_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def merge_kernel(
-    partial, out, tokens, parts, inverse, WITH_ENTROPY: tl.constexpr, WITH_COLLISION: tl.constexpr,
-    PARTS: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    partial,
+    out,
+    tokens,
+    parts,
+    inverse,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_COLLISION: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     """partial [P, K, T] -> out [K, T]."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     part = tl.arange(0, PARTS)[:, None]
@@ -126,10 +154,18 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "count", "shards"])
 def combine_kernel(
-    stats, order, out, tokens, count, shards,
-    WITH_ENTROPY: tl.constexpr, WITH_COLLISION: tl.constexpr, SOME_ROWS: tl.constexpr, SHARDS: tl.constexpr,
+    stats,
+    order,
+    out,
+    tokens,
+    count,
+    shards,
+    WITH_ENTROPY: tl.constexpr,
+    WITH_COLLISION: tl.constexpr,
+    SOME_ROWS: tl.constexpr,
+    SHARDS: tl.constexpr,
     TOKENS: tl.constexpr,
-):  # fmt: skip
+):
     """stats [tp, K, N] -> column order[place] of out [K, T]: zeros for a place from N on."""
     place = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     inside, sampled = place < tokens, place < count
@@ -164,10 +200,27 @@ def combine_kernel(
 
 @triton.jit(do_not_specialize=["tokens", "count", "parts"])
 def gradient_kernel(
-    logits, stride, labels, grad_logprobs, grad_entropy, combined, order, out, out_stride,
-    tokens, count, parts, first, limit, width, span, inverse,
-    WITH_ENTROPY: tl.constexpr, SOME_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    stride,
+    labels,
+    grad_logprobs,
+    grad_entropy,
+    combined,
+    order,
+    out,
+    out_stride,
+    tokens,
+    count,
+    parts,
+    first,
+    limit,
+    width,
+    span,
+    inverse,
+    WITH_ENTROPY: tl.constexpr,
+    SOME_ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Columns [part * span, (part + 1) * span) of row order[place]: zeros for a place from N on."""
     place, part = tl.program_id(0) // parts, tl.program_id(0) % parts
     token = place.to(tl.int64)
@@ -197,12 +250,16 @@ def gradient_kernel(
         for at in range(start, whole, COLUMNS):
             x = tl.load(logits + at + columns).to(tl.float32) * inverse
             slot = at + columns
-            g = _gradient(x, slot == hit, top_here, log_total_here, offset, upstream, slope, inverse, WITH_ENTROPY)
+            g = _gradient(
+                x, slot == hit, top_here, log_total_here, offset, upstream, slope, inverse, WITH_ENTROPY
+            )
             tl.store(out + slot, g.to(out.dtype.element_ty))
         for at in range(whole, stop, COLUMNS):
             slot = at + columns
             x = tl.load(logits + slot, mask=slot < limit, other=float("-inf")).to(tl.float32) * inverse
-            g = _gradient(x, slot == hit, top_here, log_total_here, offset, upstream, slope, inverse, WITH_ENTROPY)
+            g = _gradient(
+                x, slot == hit, top_here, log_total_here, offset, upstream, slope, inverse, WITH_ENTROPY
+            )
             tl.store(out + slot, tl.where(slot < limit, g, 0.0).to(out.dtype.element_ty), mask=slot < stop)
 
 

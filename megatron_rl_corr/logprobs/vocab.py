@@ -31,26 +31,29 @@ def vocab_parallel_logprobs(
     inplace_gradient: bool = False,
     sampled: SampledRows | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Log-prob of each label, log softmax(logits / temperature)[label], entropy, -sum p log p, and collision, sum p^2.
+    """Log-prob of each label, log softmax(logits / temperature)[label], entropy, -sum p log p, and
+    collision, sum p^2.
 
-    One collective over tp_group in forward, none in backward: tensor-parallel ranks hold the same tokens, so every
-    rank's upstream gradient must be that of the same loss, and none is summed. A label outside [0, vocab_size), or with
-    a logit of -inf, gives -inf, which is a constant: no gradient.
+    One collective over tp_group in forward, none in backward: tensor-parallel ranks hold the same tokens, so
+    every rank's upstream gradient must be that of the same loss, and none is summed. A label outside [0,
+    vocab_size), or with a logit of -inf, gives -inf, which is a constant: no gradient.
 
     Args:
         logits: [T, V/tp] in any float type, this rank's columns. Never modified, unless inplace_gradient.
         labels: [T] int64, global ids.
         tp_group: ranks that share the vocabulary; None: this rank alone.
         temperature: of the sampling.
-        vocab_size: columns from here on (padding of the embedding) do not belong to the vocabulary; None: all do.
+        vocab_size: columns from here on (padding of the embedding) do not belong to the
+            vocabulary; None: all do.
         with_entropy: whether to compute the entropy.
         with_collision: whether to compute the probability that two draws are the same; it has no gradient.
-        chunk_tokens: C. Beside logits and gradient only C rows are held in float32 (two with entropy, if C is 1).
-        inplace_gradient: backward writes the gradient over the logits, which saves their size. Nobody may read them
-            after that: tensors that autograd saved raise its error about an in-place change, as a second backward
-            does; a plain read finds the gradient.
-        sampled: the rows to work on. The others' logits are not read, whatever they hold; their results are 0, without
-            a gradient. None: all.
+        chunk_tokens: C. Beside logits and gradient only C rows are held in float32 (two with
+            entropy, if C is 1).
+        inplace_gradient: backward writes the gradient over the logits, which saves their size. Nobody may
+            read them after that: tensors that autograd saved raise its error about an in-place change, as a
+            second backward does; a plain read finds the gradient.
+        sampled: the rows to work on. The others' logits are not read, whatever they hold; their results are
+            0, without a gradient. None: all.
 
     Returns:
         (log-probs [T] float32, entropies [T] float32 or None), and with_collision the collisions [T] float32.
@@ -122,7 +125,9 @@ def vocab_columns(width: int, tp_group: ProcessGroup | None, vocab_size: int | N
 
 
 def backend(logits: Tensor) -> ModuleType:
-    """The module with the four functions of torch_backend: Triton's on a GPU, torch's without Triton or for float64."""
+    """The module with the four functions of torch_backend: Triton's on a GPU, torch's without
+    Triton or for float64.
+    """
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
         from megatron_rl_corr.logprobs import triton_backend
 

@@ -1,6 +1,8 @@
-"""Files of earlier attempts and runs, at a start: steps that are done anew are removed, other runs' are kept aside.
+"""Files of earlier attempts and runs, at a start: steps that are done anew are removed, other
+runs' are kept aside.
 
-So each step is once in metrics.jsonl and experts.jsonl, and no sample file is of weights that the run has given up.
+So each step is once in metrics.jsonl and experts.jsonl, and no sample file is of weights that the
+run has given up.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ _BEGUN: set[Path] = set()
 
 
 def all_reduce_clear_folders(options: RunConfig, layout: Layout, iteration: int) -> None:
-    """Remove what an earlier attempt wrote of the steps after `iteration`; every rank calls it, as the last of a start.
+    """Remove what an earlier attempt wrote of the steps after `iteration`; every rank calls it, as the
+    last of a start.
 
-    Each rank looks where it writes itself. In a run that begins at step 0, what is there is of another run, or of an
-    attempt of this one in another process, which can't be told apart: it is moved into a new folder `earlier-TIME`.
+    Each rank looks where it writes itself. In a run that begins at step 0, what is there is of another run,
+    or of an attempt of this one in another process, which can't be told apart: it is moved into a new
+    folder `earlier-TIME`.
 
     Raises:
-        StartupError: on one rank, where a file can't be read, moved or replaced; on the others PeerFailure.
+        StartupError: on one rank, where a file can't be read, moved or replaced; on the
+            others PeerFailure.
     """
     error, stamp = None, [f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"]
     dist.broadcast_object_list(stamp, src=0)  # of all leaders that share a folder
@@ -52,14 +57,17 @@ def all_reduce_clear_folders(options: RunConfig, layout: Layout, iteration: int)
             _BEGUN.add(folder)
     except OSError as failure:
         error = StartupError(
-            f"what an earlier attempt wrote of steps after {iteration} can't be removed, nor another run's files be "
+            f"what an earlier attempt wrote of steps after {iteration} can't be removed, nor another run's "
+            "files be "
             f"moved: {failure}; make it writable, or name another folder"
         )
     all_reduce_failure(error)
 
 
 def _written_here(options: RunConfig, layout: Layout) -> Iterator[tuple[Path, re.Pattern[str], bool]]:
-    """Each folder that this rank writes, the names of its files there, and whether rows of steps are in them."""
+    """Each folder that this rank writes, the names of its files there, and whether rows of
+    steps are in them.
+    """
     if layout.is_job_reporter and options.log_dir is not None:
         yield Path(options.log_dir), _LOG_NAMES, True
     if layout.is_data_leader:
@@ -71,8 +79,12 @@ def _written_here(options: RunConfig, layout: Layout) -> Iterator[tuple[Path, re
 def _keep_aside(folder: Path, names: re.Pattern[str], aside: Path) -> None:
     moved = move_files(folder, names, aside)
     if moved:
-        print(f"[rollout] {folder}: {len(moved)} files of an earlier run were moved to {aside.name}", flush=True)
-        EVENTS.tell("files_moved", "files of an earlier run", path=str(folder), to=aside.name, files=len(moved))
+        print(
+            f"[rollout] {folder}: {len(moved)} files of an earlier run were moved to {aside.name}", flush=True
+        )
+        EVENTS.tell(
+            "files_moved", "files of an earlier run", path=str(folder), to=aside.name, files=len(moved)
+        )
 
 
 def _tell(path: Path, what: str, count: int) -> None:

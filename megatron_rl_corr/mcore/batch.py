@@ -1,8 +1,9 @@
 """How a step's samples lie in tensors: the one file that knows. Whole rows, and a rank's part of them.
 
-N samples of this replica, each a row of L = --seq-length positions (or a context-parallel rank's share of them).
-Position t of a row predicts token t + 1. Other files see T = N * L tokens and S = N sequences:
-`flat` and `spread` make [T] of a value a token and a value a sequence, `seq_ids` says which token is whose.
+N samples of this replica, each a row of L = --seq-length positions (or a context-parallel
+rank's share of them).
+Position t of a row predicts token t + 1. Other files see T = N * L tokens and S = N sequences: `flat` and
+`spread` make [T] of a value a token and a value a sequence, `seq_ids` says which token is whose.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Sizes of a step's batch, on every rank alike. Example: 64 samples, 8 a prompt, 2 a microbatch, 4096 positions."""
+    """Sizes of a step's batch, on every rank alike. Example: 64 samples, 8 a prompt, 2 a
+    microbatch, 4096 positions.
+    """
 
     global_batch_size: int
     """Samples of an update, of all replicas."""
@@ -69,13 +72,16 @@ class BatchShape:
         if self.global_batch_size % dp_size or share % self.group_size:
             times = f" x --rollout-updates-per-batch {self.updates}" if self.updates > 1 else ""
             raise ValueError(
-                f"--global-batch-size {self.global_batch_size}{times} must be a multiple of --rollout-group-size "
-                f"{self.group_size} times the data-parallel size {dp_size}: a prompt's samples stay on one replica"
+                f"--global-batch-size {self.global_batch_size}{times} must be a multiple of "
+                "--rollout-group-size "
+                f"{self.group_size} times the data-parallel size {dp_size}: a prompt's samples stay on one "
+                "replica"
             )
         several = 1 if self.packing is None else self.packing.count_multiple
         if (self.global_batch_size // dp_size) % several:
             raise ValueError(
-                f"--global-batch-size {self.global_batch_size} over {dp_size} data-parallel ranks must be a multiple "
+                f"--global-batch-size {self.global_batch_size} over {dp_size} data-parallel ranks must be a "
+                "multiple "
                 f"of {several}, as interleaved stages take so many microbatches at a time"
             )
         return share
@@ -102,9 +108,13 @@ class RolloutBatch:
     position_ids: Tensor
     """[L] int64: each column's position in the whole row."""
     token_lags: Tensor | None = None
-    """[N, L] int64: as version_lags, of the label's own version; 0 outside the mask. None: nobody asks for it."""
+    """[N, L] int64: as version_lags, of the label's own version; 0 outside the mask. None:
+    nobody asks for it.
+    """
     turn_ids: Tensor | None = None
-    """[N, L] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: rows have one turn."""
+    """[N, L] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None:
+    rows have one turn.
+    """
     num_turns: int | None = None
     """Larger than every turn id, the same on all ranks; None without turn_ids."""
     in_loss: Tensor | None = None
@@ -114,7 +124,9 @@ class RolloutBatch:
     engines: tuple[str, ...] = ()
     """Names as `Trajectory.engine` has them."""
     ends: Tensor | None = None
-    """[N] int64: number of real positions of the whole row, where columns were cut; None: read from the mask."""
+    """[N] int64: number of real positions of the whole row, where columns were cut; None:
+    read from the mask.
+    """
     sampling_masks: SamplingMasks | None = None
     """The ids that each of the T labels was drawn from, on the last stage. None: the whole vocabulary."""
 
@@ -133,14 +145,21 @@ class RolloutBatch:
             rollout_logprobs=zeros(rows, length, dtype=torch.float32),
             rewards=zeros(rows, dtype=torch.float32),
             group_ids=zeros(rows, dtype=torch.int64),
-            version_lags=zeros(rows, dtype=torch.float32), token_lags=zeros(rows, length, dtype=torch.int64),
+            version_lags=zeros(rows, dtype=torch.float32),
+            token_lags=zeros(rows, length, dtype=torch.int64),
             position_ids=torch.arange(length, device=device),
         )
 
     @classmethod
     def from_trajectories(
-        cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int,
-        num_turns: int | None = None, mask_truncated: bool = False,
+        cls,
+        trajectories: Sequence[Trajectory],
+        rewards: Tensor,
+        *,
+        length: int,
+        version: int,
+        num_turns: int | None = None,
+        mask_truncated: bool = False,
     ) -> RolloutBatch:
         """Rows of the samples' tokens, on the communication device.
 
@@ -205,8 +224,20 @@ class RolloutBatch:
     def part(self, samples: Sequence[int] | np.ndarray) -> RolloutBatch:
         """These rows of the batch, by their places in it, in this order."""
         rows, masks = torch.as_tensor(samples, device=self.tokens.device), self.sampling_masks
-        names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "rewards", "group_ids", "version_lags",
-                 "token_lags", "turn_ids", "ends", "in_loss", "engine_ids")  # fmt: skip
+        names = (
+            "tokens",
+            "labels",
+            "loss_mask",
+            "rollout_logprobs",
+            "rewards",
+            "group_ids",
+            "version_lags",
+            "token_lags",
+            "turn_ids",
+            "ends",
+            "in_loss",
+            "engine_ids",
+        )
         cut = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
         return replace(self, **cut, sampling_masks=masks and masks.at(self.host_places_of(samples)))
 
@@ -222,7 +253,9 @@ class RolloutBatch:
         return self.position_ids >= ends[:, None]
 
     def _ends(self) -> Tensor:
-        """[N] number of real positions, of whole rows. Without a sampled token all are: a mean over none is NaN."""
+        """[N] number of real positions, of whole rows. Without a sampled token all are: a mean
+        over none is NaN.
+        """
         length = self.loss_mask.shape[1]
         ends = (self.loss_mask * torch.arange(1, length + 1, device=self.loss_mask.device)).amax(1)
         return torch.where(ends > 0, ends, length)
@@ -269,7 +302,9 @@ class RolloutBatch:
 
     @cached_property
     def sampled_rows(self) -> SampledRows:
-        """Which of the T labels were sampled: the mask's one read on the host, before the first forward pass."""
+        """Which of the T labels were sampled: the mask's one read on the host, before the
+        first forward pass.
+        """
         return SampledRows.of(self.flat(self.loss_mask).cpu().numpy(), self.loss_mask.device)
 
     @property
@@ -278,7 +313,9 @@ class RolloutBatch:
         return None if self.turn_ids is None else self.flat(self.turn_ids)
 
     def all_gather_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
-        """Values [K, T] of each context-parallel rank's tokens -> [K, N, whole row], in the order of the row."""
+        """Values [K, T] of each context-parallel rank's tokens -> [K, N, whole row], in the
+        order of the row.
+        """
         size, values = cp_group.size(), values.view(len(values), *self.tokens.shape)
         if size == 1:
             return values
@@ -295,5 +332,7 @@ def trained_tokens(batch: RolloutBatch | PackedBatch) -> Tensor:
 
 
 def in_baseline(batch: RolloutBatch | PackedBatch, kept_sequences: Tensor) -> Tensor:
-    """[S] bool: the samples that their groups' baselines count: those kept, and those that only baselines count."""
+    """[S] bool: the samples that their groups' baselines count: those kept, and those that only
+    baselines count.
+    """
     return kept_sequences if batch.in_loss is None else kept_sequences | ~batch.in_loss

@@ -1,7 +1,8 @@
-"""The advantages of a batch, whose groups may be parted over replicas, and whose statistics are of all of them.
+"""The advantages of a batch, whose groups may be parted over replicas, and whose statistics
+are of all of them.
 
-S sequences of this replica, R data x context parallel ranks, N sequences of the global batch: P prompts of G each.
-T tokens of this context-parallel rank, L the longest that a sequence may be.
+S sequences of this replica, R data x context parallel ranks, N sequences of the global batch: P prompts of
+G each. T tokens of this context-parallel rank, L the longest that a sequence may be.
 """
 
 from __future__ import annotations
@@ -26,21 +27,26 @@ from megatron_rl_corr.parallel.context import SequenceChunks
 
 
 def all_reduce_advantages(
-    batch: RolloutBatch | PackedBatch, config: RolloutCorrectionConfig, groups: ParallelGroups, *, group_size: int,
+    batch: RolloutBatch | PackedBatch,
+    config: RolloutCorrectionConfig,
+    groups: ParallelGroups,
+    *,
+    group_size: int,
     correction: Correction | None = None,
 ) -> Tensor:
     """The advantage of each sequence, [S] float32.
 
-    Over dp x cp: one all-reduce of the groups' sums, where groups are parted; one of three numbers for a kind that is
-    whitened; for the user's function one all-gather of five numbers a sequence. Without a correction, one all-reduce
-    over cp for the last two.
+    Over dp x cp: one all-reduce of the groups' sums, where groups are parted; one of three numbers for a kind
+    that is whitened; for the user's function one all-gather of five numbers a sequence. Without a correction,
+    one all-reduce over cp for the last two.
 
     Args:
         batch: this rank's tokens.
         config: which advantage.
         groups: the ranks of the batch.
         group_size: G.
-        correction: rejected sequences leave the baseline. None: all sequences, before anything is rejected.
+        correction: rejected sequences leave the baseline. None: all sequences, before
+            anything is rejected.
     """
     kind = config.advantage_kind
     kept = None if correction is None else in_baseline(batch, correction.kept_sequences)
@@ -59,20 +65,32 @@ def all_reduce_advantages(
     if batch.parted_groups:
         whole = {"num_groups": batch.parted_groups, "all_reduce": all_reduce_rows}
     return group_advantages(
-        batch.rewards, batch.group_ids, kind=kind, in_baseline=kept, tokens=tokens, all_reduce_batch=all_reduce_rows,
+        batch.rewards,
+        batch.group_ids,
+        kind=kind,
+        in_baseline=kept,
+        tokens=tokens,
+        all_reduce_batch=all_reduce_rows,
         **whole,
     )
 
 
 def all_reduce_token_advantages(
-    batch: RolloutBatch | PackedBatch, correction: Correction, energies: Tensor, groups: ParallelGroups, *,
-    group_size: int, seq_length: int,
+    batch: RolloutBatch | PackedBatch,
+    correction: Correction,
+    energies: Tensor,
+    groups: ParallelGroups,
+    *,
+    group_size: int,
+    seq_length: int,
 ) -> Tensor:
-    """Advantages against the optimal token baseline, [T] float32. A position is a sampled token's number in a response.
+    """Advantages against the optimal token baseline, [T] float32. A position is a sampled token's
+    number in a response.
 
-    A token that was rejected counts nowhere, one of a sample that only baselines count has the weight 1. One all-reduce
-    over cp, of the running sums of 2 S x 2 cp chunks. One over dp x cp of 3 P L numbers of 8 bytes where groups are
-    parted, or over cp of 3 S / G x L where they are whole: 50 MB of 64 prompts and 32768 positions.
+    A token that was rejected counts nowhere, one of a sample that only baselines count has the weight 1. One
+    all-reduce over cp, of the running sums of 2 S x 2 cp chunks. One over dp x cp of 3 P L numbers of 8
+    bytes where groups are parted, or over cp of 3 S / G x L where they are whole: 50 MB of 64 prompts and
+    32768 positions.
 
     Args:
         batch: this rank's tokens.
@@ -93,7 +111,10 @@ def all_reduce_token_advantages(
     # Sums of ones are whole: a token that was sampled is at least the first.
     position = number.long() - 1
     cells = torch.where(counted, batch.spread(batch.group_ids) * seq_length + position, 0)
-    rewards, num_groups = batch.spread(batch.rewards), batch.parted_groups or batch.num_sequences // group_size
+    rewards, num_groups = (
+        batch.spread(batch.rewards),
+        batch.parted_groups or batch.num_sequences // group_size,
+    )
     sums = reward_sums(rewards, energy, counted, cells, num_groups * seq_length)
     sums = groups.all_reduce_dp_cp(sums) if batch.parted_groups else groups.all_reduce_cp(sums)
     return token_advantages(rewards, sums, counted, cells, length=seq_length)
@@ -102,18 +123,28 @@ def all_reduce_token_advantages(
 def _all_reduce_sampled(batch: RolloutBatch | PackedBatch, groups: ParallelGroups) -> Tensor:
     """Tokens of each whole sequence that may be trained, [S] float64."""
     mask = trained_tokens(batch)
-    [tokens] = groups.all_reduce_cp(segment_sums({"tokens": lambda: mask}, batch.seq_ids, batch.num_sequences))
+    [tokens] = groups.all_reduce_cp(
+        segment_sums({"tokens": lambda: mask}, batch.seq_ids, batch.num_sequences)
+    )
     return tokens
 
 
 def _all_gather_own(
-    spec: str, batch: RolloutBatch | PackedBatch, kept: Tensor, tokens: Tensor, groups: ParallelGroups, group_size: int,
+    spec: str,
+    batch: RolloutBatch | PackedBatch,
+    kept: Tensor,
+    tokens: Tensor,
+    groups: ParallelGroups,
+    group_size: int,
 ) -> Tensor:
-    """What the user's function makes of all groups of the global batch, of which this rank has some rows: [S]."""
+    """What the user's function makes of all groups of the global batch, of which this rank
+    has some rows: [S].
+    """
     ranks = 1 if groups.dp_cp is None else groups.dp_cp.size()
     rank = 0 if groups.dp_cp is None else groups.dp_cp.rank()
     numbers = batch.group_ids if batch.parted_groups else batch.group_ids + rank * batch.num_sequences
-    # Context-parallel ranks share whole sequences: the first of them has them, those of the others are put last.
+    # Context-parallel ranks share whole sequences: the first of them has them, those of the
+    # others are put last.
     numbers = numbers.double() + (0.0 if groups.cp_rank == 0 else 2.0**52)
     rows = torch.stack([numbers, batch.rewards.double(), kept.double(), tokens])
     numbers, *columns = all_gather_stacked(rows, groups.dp_cp).transpose(0, 1).reshape(len(rows), -1)
@@ -122,7 +153,9 @@ def _all_gather_own(
     rewards, kept, tokens = (column[order].view(-1, group_size) for column in columns)
     made = torch.zeros_like(numbers)
     made[order] = own_advantages(spec, rewards, kept > 0, tokens).reshape(-1)
-    owner = rank if groups.cp_size == 1 else dist.get_group_rank(
-        groups.dp_cp, dist.get_process_group_ranks(groups.cp)[0]
-    )  # fmt: skip
+    owner = (
+        rank
+        if groups.cp_size == 1
+        else dist.get_group_rank(groups.dp_cp, dist.get_process_group_ranks(groups.cp)[0])
+    )
     return made.view(ranks, -1)[owner].float()

@@ -1,4 +1,6 @@
-"""A batch made of the groups that a replica's leader takes: dealt out, packed or padded, sent to its replica."""
+"""A batch made of the groups that a replica's leader takes: dealt out, packed or padded,
+sent to its replica.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,15 @@ class BatchCollector(ABC):
     """
 
     def __init__(
-        self, layout: Layout, shape: BatchShape, sampling: SamplingParams, *, num_turns: int | None,
-        truncated_samples: str, routes: Routes | None, by_lag: bool = False,
+        self,
+        layout: Layout,
+        shape: BatchShape,
+        sampling: SamplingParams,
+        *,
+        num_turns: int | None,
+        truncated_samples: str,
+        routes: Routes | None,
+        by_lag: bool = False,
     ):
         self._rows = shape.rows(layout.dp_size)
         self._layout, self._length, self._packing = layout, shape.seq_length, shape.packing
@@ -54,7 +63,9 @@ class BatchCollector(ABC):
         self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Scored] | None = None
-        """To be packed: on a data leader its samples of the batch and their rewards, until they are dealt out."""
+        """To be packed: on a data leader its samples of the batch and their rewards, until
+        they are dealt out.
+        """
         self._routes = Routes() if routes is None else routes
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
@@ -81,11 +92,15 @@ class BatchCollector(ABC):
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """What `Trajectory.engine` may be, the same on all ranks, where servers run several engines; else ()."""
+        """What `Trajectory.engine` may be, the same on all ranks, where servers run several
+        engines; else ().
+        """
         return ()
 
     def waiting(self) -> dict[str, int]:
-        """Groups that no step has taken yet, by what they wait for; from any thread. {} where none are sampled."""
+        """Groups that no step has taken yet, by what they wait for; from any thread. {} where
+        none are sampled.
+        """
         return {}
 
     @abstractmethod
@@ -114,10 +129,14 @@ class BatchCollector(ABC):
 
     @abstractmethod
     def _all_reduce_failed(self) -> None:
-        """Look at what failed since the previous batch, and at names of rewards that are new; every rank calls it."""
+        """Look at what failed since the previous batch, and at names of rewards that are new;
+        every rank calls it.
+        """
 
     def collect(self, number: int) -> RolloutBatch | PackedBatch:
-        """This rank's share of a batch; every rank calls it. number: also the version of the trainer's weights."""
+        """This rank's share of a batch; every rank calls it. number: also the version of the
+        trainer's weights.
+        """
         batch, counted = self._all_reduce_taken(number)
         self._all_reduce_failed()
         if self._packing is not None:
@@ -128,8 +147,12 @@ class BatchCollector(ABC):
         counted = counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted)
         own, parts = counted.split([len(COUNTED), len(counted) - len(COUNTED)])
         self.metrics = self._parts.metrics(parts) | collection_metrics(
-            own, with_routes=self._routes.server_shape is not None, packed=self._packing is not None,
-            filtered=self.filtered, oversampled=self.oversampled, truncated_samples=self._truncated_samples,
+            own,
+            with_routes=self._routes.server_shape is not None,
+            packed=self._packing is not None,
+            filtered=self.filtered,
+            oversampled=self.oversampled,
+            truncated_samples=self._truncated_samples,
         )
         whole = self._broadcast(batch, self._rows)
         if self._packing is not None and self._layout.dp_size > 1:
@@ -141,7 +164,9 @@ class BatchCollector(ABC):
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
         parts, self._sampling_masks = self._sampling_masks, None
         own = self._with_masks(own, parts)
-        experts = [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
+        experts = (
+            [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
+        )
         self._routes.scatter(experts, whole.cu_seqlens.tolist())
         return own
 
@@ -172,7 +197,9 @@ class BatchCollector(ABC):
                     batch = RolloutBatch.from_trajectories(samples, torch.zeros(count), **given)
                 else:
                     multiple = sequence_multiple(layout.cp_size)
-                    batch = PackedBatch.from_trajectories(samples, torch.zeros(count), multiple=multiple, **given)
+                    batch = PackedBatch.from_trajectories(
+                        samples, torch.zeros(count), multiple=multiple, **given
+                    )
                 if self.sampling.truncated:
                     masks = cut_sampling_masks(samples, batch.cu_seqlens, layout.cp_size)
             except ValueError as failure:
@@ -190,10 +217,14 @@ class BatchCollector(ABC):
         return replace(own, sampling_masks=masks)
 
     def _broadcast_engine_ids(self) -> torch.Tensor:
-        """Which of `engines` each of the batch's samples came from, [S] int64 on every rank of its replica."""
+        """Which of `engines` each of the batch's samples came from, [S] int64 on every
+        rank of its replica.
+        """
         ids = torch.zeros(self._rows, dtype=torch.int64, device=self.device)
         if self._layout.is_data_leader:
-            ids = torch.tensor([self.engines.index(one.engine) for one in self.trajectories], device=self.device)
+            ids = torch.tensor(
+                [self.engines.index(one.engine) for one in self.trajectories], device=self.device
+            )
         broadcast_to_replica([ids], self._layout)
         return ids
 
@@ -207,7 +238,8 @@ class BatchCollector(ABC):
         return batch.broadcast(self._layout, num_turns=self._num_turns)
 
     def _all_reduce_dealt(self, version: int) -> tuple[PackedBatch | None, int]:
-        """The batch of the samples that this replica trains, and the bytes that its leader sent; (None, 0) on others.
+        """The batch of the samples that this replica trains, and the bytes that its leader sent;
+        (None, 0) on others.
 
         Samples are dealt out over replicas by what they cost. Every rank calls it.
 
@@ -222,21 +254,28 @@ class BatchCollector(ABC):
         if scored is not None:
             try:
                 batch = PackedBatch.from_trajectories(
-                    *self._kept(scored), length=self._length, version=version,
-                    multiple=sequence_multiple(layout.cp_size), num_turns=self._num_turns,
+                    *self._kept(scored),
+                    length=self._length,
+                    version=version,
+                    multiple=sequence_multiple(layout.cp_size),
+                    num_turns=self._num_turns,
                     mask_truncated=self._mask_truncated,
                 )
                 if self.sampling.truncated:
-                    self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, layout.cp_size)
+                    self._sampling_masks = cut_sampling_masks(
+                        self.trajectories, batch.cu_seqlens, layout.cp_size
+                    )
             except ValueError as failure:
                 error = failure
         all_reduce_failure(error)
         return batch, sent
 
     def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch | None, torch.Tensor]:
-        """A leader's batch and its counts, None and zeros on other ranks; returns when every leader has its own.
+        """A leader's batch and its counts, None and zeros on other ranks; returns when every
+        leader has its own.
 
-        All ranks meet at least every `meeting_interval_s`, however long the slowest leader waits for its samples.
+        All ranks meet at least every `meeting_interval_s`, however long the slowest leader waits
+        for its samples.
         """
         taking = self._submit_take(step) if self._layout.is_data_leader else None
         since = time.monotonic()
@@ -248,8 +287,12 @@ class BatchCollector(ABC):
             if self._packing is not None:
                 self._scored = self._numbered(taken, self._layout.dp_rank * self._groups)
             elif self.sampling.truncated:
-                self._sampling_masks = cut_sampling_masks(self.trajectories, batch.cu_seqlens, self._layout.cp_size)
-            self._new_parts = self._parts.count(parts or {} for group in taken.groups for parts in group.reward_parts)
+                self._sampling_masks = cut_sampling_masks(
+                    self.trajectories, batch.cu_seqlens, self._layout.cp_size
+                )
+            self._new_parts = self._parts.count(
+                parts or {} for group in taken.groups for parts in group.reward_parts
+            )
             return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
 
         own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, since))
@@ -257,12 +300,17 @@ class BatchCollector(ABC):
 
     def _batch(self, taken: Taken, version: int) -> RolloutBatch:
         return RolloutBatch.from_trajectories(
-            *self._kept(self._numbered(taken)), length=self._length, version=version, num_turns=self._num_turns,
+            *self._kept(self._numbered(taken)),
+            length=self._length,
+            version=version,
+            num_turns=self._num_turns,
             mask_truncated=self._mask_truncated,
         )
 
     def _kept(self, scored: list[Scored]) -> tuple[list[Trajectory], torch.Tensor]:
-        """The batch's trajectories, which are remembered with what is known of them, and rewards [S] float32."""
+        """The batch's trajectories, which are remembered with what is known of them, and
+        rewards [S] float32.
+        """
         self.trajectories = [one.trajectory for one in scored]
         self.reward_parts, self.origins = [one.parts for one in scored], [one.origin for one in scored]
         return self.trajectories, torch.tensor([one.reward for one in scored], dtype=torch.float32)
@@ -271,8 +319,12 @@ class BatchCollector(ABC):
         """The samples and their rewards; prompts are numbered from `first`."""
         return [
             Scored(replace(trajectory, prompt_index=place), reward, parts, origin)
-            for place, group in enumerate(taken.groups, first) for origin in [self._origin(group)]
+            for place, group in enumerate(taken.groups, first)
+            for origin in [self._origin(group)]
             for trajectory, reward, parts in zip(
-                group.trajectories, group.rewards, group.reward_parts or [None] * len(group.rewards), strict=True
+                group.trajectories,
+                group.rewards,
+                group.reward_parts or [None] * len(group.rewards),
+                strict=True,
             )
         ]

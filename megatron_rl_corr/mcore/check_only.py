@@ -1,6 +1,7 @@
 """Checks a whole command line and ends: Megatron's validation, ours, the folders, the data and the rewards.
 
-The script runs as it would, up to where processes would meet; no weights are made or read, and no server is asked.
+The script runs as it would, up to where processes would meet; no weights are made or read, and no
+server is asked.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Finished(SystemExit):
 
 @dataclass(frozen=True)
 class _FirstLeader:
-    """The first replica's data leader: what is made before the servers are reached asks no more of a layout."""
+    """The first replica's data leader: what is made before the servers are reached asks no
+    more of a layout.
+    """
 
     dp_size: int
     is_data_leader: bool = True
@@ -44,10 +47,11 @@ class _FirstLeader:
 
 
 def install(config: RolloutCorrectionConfig, options: RunConfig) -> None:
-    """Replace Megatron's `validate_args` and `pretrain`, so that the script ends, in `Finished`, where it would train.
+    """Replace Megatron's `validate_args` and `pretrain`, so that the script ends, in `Finished`,
+    where it would train.
 
-    Up to megatron-core 0.17 `pretrain` validates the arguments itself, later the script does it before; there the
-    check waits for `pretrain`, so that what the script makes of the arguments in between is checked too.
+    Up to megatron-core 0.17 `pretrain` validates the arguments itself, later the script does it before; there
+    the check waits for `pretrain`, so that what the script makes of the arguments in between is checked too.
 
     Args:
         config: the correction.
@@ -109,14 +113,20 @@ def check(config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Na
     rows = None
     if options.replay is None:
         vocab_size = problems.check("config", lambda: _vocab_size(options))
-        rows = problems.check("", lambda: _check_data(options, args, shape, vocab_size), needs=["shape", "config"])
+        rows = problems.check(
+            "", lambda: _check_data(options, args, shape, vocab_size), needs=["shape", "config"]
+        )
     problems.raise_all()
     lines = [_layout(args), _step(options, args)]
     if rows is not None:
         lines.append(f"prompts: {rows} rows; router replay {options.router_replay}")
     if without_weights:
         lines.append(f"weights: {' '.join(without_weights)} has none yet, and a run would need them")
-    return [*lines, f"servers: {' '.join(options.urls) or 'none'}; not asked", "checked, and nothing was started"]
+    return [
+        *lines,
+        f"servers: {' '.join(options.urls) or 'none'}; not asked",
+        "checked, and nothing was started",
+    ]
 
 
 def _check_model(args: argparse.Namespace) -> None:
@@ -132,7 +142,9 @@ def _vocab_size(options: RunConfig) -> int:
 
 
 def _check_data(options: RunConfig, args: argparse.Namespace, shape: BatchShape, vocab_size: int) -> int:
-    """Rows of the training prompts: what a run collects and evaluates with is made as on a leader, and closed."""
+    """Rows of the training prompts: what a run collects and evaluates with is made as on a
+    leader, and closed.
+    """
     layout, loop, problems = _FirstLeader(args.data_parallel_size), LoopThread(), Problems()
     with ExitStack() as opened:
         opened.callback(loop.close)
@@ -146,20 +158,25 @@ def _check_data(options: RunConfig, args: argparse.Namespace, shape: BatchShape,
 
 def _layout(args: argparse.Namespace) -> str:
     sizes = {
-        "tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size,
-        "context": args.context_parallel_size, "expert": args.expert_model_parallel_size,
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
         "expert tensor": args.expert_tensor_parallel_size if args.num_experts else 1,
         "data": args.data_parallel_size,
-    }  # fmt: skip
+    }
     return f"{args.world_size} processes: " + ", ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def _step(options: RunConfig, args: argparse.Namespace) -> str:
     samples, most = args.global_batch_size * options.updates_per_batch, options.max_tokens_per_microbatch
-    per = f"rows of {args.seq_length}" if options.pad_sequences else (
-        f"microbatches of at most {most or args.seq_length * args.micro_batch_size} tokens"
+    per = (
+        f"rows of {args.seq_length}"
+        if options.pad_sequences
+        else (f"microbatches of at most {most or args.seq_length * args.micro_batch_size} tokens")
     )
     return name_flags(
-        f"a batch: {samples} samples, {samples // options.group_size} prompts of {options.group_size}; responses of at "
+        f"a batch: {samples} samples, {samples // options.group_size} prompts of {options.group_size}; "
+        "responses of at "
         f"most {options.max_new_tokens} tokens; {per}"
     )

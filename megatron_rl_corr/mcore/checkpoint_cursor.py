@@ -1,4 +1,5 @@
-"""The data cursor in Megatron's checkpoints: which prompts were drawn, which of them are not trained, in which order.
+"""The data cursor in Megatron's checkpoints: which prompts were drawn, which of them are not
+trained, in which order.
 
 A JSON file in the checkpoint's folder (iter_0000040/rollout_cursor.json).
 """
@@ -22,7 +23,8 @@ FILE_NAME = "rollout_cursor.json"
 
 
 def broadcast_saved(args: argparse.Namespace) -> SavedCursor | None:
-    """The cursor of the checkpoint that Megatron has loaded, on every rank; None at iteration 0, or without one.
+    """The cursor of the checkpoint that Megatron has loaded, on every rank; None at iteration
+    0, or without one.
 
     Without one the run goes on with the prompts of its step, and rank 0 prints so. Every rank calls it.
 
@@ -46,24 +48,41 @@ def _read(args: argparse.Namespace) -> SavedCursor | None:
     for path in (folder / FILE_NAME for folder in folders_to_load(args)):
         if path.is_file():
             saved = SavedCursor.parse(path.read_text())
-            print(f"[rollout] prompts go on at place {saved.next} of their sequence, and {len(saved.again)} that were "
-                  f"drawn before and not trained: {path}", flush=True)  # fmt: skip
+            print(
+                f"[rollout] prompts go on at place {saved.next} of their sequence, and {len(saved.again)} "
+                "that were "
+                f"drawn before and not trained: {path}",
+                flush=True,
+            )
             EVENTS.tell(
-                "run_resumed", f"the checkpoint of iteration {args.iteration} was loaded", step=args.iteration,
-                next_group=saved.next, open_groups=list(saved.again),
-            )  # fmt: skip
+                "run_resumed",
+                f"the checkpoint of iteration {args.iteration} was loaded",
+                step=args.iteration,
+                next_group=saved.next,
+                open_groups=list(saved.again),
+            )
             return saved
-    print(f"[rollout] the checkpoint has no {FILE_NAME}: prompts go on with those of step {args.iteration + 1}; what "
-          "was being sampled may be trained twice or not at all", file=sys.stderr, flush=True)  # fmt: skip
+    print(
+        f"[rollout] the checkpoint has no {FILE_NAME}: prompts go on with those of step "
+        f"{args.iteration + 1}; what "
+        "was being sampled may be trained twice or not at all",
+        file=sys.stderr,
+        flush=True,
+    )
     return None
 
 
 def saved_with(iteration: int, cursor: SavedCursor | None) -> AbstractContextManager:
-    """Within, Megatron saves this iteration, and rank 0 the cursor with it. cursor: None on ranks that do not write."""
+    """Within, Megatron saves this iteration, and rank 0 the cursor with it. cursor: None on ranks
+    that do not write.
+    """
 
     def put(folder: Path) -> None:
         write_atomically(folder / FILE_NAME, json.dumps(asdict(cursor)).encode())
 
     return put_in(
-        iteration, None if cursor is None else put, name=FILE_NAME, without="may train prompts twice or not at all"
+        iteration,
+        None if cursor is None else put,
+        name=FILE_NAME,
+        without="may train prompts twice or not at all",
     )

@@ -1,7 +1,7 @@
 """Files of ours in Megatron's checkpoints: where they are, and when they are put in.
 
-Megatron finishes a checkpoint by naming it in latest_checkpointed_iteration.txt; what is ours is put into its folder
-just before that, even if shards are written in the background.
+Megatron finishes a checkpoint by naming it in latest_checkpointed_iteration.txt; what is ours is put into
+its folder just before that, even if shards are written in the background.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def folder_of(checkpoints: str, iteration: int) -> Path:
         checkpoints: the folder of all of them.
         iteration: of this one.
     """
-    from megatron.training import checkpointing  # wheels have it from 0.17 on; a run with the launcher has it always
+    # wheels have it from 0.17 on; a run with the launcher has it always
+    from megatron.training import checkpointing
 
     return Path(checkpointing.get_checkpoint_name(checkpoints, iteration, return_base_dir=True))
 
@@ -59,14 +60,21 @@ def put_in(iteration: int, put: Callable[[Path], None] | None, *, name: str, wit
     try:
         yield
         if name in _waiting:
-            print(f"[rollout] no {name} was written for iteration {iteration}, as its checkpoint has no folder here; "
-                  f"a run that loads it {without}", file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"[rollout] no {name} was written for iteration {iteration}, as its checkpoint has no folder "
+                "here; "
+                f"a run that loads it {without}",
+                file=sys.stderr,
+                flush=True,
+            )
     finally:
         _waiting.pop(name, None)
 
 
 def with_ours_first(get_tracker_filename: Callable[[str], str]) -> Callable[[str], str]:
-    """Wraps Megatron's function for the name of the file that finishes a checkpoint: ours are put in first."""
+    """Wraps Megatron's function for the name of the file that finishes a checkpoint: ours
+    are put in first.
+    """
 
     @functools.wraps(get_tracker_filename)
     def get_checkpoint_tracker_filename(checkpoints_path: str) -> str:

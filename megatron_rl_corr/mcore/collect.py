@@ -58,16 +58,29 @@ class Collector(BatchCollector):
     """Collects the batches [first, last): on each replica's leader from the servers, on others from it."""
 
     def __init__(
-        self, options: RunConfig, layout: Layout, shape: BatchShape, source: SampleSource, *,
-        batches: tuple[int, int], saved: SavedCursor | None = None, routes: Routes | None = None,
+        self,
+        options: RunConfig,
+        layout: Layout,
+        shape: BatchShape,
+        source: SampleSource,
+        *,
+        batches: tuple[int, int],
+        saved: SavedCursor | None = None,
+        routes: Routes | None = None,
     ):
-        """batches: first and last. saved: the cursor of a checkpoint. routes: take the samples' routed experts.
+        """batches: first and last. saved: the cursor of a checkpoint. routes: take the
+        samples' routed experts.
 
         Raises ValueError for a batch that can't be dealt out.
         """
         super().__init__(
-            layout, shape, training_sampling(options), num_turns=options.max_turns,
-            truncated_samples=options.truncated_samples, routes=routes, by_lag=options.max_lag > 0,
+            layout,
+            shape,
+            training_sampling(options),
+            num_turns=options.max_turns,
+            truncated_samples=options.truncated_samples,
+            routes=routes,
+            by_lag=options.max_lag > 0,
         )
         client, prompts = source.client, source.prompts
         source.rewards.check_labels(prompts, "--rollout-prompts")
@@ -86,13 +99,22 @@ class Collector(BatchCollector):
             cursor, self._failed_prompts = saved.cursor_of(prompts), saved.failed_of(prompts)
             own = saved.own_of(prompts, layout.dp_rank, layout.dp_size)
             if layout.dp_rank == 0 and (difference := saved.difference(prompts)):
-                warn(f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place "
-                     f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again")  # fmt: skip
+                warn(
+                    f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place "
+                    f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again"
+                )
                 EVENTS.tell("groups_forgotten", difference, groups=list(saved.again))
         self._sampler = sampler = GroupSampler(
-            client, prompts, GroupNumbers(cursor, layout.dp_rank, layout.dp_size, own), self.sampling,
-            group_size=shape.group_size, rewards=source.rewards, failures=self._failures,
-            failed_prompts=self._failed_prompts, on_failed=options.on_failed_reward, episodes=source.episodes,
+            client,
+            prompts,
+            GroupNumbers(cursor, layout.dp_rank, layout.dp_size, own),
+            self.sampling,
+            group_size=shape.group_size,
+            rewards=source.rewards,
+            failures=self._failures,
+            failed_prompts=self._failed_prompts,
+            on_failed=options.on_failed_reward,
+            episodes=source.episodes,
             drop_truncated=options.truncated_samples == "drop",
             traces=options.trace is not None,
         )
@@ -101,8 +123,14 @@ class Collector(BatchCollector):
             self.filtered = True
             self._filter = GroupFilter(options.group_filter, prompts, self._failures)
         self._stream = GroupStream(
-            sampler.sample, sampler.draw, groups_per_step=self._groups, first=batches[0], last=batches[1],
-            max_lag=options.max_lag, drop_stale=options.stale_samples == "drop", selection=self._selection(options),
+            sampler.sample,
+            sampler.draw,
+            groups_per_step=self._groups,
+            first=batches[0],
+            last=batches[1],
+            max_lag=options.max_lag,
+            drop_stale=options.stale_samples == "drop",
+            selection=self._selection(options),
             resumed=None if own is None else StreamState.resumed(own.waiting, own.counts),
         )
         if own is not None:
@@ -111,10 +139,13 @@ class Collector(BatchCollector):
                 self._filter.failed_in_a_row = own.counts.get("unjudged_in_a_row", 0)
         self._counted = client.counts()
         self._failed = [0.0] * (len(CAUSES) + 2)
-        """Since the previous batch: samples that ended, those that failed, by cause, and groups that were replaced."""
+        """Since the previous batch: samples that ended, those that failed, by cause, and groups
+        that were replaced.
+        """
 
     def all_gather_cursor(self, batches: int, *, with_last: bool) -> SavedCursor | None:
-        """The place of all replicas in the prompts, on rank 0; every rank calls it, while no batch is collected.
+        """The place of all replicas in the prompts, on rank 0; every rank calls it, while no
+        batch is collected.
 
         Args:
             batches: that the run has trained.
@@ -172,7 +203,8 @@ class Collector(BatchCollector):
         dist.all_reduce(sums)
         *judged, replaced, knowing, new_parts = sums.tolist()
         exceeded = self._failed_fraction.exceeded(judged)
-        if exceeded is not None:  # the first rank that has seen a failure raises; none has, if all are a checkpoint's
+        # the first rank that has seen a failure raises; none has, if all are a checkpoint's
+        if exceeded is not None:
             raises = knows or (not knowing and dist.get_rank() == 0)
             all_reduce_failure(self._failures.too_many(*exceeded) if raises else None)
         if replaced:
@@ -181,7 +213,9 @@ class Collector(BatchCollector):
             self._parts.all_gather_names()
 
     def _all_gather_failed_prompts(self) -> None:
-        """Leaders learn which prompts failed on other replicas: each epoch deals a prompt to another replica."""
+        """Leaders learn which prompts failed on other replicas: each epoch deals a prompt to
+        another replica.
+        """
         group = self._layout.dp_cp_group
         dropped: list[list[tuple[int, int]]] = [[]] * group.size()
         dist.all_gather_object(dropped, self._failures.take_dropped(), group=group)
@@ -211,8 +245,12 @@ class Collector(BatchCollector):
                 return True
             speed = (self._client.counts()["tokens"] - self._tokens_before) / (time.monotonic() - since)
             filtered = f", {self._stream.filtered} did not pass" if self._filter is not None else ""
-            print(f"[rollout] batch {batch + 1}: {self._stream.ready} of {self._groups} groups are done{filtered}, "
-                  f"{self._stream.running} are running, {speed:.0f} tokens/s", flush=True)  # fmt: skip
+            print(
+                f"[rollout] batch {batch + 1}: {self._stream.ready} of {self._groups} groups are "
+                f"done{filtered}, "
+                f"{self._stream.running} are running, {speed:.0f} tokens/s",
+                flush=True,
+            )
         return False
 
     def _count(self, taken: Taken, version: int) -> list[float]:

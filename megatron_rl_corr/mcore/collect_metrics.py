@@ -17,15 +17,50 @@ from megatron_rl_corr.rollout.failures import CAUSES
 from megatron_rl_corr.rollout.queue import Group, Taken
 
 COUNTED = (
-    "samples", "unscored", "tokens", "token_lags", "mixed", "length", "abort", "ready", "running", "dropped", "retries",
-    "continuations", "missed_stops", "left_out", "route_tokens", "route_bytes", "unrouted", "unrouted_sampled",
-    "equal_groups", "duplicates", "ended",
-    *(f"failed_{cause}" for cause in CAUSES), "replaced", "truncated", "lost_samples", "lost_tokens",
+    "samples",
+    "unscored",
+    "tokens",
+    "token_lags",
+    "mixed",
+    "length",
+    "abort",
+    "ready",
+    "running",
+    "dropped",
+    "retries",
+    "continuations",
+    "missed_stops",
+    "left_out",
+    "route_tokens",
+    "route_bytes",
+    "unrouted",
+    "unrouted_sampled",
+    "equal_groups",
+    "duplicates",
+    "ended",
+    *(f"failed_{cause}" for cause in CAUSES),
+    "replaced",
+    "truncated",
+    "lost_samples",
+    "lost_tokens",
     *(f"skipped_{cause}" for cause in SKIP_CAUSES),
-    "moved_bytes", "filtered", "filtered_above_0", "filtered_samples", "filtered_tokens", "filtered_rewards",
-    "refilled", "aborted", "surplus", "surplus_samples", "surplus_tokens", "surplus_kept", "cut", "cut_tokens",
-    "cut_ended", "cut_ended_tokens",
-)  # fmt: skip
+    "moved_bytes",
+    "filtered",
+    "filtered_above_0",
+    "filtered_samples",
+    "filtered_tokens",
+    "filtered_rewards",
+    "refilled",
+    "aborted",
+    "surplus",
+    "surplus_samples",
+    "surplus_tokens",
+    "surplus_kept",
+    "cut",
+    "cut_tokens",
+    "cut_ended",
+    "cut_ended_tokens",
+)
 """Names of the counts, in the order in which they are broadcast."""
 
 
@@ -40,7 +75,8 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
     samples = [sample for group in taken.groups for sample in group.trajectories]
     by_version = [
         (version - versions.number(span.version), int(sample.sampled[span.start : span.end].sum()))
-        for sample in samples for span in sample.weight_versions
+        for sample in samples
+        for span in sample.weight_versions
     ]
     counted = {
         "samples": len(samples),
@@ -50,16 +86,30 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
         "mixed": sum(len(sample.weight_versions) > 1 for sample in samples),
         "length": sum(sample.finish_reason == "length" for sample in samples),
         "abort": sum(sample.finish_reason == "abort" for sample in samples),
-        "ready": taken.ready, "running": taken.running, "dropped": taken.dropped,
-        "route_tokens": 0, "route_bytes": 0, "unrouted": 0, "unrouted_sampled": 0, "moved_bytes": 0,
-        "equal_groups": sum(len(group.rewards) > 1 and len(set(group.rewards)) == 1 for group in taken.groups),
+        "ready": taken.ready,
+        "running": taken.running,
+        "dropped": taken.dropped,
+        "route_tokens": 0,
+        "route_bytes": 0,
+        "unrouted": 0,
+        "unrouted_sampled": 0,
+        "moved_bytes": 0,
+        "equal_groups": sum(
+            len(group.rewards) > 1 and len(set(group.rewards)) == 1 for group in taken.groups
+        ),
         "duplicates": sum(_duplicates(group) for group in taken.groups),
-        "filtered": taken.filtered.groups, "filtered_above_0": taken.filtered.above_0,
-        "filtered_samples": taken.filtered.samples, "filtered_tokens": taken.filtered.tokens,
-        "filtered_rewards": taken.filtered.rewards, "refilled": taken.refilled,
-        "aborted": taken.aborted, "surplus": taken.surplus.groups, "surplus_samples": taken.surplus.samples,
-        "surplus_tokens": taken.surplus.tokens, "surplus_kept": taken.kept_surplus,
-    }  # fmt: skip
+        "filtered": taken.filtered.groups,
+        "filtered_above_0": taken.filtered.above_0,
+        "filtered_samples": taken.filtered.samples,
+        "filtered_tokens": taken.filtered.tokens,
+        "filtered_rewards": taken.filtered.rewards,
+        "refilled": taken.refilled,
+        "aborted": taken.aborted,
+        "surplus": taken.surplus.groups,
+        "surplus_samples": taken.surplus.samples,
+        "surplus_tokens": taken.surplus.tokens,
+        "surplus_kept": taken.kept_surplus,
+    }
     if experts is not None:
         counted |= _count_routes(samples, experts)
     return counted
@@ -67,7 +117,9 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
 
 def _without_logprobs(sample: Trajectory) -> bool:
     """It has tokens, and the server gave a finite log-prob for none."""
-    return sample.output_ids.numel() > 0 and not bool(sample.rollout_logprobs[sample.sampled].isfinite().any())
+    return sample.output_ids.numel() > 0 and not bool(
+        sample.rollout_logprobs[sample.sampled].isfinite().any()
+    )
 
 
 def _duplicates(group: Group) -> int:
@@ -82,7 +134,8 @@ def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]
         "route_tokens": sum(len(rows) for rows in routes),
         "route_bytes": sum(rows.nbytes for rows in routes),
         "unrouted": sum(int(rows.sum()) for rows in without),
-        # A token is sampled in the pass of the one before it: the response's first in that of the prompt's last.
+        # A token is sampled in the pass of the one before it: the response's first in that of
+        # the prompt's last.
         "unrouted_sampled": sum(
             int((rows[sample.prompt_ids.numel() - 1 :] & sample.sampled).sum())
             for rows, sample in zip(without, samples, strict=True)
@@ -91,8 +144,13 @@ def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]
 
 
 def collection_metrics(
-    counted: torch.Tensor, *, with_routes: bool = False, packed: bool = False, filtered: bool = False,
-    oversampled: bool = False, truncated_samples: str = "train",
+    counted: torch.Tensor,
+    *,
+    with_routes: bool = False,
+    packed: bool = False,
+    filtered: bool = False,
+    oversampled: bool = False,
+    truncated_samples: str = "train",
 ) -> dict[str, Metric]:
     """Metrics by logged name, from a replica's counts [len(COUNTED)].
 
@@ -134,10 +192,13 @@ def collection_metrics(
     }
     values["failed"] = sum(values[f"failed_{cause}"] for cause in CAUSES)
     optional = (
-        (routes, with_routes), (dealt, packed), (by_filter, filtered), (surplus, oversampled),
+        (routes, with_routes),
+        (dealt, packed),
+        (by_filter, filtered),
+        (surplus, oversampled),
         ({"rollout/samples_masked": Sum(values["length"][None])}, truncated_samples == "mask"),
         ({"rollout/groups_truncated": Sum(values["truncated"][None])}, truncated_samples == "drop"),
-    )  # fmt: skip
+    )
     return {name: metric for part, there in optional if there for name, metric in part.items()} | {
         "weight_lag_token_mean": mean("token_lags", "tokens"),
         "rollout/mixed_version_fraction": mean("mixed", "samples"),
@@ -156,119 +217,163 @@ def collection_metrics(
         "rollout/failed_fraction": mean("failed", "ended"),
         **{f"rollout/failed/{cause}": Sum(values[f"failed_{cause}"][None]) for cause in CAUSES},
         "rollout/groups_replaced": Sum(values["replaced"][None]),
-        **{f"rollout/skipped_prompts/{cause}": Sum(values[f"skipped_{cause}"][None]) for cause in SKIP_CAUSES},
+        **{
+            f"rollout/skipped_prompts/{cause}": Sum(values[f"skipped_{cause}"][None]) for cause in SKIP_CAUSES
+        },
         "rollout/by_fate/kept_length_mean": mean("tokens", "samples"),
         "rollout/by_fate/dropped_length_mean": mean("lost_tokens", "lost_samples"),
     }
 
 
 FILTER = tuple(
-    replace(spec, only_with="--rollout-group-filter") for spec in (
-        MetricSpec("rollout/groups_filtered", "groups that did not pass the filter, since the batch before", "count"),
+    replace(spec, only_with="--rollout-group-filter")
+    for spec in (
+        MetricSpec(
+            "rollout/groups_filtered", "groups that did not pass the filter, since the batch before", "count"
+        ),
         MetricSpec(
             "rollout/groups_filtered_above_0",
-            "those of them whose mean reward is above 0: always solved, if 0 is wrong", "count",
+            "those of them whose mean reward is above 0: always solved, if 0 is wrong",
+            "count",
         ),
-        MetricSpec("rollout/groups_refilled", "groups of the batch that did not pass, as too few others did", "count"),
         MetricSpec(
-            "rollout/by_fate/filtered_length_mean", "tokens per response of groups that did not pass the filter",
+            "rollout/groups_refilled", "groups of the batch that did not pass, as too few others did", "count"
+        ),
+        MetricSpec(
+            "rollout/by_fate/filtered_length_mean",
+            "tokens per response of groups that did not pass the filter",
             "sampled tokens / samples",
         ),
         MetricSpec("rollout/by_fate/filtered_reward_mean", "their mean reward", "mean(r)"),
         MetricSpec(
-            "rollout/by_fate/filtered_k3_kl", "train-infer KL of a few samples of such groups, scored and not trained",
-            "mean(e^D - D - 1) over the tokens of one sample of each of some groups", "KL(k3) filtered",
+            "rollout/by_fate/filtered_k3_kl",
+            "train-infer KL of a few samples of such groups, scored and not trained",
+            "mean(e^D - D - 1) over the tokens of one sample of each of some groups",
+            "KL(k3) filtered",
             UsualRange(
                 "train and rollout disagree on prompts that are not trained",
-                "Compare it with KL(k3): where that is in its range, the gap is of easy (or hopeless) prompts alone, "
-                "and comes into the batch once these are solved sometimes. Otherwise follow the advice for KL(k3).",
+                "Compare it with KL(k3): where that is in its range, the gap is of easy (or hopeless) "
+                "prompts alone, "
+                "and comes into the batch once these are solved sometimes. Otherwise follow the advice for "
+                "KL(k3).",
                 high=1e-2,
             ),
         ),
         MetricSpec("rollout/by_fate/filtered_kl", "the same, k1 estimate", "mean(-D)"),
-        MetricSpec("rollout/by_fate/filtered_log_ratio_abs_mean", "their average disagreement per token", "mean |D|"),
-        MetricSpec("rollout/by_fate/filtered_log_ratio_abs_max", "their largest disagreement on one token", "max |D|"),
+        MetricSpec(
+            "rollout/by_fate/filtered_log_ratio_abs_mean", "their average disagreement per token", "mean |D|"
+        ),
+        MetricSpec(
+            "rollout/by_fate/filtered_log_ratio_abs_max", "their largest disagreement on one token", "max |D|"
+        ),
         MetricSpec("rollout/by_fate/filtered_tokens", "their tokens with finite log-probs", "count"),
-        MetricSpec("rollout/by_fate/filtered_nonfinite_tokens", "their tokens with a null or NaN log-prob", "count"),
+        MetricSpec(
+            "rollout/by_fate/filtered_nonfinite_tokens", "their tokens with a null or NaN log-prob", "count"
+        ),
     )
-)  # fmt: skip
+)
 SURPLUS = tuple(
-    replace(spec, only_with="--rollout-oversampling") for spec in (
+    replace(spec, only_with="--rollout-oversampling")
+    for spec in (
         MetricSpec(
-            "rollout/surplus_kept", "groups done or running beyond those of the steps ahead, kept for later batches",
+            "rollout/surplus_kept",
+            "groups done or running beyond those of the steps ahead, kept for later batches",
             "count",
         ),
         MetricSpec(
-            "rollout/surplus_aborted", "groups cut when the batch had its own; their prompts are drawn again", "count"
-        ),
-        MetricSpec(
-            "rollout/surplus_discarded", "groups done by then and not kept; their prompts are drawn again", "count"
-        ),
-        MetricSpec(
-            "rollout/samples_cut", "samples cut at a server, their group being surplus or one of its samples failed",
+            "rollout/surplus_aborted",
+            "groups cut when the batch had its own; their prompts are drawn again",
             "count",
         ),
         MetricSpec(
-            "rollout/by_fate/surplus_length_mean", "tokens per ended response of groups cut or discarded as surplus",
+            "rollout/surplus_discarded",
+            "groups done by then and not kept; their prompts are drawn again",
+            "count",
+        ),
+        MetricSpec(
+            "rollout/samples_cut",
+            "samples cut at a server, their group being surplus or one of its samples failed",
+            "count",
+        ),
+        MetricSpec(
+            "rollout/by_fate/surplus_length_mean",
+            "tokens per ended response of groups cut or discarded as surplus",
             "sampled tokens / samples",
         ),
         MetricSpec(
-            "rollout/by_fate/cut_length_mean", "tokens that samples had when they were cut", "sampled tokens / samples"
+            "rollout/by_fate/cut_length_mean",
+            "tokens that samples had when they were cut",
+            "sampled tokens / samples",
         ),
     )
-)  # fmt: skip
+)
 
 METRICS = (
     *in_group(
         "Staleness",
         MetricSpec(
-            "weight_lag_token_mean", "weight_lag averaged over tokens, each by the weights that sampled it",
+            "weight_lag_token_mean",
+            "weight_lag averaged over tokens, each by the weights that sampled it",
             "mean(version trained - version sampled)",
         ),
         MetricSpec(
-            "rollout/mixed_version_fraction", "responses during which the weights changed",
+            "rollout/mixed_version_fraction",
+            "responses during which the weights changed",
             "samples of more than one version / samples",
         ),
     ),
     *in_group(
         "Sampling",
         MetricSpec(
-            "rollout/samples_masked", "cut samples that are not in the loss, but in the baseline of their group",
-            "count", only_with="--rollout-truncated-samples mask",
+            "rollout/samples_masked",
+            "cut samples that are not in the loss, but in the baseline of their group",
+            "count",
+            only_with="--rollout-truncated-samples mask",
         ),
         MetricSpec(
-            "rollout/groups_truncated", "groups dropped for a cut sample since the batch before",
-            "count; also in groups_replaced", only_with="--rollout-truncated-samples drop",
+            "rollout/groups_truncated",
+            "groups dropped for a cut sample since the batch before",
+            "count; also in groups_replaced",
+            only_with="--rollout-truncated-samples drop",
         ),
         MetricSpec(
             "rollout/samples_without_logprobs",
-            "responses without a finite log-prob: they train nothing, and lower kept_fraction", "count",
+            "responses without a finite log-prob: they train nothing, and lower kept_fraction",
+            "count",
         ),
-        MetricSpec("rollout/length_fraction", "responses cut at --rollout-max-new-tokens", "cut samples / samples"),
         MetricSpec(
-            "rollout/abort_fraction", "responses that a server cut short and that could not be continued",
+            "rollout/length_fraction", "responses cut at --rollout-max-new-tokens", "cut samples / samples"
+        ),
+        MetricSpec(
+            "rollout/abort_fraction",
+            "responses that a server cut short and that could not be continued",
             "aborted samples / samples",
         ),
         MetricSpec(
             "rollout/groups_without_spread",
-            "groups of equal rewards: group-relative advantages are 0; --rollout-group-filter", "count",
+            "groups of equal rewards: group-relative advantages are 0; --rollout-group-filter",
+            "count",
         ),
         MetricSpec(
             "rollout/duplicate_samples",
-            "samples with the tokens of another one of their group; many: the server repeats itself", "count",
+            "samples with the tokens of another one of their group; many: the server repeats itself",
+            "count",
         ),
         MetricSpec(
-            "rollout/groups_ready", "groups that wait for a later batch; with many, sampling is faster than training"
+            "rollout/groups_ready",
+            "groups that wait for a later batch; with many, sampling is faster than training",
         ),
         MetricSpec(
             "rollout/groups_running",
             "groups being sampled when the batch took its own; with --rollout-max-lag 0 there are none",
         ),
         MetricSpec(
-            "rollout/groups_dropped", "groups that --rollout-stale-samples drop discarded since the batch before"
+            "rollout/groups_dropped",
+            "groups that --rollout-stale-samples drop discarded since the batch before",
         ),
         MetricSpec(
-            "rollout/groups_replaced", "groups dropped because a sample failed for good, since the batch before"
+            "rollout/groups_replaced",
+            "groups dropped because a sample failed for good, since the batch before",
         ),
         MetricSpec(
             "rollout/skipped_prompts/",
@@ -276,14 +381,19 @@ METRICS = (
             ", ".join(SKIP_CAUSES),
         ),
         MetricSpec(
-            "rollout/by_fate/", "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",
+            "rollout/by_fate/",
+            "kept_length_mean, dropped_length_mean: tokens per response of groups kept and dropped",
             "sampled tokens / samples; of groups dropped for a failure, those that had been sampled",
         ),
-        *FILTER, *SURPLUS,
+        *FILTER,
+        *SURPLUS,
         MetricSpec("rollout/retries", "requests sent again because a server failed, since the batch before"),
-        MetricSpec("rollout/continuations", "requests that continued an aborted response, since the batch before"),
         MetricSpec(
-            "rollout/missed_stops", "samples cut at a stop text that the server had missed, since the batch before"
+            "rollout/continuations", "requests that continued an aborted response, since the batch before"
+        ),
+        MetricSpec(
+            "rollout/missed_stops",
+            "samples cut at a stop text that the server had missed, since the batch before",
         ),
         MetricSpec("rollout/servers_left_out", "times that a server was left out, since the batch before"),
         MetricSpec(
@@ -292,35 +402,45 @@ METRICS = (
             "failed samples / samples that ended",
         ),
         MetricSpec(
-            "rollout/failed/", "samples that failed for good since the batch before, by cause", ", ".join(CAUSES)
+            "rollout/failed/",
+            "samples that failed for good since the batch before, by cause",
+            ", ".join(CAUSES),
         ),
     ),
     *in_group(
         "Speed",
         MetricSpec(
-            "packing/moved_bytes", "bytes of samples that went to another replica, for an equal share of the work",
-            "sum over replicas", only_with="packed sequences",
+            "packing/moved_bytes",
+            "bytes of samples that went to another replica, for an equal share of the work",
+            "sum over replicas",
+            only_with="packed sequences",
         ),
     ),
     *in_group(
         "Expert routing",
         MetricSpec(
-            "router_replay/bytes_per_token", "size of the routes of a token of prompt or response, in all layers",
-            "layers with experts x top-k x bytes of an id", only_with="--router-replay R3",
+            "router_replay/bytes_per_token",
+            "size of the routes of a token of prompt or response, in all layers",
+            "layers with experts x top-k x bytes of an id",
+            only_with="--router-replay R3",
         ),
         MetricSpec(
             "router_replay/tokens_without_routes",
-            "tokens of prompt or response whose routes are not known: they go where Megatron chooses", "count",
+            "tokens of prompt or response whose routes are not known: they go where Megatron chooses",
+            "count",
             only_with="--router-replay R3",
         ),
         MetricSpec(
             "router_replay/sampled_without_routes",
             "share of the sampled tokens trained without the routes that they were sampled with",
-            "sampled tokens whose pass has no routes / sampled tokens", "routes of sampled tokens are lost",
+            "sampled tokens whose pass has no routes / sampled tokens",
+            "routes of sampled tokens are lost",
             UsualRange(
                 "many tokens are trained on other experts than sampled them",
-                "Servers retract responses, and tell other routes of them then. For want of memory: give them more of "
-                "it, or lower --rollout-max-concurrency. At pushes: --rollout-pause-mode in_place keeps the routes.",
+                "Servers retract responses, and tell other routes of them then. For want of memory: give "
+                "them more of "
+                "it, or lower --rollout-max-concurrency. At pushes: --rollout-pause-mode in_place keeps the "
+                "routes.",
                 high=0.2,
             ),
             only_with="--router-replay R3",

@@ -1,7 +1,8 @@
 """Trainer and servers on the same GPUs, in turn: who has memory when, from the start of a run to its end.
 
-The servers' turn: they have all of their memory, the trainer its weights; gradients are freed and the optimizer's state
-is on the host. The trainer's turn: the servers have nothing. A push ends the trainer's turn.
+The servers' turn: they have all of their memory, the trainer its weights; gradients are freed and
+the optimizer's state is on the host. The trainer's turn: the servers have nothing. A push ends
+the trainer's turn.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _REFUSED = {
     "use_megatron_fsdp": "Megatron frees gradients of its own DistributedDataParallel alone",
     "use_torch_fsdp2": "Megatron frees gradients of its own DistributedDataParallel alone",
     "nccl_ub": "gradients in NCCL's buffers can't be freed",
-    "log_params_norm": "Megatron reads the optimizer's main copies of the weights after the push, when they are freed",
+    "log_params_norm": "Megatron reads the optimizer's main copies of the weights after the push, when they "
+    "are freed",
     "optimizer_cuda_graph": "the graph keeps the addresses of state that is moved",
-}  # fmt: skip
+}
 """Megatron's flags, and why its offloading does not go with them."""
 
 
@@ -44,14 +46,16 @@ def check_colocation(args: argparse.Namespace) -> None:
         return
     if release() < OFFLOAD_SINCE:
         raise ValueError(
-            f"--rollout-colocate needs megatron-core {OFFLOAD_SINCE[0]}.{OFFLOAD_SINCE[1]} or newer, which can free "
+            f"--rollout-colocate needs megatron-core {OFFLOAD_SINCE[0]}.{OFFLOAD_SINCE[1]} or newer, which "
+            "can free "
             f"gradients and move its optimizer to the host, and this is {megatron_version}; leave it out"
         )
     values, problems = vars(args), Problems()
     moved = not values.get("optimizer_cpu_offload")  # else its state is on the host always
     if moved and values.get("use_precision_aware_optimizer"):
         problems.add(
-            "--use-precision-aware-optimizer with --rollout-colocate: it updates the model's weights themselves, and "
+            "--use-precision-aware-optimizer with --rollout-colocate: it updates the model's weights "
+            "themselves, and "
             "Megatron's offloading would cut them off from it; leave it out, or add --optimizer-cpu-offload"
         )
     if not moved and (fraction := values.get("optimizer_offload_fraction", 1.0)) < 1:
@@ -64,7 +68,8 @@ def check_colocation(args: argparse.Namespace) -> None:
             problems.add(f"--{name.replace('_', '-')} with --rollout-colocate: {why}; leave one of them out")
     if values.get("cuda_graph_impl", "none") != "none":
         problems.add(
-            f"--cuda-graph-impl {args.cuda_graph_impl} with --rollout-colocate: graphs of training keep the addresses "
+            f"--cuda-graph-impl {args.cuda_graph_impl} with --rollout-colocate: graphs of training keep the "
+            "addresses "
             "of gradients, which are freed; leave one of them out"
         )
     problems.raise_all()
@@ -74,8 +79,8 @@ def check_colocation(args: argparse.Namespace) -> None:
 class TrainerMemory:
     """What the trainer frees of its GPU while servers sample, by Megatron's own means; on every rank.
 
-    Gradients are freed, and zeros when they come back. The optimizer's state and its main copies of the weights go to
-    the host. On a CPU the same is called; only gradients are freed.
+    Gradients are freed, and zeros when they come back. The optimizer's state and its main copies of the
+    weights go to the host. On a CPU the same is called; only gradients are freed.
     """
 
     model: list
@@ -106,10 +111,13 @@ class TrainerMemory:
         self.is_free = False
 
     def _check_weights_stay(self) -> None:
-        """Raises StartupError where the weights, which are pushed and probed, would go to the host as well."""
+        """Raises StartupError where the weights, which are pushed and probed, would go to
+        the host as well.
+        """
         if torch.cuda.is_available() and not self.on_host and self.moves_weights():
             raise StartupError(
-                "--rollout-colocate: parameters of this optimizer are the model's own, as in float32, and would leave "
+                "--rollout-colocate: parameters of this optimizer are the model's own, as in float32, and "
+                "would leave "
                 "the GPU with its state; add --use-distributed-optimizer"
             )
 
@@ -146,16 +154,21 @@ class Colocation:
         self.trainer.free()
 
     def broadcast_pushed(self) -> dict[str, float]:
-        """The servers' turn begins. Their seconds of getting memory back, which rank 0 knows, on every rank."""
+        """The servers' turn begins. Their seconds of getting memory back, which rank 0
+        knows, on every rank.
+        """
         self.trains = False
-        seconds = torch.tensor(self.servers.memory.take_resume_s(), dtype=torch.float64, device=communication_device())
+        seconds = torch.tensor(
+            self.servers.memory.take_resume_s(), dtype=torch.float64, device=communication_device()
+        )
         dist.broadcast(seconds, src=0)
         return {"time/resume_s": float(seconds)}
 
 
 @contextmanager
 def trainers_turn(colocation: Colocation | None, push: Callable[[int], Any], version: int) -> Iterator[None]:
-    """Within, the trainer has its memory, as for a checkpoint; then the push gives servers theirs back; on all ranks.
+    """Within, the trainer has its memory, as for a checkpoint; then the push gives servers theirs
+    back; on all ranks.
 
     Args:
         colocation: None: there is none, and nothing to do.

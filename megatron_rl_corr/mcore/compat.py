@@ -29,35 +29,50 @@ def check_output_processor(model: list) -> None:
     """Raises ValueError unless the model's forward has the hook behind the last layer."""
     if release() < OUTPUT_PROCESSOR_SINCE:
         raise ValueError(
-            f"--rollout-linear-logprobs needs megatron-core {OUTPUT_PROCESSOR_SINCE[0]}.{OUTPUT_PROCESSOR_SINCE[1]} or "
+            "--rollout-linear-logprobs needs megatron-core "
+            f"{OUTPUT_PROCESSOR_SINCE[0]}.{OUTPUT_PROCESSOR_SINCE[1]} or "
             f"newer, and this is {megatron_version}; leave it out"
         )
     for chunk in model:
         if vars(chunk).get("hybrid_layer_pattern") is not None:
-            raise ValueError("--rollout-linear-logprobs: HybridModel has no hook behind its last layer; leave it out")
+            raise ValueError(
+                "--rollout-linear-logprobs: HybridModel has no hook behind its last layer; leave it out"
+            )
         check_parameters(chunk.forward, ("output_processor", "output_processor_context"))
 
 
 def has_output_processor(model: list) -> bool:
-    """Whether the model's forward has the hook behind the last layer, and nothing scales logits after that layer."""
+    """Whether the model's forward has the hook behind the last layer, and nothing scales logits
+    after that layer.
+    """
     names = {"output_processor", "output_processor_context"}
     return release() >= OUTPUT_PROCESSOR_SINCE and all(
-        names <= set(inspect.signature(chunk.forward).parameters) and not chunk.config.use_mup for chunk in model
+        names <= set(inspect.signature(chunk.forward).parameters) and not chunk.config.use_mup
+        for chunk in model
     )
 
 
 def check_expert_layout(args: argparse.Namespace) -> None:
     """Raises ValueError for a layout whose expert gradients are silently wrong in Megatron before 0.19.
 
-    With one expert-parallel rank Megatron treats experts' weights as dense ones, and sums their gradients over
-    data-parallel ranks only; where experts are not split like the rest, tensor-parallel ranks hold replicas of them.
+    With one expert-parallel rank Megatron treats experts' weights as dense ones, and sums their gradients
+    over data-parallel ranks only; where experts are not split like the rest, tensor-parallel ranks hold
+    replicas of them.
     """
     split = args.expert_tensor_parallel_size in (None, args.tensor_model_parallel_size)
-    if release() < EXPERT_GROUPS_SINCE and args.num_experts and args.expert_model_parallel_size == 1 and not split:
+    if (
+        release() < EXPERT_GROUPS_SINCE
+        and args.num_experts
+        and args.expert_model_parallel_size == 1
+        and not split
+    ):
         raise ValueError(
-            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} with --tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} and --expert-model-parallel-size 1: megatron-core {megatron_version} "
-            "leaves tokens out of the experts' gradients; use 0.19 or newer, more expert-parallel ranks, or the same "
+            f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} with "
+            "--tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} and --expert-model-parallel-size 1: megatron-core "
+            f"{megatron_version} "
+            "leaves tokens out of the experts' gradients; use 0.19 or newer, more expert-parallel ranks, or "
+            "the same "
             "tensor-parallel size for both"
         )
 
@@ -103,8 +118,8 @@ def layout(*, sequence_parallel: bool = False) -> Layout:
 def gathered_parameters(model: list, optimizer: Any) -> Iterator[None]:
     """Within, every rank holds whole, current parameters.
 
-    With --overlap-param-gather the optimizer leaves the all-gather to hooks of the next forward pass; before the first
-    step has ended those hooks are off, so the gather is made here.
+    With --overlap-param-gather the optimizer leaves the all-gather to hooks of the next forward pass;
+    before the first step has ended those hooks are off, so the gather is made here.
     """
     from megatron.training import training
 
@@ -175,7 +190,8 @@ class RouterState:
             buffer.copy_(before)
 
     def zero_attention_logits(self) -> None:
-        """Keep --qk-clip, which rescales weights after the optimizer's step, from changing any: its maxima become 0.
+        """Keep --qk-clip, which rescales weights after the optimizer's step, from changing any: its
+        maxima become 0.
 
         Not None: Megatron reduces them over ranks, before 0.17 without checking.
         """
@@ -189,10 +205,12 @@ class RouterState:
 def attention_logits_kept(model: list) -> Iterator[None]:
     """Within, passes of other weights leave no trace in the maxima of attention logits.
 
-    Transformer Engine's attention keeps them over every forward pass, in evaluation too, and --qk-clip would rescale
-    the trained weights by what the others made.
+    Transformer Engine's attention keeps them over every forward pass, in evaluation too, and --qk-clip
+    would rescale the trained weights by what the others made.
     """
-    modules = [module for chunk in model for module in chunk.modules() if hasattr(module, "current_max_attn_logits")]
+    modules = [
+        module for chunk in model for module in chunk.modules() if hasattr(module, "current_max_attn_logits")
+    ]
     kept = [module.current_max_attn_logits for module in modules]
     try:
         yield
@@ -221,14 +239,18 @@ def with_microbatches(train_step: Callable, count: int) -> Callable:
     def step(*args: Any, **kwargs: Any) -> tuple:
         given = signature.bind(*args, **kwargs)
         schedule = given.arguments["forward_backward_func"]
-        given.arguments["forward_backward_func"] = lambda **named: schedule(**(named | {"num_microbatches": count}))
+        given.arguments["forward_backward_func"] = lambda **named: schedule(
+            **(named | {"num_microbatches": count})
+        )
         return train_step(*given.args, **given.kwargs)
 
     return step
 
 
 def smallest_schedule(model: list) -> int:
-    """The fewest microbatches that Megatron's schedule takes: with virtual pipeline stages a whole group of them."""
+    """The fewest microbatches that Megatron's schedule takes: with virtual pipeline stages a
+    whole group of them.
+    """
     return 1 if len(model) == 1 else unwrapped(model)[0].config.microbatch_group_size_per_vp_stage
 
 
@@ -244,7 +266,9 @@ def was_skipped(result: tuple) -> bool:
 
 
 def without_losses(result: tuple) -> tuple:
-    """The result of a skipped step, for another one that was not made: no losses to average, the rest as it is."""
+    """The result of a skipped step, for another one that was not made: no losses to average,
+    the rest as it is.
+    """
     return ({}, *result[1:])
 
 
@@ -254,14 +278,17 @@ def is_leaving(result: tuple) -> bool:
 
 
 def asks_for_checkpoint(result: tuple) -> bool:
-    """Whether `train_step` ends the run with a checkpoint of the weights that its update would have changed."""
+    """Whether `train_step` ends the run with a checkpoint of the weights that its update
+    would have changed.
+    """
     return bool(result[2])
 
 
 def stays(result: tuple) -> tuple:
     """The result of a step that would leave with a checkpoint, as that of a skipped one; the exit code stays.
 
-    The rerun state machine goes on as if it had found nothing: what it would run again is not in a later checkpoint.
+    The rerun state machine goes on as if it had found nothing: what it would run again is not in a
+    later checkpoint.
     """
     from megatron.core.rerun_state_machine import RerunState, get_rerun_state_machine
 
@@ -293,5 +320,7 @@ def unwrapped(model: list) -> list:
 
 
 def begins_with_pretrained(args: argparse.Namespace) -> bool:
-    """Whether Megatron has loaded --pretrained-checkpoint, which it does where --load has no checkpoint yet."""
+    """Whether Megatron has loaded --pretrained-checkpoint, which it does where --load has
+    no checkpoint yet.
+    """
     return args.iteration == 0 and args.finetune

@@ -1,4 +1,5 @@
-"""Deals a step's samples out over replicas, so that each has about as much to compute; a prompt's may be parted.
+"""Deals a step's samples out over replicas, so that each has about as much to compute; a
+prompt's may be parted.
 
 R replicas, S samples of each, before and after.
 """
@@ -30,7 +31,8 @@ class Scored(NamedTuple):
 
 
 def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[list[int]]:
-    """The replica that each sample goes to, [R][S]: equal numbers of samples, about equal cost, few tokens moved.
+    """The replica that each sample goes to, [R][S]: equal numbers of samples, about equal cost,
+    few tokens moved.
 
     Args:
         lengths: [R][S] tokens of the samples, by the replica that has them.
@@ -41,7 +43,8 @@ def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[l
     parts = karmarkar_karp([limits.cost(length) for length in flat], replicas, equal_sizes=True)
     at_home = [
         (sum(flat[i] for i in part if i // share == replica), -number, -replica)
-        for number, part in enumerate(parts) for replica in range(replicas)
+        for number, part in enumerate(parts)
+        for replica in range(replicas)
     ]
     found, taken = [0] * len(flat), set()
     for _, number, replica in sorted(at_home, reverse=True):  # the part goes where most of it is
@@ -56,10 +59,12 @@ def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[l
 def all_gather_dealt(
     samples: list[Scored] | None, share: int, limits: PackLimits, layout: Layout
 ) -> tuple[list[Scored] | None, int]:
-    """(this replica's samples after dealing, the bytes that its leader sent); (None, 0) on ranks that are no leader.
+    """(this replica's samples after dealing, the bytes that its leader sent); (None, 0) on ranks
+    that are no leader.
 
-    Every rank of the leaders' data-parallel groups calls it: one all-gather of lengths, then each leader sends what
-    moves to the leader that gets it. Samples that stay keep their order, those that come are behind them.
+    Every rank of the leaders' data-parallel groups calls it: one all-gather of lengths, then each
+    leader sends what moves to the leader that gets it. Samples that stay keep their order, those that
+    come are behind them.
 
     Args:
         samples: on a data leader its S samples; None on others.
@@ -80,15 +85,20 @@ def all_gather_dealt(
     assert group.rank() == layout.dp_rank * layout.cp_size
     goes = destinations(every, limits)
     parts = {
-        other: pickle.dumps([one for one, to in zip(samples, goes[layout.dp_rank], strict=True) if to == other])
-        for other in range(layout.dp_size) if other != layout.dp_rank and other in goes[layout.dp_rank]
-    }  # fmt: skip
+        other: pickle.dumps(
+            [one for one, to in zip(samples, goes[layout.dp_rank], strict=True) if to == other]
+        )
+        for other in range(layout.dp_size)
+        if other != layout.dp_rank and other in goes[layout.dp_rank]
+    }
     sources = [
         other for other in range(layout.dp_size) if other != layout.dp_rank and layout.dp_rank in goes[other]
     ]
     ranks = {other: dist.get_global_rank(group, other * layout.cp_size) for other in range(layout.dp_size)}
     sizes = {other: torch.zeros(1, dtype=torch.int64, device=device) for other in sources}
-    _all_gather_from(sizes, {other: torch.tensor([len(x)]).to(device) for other, x in parts.items()}, ranks, layout)
+    _all_gather_from(
+        sizes, {other: torch.tensor([len(x)]).to(device) for other, x in parts.items()}, ranks, layout
+    )
     come = {other: torch.empty(int(size), dtype=torch.uint8, device=device) for other, size in sizes.items()}
     sent = {other: torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for other, x in parts.items()}
     _all_gather_from(come, sent, ranks, layout)

@@ -1,4 +1,6 @@
-"""Whether an update is made, and how large: what the training pass found, learnt by all ranks before the update."""
+"""Whether an update is made, and how large: what the training pass found, learnt by all ranks
+before the update.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,14 @@ from megatron_rl_corr.parallel.layout import Layout
 
 NO_TOKEN = (
     "no token of this step is left: no update. See rollout_corr/rejected_fraction/* for the rule that "
-    "took them, and widen its --rollout-rs-threshold; or the step's train-infer KL was above --rollout-batch-filter-kl "
+    "took them, and widen its --rollout-rs-threshold; or the step's train-infer KL was above "
+    "--rollout-batch-filter-kl "
     "(rollout_corr/batch_filtered)"
 )
 NO_GRADIENT = (
     "no token of this step has a gradient, as every advantage or weight is 0: no update. If the rewards "
-    "of each prompt's samples are equal (rollout/groups_without_spread), the prompts are too easy or too hard, or the "
+    "of each prompt's samples are equal (rollout/groups_without_spread), the prompts are too easy or too "
+    "hard, or the "
     "servers gave one sample many times (rollout/duplicate_samples)"
 )
 
@@ -47,8 +51,8 @@ class Decision:
         names = [name for name in numbers if name.startswith("decision/")]
         counted = {name.removeprefix("decision/"): numbers.pop(name) for name in names}
         if counted and "ess" not in counted:
-            # The loss makes the correction, of the policy as it is, over the very samples of the update, and there are
-            # no rules: with them it counts what they leave.
+            # The loss makes the correction, of the policy as it is, over the very samples of the update, and
+            # there are no rules: with them it counts what they leave.
             counted["ess"] = numbers["rollout_corr/ess_sequences"]
         return cls(**counted)
 
@@ -62,8 +66,8 @@ class Decision:
             found: of the last stage; others give any.
             layout: this rank's process groups.
             device: for the exchange.
-            agreed: the largest of all ranks, as a bound may divide tensor-parallel ranks that round otherwise, and a
-                factor would let the weights that they hold in common drift apart.
+            agreed: the largest of all ranks, as a bound may divide tensor-parallel ranks that round
+                otherwise, and a factor would let the weights that they hold in common drift apart.
         """
         values = torch.tensor(astuple(found), dtype=torch.float64, device=device)
         if layout.pp_size > 1:
@@ -86,7 +90,9 @@ class Decision:
         return math.sqrt(self.ess)
 
     def print_why_not(self, layout: Layout, left_out: str | None) -> None:
-        """Tell the user, on the rank that reports, why no update is made. left_out: of a batch that ends early."""
+        """Tell the user, on the rank that reports, why no update is made. left_out: of a batch
+        that ends early.
+        """
         if layout.is_job_reporter:
             why = left_out or (NO_GRADIENT if self.kept > 0 else NO_TOKEN)
             print(f"[rollout] {why}", file=sys.stderr, flush=True)

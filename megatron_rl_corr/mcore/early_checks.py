@@ -1,7 +1,9 @@
-"""What a run names by its flags, looked at before torch or Megatron is imported: folders, files, data, functions.
+"""What a run names by its flags, looked at before torch or Megatron is imported: folders, files,
+data, functions.
 
-Every check is small, so that a user reads all that is wrong after a second. What is too much for that, such as all rows
-of the data, is checked later, as is what hosts other than the first one have at these paths.
+Every check is small, so that a user reads all that is wrong after a second. What is too much for
+that, such as all rows of the data, is checked later, as is what hosts other than the first one
+have at these paths.
 """
 
 from __future__ import annotations
@@ -46,13 +48,20 @@ class EarlyChecks:
     def collect(self, problems: Problems) -> None:
         """Run all of them, the cheapest first."""
         checks: tuple[Callable[[], object], ...] = (
-            self._check_config, self._check_quantized, self._check_replay, self._check_rewards, self._check_functions,
-            partial(self._check_prompts, "prompts"), partial(self._check_prompts, "eval_prompts"),
-            partial(self._check_written, "save_trajectories"), partial(self._check_written, "trace"),
+            self._check_config,
+            self._check_quantized,
+            self._check_replay,
+            self._check_rewards,
+            self._check_functions,
+            partial(self._check_prompts, "prompts"),
+            partial(self._check_prompts, "eval_prompts"),
+            partial(self._check_written, "save_trajectories"),
+            partial(self._check_written, "trace"),
             partial(self._check_written, "save_hf", HF_FOLDERS),
             partial(self._check_written, "weight_dir", WEIGHT_FOLDERS),
-            partial(self._check_weights, "reference_checkpoint"), partial(self._check_weights, "hf_checkpoint"),
-        )  # fmt: skip
+            partial(self._check_weights, "reference_checkpoint"),
+            partial(self._check_weights, "hf_checkpoint"),
+        )
         for check in checks:
             with problems.catch():
                 check()
@@ -84,7 +93,11 @@ class EarlyChecks:
 
     def _check_prompts(self, name: str) -> None:
         options = self.options
-        paths = [one.path for one in options.evaluation_sets()] if name == "eval_prompts" else getattr(options, name)
+        paths = (
+            [one.path for one in options.evaluation_sets()]
+            if name == "eval_prompts"
+            else getattr(options, name)
+        )
         form = PromptFormat(input_key=options.input_key, label_key=options.label_key)
 
         def check(path: str) -> None:
@@ -97,12 +110,16 @@ class EarlyChecks:
         check_each(check, paths)
 
     def _check_rewards(self) -> None:
-        """By the names alone: what is wrong with weights, addresses or lengths is no reason to pass over a file."""
+        """By the names alone: what is wrong with weights, addresses or lengths is no reason to
+        pass over a file.
+        """
         functions = self.options.reward_function if self.options.replay is None else ()
         problems = Problems()
         for function in functions:
             # One that no reward can be made of is refused with the flags.
-            [reward] = problems.check("", lambda function=function: parse_rewards([function], [], [])) or [None]
+            [reward] = problems.check("", lambda function=function: parse_rewards([function], [], [])) or [
+                None
+            ]
             if reward is not None and reward.kind == "function":
                 with problems.catch():
                     check_unloaded_reward(reward.source, reward.flag, self.script_folder)
@@ -112,7 +129,9 @@ class EarlyChecks:
         problems = Problems()
         named: Mapping[str, Callable[[], str | None]] = {
             "environment": lambda: self.options.environment,
-            "group_filter": lambda: None if self.options.group_filter == SPREAD else self.options.group_filter,
+            "group_filter": lambda: (
+                None if self.options.group_filter == SPREAD else self.options.group_filter
+            ),
             "loss": lambda: self.config.loss if is_own(self.config.loss) else None,
             "advantage": lambda: self.config.advantage_kind if is_own(self.config.advantage_kind) else None,
         }
@@ -134,14 +153,16 @@ def refuse_links(flag: str, folder: Path, patterns: Iterable[str]) -> None:
     """ValueError for a link in the place of a folder that will be written: it may lead anywhere."""
     for link in (path for pattern in patterns for path in folder.glob(pattern) if path.is_symlink()):
         raise ValueError(
-            f"{flag} {folder}: {link.name} in it is a link to {os.readlink(link)}, and nothing is written through one; "
+            f"{flag} {folder}: {link.name} in it is a link to {os.readlink(link)}, and nothing is written "
+            "through one; "
             "remove it, or name another folder"
         )
 
 
 @contextmanager
 def naming_checkpoint(path: str, flag: str | None = None) -> Iterator[None]:
-    """Put the flag and the folder before a ValueError about a checkpoint, which names its file or tensor alone.
+    """Put the flag and the folder before a ValueError about a checkpoint, which names its file
+    or tensor alone.
 
     Args:
         path: of the folder.

@@ -21,10 +21,11 @@ class Endpoint(ThreadingTCPServer):  # HTTPServer would look its own name up, wh
     """Serves text() at /metrics until it is closed, or the process ends, which waits for nobody who reads.
 
     Args:
-        address, port: where it listens. A connection of an earlier process that is not yet forgotten does not matter.
+        address, port: where it listens. A connection of an earlier process that is not yet forgotten
+            does not matter.
         text: called for each request, on a thread of the endpoint.
-        patience_s: how long a port that is in use is tried again, as after a restart: what the killed process has
-            started may hold it until it ends too.
+        patience_s: how long a port that is in use is tried again, as after a restart: what the killed process
+            has started may hold it until it ends too.
 
     Raises:
         OSError: the address is not of this host, or the port is in use.

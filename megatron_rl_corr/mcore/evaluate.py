@@ -1,7 +1,7 @@
 """Rollouts on held-out prompts, every --eval-interval steps; none of them is trained on.
 
-The samples of all sets are dealt out over the replicas; each replica's leader requests its share and scores it, while
-the other ranks, and with samples ahead of training the trainer itself, go on.
+The samples of all sets are dealt out over the replicas; each replica's leader requests its share and
+scores it, while the other ranks, and with samples ahead of training the trainer itself, go on.
 """
 
 from __future__ import annotations
@@ -102,16 +102,23 @@ class Evaluation:
         problems.check("rewards", lambda: source.rewards.check_alone("--rollout-eval-prompts"))
         problems.raise_all()
         return cls(
-            layout, source, sets, sampling, every=args.eval_interval, pass_reward=options.eval_pass_reward,
+            layout,
+            source,
+            sets,
+            sampling,
+            every=args.eval_interval,
+            pass_reward=options.eval_pass_reward,
             at_once=2 * options.max_concurrency,
-        )  # fmt: skip
+        )
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after `step` steps."""
         return step % self.every == 0
 
     def start(self, step: int) -> RunningEvaluation:
-        """Request this replica's share of all samples, of the weights that the servers have now; returns at once."""
+        """Request this replica's share of all samples, of the weights that the servers have now;
+        returns at once.
+        """
         running = RunningEvaluation(self, step)
         if self.layout.is_data_leader:
             shares = [self._share(place) for place in range(len(self.sets))]
@@ -144,8 +151,9 @@ class Evaluation:
 
         calls = [
             placed(one, number, draw)
-            for one, share in zip(self.sets, shares, strict=True) for number, draw in share
-        ]  # fmt: skip
+            for one, share in zip(self.sets, shares, strict=True)
+            for number, draw in share
+        ]
         scored = iter(await all_or_first_failure(calls))
         totals = []
         for one, share in zip(self.sets, shares, strict=True):
@@ -155,7 +163,9 @@ class Evaluation:
             totals += totals_of_set(list(of_prompts.values()), one.options.samples, self.pass_reward)
         return torch.tensor(totals, dtype=torch.float64)
 
-    async def _scored(self, one: HeldOut, number: int, draw: int, running: RunningEvaluation) -> HeldOutSample | None:
+    async def _scored(
+        self, one: HeldOut, number: int, draw: int, running: RunningEvaluation
+    ) -> HeldOutSample | None:
         """One sample; None where it failed for good."""
         client, episodes, prompt = self.source.client, self.source.episodes, one.prompts.at(number)
         sampling = sampling_of_row(self.sampling, prompt)
@@ -218,13 +228,19 @@ class RunningEvaluation:
             if concurrent.futures.wait([future], min(left, PROGRESS_EVERY_S)).done:
                 return True
             seconds = time.monotonic() - self.begun
-            print(f"[rollout] evaluation after step {self.step}: {self.done} of {self.total} samples are done, "
-                  f"{self.failed} failed, {seconds:.0f} s", flush=True)  # fmt: skip
+            print(
+                f"[rollout] evaluation after step {self.step}: {self.done} of {self.total} samples are done, "
+                f"{self.failed} failed, {seconds:.0f} s",
+                flush=True,
+            )
         return False
 
 
-def totals_of_set(prompts: Sequence[Sequence[HeldOutSample | None]], samples: int, pass_reward: float) -> list[float]:
-    """TOTALS of one set on one replica, and for each k of `powers_up_to(samples)` the sum of pass@k and its prompts.
+def totals_of_set(
+    prompts: Sequence[Sequence[HeldOutSample | None]], samples: int, pass_reward: float
+) -> list[float]:
+    """TOTALS of one set on one replica, and for each k of `powers_up_to(samples)` the sum of pass@k
+    and its prompts.
 
     Args:
         prompts: of each prompt its samples, None for those that failed.
@@ -235,14 +251,20 @@ def totals_of_set(prompts: Sequence[Sequence[HeldOutSample | None]], samples: in
     every = [one for scored in good for one in scored]
     means = [sum(one.reward for one in scored) / len(scored) for scored in good if scored]
     totals = [
-        sum(one.reward for one in every), sum(one.tokens for one in every), sum(one.cut for one in every), len(every),
-        sum(map(len, prompts)) - len(every), sum(means), len(means),
-    ]  # fmt: skip
+        sum(one.reward for one in every),
+        sum(one.tokens for one in every),
+        sum(one.cut for one in every),
+        len(every),
+        sum(map(len, prompts)) - len(every),
+        sum(means),
+        len(means),
+    ]
     for k in powers_up_to(samples):
         passed = [
             pass_at_k(len(scored), sum(one.reward >= pass_reward for one in scored), k)
-            for scored in good if len(scored) >= k
-        ]  # fmt: skip
+            for scored in good
+            if len(scored) >= k
+        ]
         totals += [sum(passed), len(passed)]
     return [float(total) for total in totals]
 

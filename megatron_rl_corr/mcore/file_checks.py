@@ -38,7 +38,9 @@ def check_files(options: RunConfig, args: argparse.Namespace) -> None:
                 HFCheckpoint(folder).check_files()
     layout = compat.layout()
     sends = dist.get_rank() in (0, layout.stage_groups.sender)
-    _check_folders(options, args, written_folders(options, args, leads=layout.is_data_leader, sends=sends), problems)
+    _check_folders(
+        options, args, written_folders(options, args, leads=layout.is_data_leader, sends=sends), problems
+    )
     problems.raise_all()
 
 
@@ -77,7 +79,8 @@ def _check_folders(
     for flag, folder in written:
         problems.check(flag, lambda flag=flag, folder=folder: check_writable(folder, flag))
     for flag, folder, patterns in (
-        ("--rollout-save-hf", options.save_hf, HF_FOLDERS), ("--rollout-weight-dir", options.weight_dir, WEIGHT_FOLDERS)
+        ("--rollout-save-hf", options.save_hf, HF_FOLDERS),
+        ("--rollout-weight-dir", options.weight_dir, WEIGHT_FOLDERS),
     ):
         if folder is not None:
             with problems.catch():
@@ -100,7 +103,9 @@ def written_folders(
             ("--rollout-save-trajectories", options.save_trajectories), ("--rollout-trace", options.trace)
         )
     if sends:
-        yield from _given(("--rollout-save-hf", options.save_hf), ("--rollout-weight-dir", options.weight_dir))
+        yield from _given(
+            ("--rollout-save-hf", options.save_hf), ("--rollout-weight-dir", options.weight_dir)
+        )
     yield from _given(
         ("--save", args.save), ("--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir)
     )

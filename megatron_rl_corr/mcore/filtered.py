@@ -1,7 +1,8 @@
-"""Measures the mismatch of groups that the filter left out: a few of their samples in one forward pass, untrained.
+"""Measures the mismatch of groups that the filter left out: a few of their samples in one forward
+pass, untrained.
 
-Without it a mismatch of easy prompts alone stays unseen: their rewards are all equal, so they never come into a batch.
-T tokens of the samples on this context-parallel rank.
+Without it a mismatch of easy prompts alone stays unseen: their rewards are all equal, so they never come
+into a batch. T tokens of the samples on this context-parallel rank.
 """
 
 from __future__ import annotations
@@ -27,19 +28,28 @@ from megatron_rl_corr.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class FilteredMismatch:
-    """--rollout-group-filter-measured. Example: 4 samples of each replica a step, of as many groups at most."""
+    """--rollout-group-filter-measured. Example: 4 samples of each replica a step, of as
+    many groups at most.
+    """
 
     samples: int = 0
     """Of each replica; 0: nothing is measured."""
 
     def all_reduce_measured(
-        self, number: int, collector: BatchCollector, model: list, optimizer: Any, settings: LogprobSettings,
-        shape: BatchShape, layout: Layout, routes: Routes,
+        self,
+        number: int,
+        collector: BatchCollector,
+        model: list,
+        optimizer: Any,
+        settings: LogprobSettings,
+        shape: BatchShape,
+        layout: Layout,
+        routes: Routes,
     ) -> dict[str, Metric]:
         """The mismatch of the samples that the leaders kept since the last call; every rank calls it.
 
-        One forward-only pass in evaluation mode, under the weights that the batch is trained from, with the servers'
-        experts under R3; none where no replica has a sample.
+        One forward-only pass in evaluation mode, under the weights that the batch is trained from, with the
+        servers' experts under R3; none where no replica has a sample.
 
         Args:
             number: of the batch.
@@ -69,12 +79,18 @@ class FilteredMismatch:
         packs = None if shape.packing is None else Packs.all_reduce(batch, shape.packing, layout)
         experts = [sample.routed_experts for sample in samples] if layout.is_data_leader else None
         with (
-            compat.gathered_parameters(model, optimizer), compat.attention_logits_kept(model),
+            compat.gathered_parameters(model, optimizer),
+            compat.attention_logits_kept(model),
             routes.replaying_others(experts, boundaries) as steered,
-        ):  # fmt: skip
+        ):
             scored = compute_log_probs(
-                model, batch, settings, micro_batch_size=shape.micro_batch_size, seq_length=shape.seq_length,
-                routes=steered, packs=packs,
+                model,
+                batch,
+                settings,
+                micro_batch_size=shape.micro_batch_size,
+                seq_length=shape.seq_length,
+                routes=steered,
+                packs=packs,
             )
         return {} if scored is None else _metrics(scored[0], batch)
 

@@ -1,4 +1,6 @@
-"""A bound for the train-infer KL of the first step, whose samples come from exactly the weights that are trained."""
+"""A bound for the train-infer KL of the first step, whose samples come from exactly the weights
+that are trained.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ from megatron_rl_corr.parallel.failure import StartupError
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
 """Largest mean k3 that rounding explains: both sides in float32, one side in 16 bits, one side quantised."""
 MOST = 20.0
-"""A token counts with at most so many times the bound: it takes a twentieth of the tokens to reach it. Another model is
-off everywhere; a router near a tie, or one absurd log-prob, at single tokens."""
+"""A token counts with at most so many times the bound: it takes a twentieth of the tokens to reach it.
+Another model is off everywhere; a router near a tie, or one absurd log-prob, at single tokens.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,29 @@ class FirstStep:
     def judge(self, kl: float) -> StartupError | None:
         """The error that ends the run, or None.
 
-        kl is the mean of min(k3, `most`) over tokens that the trainer's own weights sampled; NaN (log-probs are NaN, or
-        there is no such token) is an error too.
+        kl is the mean of min(k3, `most`) over tokens that the trainer's own weights sampled; NaN
+        (log-probs are NaN, or there is no such token) is an error too.
         """
         if kl <= self.max_kl:
             return None
         found = f"{kl:.3g}"
         if math.isnan(kl):
-            found = "not a number (no token has a log-prob of the servers, or the trainer's own log-probs are NaN)"
+            found = (
+                "not a number (no token has a log-prob of the servers, or the trainer's own log-probs "
+                "are NaN)"
+            )
         return StartupError(
-            f"--rollout-max-first-step-kl {self.max_kl:g}: in the first step the servers sampled with the weights that "
-            f"are trained, and yet the train-infer KL (k3, of a token {self.most:g} at most) is {found}, so the policy "
+            f"--rollout-max-first-step-kl {self.max_kl:g}: in the first step the servers sampled with the "
+            "weights that "
+            f"are trained, and yet the train-infer KL (k3, of a token {self.most:g} at most) is {found}, so "
+            "the policy "
             "that would be trained is not the one that was sampled; nothing was trained. Look at: dropout "
-            "(--hidden-dropout 0 --attention-dropout 0); Megatron's flags against config.json (`megatron-rl-corr "
-            "model-flags`); whether the checkpoint is the one that the servers run; log-probs shifted by a token, and "
-            "other temperatures (`megatron-rl-corr doctor`). If numerics alone explain it, give a larger bound"
+            "(--hidden-dropout 0 --attention-dropout 0); Megatron's flags against config.json "
+            "(`megatron-rl-corr "
+            "model-flags`); whether the checkpoint is the one that the servers run; log-probs shifted by a "
+            "token, and "
+            "other temperatures (`megatron-rl-corr doctor`). If numerics alone explain it, give a larger "
+            "bound"
         )
 
 
@@ -61,7 +72,8 @@ def first_step_bound(
         float32: the trainer computes in float32.
         engines: what each server runs.
         infos: their answers to `Engine.server_info`.
-        rounded: they were sent weights that --rollout-push-rounding rounds, or the trainer multiplies in FP8 or FP4.
+        rounded: they were sent weights that --rollout-push-rounding rounds, or the trainer
+            multiplies in FP8 or FP4.
 
     Raises:
         UnsupportedByEngine: the engine does not tell its servers' number types.
@@ -69,4 +81,8 @@ def first_step_bound(
     servers = list(zip(engines, infos, strict=True))
     if rounded or any(engine.is_quantized(info) for engine, info in servers):
         return QUANTIZED_KL
-    return FLOAT32_KL if float32 and all(engine.dtype(info) == "float32" for engine, info in servers) else HALF_KL
+    return (
+        FLOAT32_KL
+        if float32 and all(engine.dtype(info) == "float32" for engine, info in servers)
+        else HALF_KL
+    )

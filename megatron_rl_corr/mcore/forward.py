@@ -1,7 +1,8 @@
-"""The model's forward pass over rollout microbatches: log-probs of the labels, in training and under old weights.
+"""The model's forward pass over rollout microbatches: log-probs of the labels, in training and
+under old weights.
 
-b rows of L tokens (of this context-parallel rank), T tokens of all microbatches, H hidden size, V vocabulary columns,
-tp tensor-parallel ranks.
+b rows of L tokens (of this context-parallel rank), T tokens of all microbatches, H hidden size, V
+vocabulary columns, tp tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -34,9 +35,15 @@ LossOf = Callable[[Microbatch, Tensor], object]
 
 
 def make_forward_step(
-    loss_of: LossOf, settings: LogprobSettings, *, with_entropy: bool, routes: Routes, with_collision: bool = False
+    loss_of: LossOf,
+    settings: LogprobSettings,
+    *,
+    with_entropy: bool,
+    routes: Routes,
+    with_collision: bool = False,
 ) -> Callable:
-    """Megatron's forward_step_func: the next microbatch through the model, and loss_of(microbatch, its output).
+    """Megatron's forward_step_func: the next microbatch through the model, and
+    loss_of(microbatch, its output).
 
     The attention mask is left to the model's own causal one.
 
@@ -45,7 +52,8 @@ def make_forward_step(
         settings: of the log-probs.
         with_entropy: whether `label_logprobs` must give the entropy too.
         routes: steers the routers, within its `scoring` or `training`.
-        with_collision: whether `label_logprobs` must give the collision probability too; with_entropy alone.
+        with_collision: whether `label_logprobs` must give the collision probability too;
+            with_entropy alone.
     """
 
     def forward_step(
@@ -72,10 +80,18 @@ def make_forward_step(
 
 
 def compute_log_probs(
-    model: list, batch: RolloutBatch | PackedBatch, settings: LogprobSettings, *, micro_batch_size: int,
-    seq_length: int, routes: Routes, packs: Packs | None = None, with_collision: bool = False,
+    model: list,
+    batch: RolloutBatch | PackedBatch,
+    settings: LogprobSettings,
+    *,
+    micro_batch_size: int,
+    seq_length: int,
+    routes: Routes,
+    packs: Packs | None = None,
+    with_collision: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """Log-probs of the batch's labels under the current weights, by `run_forward_only`, whose arguments these are.
+    """Log-probs of the batch's labels under the current weights, by `run_forward_only`, whose
+    arguments these are.
 
     Args:
         settings: of the log-probs.
@@ -83,12 +99,15 @@ def compute_log_probs(
         with_collision: whether to compute the collision probabilities too.
 
     Returns:
-        (log-probs, entropies) and with_collision the collisions, [T] float32 each, on the last pipeline stage; None on
-        the others.
+        (log-probs, entropies) and with_collision the collisions, [T] float32 each, on the last pipeline
+        stage; None on the others.
     """
     columns = {"with_entropy": True, "with_collision": with_collision}
     forward_step = make_forward_step(
-        lambda micro, output: label_logprobs(output, micro, settings, **columns), settings, routes=routes, **columns
+        lambda micro, output: label_logprobs(output, micro, settings, **columns),
+        settings,
+        routes=routes,
+        **columns,
     )
     results = run_forward_only(
         forward_step, model, batch, packs, micro_batch_size=micro_batch_size, seq_length=seq_length
@@ -100,13 +119,18 @@ def compute_log_probs(
 
 
 def label_logprobs(
-    output: Tensor, micro: Microbatch, settings: LogprobSettings, *, with_entropy: bool = False,
+    output: Tensor,
+    micro: Microbatch,
+    settings: LogprobSettings,
+    *,
+    with_entropy: bool = False,
     with_collision: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Log-probs, entropy (or None) and with_collision the collisions of a microbatch's labels, flat: [b * L] float32.
+    """Log-probs, entropy (or None) and with_collision the collisions of a microbatch's labels, flat:
+    [b * L] float32.
 
-    Over the ids that the server sampled from where they are known, else over the whole vocabulary. A label that was not
-    sampled has 0 (-inf where ids are known), and no gradient: its logits are not read.
+    Over the ids that the server sampled from where they are known, else over the whole vocabulary. A label
+    that was not sampled has 0 (-inf where ids are known), and no gradient: its logits are not read.
 
     Args:
         output: the model's: logits [b, L, V/tp], or the hook's [b, L, 1 to 3].
@@ -119,14 +143,25 @@ def label_logprobs(
     logits, labels = output.reshape(-1, output.shape[-1]), micro.labels.reshape(-1)
     if micro.sampling_masks is not None:
         return sampling_mask_logprobs(
-            logits, labels, micro.sampling_masks, tp_group=settings.tp_group,
-            temperature=settings.temperature, with_entropy=with_entropy, with_collision=with_collision,
-        )  # fmt: skip
+            logits,
+            labels,
+            micro.sampling_masks,
+            tp_group=settings.tp_group,
+            temperature=settings.temperature,
+            with_entropy=with_entropy,
+            with_collision=with_collision,
+        )
     return vocab_parallel_logprobs(
-        logits, labels, tp_group=settings.tp_group, temperature=settings.temperature,
-        vocab_size=settings.vocab_size, with_entropy=with_entropy, with_collision=with_collision,
-        inplace_gradient=settings.inplace_gradient, sampled=micro.sampled,
-    )  # fmt: skip
+        logits,
+        labels,
+        tp_group=settings.tp_group,
+        temperature=settings.temperature,
+        vocab_size=settings.vocab_size,
+        with_entropy=with_entropy,
+        with_collision=with_collision,
+        inplace_gradient=settings.inplace_gradient,
+        sampled=micro.sampled,
+    )
 
 
 def _output_arguments(
@@ -136,7 +171,11 @@ def _output_arguments(
     if (processor := _processor(micro, settings)) is None:
         return {}
     context = OutputContext(
-        micro.labels, settings, with_entropy=with_entropy, sampled=micro.sampled, with_collision=with_collision
+        micro.labels,
+        settings,
+        with_entropy=with_entropy,
+        sampled=micro.sampled,
+        with_collision=with_collision,
     )
     return {"output_processor": processor, "output_processor_context": context}
 

@@ -15,10 +15,17 @@ from megatron_rl_corr.mcore.packs import Packs
 
 @torch.no_grad()
 def run_forward_only(
-    forward_step: Callable, model: list, batch: RolloutBatch | PackedBatch, packs: Packs | None = None, *,
-    micro_batch_size: int, seq_length: int, count: int | None = None,
+    forward_step: Callable,
+    model: list,
+    batch: RolloutBatch | PackedBatch,
+    packs: Packs | None = None,
+    *,
+    micro_batch_size: int,
+    seq_length: int,
+    count: int | None = None,
 ) -> list:
-    """Megatron's forward-only schedule; what forward_step's loss made of each microbatch, on the last stage, else [].
+    """Megatron's forward-only schedule; what forward_step's loss made of each microbatch, on the
+    last stage, else [].
 
     The model is in evaluation mode meanwhile (no dropout), and back in training mode after.
 
@@ -33,7 +40,9 @@ def run_forward_only(
     """
     if count is None:
         count = batch.num_sequences // micro_batch_size if packs is None else packs.count
-    iterators = [microbatches(batch, micro_batch_size) if packs is None else packs.microbatches() for _ in model]
+    iterators = [
+        microbatches(batch, micro_batch_size) if packs is None else packs.microbatches() for _ in model
+    ]
     for chunk in model:
         chunk.eval()
     try:

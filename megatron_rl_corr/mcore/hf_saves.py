@@ -67,7 +67,9 @@ class HFSaves:
             print(f"[rollout] the policy after step {step}, for Hugging Face: {folder.final}", flush=True)
 
     def _begin(self, folder: UnfinishedFolder, place: Path) -> None:
-        """Make the unfinished folder; OSError where a link is in its place, as it may lead out of --rollout-save-hf."""
+        """Make the unfinished folder; OSError where a link is in its place, as it may lead out of
+        --rollout-save-hf.
+        """
         try:
             refuse_link(place)
             folder.begin()
@@ -98,11 +100,13 @@ def check_folder(options: RunConfig, args: argparse.Namespace) -> None:
     for flag, other in (("--save", args.save), ("--load", args.load)):
         if other and Path(other).resolve() == folder.resolve():
             raise ValueError(
-                f"--rollout-save-hf {folder} is the folder of {flag}, where Megatron's checkpoints have the same names "
+                f"--rollout-save-hf {folder} is the folder of {flag}, where Megatron's checkpoints have the "
+                "same names "
                 "(iter_0000040), and one would be removed for the other; name another folder"
             )
     if Path(options.hf_checkpoint).resolve().parent == folder.resolve():
         raise ValueError(
-            f"--rollout-save-hf {folder} holds --rollout-hf-checkpoint {options.hf_checkpoint}, which a step of the "
+            f"--rollout-save-hf {folder} holds --rollout-hf-checkpoint {options.hf_checkpoint}, which a step "
+            "of the "
             "same number would replace; name another folder"
         )

@@ -58,26 +58,38 @@ class Hook:
     """What takes its place."""
 
 
-ARGUMENTS = Hook(megatron_arguments, "add_megatron_arguments", ("parser",), "the same, plus the rollout flags")
+ARGUMENTS = Hook(
+    megatron_arguments, "add_megatron_arguments", ("parser",), "the same, plus the rollout flags"
+)
 SET_UP = Hook(
-    training, "setup_model_and_optimizer", ("model_type",),
+    training,
+    "setup_model_and_optimizer",
+    ("model_type",),
     "the same; then weights are loaded, the servers reached, the first weights pushed",
 )
 TRAIN_STEP = Hook(
-    training, "train_step",
+    training,
+    "train_step",
     ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
-    "collect, score if need be; then the original with our forward step, batch and corrected loss; then the push",
+    "collect, score if need be; then the original with our forward step, batch and corrected loss; then the "
+    "push",
 )
 SAVE = Hook(
-    checkpointing, "save_checkpoint", ("iteration", "model", "optimizer"),
+    checkpointing,
+    "save_checkpoint",
+    ("iteration", "model", "optimizer"),
     "all replicas' places in the prompts are brought together; then the original",
 )
 TRACKER = Hook(
-    checkpointing, "get_checkpoint_tracker_filename", ("checkpoints_path",),
+    checkpointing,
+    "get_checkpoint_tracker_filename",
+    ("checkpoints_path",),
     "within a save, the places are written first; then the original",
 )
 DECIDE_EXIT = Hook(
-    training, "checkpoint_and_decide_exit", ("iteration",),
+    training,
+    "checkpoint_and_decide_exit",
+    ("iteration",),
     "within a batch of several updates nobody saves or leaves; else the original",
 )
 HOOKS = (ARGUMENTS, SET_UP, TRAIN_STEP, SAVE, TRACKER, DECIDE_EXIT)
@@ -87,8 +99,9 @@ CONSOLE = {
     "rollout_corr/k3_kl": "rollout k3 kl",
     "rollout_corr/kept_fraction": "rollout kept fraction",
 }
-"""Metrics in Megatron's own log line: names differ from our TensorBoard tags, as the line goes to TensorBoard too.
-The policy loss is not among them, as Megatron leaves out an average that is negative."""
+"""Metrics in Megatron's own log line: names differ from our TensorBoard tags, as the line goes to
+TensorBoard too. The policy loss is not among them, as Megatron leaves out an average that is negative.
+"""
 
 
 class CorrectedTraining:
@@ -111,12 +124,14 @@ class CorrectedTraining:
 
         @functools.wraps(original)
         def setup_model_and_optimizer(*args, **kwargs):
-            if self._supervision.begun:  # Megatron's in-process restart: leave the servers, and reach them anew
+            # Megatron's in-process restart: leave the servers, and reach them anew
+            if self._supervision.begun:
                 self._supervision.restart()
                 WATCH.forget()
                 try:
                     self.close()
-                except (RuntimeError, ValueError, OSError) as error:  # what failed may be a group that it has to close
+                # what failed may be a group that it has to close
+                except (RuntimeError, ValueError, OSError) as error:
                     logger.warning("what the step before the restart had open was not all closed: %s", error)
             settings = training.get_args()
             all_reduce_startup(lambda: self._check_start(settings))
@@ -126,8 +141,14 @@ class CorrectedTraining:
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
             megatron, reports = session.MegatronRun(settings, model, optimizer, memory), self._reports
-            self.session = session.start(self._config, self._options, megatron, reports.numbers.update,
-                                         reports.all_reduce_evaluated, self._opened)  # fmt: skip
+            self.session = session.start(
+                self._config,
+                self._options,
+                megatron,
+                reports.numbers.update,
+                reports.all_reduce_evaluated,
+                self._opened,
+            )
             WATCH.on_failure(self._reports.close)  # whichever rank fails
             self._supervision.started(self.session, settings.iteration)
             return model, optimizer, scheduler
@@ -150,11 +171,15 @@ class CorrectedTraining:
         ):
             def uncorrected(forward_step: Callable, iterator: Any, microbatches: int | None = None) -> tuple:
                 step = original if microbatches is None else compat.with_microbatches(original, microbatches)
-                return step(forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs)
+                return step(
+                    forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
+                )
 
             iteration = training.get_args().curr_iteration
             self._reports.numbers.clear()
-            result = self.session.step.run(uncorrected, iteration, model, optimizer, config.calculate_per_token_loss)
+            result = self.session.step.run(
+                uncorrected, iteration, model, optimizer, config.calculate_per_token_loss
+            )
             if compat.is_leaving(result):
                 self._reports.all_reduce_evaluated()
                 return result
@@ -183,7 +208,9 @@ class CorrectedTraining:
             # A batch whose first update ends the run is still there; within one, nobody else saves.
             batches, lost = step.updates.batches(iteration), step.training is not None
             cursor = step.collector.all_gather_cursor(batches, with_last=lost)
-            reference = reference_checkpoint.saved_with(iteration, step.reference, training.get_args(), source)
+            reference = reference_checkpoint.saved_with(
+                iteration, step.reference, training.get_args(), source
+            )
             turn = trainers_turn(step.colocation, step.push, batches)
             with checkpoint_cursor.saved_with(iteration, cursor), reference, turn:
                 return original(iteration, *args, **kwargs)
@@ -191,11 +218,13 @@ class CorrectedTraining:
         return save_checkpoint
 
     def wrap_decide_exit(self, original: Callable) -> Callable:
-        """Wraps `checkpoint_and_decide_exit`: what a signal or a time limit asks for within a batch waits for its end.
+        """Wraps `checkpoint_and_decide_exit`: what a signal or a time limit asks for within a batch
+        waits for its end.
 
         A checkpoint does not hold a batch, and what is left of it would be lost.
         """
         signature = inspect.signature(original)
+
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args, **kwargs):
             if self.session is None:
@@ -230,8 +259,8 @@ def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report)
     Args:
         config: the correction.
         options: of the launcher's flags.
-        report: report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's TensorBoard
-            writer or None.
+        report: report(metrics, writer) takes each step's numbers on the job's last rank, with Megatron's
+            TensorBoard writer or None.
 
     Returns:
         What leaves the servers after the script has ended.
@@ -241,26 +270,40 @@ def install(config: RolloutCorrectionConfig, options: RunConfig, report: Report)
     """
     originals = [checked(hook.module, hook.name, hook.parameters) for hook in HOOKS]
     run = CorrectedTraining(config, options, report)
-    wraps = (with_our_flags, run.wrap_set_up, run.wrap_train_step, run.wrap_save, checkpoint_files.with_ours_first,
-             run.wrap_decide_exit)  # fmt: skip
+    wraps = (
+        with_our_flags,
+        run.wrap_set_up,
+        run.wrap_train_step,
+        run.wrap_save,
+        checkpoint_files.with_ours_first,
+        run.wrap_decide_exit,
+    )
     _replace(originals, wraps)
     return run.close
 
 
 def wrap_pretrain(wrap: Callable[[Callable], Callable]) -> None:
-    """Replace `pretrain`, for a script that no launcher runs, so that something can happen after the last step."""
+    """Replace `pretrain`, for a script that no launcher runs, so that something can happen
+    after the last step.
+    """
     replace(training, "pretrain", ("forward_step_func",), wrap)
 
 
 def describe() -> str:
     """What `install` would replace in this Megatron, and where; nothing is replaced."""
-    lines = [f"megatron-core {versions.megatron_version} in {versions.tree()}; supported are {versions.SUPPORTED}; "
-             f"Transformer Engine: {versions.transformer_engine()}"]  # fmt: skip
+    lines = [
+        f"megatron-core {versions.megatron_version} in {versions.tree()}; supported are "
+        f"{versions.SUPPORTED}; "
+        f"Transformer Engine: {versions.transformer_engine()}"
+    ]
     originals = [checked(hook.module, hook.name, hook.parameters) for hook in HOOKS]
     for hook, holders in zip(HOOKS, _holders(originals), strict=True):
         places = [f"{module.__name__}.{name}" for module, name in holders]
-        lines += [f"{hook.module.__name__}.{hook.name}({', '.join(hook.parameters)}, ...)", f"    by: {hook.by}",
-                  f"    at: {', '.join(sorted(places))}"]  # fmt: skip
+        lines += [
+            f"{hook.module.__name__}.{hook.name}({', '.join(hook.parameters)}, ...)",
+            f"    by: {hook.by}",
+            f"    at: {', '.join(sorted(places))}",
+        ]
     return "\n".join(lines)
 
 
@@ -274,12 +317,16 @@ def with_our_flags(original: Callable) -> Callable:
 
 def _console_losses(numbers: dict[str, float]) -> dict[str, torch.Tensor]:
     """What Megatron's `training_log` shows of the step, as losses; {} without numbers."""
-    shown = {shown: numbers[name] for name, shown in CONSOLE.items() if math.isfinite(numbers.get(name, math.nan))}
+    shown = {
+        shown: numbers[name] for name, shown in CONSOLE.items() if math.isfinite(numbers.get(name, math.nan))
+    }
     return {name: torch.tensor(value, device=communication_device()) for name, value in shown.items()}
 
 
 def _holders(functions: Sequence[Callable]) -> list[list[tuple[ModuleType, str]]]:
-    """Every (module, name) that is bound to each function, wherever it was imported and whatever it is called there."""
+    """Every (module, name) that is bound to each function, wherever it was imported and whatever it
+    is called there.
+    """
     found: dict[int, list] = {id(function): [] for function in functions}
     for module in [module for module in list(sys.modules.values()) if isinstance(module, ModuleType)]:
         # Thousands of modules have a million names, and every rank looks through them as it starts.
@@ -295,14 +342,17 @@ def checked(module: ModuleType, name: str, parameters: tuple[str, ...]) -> Calla
     function = vars(module).get(name)
     if function is None:
         raise versions.UnsupportedMegatron(
-            f"{module.__name__} of megatron-core {versions.megatron_version} has no {name}: this Megatron was changed "
+            f"{module.__name__} of megatron-core {versions.megatron_version} has no {name}: this Megatron "
+            "was changed "
             f"in a way that megatron_rl_corr does not know; supported are {versions.SUPPORTED}"
         )
     versions.check_parameters(function, parameters)
     return function
 
 
-def replace(module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]) -> None:
+def replace(
+    module: ModuleType, name: str, parameters: tuple[str, ...], wrap: Callable[[Callable], Callable]
+) -> None:
     """Bind the wrapped function wherever the original is bound: a copy would go on with the original."""
     _replace([checked(module, name, parameters)], [wrap])
 

@@ -43,11 +43,15 @@ class LossInputs:
     loss_mask: Tensor
     """[T] bool: the label was sampled by the policy, in a sample of the loss, whatever its log-prob."""
     own_weights: Tensor
-    """[T] bool: sampled, and by the weights that the trainer has now, whether or not its sample is in the loss."""
+    """[T] bool: sampled, and by the weights that the trainer has now, whether or not its
+    sample is in the loss.
+    """
     advantages: Tensor
     """[T] float32."""
     correction: Correction
-    """The batch's; without a pass for old log-probs it only counts tokens, and the loss makes each microbatch's."""
+    """The batch's; without a pass for old log-probs it only counts tokens, and the loss makes
+    each microbatch's.
+    """
     coefficients: Tensor
     """[T] float32: the loss of the global batch is the sum of coefficients x token losses."""
     old_logprobs: Tensor | None = None
@@ -71,15 +75,24 @@ class LossInputs:
         return replace(self, **part, correction=self.correction.rows(start, stop))
 
     def at(self, places: Tensor, padding: int) -> LossInputs:
-        """Those of the tokens at these places [T'], and behind them of so many that are no token: 0, masked."""
+        """Those of the tokens at these places [T'], and behind them of so many that are no
+        token: 0, masked.
+        """
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         part = {name: padded_at(value, places, padding) for name, value in tensors.items()}
         return replace(self, **part, correction=self.correction.at(places, padding))
 
 
 def make_loss_inputs(
-    batch: RolloutBatch | PackedBatch, old_logprobs: Tensor, config: RolloutCorrectionConfig, groups: ParallelGroups,
-    *, group_size: int, routing: Tensor | None = None, collisions: Tensor | None = None, seq_length: int | None = None,
+    batch: RolloutBatch | PackedBatch,
+    old_logprobs: Tensor,
+    config: RolloutCorrectionConfig,
+    groups: ParallelGroups,
+    *,
+    group_size: int,
+    routing: Tensor | None = None,
+    collisions: Tensor | None = None,
+    seq_length: int | None = None,
 ) -> LossInputs:
     """Correct pi_old against pi_rollout, then take advantages over the sequences that were not rejected.
 
@@ -102,8 +115,15 @@ def make_loss_inputs(
         else:
             inputs[name] = routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
     correction = compute_correction(
-        old_logprobs, batch.flat(batch.rollout_logprobs), trained_tokens(batch), batch.seq_ids,
-        num_sequences=batch.num_sequences, config=config, groups=groups, **_parts(batch), **inputs,
+        old_logprobs,
+        batch.flat(batch.rollout_logprobs),
+        trained_tokens(batch),
+        batch.seq_ids,
+        num_sequences=batch.num_sequences,
+        config=config,
+        groups=groups,
+        **_parts(batch),
+        **inputs,
     )
     if not config.advantage_by_token:
         by_row = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=correction)
@@ -117,7 +137,11 @@ def make_loss_inputs(
 
 
 def make_bypass_loss_inputs(
-    batch: RolloutBatch | PackedBatch, config: RolloutCorrectionConfig, groups: ParallelGroups, *, group_size: int
+    batch: RolloutBatch | PackedBatch,
+    config: RolloutCorrectionConfig,
+    groups: ParallelGroups,
+    *,
+    group_size: int,
 ) -> LossInputs:
     """Without a pass for old log-probs: the loss corrects the current policy against pi_rollout.
 
@@ -125,23 +149,36 @@ def make_bypass_loss_inputs(
     """
     rollout = batch.flat(batch.rollout_logprobs)
     whole = compute_correction(
-        rollout, rollout, trained_tokens(batch), batch.seq_ids, num_sequences=batch.num_sequences,
-        config=RolloutCorrectionConfig(), groups=groups,
+        rollout,
+        rollout,
+        trained_tokens(batch),
+        batch.seq_ids,
+        num_sequences=batch.num_sequences,
+        config=RolloutCorrectionConfig(),
+        groups=groups,
     )
     advantages = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=whole)
     return _loss_inputs(batch, replace(whole, metrics={}), batch.spread(advantages), config)
 
 
 def _loss_inputs(
-    batch: RolloutBatch | PackedBatch, correction: Correction, advantages: Tensor, config: RolloutCorrectionConfig,
-    *, old_logprobs: Tensor | None = None,
+    batch: RolloutBatch | PackedBatch,
+    correction: Correction,
+    advantages: Tensor,
+    config: RolloutCorrectionConfig,
+    *,
+    old_logprobs: Tensor | None = None,
 ) -> LossInputs:
     """advantages [T]."""
     mask = trained_tokens(batch)
     return LossInputs(
-        batch.flat(batch.rollout_logprobs), mask,
+        batch.flat(batch.rollout_logprobs),
+        mask,
         batch.flat(batch.loss_mask) & batch.spread(batch.version_lags == 0),
-        advantages, correction, token_coefficients(correction, batch.seq_ids, config), old_logprobs,
+        advantages,
+        correction,
+        token_coefficients(correction, batch.seq_ids, config),
+        old_logprobs,
         **_parts(batch),
     )
 
@@ -150,7 +187,9 @@ def _parts(batch: RolloutBatch | PackedBatch) -> dict[str, Any]:
     """What metrics, and rules by turn, part the tokens by."""
     engines, lags = batch.engine_ids, batch.token_lags
     return {
-        "turn_ids": batch.flat_turn_ids, "num_turns": batch.num_turns, "engines": batch.engines,
+        "turn_ids": batch.flat_turn_ids,
+        "num_turns": batch.num_turns,
+        "engines": batch.engines,
         "engine_ids": None if engines is None else batch.spread(engines),
         "token_lags": None if lags is None else batch.flat(lags),
     }
@@ -160,10 +199,11 @@ def _parts(batch: RolloutBatch | PackedBatch) -> dict[str, Any]:
 class LossScale:
     """Undoes what Megatron divides a loss by, in both modes of --calculate-per-token-loss.
 
-    Off: the schedule multiplies a microbatch's loss by cp and divides it by the number of microbatches, DDP divides the
-    gradient by dp * cp; num_microbatches * dp_size is left to put back. On: the gradient is divided by the sum of the
-    returned counts. All positions are counted and the loss is scaled to match, so that MoE's auxiliary losses, which
-    that division also meets, do not grow where tokens are masked or rejected.
+    Off: the schedule multiplies a microbatch's loss by cp and divides it by the number of microbatches,
+    DDP divides the gradient by dp * cp; num_microbatches * dp_size is left to put back. On: the gradient
+    is divided by the sum of the returned counts. All positions are counted and the loss is scaled to
+    match, so that MoE's auxiliary losses, which that division also meets, do not grow where tokens are
+    masked or rejected.
     """
 
     num_microbatches: int
@@ -174,7 +214,9 @@ class LossScale:
     """Megatron's calculate_per_token_loss."""
 
     def schedule_result(self, share: Tensor, positions: int) -> tuple:
-        """What a loss function returns for its share of the global loss, over a microbatch of so many positions."""
+        """What a loss function returns for its share of the global loss, over a microbatch of
+        so many positions.
+        """
         if self.per_token:
             # A fill, not torch.tensor: copying a number from the host would wait for the device.
             count = torch.full((), positions, dtype=torch.int, device=share.device)
@@ -194,8 +236,9 @@ class CorrectedLoss:
     groups: ParallelGroups | None = None
     """For a loss or a correction of whole sequences."""
     updates: int = 1
-    """Optimizer steps that the batch makes. With one, pi_old is the current policy, taken here: it has the dropout,
-    the kernels and the rounding of this very pass, so r = 1 exactly."""
+    """Optimizer steps that the batch makes. With one, pi_old is the current policy, taken here: it has the
+    dropout, the kernels and the rounding of this very pass, so r = 1 exactly.
+    """
     bounds_kl: bool = False
     """Measure the KL to pi_old for the decision whether the batch goes on."""
     first_step: FirstStep | None = None
@@ -209,7 +252,9 @@ class CorrectedLoss:
         return not self.scored or self.config.entropy_coef > 0
 
     def __call__(self, micro: Microbatch, output: Tensor) -> tuple:
-        """The microbatch's share of the sum over the global batch of coefficient x token loss, as LossScale has it."""
+        """The microbatch's share of the sum over the global batch of coefficient x token loss, as
+        LossScale has it.
+        """
         config, inputs = self.config, micro.loss_inputs
         logprobs, entropy = label_logprobs(output, micro, self.logprobs, with_entropy=self.with_entropy)
         current, correction = logprobs.detach(), inputs.correction
@@ -221,9 +266,19 @@ class CorrectedLoss:
             metrics["entropy"] = mean_entropy(entropy, correction.valid)
         old = self._old_logprobs(inputs, current)
         losses = policy_loss(
-            loss_of(config.loss), logprobs, old, inputs.advantages, correction, config,
-            entropy=entropy, metrics=metrics, seq_ids=micro.seq_ids, num_sequences=micro.num_sequences,
-            groups=self.groups, ref_logprobs=inputs.ref_logprobs, rollout_logprobs=inputs.rollout_logprobs,
+            loss_of(config.loss),
+            logprobs,
+            old,
+            inputs.advantages,
+            correction,
+            config,
+            entropy=entropy,
+            metrics=metrics,
+            seq_ids=micro.seq_ids,
+            num_sequences=micro.num_sequences,
+            groups=self.groups,
+            ref_logprobs=inputs.ref_logprobs,
+            rollout_logprobs=inputs.rollout_logprobs,
         )
         gradient = gradient_of(losses, logprobs) if is_own(config.loss) else None
         decision = self._decision(inputs, correction, current, old, gradient)
@@ -243,26 +298,39 @@ class CorrectedLoss:
         """The current policy against pi_rollout, over one microbatch."""
         inputs = micro.loss_inputs
         return compute_correction(
-            current, inputs.rollout_logprobs, inputs.loss_mask, micro.seq_ids, num_sequences=micro.num_sequences,
+            current,
+            inputs.rollout_logprobs,
+            inputs.loss_mask,
+            micro.seq_ids,
+            num_sequences=micro.num_sequences,
             config=self.config,
             # The batch's totals are known, and the other replicas may be at another microbatch.
-            groups=None if self.groups is None else replace(self.groups, dp_cp=None), advantages=inputs.advantages,
-            turn_ids=inputs.turn_ids, num_turns=inputs.num_turns, engine_ids=inputs.engine_ids, engines=inputs.engines,
+            groups=None if self.groups is None else replace(self.groups, dp_cp=None),
+            advantages=inputs.advantages,
+            turn_ids=inputs.turn_ids,
+            num_turns=inputs.num_turns,
+            engine_ids=inputs.engine_ids,
+            engines=inputs.engines,
             token_lags=inputs.token_lags,
         )
 
     @torch.no_grad()
     def _decision(
-        self, inputs: LossInputs, correction: Correction, current: Tensor, old: Tensor, gradient: Tensor | None
+        self,
+        inputs: LossInputs,
+        correction: Correction,
+        current: Tensor,
+        old: Tensor,
+        gradient: Tensor | None,
     ) -> dict[str, Metric]:
         """What decides whether the step updates the weights.
 
-        kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0 (with an
-        entropy bonus each has, with a KL penalty or dro's those that are not where it pulls them, weighed ones where
-        the pull is weighed; `gradient` [T] tells
-        it of a loss of the user's own, which may need no advantage). first_step_kl: as `FirstStep.judge` takes it.
-        kl_to_old: mean k3 between pi_old and the policy over the tokens in the loss. ess: of the sequences that rules
-        leave, where they are applied here.
+        kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not
+        0 (with an entropy bonus each has, with a KL penalty or dro's those that are not where it pulls
+        them, weighed ones where the pull is weighed; `gradient` [T] tells it of a loss of the user's own,
+        which may need no advantage). first_step_kl: as `FirstStep.judge` takes it. kl_to_old: mean k3
+        between pi_old and the policy over the tokens in the loss. ess: of the sequences that rules leave,
+        where they are applied here.
         """
         pulling, config = correction.mask, self.config
         if gradient is not None:
@@ -273,8 +341,9 @@ class CorrectedLoss:
             weighs_kl = config.kl_loss_type == "unbiased" and not config.bypass_mode
             penalties = (
                 (config.kl_loss_coef, inputs.ref_logprobs, weighs_kl),
-                (config.sampler_kl_coef, inputs.rollout_logprobs, False), (config.kind.pulls_to_old, old, True),
-            )  # fmt: skip
+                (config.sampler_kl_coef, inputs.rollout_logprobs, False),
+                (config.kind.pulls_to_old, old, True),
+            )
             for coefficient, other, is_weighed in penalties:
                 if coefficient:
                     pulled = (current != other) & other.isfinite()
@@ -284,7 +353,8 @@ class CorrectedLoss:
             "kept": Sum(correction.mask.sum(dtype=torch.float64)[None]),
             "pulling": Sum(pulling.sum(dtype=torch.float64)[None]),
         }
-        if not self.scored and config.rollout_rs:  # without rules none is rejected, and the batch's own ESS is this one
+        # without rules none is rejected, and the batch's own ESS is this one
+        if not self.scored and config.rollout_rs:
             decision["ess"] = sequences_ess(correction, self.groups or ParallelGroups())
         if self.first_step is not None:
             own, most = inputs.own_weights, self.first_step.most

@@ -44,7 +44,9 @@ class Microbatch:
     """Which of the b * L labels were sampled; None: all get a log-prob."""
 
     places: Tensor | None = None
-    """[L, b] int64: each token's place among the batch's T; T in a pack's padding. As routers see tokens, L first."""
+    """[L, b] int64: each token's place among the batch's T; T in a pack's padding. As routers see
+    tokens, L first.
+    """
     packed_seq_params: PackedSeqParams | None = None
     """Where each sequence begins, in a pack of several; None: sequences are rows."""
 
@@ -55,7 +57,9 @@ class Microbatch:
 
     @property
     def counted(self) -> int:
-        """What it counts in the sum that --calculate-per-token-loss divides the gradient by: its b * L positions."""
+        """What it counts in the sum that --calculate-per-token-loss divides the gradient by: its
+        b * L positions.
+        """
         return self.tokens.numel()
 
     @property
@@ -64,7 +68,9 @@ class Microbatch:
         return row_ids(*self.tokens.shape, self.tokens.device)
 
 
-def microbatches(batch: RolloutBatch, size: int, loss_inputs: LossInputs | None = None) -> Iterator[Microbatch]:
+def microbatches(
+    batch: RolloutBatch, size: int, loss_inputs: LossInputs | None = None
+) -> Iterator[Microbatch]:
     """Rows in order, `size` at a time; N must be a multiple of it."""
     rows, length = batch.tokens.shape
     positions, padding, sampled = batch.position_ids.expand(size, length), batch.padding, batch.sampled_rows
@@ -72,8 +78,13 @@ def microbatches(batch: RolloutBatch, size: int, loss_inputs: LossInputs | None 
     for start in range(0, rows, size):
         part, first, last = slice(start, start + size), start * length, (start + size) * length
         yield Microbatch(
-            start // size, batch.tokens[part], batch.labels[part], positions,
-            None if loss_inputs is None else loss_inputs.tokens(first, last), padding[part],
+            start // size,
+            batch.tokens[part],
+            batch.labels[part],
+            positions,
+            None if loss_inputs is None else loss_inputs.tokens(first, last),
+            padding[part],
             None if batch.sampling_masks is None else batch.sampling_masks.tokens(first, last),
-            sampled.tokens(first, last), places[part].t(),
+            sampled.tokens(first, last),
+            places[part].t(),
         )

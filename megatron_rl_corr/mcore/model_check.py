@@ -1,4 +1,6 @@
-"""Whether every server has the model that is trained, before the first byte of weights is sent to any of them."""
+"""Whether every server has the model that is trained, before the first byte of weights is
+sent to any of them.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ from megatron_rl_corr.weight_sync.verify import shortened
 def check_models(options: RunConfig, client: RolloutClient, loop: LoopThread) -> None:
     """Compare what each server tells of its model with the checkpoint; from rank 0, every rank calls it.
 
-    Compared are the type of the model; the settings that decide what it computes, where the server is on this host and
-    its folder can be read; and the names of its parameters, unless `verify_push` is off: a server reads its weights for
-    that, as after every push. A server that a killed trainer left in the middle of an update is not asked for its
-    parameters.
+    Compared are the type of the model; the settings that decide what it computes, where the server is on this
+    host and its folder can be read; and the names of its parameters, unless `verify_push` is off: a server
+    reads its weights for that, as after every push. A server that a killed trainer left in the middle of an
+    update is not asked for its parameters.
 
     Args:
         options: the plugin's flags; with `server_check` off nothing is asked.
@@ -49,8 +51,10 @@ def check_models(options: RunConfig, client: RolloutClient, loop: LoopThread) ->
             if found is not None:
                 url, what = found
                 error = StartupError(
-                    f"--rollout-url {url}: it has another model than --rollout-hf-checkpoint {checkpoint.path}: {what}"
-                    "; nothing was sent to any server yet. Start all with this checkpoint, or train nevertheless with "
+                    f"--rollout-url {url}: it has another model than --rollout-hf-checkpoint "
+                    f"{checkpoint.path}: {what}"
+                    "; nothing was sent to any server yet. Start all with this checkpoint, or train "
+                    "nevertheless with "
                     "--rollout-server-check off"
                 )
         except RolloutError as failure:
@@ -67,7 +71,9 @@ async def difference(
         engine = client.engine_of(url)
         served = engine.served_model(model, info)
         own_type = checkpoint.config.get("model_type")
-        if served.type is not None and CODE_OF.get(served.type, served.type) != CODE_OF.get(own_type, own_type):
+        if served.type is not None and CODE_OF.get(served.type, served.type) != CODE_OF.get(
+            own_type, own_type
+        ):
             return url, f"its model_type is {served.type}, the checkpoint's {own_type}"
         if served.path is not None and is_loopback(url):
             settings = other_settings(Path(served.path), checkpoint.config)
@@ -82,10 +88,11 @@ async def difference(
 
 
 def other_settings(folder: Path, config: Mapping[str, Any]) -> str:
-    """The settings by which a folder's config.json differs from a configuration; "" where none does, or it has no file.
+    """The settings by which a folder's config.json differs from a configuration; "" where none does,
+    or it has no file.
 
-    Compared is what decides a parameter's shape or what the model computes, with transformers' defaults, wherever it
-    stands in the file, and with settings that are not known here.
+    Compared is what decides a parameter's shape or what the model computes, with transformers' defaults,
+    wherever it stands in the file, and with settings that are not known here.
     """
     try:
         served = read_config(folder)
@@ -97,7 +104,8 @@ def other_settings(folder: Path, config: Mapping[str, Any]) -> str:
         return f"settings that can't be compared: {error}"
     return ", ".join(
         f"{key} {theirs.get(key, 'not set')} where the checkpoint has {ours.get(key, 'it not set')}"
-        for key in sorted({*theirs, *ours}) if key not in theirs or key not in ours or theirs[key] != ours[key]
+        for key in sorted({*theirs, *ours})
+        if key not in theirs or key not in ours or theirs[key] != ours[key]
     )
 
 
@@ -109,7 +117,8 @@ def other_names(engine: Engine, server: ServerChecksums, checkpoint: HFCheckpoin
     lacking = sorted(name for name in sent if engine.held_in(name, held) not in held)
     if lacking and server.shows_all:
         return f"it has none of {len(lacking)} of its {len(sent)} parameters: {shortened(lacking)}"
-    own = held - {engine.held_in(name, held) for name in sent} - {"lm_head.weight"}  # a tied one stands there twice
+    # a tied one stands there twice
+    own = held - {engine.held_in(name, held) for name in sent} - {"lm_head.weight"}
     more = sorted(name for name in own if table.why_kept(name) is None)
     if more and server.quantization is None:  # a quantised server has scales beside its weights
         return f"it has {len(more)} parameters that the checkpoint lacks: {shortened(more)}"

@@ -14,7 +14,8 @@ def trained_type(args: argparse.Namespace) -> str:
     """The coarsest type of the trainer's products, a key of `evidence.ROUNDINGS`. Example: "bfloat16".
 
     Args:
-        args: Megatron's; --fp8-format and --fp4-format count as what they multiply in, whatever the parameters' type.
+        args: Megatron's; --fp8-format and --fp4-format count as what they multiply in, whatever the
+            parameters' type.
     """
     for name in reversed(QUANTIZED):
         if vars(args).get(name):

@@ -1,6 +1,7 @@
 """GPTModel.forward's output_processor: log-probs in the place of the model's logits, behind its last layer.
 
-b rows of L tokens (of this context-parallel rank), H hidden size, V vocabulary columns, tp tensor-parallel ranks.
+b rows of L tokens (of this context-parallel rank), H hidden size, V vocabulary columns, tp
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ LOGITS_BYTES = 256 * 2**20
 """Logits that exist at a time where log-probs come from hidden states: fewer, larger multiplications."""
 
 
-
 @dataclass(frozen=True)
 class LogprobSettings:
     """How the model's last layer becomes log-probs of the same distribution that the server sampled from."""
@@ -34,7 +34,9 @@ class LogprobSettings:
     from_hidden: bool = False
     """Without ever holding all logits, through Megatron's output_processor hook."""
     before_copies: bool = False
-    """From the output layer's own logits, through that hook, before Megatron copies them into rows and into float32."""
+    """From the output layer's own logits, through that hook, before Megatron copies them into rows
+    and into float32.
+    """
     fp32_lm_head: bool = False
     """Logits in float32, from float32 copies of hidden states and weight; with from_hidden."""
     inplace_gradient: bool = False
@@ -43,7 +45,9 @@ class LogprobSettings:
 
 @dataclass(frozen=True)
 class OutputContext:
-    """What the hook behind the last layer needs of a microbatch: GPTModel.forward's output_processor_context."""
+    """What the hook behind the last layer needs of a microbatch: GPTModel.forward's
+    output_processor_context.
+    """
 
     labels: Tensor
     """[b, L] int64."""
@@ -58,20 +62,32 @@ class OutputContext:
 
 
 def label_logprobs_of_layer(
-    *, hidden_states: Tensor, output_layer: nn.Module, output_weight: Tensor | None, context: OutputContext, **_: Any
+    *,
+    hidden_states: Tensor,
+    output_layer: nn.Module,
+    output_weight: Tensor | None,
+    context: OutputContext,
+    **_: Any,
 ) -> Tensor:
-    """GPTModel.forward's output_processor: log-probs of the output layer's logits, where and of the type that they are.
+    """GPTModel.forward's output_processor: log-probs of the output layer's logits, where and of the
+    type that they are.
 
-    Arguments and result are those of `label_logprobs_of_hidden`; nothing may scale the logits after the layer (MuP).
+    Arguments and result are those of `label_logprobs_of_hidden`; nothing may scale the logits after
+    the layer (MuP).
     """
     logits, _bias = output_layer(hidden_states, weight=output_weight)
     settings, rows = context.settings, logits.shape[1]
     outputs = vocab_parallel_logprobs(
-        logits.flatten(0, 1), context.labels.t().reshape(-1), tp_group=settings.tp_group,
-        temperature=settings.temperature, vocab_size=settings.vocab_size, with_entropy=context.with_entropy,
-        with_collision=context.with_collision, inplace_gradient=settings.inplace_gradient,
+        logits.flatten(0, 1),
+        context.labels.t().reshape(-1),
+        tp_group=settings.tp_group,
+        temperature=settings.temperature,
+        vocab_size=settings.vocab_size,
+        with_entropy=context.with_entropy,
+        with_collision=context.with_collision,
+        inplace_gradient=settings.inplace_gradient,
         sampled=None if context.sampled is None else context.sampled.column_major(rows),
-    )  # fmt: skip
+    )
     return _in_rows(outputs, rows)
 
 
@@ -84,15 +100,16 @@ def label_logprobs_of_hidden(
     context: OutputContext,
     **_: Any,
 ) -> Tensor:
-    """GPTModel.forward's output_processor: the model's output becomes log-probs, and no rank ever holds all logits.
+    """GPTModel.forward's output_processor: the model's output becomes log-probs, and no rank ever
+    holds all logits.
 
-    The weight's gradient is its .grad, which DDP's hook adds to main_grad; under --gradient-accumulation-fusion it is
-    added to main_grad here, as Megatron's output layer does.
+    The weight's gradient is its .grad, which DDP's hook adds to main_grad; under
+    --gradient-accumulation-fusion it is added to main_grad here, as Megatron's output layer does.
 
     Args:
-        hidden_states: [L, b, H], or this rank's part of L under sequence parallelism. Parts are gathered whole, because
-            a chunk of tokens lies on all ranks; the gather's backward sums the ranks' shares of the gradient, which
-            linear_logprobs does otherwise.
+        hidden_states: [L, b, H], or this rank's part of L under sequence parallelism. Parts are gathered
+            whole, because a chunk of tokens lies on all ranks; the gather's backward sums the ranks' shares
+            of the gradient, which linear_logprobs does otherwise.
         output_layer: Megatron's.
         output_weight: a shared embedding's, or None for the layer's own.
         config: the model's.
@@ -102,8 +119,9 @@ def label_logprobs_of_hidden(
         [b, L, 1] float32, [b, L, 2] with the entropy, [b, L, 3] with the collision too.
 
     Raises:
-        ValueError: for what the logits would go through and this does not: a bias, scaled logits (MuP), more heads
-            (MTP), and weight gradients that Megatron defers, or has fused into main_grad where this does not.
+        ValueError: for what the logits would go through and this does not: a bias, scaled logits (MuP),
+            more heads (MTP), and weight gradients that Megatron defers, or has fused into main_grad
+            where this does not.
     """
     weight = output_layer.weight if output_weight is None else output_weight
     _check_output_layer(output_layer, weight, config)
@@ -115,13 +133,20 @@ def label_logprobs_of_hidden(
         element = 4 if context.settings.fp32_lm_head else hidden_states.element_size()
         chunk_tokens = max(LOGITS_BYTES // (len(weight) * element), 1024)
     outputs = linear_logprobs(
-        hidden_states.flatten(0, 1), weight, context.labels.t().reshape(-1), tp_group=context.settings.tp_group,
-        temperature=context.settings.temperature, vocab_size=context.settings.vocab_size,
-        with_entropy=context.with_entropy, with_collision=context.with_collision, chunk_tokens=chunk_tokens,
-        fp32_lm_head=context.settings.fp32_lm_head, reduce_hidden_gradient=not output_layer.sequence_parallel,
+        hidden_states.flatten(0, 1),
+        weight,
+        context.labels.t().reshape(-1),
+        tp_group=context.settings.tp_group,
+        temperature=context.settings.temperature,
+        vocab_size=context.settings.vocab_size,
+        with_entropy=context.with_entropy,
+        with_collision=context.with_collision,
+        chunk_tokens=chunk_tokens,
+        fp32_lm_head=context.settings.fp32_lm_head,
+        reduce_hidden_gradient=not output_layer.sequence_parallel,
         sampled=None if sampled is None else sampled.column_major(rows),
         into_main_grad=_is_fused(weight, config) and weight.requires_grad and torch.is_grad_enabled(),
-    )  # fmt: skip
+    )
     return _in_rows(outputs, rows)
 
 
@@ -131,13 +156,17 @@ def _in_rows(outputs: tuple[Tensor | None, ...], rows: int) -> Tensor:
 
 
 def split_output(output: Tensor) -> tuple[Tensor | None, ...]:
-    """The hook's output [b, L, 1 to 3] -> log-probs, entropy (or None) and the collision if it is there: [b * L]."""
+    """The hook's output [b, L, 1 to 3] -> log-probs, entropy (or None) and the collision if it
+    is there: [b * L].
+    """
     logprobs, *more = output.flatten(0, 1).unbind(dim=1)
     return logprobs, *(more or [None])
 
 
 def _is_fused(weight: Tensor, config: TransformerConfig) -> bool:
-    """Whether Megatron's output layer would add the weight's gradient to main_grad itself (FSDP makes its own)."""
+    """Whether Megatron's output layer would add the weight's gradient to main_grad itself
+    (FSDP makes its own).
+    """
     has_buffer = hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__")
     return config.gradient_accumulation_fusion and has_buffer
 
@@ -149,13 +178,18 @@ def _check_output_layer(output_layer: nn.Module, weight: Tensor, config: Transfo
     if config.use_mup:
         raise ValueError("log-probs from hidden states do not know MuP's scaled logits" + remedy)
     if config.mtp_num_layers:
-        raise ValueError(f"log-probs from hidden states do not know MTP, got {config.mtp_num_layers} layers" + remedy)
+        raise ValueError(
+            f"log-probs from hidden states do not know MTP, got {config.mtp_num_layers} layers" + remedy
+        )
     if config.defer_embedding_wgrad_compute:
-        raise ValueError("log-probs from hidden states do not know --defer-embedding-wgrad-compute; leave it out")
+        raise ValueError(
+            "log-probs from hidden states do not know --defer-embedding-wgrad-compute; leave it out"
+        )
     # DDP's hook leaves .grad out where Megatron has added to main_grad in the same step.
     if getattr(weight, "grad_added_to_main_grad", False) and not _is_fused(weight, config):
         raise ValueError(
-            "--gradient-accumulation-fusion has added to the output weight's main_grad in this step, so its gradient "
+            "--gradient-accumulation-fusion has added to the output weight's main_grad in this step, so its "
+            "gradient "
             "from hidden states would be lost: take all microbatches of a step from hidden states, or "
             "--no-gradient-accumulation-fusion"
         )

@@ -1,7 +1,8 @@
 """A step's samples packed one behind the other instead of padded to rows.
 
-S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks, tp tensor-parallel ones.
-Each sequence is padded to a multiple of 2 * cp, of which every rank takes its two chunks; each pack to one of tp more.
+S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks, tp
+tensor-parallel ones. Each sequence is padded to a multiple of 2 * cp, of which every rank takes its two
+chunks; each pack to one of tp more.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from megatron_rl_corr.rollout import versions
 class PackedBatch:
     """One replica's sequences, one behind the other; under context parallelism, this rank's tokens of each.
 
-    Example of sequences of 3 and 2 tokens, cp 1: positions [0, 1, 2, 0, 1], seq_ids [0, 0, 0, 1, 1], cu_seqlens
-    [0, 3, 5]. With cp 2 they are padded to 4 each (cu_seqlens [0, 4, 8]); rank 0 has positions [0, 3, 0, 3].
+    Example of sequences of 3 and 2 tokens, cp 1: positions [0, 1, 2, 0, 1], seq_ids [0, 0, 0, 1, 1],
+    cu_seqlens [0, 3, 5]. With cp 2 they are padded to 4 each (cu_seqlens [0, 4, 8]); rank 0 has
+    positions [0, 3, 0, 3].
     """
 
     tokens: Tensor
@@ -56,7 +58,9 @@ class PackedBatch:
     version_lags: Tensor
     """[S] float32: the trainer's weight version minus the one that sampled the first token."""
     token_lags: Tensor | None = None
-    """[T] int64: as version_lags, of the label's own version; 0 outside the mask. None: nobody asks for it."""
+    """[T] int64: as version_lags, of the label's own version; 0 outside the mask. None:
+    nobody asks for it.
+    """
     in_loss: Tensor | None = None
     """[S] bool: False for a sample that only its group's baseline counts. None: all are in the loss."""
     engine_ids: Tensor | None = None
@@ -64,7 +68,9 @@ class PackedBatch:
     engines: tuple[str, ...] = ()
     """Names as `Trajectory.engine` has them."""
     turn_ids: Tensor | None = None
-    """[T] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None: sequences of one turn."""
+    """[T] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None:
+    sequences of one turn.
+    """
     num_turns: int | None = None
     """Larger than every turn id, the same on all ranks; None without turn_ids."""
     sampling_masks: SamplingMasks | None = None
@@ -90,18 +96,33 @@ class PackedBatch:
         long = torch.zeros(total, dtype=torch.int64, device=device)
         rows = torch.zeros(len(real), device=device)
         return cls(
-            tokens=long, labels=long.clone(), loss_mask=long.bool(), rollout_logprobs=long.float(),
+            tokens=long,
+            labels=long.clone(),
+            loss_mask=long.bool(),
+            rollout_logprobs=long.float(),
             positions=torch.from_numpy(np.arange(total) - starts[ids]).to(device),
             seq_ids=torch.from_numpy(ids).to(device),
-            cu_seqlens=starts, lengths=real, rewards=rows, group_ids=rows.long(), version_lags=rows.clone(),
+            cu_seqlens=starts,
+            lengths=real,
+            rewards=rows,
+            group_ids=rows.long(),
+            version_lags=rows.clone(),
             token_lags=long.clone(),
-            turn_ids=None if num_turns is None else long.clone(), num_turns=num_turns,
+            turn_ids=None if num_turns is None else long.clone(),
+            num_turns=num_turns,
         )
 
     @classmethod
     def from_trajectories(
-        cls, trajectories: Sequence[Trajectory], rewards: Tensor, *, length: int, version: int, multiple: int = 1,
-        num_turns: int | None = None, mask_truncated: bool = False,
+        cls,
+        trajectories: Sequence[Trajectory],
+        rewards: Tensor,
+        *,
+        length: int,
+        version: int,
+        multiple: int = 1,
+        num_turns: int | None = None,
+        mask_truncated: bool = False,
     ) -> PackedBatch:
         """The samples' tokens in their order, on the communication device.
 
@@ -117,7 +138,9 @@ class PackedBatch:
         Raises:
             ValueError: for a sample of more than length + 1 tokens (the last one is a label only).
         """
-        whole = cls.empty([_real_length(sample, length) for sample in trajectories], multiple, num_turns=num_turns)
+        whole = cls.empty(
+            [_real_length(sample, length) for sample in trajectories], multiple, num_turns=num_turns
+        )
         host = {name: value.cpu() for name, value in vars(whole).items() if isinstance(value, Tensor)}
         for sample, start in zip(trajectories, whole.cu_seqlens[:-1], strict=True):
             ids = torch.cat([sample.prompt_ids, sample.output_ids])
@@ -145,16 +168,28 @@ class PackedBatch:
         return replace(self, **broadcast_batch(self, layout, num_turns=num_turns), num_turns=num_turns)
 
     def context_slice(self, rank: int, size: int) -> PackedBatch:
-        """Context-parallel rank `rank`'s part: of each sequence the chunks rank and 2 * size - 1 - rank of 2 * size."""
+        """Context-parallel rank `rank`'s part: of each sequence the chunks rank and 2 * size - 1 -
+        rank of 2 * size.
+        """
         if size == 1:
             return self
         return replace(
-            self, **self._tokens_at(zigzag_positions(rank, size, self.cu_seqlens.tolist(), self.tokens.device)),
+            self,
+            **self._tokens_at(zigzag_positions(rank, size, self.cu_seqlens.tolist(), self.tokens.device)),
             cp=(rank, size),
         )
 
     def _tokens_at(self, places: Tensor) -> dict[str, Tensor]:
-        names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "token_lags", "positions", "seq_ids", "turn_ids")
+        names = (
+            "tokens",
+            "labels",
+            "loss_mask",
+            "rollout_logprobs",
+            "token_lags",
+            "positions",
+            "seq_ids",
+            "turn_ids",
+        )
         return {name: getattr(self, name)[places] for name in names if getattr(self, name) is not None}
 
     @property
@@ -200,17 +235,24 @@ class PackedBatch:
         (places, rows), masks = self.places_of(samples), self.sampling_masks
         padded = np.diff(self.cu_seqlens)[np.asarray(samples, dtype=np.int64)]
         numbers = np.repeat(np.arange(len(samples)), padded // self.cp[1])
-        cut = self._tokens_at(places) | {"seq_ids": torch.from_numpy(numbers).to(places.device, non_blocking=True)}
+        cut = self._tokens_at(places) | {
+            "seq_ids": torch.from_numpy(numbers).to(places.device, non_blocking=True)
+        }
         names = ("rewards", "group_ids", "version_lags", "in_loss", "engine_ids")
         by_row = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
         return replace(
-            self, **cut, **by_row, cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),
+            self,
+            **cut,
+            **by_row,
+            cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),
             lengths=self.lengths[np.asarray(samples, dtype=np.int64)],
             sampling_masks=None if masks is None else masks.at(self.host_places_of(samples)),
         )
 
     def places_of(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """(the places of these samples' tokens among the T, [T'], the samples' own [S']), int64 on the device."""
+        """(the places of these samples' tokens among the T, [T'], the samples' own [S']),
+        int64 on the device.
+        """
         host, device = (self.host_places_of(samples), np.asarray(samples, dtype=np.int64)), self.tokens.device
         places, rows = (torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in host)
         return places, rows
@@ -226,7 +268,9 @@ class PackedBatch:
         return np.concatenate([np.arange(starts[sample], starts[sample + 1]) for sample in samples])
 
     def all_gather_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
-        """Values [K, T] of each context-parallel rank's tokens -> [K, S, longest sequence]; 0 behind the ends."""
+        """Values [K, T] of each context-parallel rank's tokens -> [K, S, longest sequence]; 0
+        behind the ends.
+        """
         size, total = cp_group.size(), int(self.cu_seqlens[-1])
         whole = values
         if size > 1:
@@ -241,12 +285,16 @@ class PackedBatch:
 
 
 def sequence_multiple(cp: int) -> int:
-    """What the length of a sequence is a multiple of, with its padding: 2 * cp chunks of one token or more."""
+    """What the length of a sequence is a multiple of, with its padding: 2 * cp chunks of
+    one token or more.
+    """
     return 2 * cp if cp > 1 else 1
 
 
 def _real_length(sample: Trajectory, length: int) -> int:
-    """Positions of a sample. One without a response has a token too: a prompt of one is input and label of nothing."""
+    """Positions of a sample. One without a response has a token too: a prompt of one is input and
+    label of nothing.
+    """
     prompt, ids = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.output_ids)
     if ids - 1 > length:
         raise ValueError(
@@ -256,8 +304,12 @@ def _real_length(sample: Trajectory, length: int) -> int:
     return max(ids - 1, 1)
 
 
-def broadcast_lengths(batch: PackedBatch | None, sequences: int, layout: Layout, *, multiple: int) -> PackedBatch:
-    """The leader's batch, or on other ranks (None) an empty one of its lengths; every rank of a replica calls it."""
+def broadcast_lengths(
+    batch: PackedBatch | None, sequences: int, layout: Layout, *, multiple: int
+) -> PackedBatch:
+    """The leader's batch, or on other ranks (None) an empty one of its lengths; every rank of a
+    replica calls it.
+    """
     device = communication_device()
     lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
     if batch is not None:

@@ -30,41 +30,60 @@ def _balances_rows(kinds: str | list[str], args: argparse.Namespace) -> bool:
 
 UNPACKED = (
     Unpacked(
-        "--transformer-impl", "transformer_impl", "its attention takes whole rows only", "transformer_engine",
+        "--transformer-impl",
+        "transformer_impl",
+        "its attention takes whole rows only",
+        "transformer_engine",
         lambda value, args: value == "local",
     ),
     Unpacked(
-        "--moe-token-dispatcher-type", "moe_token_dispatcher_type",
-        "it is not proven with microbatches of other lengths", "alltoall",
+        "--moe-token-dispatcher-type",
+        "moe_token_dispatcher_type",
+        "it is not proven with microbatches of other lengths",
+        "alltoall",
         lambda value, args: bool(args.num_experts) and value != "alltoall",
     ),
     Unpacked(
-        "--moe-router-load-balancing-type", "moe_router_load_balancing_type",
-        "it balances rows or batches, which packs are not", "aux_loss", _balances_rows,
+        "--moe-router-load-balancing-type",
+        "moe_router_load_balancing_type",
+        "it balances rows or batches, which packs are not",
+        "aux_loss",
+        _balances_rows,
     ),
     Unpacked(
-        "--cuda-graph-impl", "cuda_graph_impl", "it would repeat one microbatch's boundaries", "none",
+        "--cuda-graph-impl",
+        "cuda_graph_impl",
+        "it would repeat one microbatch's boundaries",
+        "none",
         lambda value, args: value not in (None, "none"),
     ),
     # Before 0.16.
     Unpacked("--enable-cuda-graph", "enable_cuda_graph", "it would repeat one microbatch's boundaries", ""),
-    Unpacked("--external-cuda-graph", "external_cuda_graph", "it would repeat one microbatch's boundaries", ""),
     Unpacked(
-        "--fine-grained-activation-offloading", "fine_grained_activation_offloading",
-        "it plans with the first step's microbatches, and keeps pinned buffers of every length that it meets", "",
+        "--external-cuda-graph", "external_cuda_graph", "it would repeat one microbatch's boundaries", ""
     ),
     Unpacked(
-        "--overlap-p2p-communication-warmup-flush", "overlap_p2p_comm_warmup_flush",
-        "stages tell each other every microbatch's length, and in its order wait for each other for ever", "",
+        "--fine-grained-activation-offloading",
+        "fine_grained_activation_offloading",
+        "it plans with the first step's microbatches, and keeps pinned buffers of every length that it meets",
+        "",
+    ),
+    Unpacked(
+        "--overlap-p2p-communication-warmup-flush",
+        "overlap_p2p_comm_warmup_flush",
+        "stages tell each other every microbatch's length, and in its order wait for each other for ever",
+        "",
     ),
     Unpacked("--fp8-format", "fp8", "sequences are not padded to the multiples that it needs", ""),
     Unpacked("--fp4-format", "fp4", "sequences are not padded to the multiples that it needs", ""),
     Unpacked("--tp-comm-overlap", "tp_comm_overlap", "its buffers have the size of rows", ""),
     Unpacked(
-        "--experimental-attention-variant", "experimental_attention_variant",
-        "it is not proven to keep sequences apart", "",
+        "--experimental-attention-variant",
+        "experimental_attention_variant",
+        "it is not proven to keep sequences apart",
+        "",
     ),
-)  # fmt: skip
+)
 
 
 def check_packed(args: argparse.Namespace) -> None:

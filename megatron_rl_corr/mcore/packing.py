@@ -1,7 +1,7 @@
 """Which sequences share a microbatch: packs of at most so many tokens, of about equal cost.
 
-S sequences of one replica, B packs (microbatches). All of it is host arithmetic on lengths, the same on every rank of
-the replica.
+S sequences of one replica, B packs (microbatches). All of it is host arithmetic on lengths, the same on
+every rank of the replica.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from megatron_rl_corr.parallel.failure import communication_device
 
 @dataclass(frozen=True)
 class PackLimits:
-    """How large packs may be, and what a sequence of them costs. Example: 8192 tokens, 3e-5, multiples of 4."""
+    """How large packs may be, and what a sequence of them costs. Example: 8192 tokens,
+    3e-5, multiples of 4.
+    """
 
     max_tokens: int
     """--rollout-max-tokens-per-microbatch: of a pack, over all context-parallel ranks."""
@@ -36,17 +38,20 @@ class PackLimits:
 
 
 def attention_share(args: argparse.Namespace) -> float:
-    """`PackLimits.attention_share` of Megatron's model: 2 A / P with A the width of all heads, P a layer's weights.
+    """`PackLimits.attention_share` of Megatron's model: 2 A / P with A the width of all heads, P a
+    layer's weights.
 
-    A token costs 2 P operations forward, a pair of tokens 4 A (its product of query and key, and of weight and value).
-    Experts count that a token goes to.
+    A token costs 2 P operations forward, a pair of tokens 4 A (its product of query and key, and of weight
+    and value). Experts count that a token goes to.
     """
     heads = args.num_attention_heads * args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
     matrices = 3 if args.swiglu else 2
     width = args.ffn_hidden_size
     if args.num_experts:
-        width = args.moe_router_topk * args.moe_ffn_hidden_size + (args.moe_shared_expert_intermediate_size or 0)
+        width = args.moe_router_topk * args.moe_ffn_hidden_size + (
+            args.moe_shared_expert_intermediate_size or 0
+        )
     layer = args.hidden_size * (2 * heads + 2 * groups * args.kv_channels + matrices * width)
     blocks = args.num_layers if vars(args).get("hybrid_layer_pattern") is None else args.num_layers / 2
     return 2 * heads / (layer + args.hidden_size * args.padded_vocab_size / blocks)
@@ -61,7 +66,9 @@ def pack_limits(args: argparse.Namespace) -> PackLimits | None:
 
 
 def microbatch_multiple(args: argparse.Namespace) -> int:
-    """A pass of the model takes a multiple of so many microbatches: interleaved pipeline stages take them in groups."""
+    """A pass of the model takes a multiple of so many microbatches: interleaved pipeline stages
+    take them in groups.
+    """
     stages = args.virtual_pipeline_model_parallel_size and args.pipeline_model_parallel_size
     return args.microbatch_group_size_per_vp_stage or stages or 1
 
@@ -69,16 +76,17 @@ def microbatch_multiple(args: argparse.Namespace) -> int:
 def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_sizes: bool = False) -> list[list[int]]:
     """Indices of the costs in so many parts of about equal sums, by the largest differencing method.
 
-    Partial solutions start as one cost beside zeros. The two of the widest spread are joined, the largest part of one
-    with the smallest of the other, until one is left. Equal costs are joined in their order, so all ranks agree.
+    Partial solutions start as one cost beside zeros. The two of the widest spread are joined, the largest
+    part of one with the smallest of the other, until one is left. Equal costs are joined in their order, so
+    all ranks agree.
 
     Source: Karmarkar and Karp, The differencing method of set partitioning, 1982.
 
     Args:
         costs: nonnegative, one an item.
         parts: at least 1.
-        equal_sizes: parts have equal numbers of items, of which there is a multiple of `parts`. Partial solutions then
-            start as one item in each part, with costs next to each other.
+        equal_sizes: parts have equal numbers of items, of which there is a multiple of `parts`. Partial
+            solutions then start as one item in each part, with costs next to each other.
     """
     step = parts if equal_sizes else 1
     assert len(costs) % step == 0, f"{len(costs)} items in {parts} equal parts"
@@ -103,9 +111,11 @@ def karmarkar_karp(costs: Sequence[float], parts: int, *, equal_sizes: bool = Fa
 
 
 def _swap(costs: np.ndarray, parts: list[list[int]]) -> None:
-    """Swap an item of the largest part with one of the smallest, in place, for as long as that narrows the two.
+    """Swap an item of the largest part with one of the smallest, in place, for as long as that
+    narrows the two.
 
-    Parts of equal sizes need it: with few items in each, differencing alone leaves them some percent apart.
+    Parts of equal sizes need it: with few items in each, differencing alone leaves them
+    some percent apart.
     """
     for _ in range(len(costs)):
         sums = [costs[part].sum() for part in parts]
@@ -120,7 +130,8 @@ def _swap(costs: np.ndarray, parts: list[list[int]]) -> None:
 
 
 def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices of the lengths in packs of at most max_tokens: longest first, each into the first pack with room.
+    """Indices of the lengths in packs of at most max_tokens: longest first, each into the
+    first pack with room.
 
     A sequence that is longer has a pack of its own.
     """
@@ -140,7 +151,8 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 def balanced_packs(lengths: Sequence[int], count: int, limits: PackLimits) -> list[list[int]]:
     """Indices of the lengths in `count` packs within the limit, none of them empty.
 
-    Balanced by cost where the limit allows it, else by tokens, else first fit with its largest packs cut in two.
+    Balanced by cost where the limit allows it, else by tokens, else first fit with its largest
+    packs cut in two.
 
     Args:
         lengths: tokens of each sequence, with its padding.
@@ -159,11 +171,13 @@ def balanced_packs(lengths: Sequence[int], count: int, limits: PackLimits) -> li
         packs.remove(largest)
         halves = karmarkar_karp([lengths[i] for i in largest], 2)
         packs += [[largest[i] for i in half] for half in halves]
-    return sorted(packs)  # by their first sequence, not the longest ones first: the first pack may stand for all
+    # by their first sequence, not the longest ones first: the first pack may stand for all
+    return sorted(packs)
 
 
 def all_reduce_pack_count(needed: int, limits: PackLimits, group: ProcessGroup) -> int:
-    """The number of packs that every replica makes: the most that one needs, and a multiple of limits.count_multiple.
+    """The number of packs that every replica makes: the most that one needs, and a multiple of
+    limits.count_multiple.
 
     Waits for the device: Python has to know how often to run the model.
     """

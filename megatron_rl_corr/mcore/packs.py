@@ -1,6 +1,7 @@
 """Microbatches of packed sequences: which share one, and what the model and the loss are given of it.
 
-S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks, tp tensor-parallel ones.
+S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks, tp
+tensor-parallel ones.
 """
 
 from __future__ import annotations
@@ -86,18 +87,23 @@ class Packs:
         tokens = [-(-sum(lengths[i] for i in pack) // self.multiple) * self.multiple for pack in self.samples]
         values = [[self.batch.lengths.sum(), sum(tokens)], [self.count], [max(tokens)]]
         device = self.batch.tokens.device
-        real, count, most = (torch.tensor(value, dtype=torch.float64).to(device, non_blocking=True) for value in values)
+        real, count, most = (
+            torch.tensor(value, dtype=torch.float64).to(device, non_blocking=True) for value in values
+        )
         made = {"real_fraction": Mean(real), "microbatches": Max(count), "tokens_max": Max(most)}
         return {f"packing/{name}": metric for name, metric in made.items()}
 
     def all_reduce_share(self, layout: Layout, *, known: int) -> PackedShare:
-        """How routers' own losses weigh microbatches: by their real tokens. One all-reduce over data-parallel ranks.
+        """How routers' own losses weigh microbatches: by their real tokens. One all-reduce over
+        data-parallel ranks.
 
         Args:
             layout: this rank's process groups.
             known: microbatches of this replica that Megatron's calculator knows.
         """
-        total = torch.tensor(float(self.batch.lengths.sum()), dtype=torch.float64, device=self.batch.tokens.device)
+        total = torch.tensor(
+            float(self.batch.lengths.sum()), dtype=torch.float64, device=self.batch.tokens.device
+        )
         # Each context-parallel rank counts whole sequences.
         dist.all_reduce(total, group=layout.dp_cp_group)
         microbatches = self.count * layout.dp_size * layout.cp_size
@@ -130,14 +136,22 @@ class Packs:
             return torch.cat([values, values.new_full((rest,), value)])
 
         return PackedMicrobatch(
-            index, filled(part.tokens)[None], filled(part.labels)[None], filled(part.positions)[None],
-            None if loss_inputs is None else loss_inputs.at(places, rest), filled(part.padding, True)[None],
+            index,
+            filled(part.tokens)[None],
+            filled(part.labels)[None],
+            filled(part.positions)[None],
+            None if loss_inputs is None else loss_inputs.at(places, rest),
+            filled(part.padding, True)[None],
             None if part.sampling_masks is None else part.sampling_masks.padded(rest),
             SampledRows.of(np.append(self.batch.sampled[host_places], np.zeros(rest, dtype=bool)), device),
             filled(places, len(self.batch.tokens))[:, None],
             packed_seq_params=PackedSeqParams(
-                qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest,
+                qkv_format="thd",
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_kv=cu_seqlens,
+                max_seqlen_q=longest,
                 max_seqlen_kv=longest,
             ),
-            own_seq_ids=filled(part.seq_ids, len(samples) - 1), sequences=len(samples),
+            own_seq_ids=filled(part.seq_ids, len(samples) - 1),
+            sequences=len(samples),
         )

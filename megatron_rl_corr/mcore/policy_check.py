@@ -1,7 +1,7 @@
 """Refuses a run whose Megatron flags make a policy other than the one that servers sample from.
 
-The servers run the checkpoint's model. `model_flags` of its config.json, parsed by Megatron's own parser, gives the
-arguments that the run's are compared with.
+The servers run the checkpoint's model. `model_flags` of its config.json, parsed by Megatron's own parser,
+gives the arguments that the run's are compared with.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from megatron_rl_corr.models.megatron_flags import add_missing_flags, flags_desp
 from megatron_rl_corr.models.settings import not_trained
 
 MADE_BY_FLAGS = {"activation_func": "--swiglu", "gated_linear_unit": "--swiglu"}
-"""Fields of Megatron's configuration that no flag has the name of -> the flag that makes them for these models."""
+"""Fields of Megatron's configuration that no flag has the name of -> the flag that makes them
+for these models.
+"""
 
 
 class MegatronParser:
     """The flags of this process's Megatron, which parsed the run's command line."""
 
     def __init__(self) -> None:
-        from megatron.training import arguments  # wheels have it from 0.17 on; a run with the launcher has it always
+        # wheels have it from 0.17 on; a run with the launcher has it always
+        from megatron.training import arguments
 
         parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False, add_help=False)
         self._parser = add_missing_flags(arguments.add_megatron_arguments(parser))
@@ -48,10 +51,13 @@ class MegatronParser:
         try:
             args, unknown = self._parser.parse_known_args(words)
         except argparse.ArgumentError as error:
-            raise ValueError(f"megatron-core {megatron_version} can't make the model of config.json: {error}") from None
+            raise ValueError(
+                f"megatron-core {megatron_version} can't make the model of config.json: {error}"
+            ) from None
         if unknown:
             raise ValueError(
-                f"megatron-core {megatron_version} can't make the model of config.json: it has no {' '.join(unknown)}; "
+                f"megatron-core {megatron_version} can't make the model of config.json: it has no "
+                f"{' '.join(unknown)}; "
                 "install a newer one"
             )
         return args
@@ -61,7 +67,8 @@ class MegatronParser:
         name = self.actions[flag].dest
         if name not in vars(args):
             raise ValueError(
-                f"{flag}: the script's arguments have no {name} any more, so what it is set to can't be checked; keep "
+                f"{flag}: the script's arguments have no {name} any more, so what it is set to can't be "
+                "checked; keep "
                 f"args.{name}"
             )
         return vars(args)[name]
@@ -70,11 +77,12 @@ class MegatronParser:
 def check_policy(args: argparse.Namespace) -> None:
     """Check a run's arguments, before a model is made.
 
-    With --rollout-allow-model-differences, differences from config.json are warnings on the last rank; flags of REFUSED
-    are refused even then, and what MTP layers can't be trained with.
+    With --rollout-allow-model-differences, differences from config.json are warnings on the last rank; flags
+    of REFUSED are refused even then, and what MTP layers can't be trained with.
 
     Raises:
-        ValueError: lists every flag by which the trained policy would not be the sampled one, each with the remedy.
+        ValueError: lists every flag by which the trained policy would not be the sampled one, each
+            with the remedy.
     """
     parser, path = MegatronParser(), args.rollout_hf_checkpoint
     with naming_checkpoint(path):
@@ -93,9 +101,11 @@ def check_policy(args: argparse.Namespace) -> None:
 
 
 def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
-    """Raises ValueError if the script built this rank's unwrapped model chunks differently from what its arguments say.
+    """Raises ValueError if the script built this rank's unwrapped model chunks differently from what
+    its arguments say.
 
-    Megatron's own pretrain_gpt.py hands on neither --rope-scaling-factor nor --rotary-seq-len-interpolation-factor.
+    Megatron's own pretrain_gpt.py hands on neither --rope-scaling-factor nor
+    --rotary-seq-len-interpolation-factor.
     """
     from megatron.training import arguments
 
@@ -106,21 +116,30 @@ def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
     for chunk in chunks:
         config = chunk.config
         refused += [
-            f"{row.flag}: the script's model has {names[row.flag]} {getattr(config, names[row.flag])}: {row.why}"
-            for row in REFUSED if row.flag in names and row.where(getattr(config, names[row.flag]), args)
+            f"{row.flag}: the script's model has {names[row.flag]} {getattr(config, names[row.flag])}: "
+            f"{row.why}"
+            for row in REFUSED
+            if row.flag in names and row.where(getattr(config, names[row.flag]), args)
         ]
         differences += [
-            f"{flag}: the script's model has {names[flag]} {getattr(config, names[flag])}, and its arguments say "
-            f"{getattr(expected, names[flag])}; make its configuration by Megatron's core_transformer_config_from_args"
-            for flag in COMPARED if flag in names and getattr(config, names[flag]) != getattr(expected, names[flag])
+            f"{flag}: the script's model has {names[flag]} {getattr(config, names[flag])}, and its arguments "
+            "say "
+            f"{getattr(expected, names[flag])}; make its configuration by Megatron's "
+            "core_transformer_config_from_args"
+            for flag in COMPARED
+            if flag in names and getattr(config, names[flag]) != getattr(expected, names[flag])
         ]
         differences += [
             f"{flag}: the script's model has {name} {getattr(config, name)}, and its arguments make it "
-            f"{getattr(expected, name)}; make its configuration by Megatron's core_transformer_config_from_args"
-            for name, flag in MADE_BY_FLAGS.items() if getattr(config, name) != getattr(expected, name)
+            f"{getattr(expected, name)}; make its configuration by Megatron's "
+            "core_transformer_config_from_args"
+            for name, flag in MADE_BY_FLAGS.items()
+            if getattr(config, name) != getattr(expected, name)
         ]
         differences += _other_positions(chunk, args, expected)
-    _refuse(list(dict.fromkeys(refused)), list(dict.fromkeys(differences)), args.rollout_allow_model_differences)
+    _refuse(
+        list(dict.fromkeys(refused)), list(dict.fromkeys(differences)), args.rollout_allow_model_differences
+    )
 
 
 def _refuse(refused: list[str], differences: list[str], allowed: bool) -> None:
@@ -134,7 +153,9 @@ def _refuse(refused: list[str], differences: list[str], allowed: bool) -> None:
     if refused or differences:
         hint = f"\n{ALLOW} makes a warning of what differs from config.json" if differences else ""
         lines = "\n  ".join(refused + differences)
-        raise ValueError(f"Megatron would train another policy than the servers sample from:\n  {lines}{hint}")
+        raise ValueError(
+            f"Megatron would train another policy than the servers sample from:\n  {lines}{hint}"
+        )
 
 
 def refused_flags(args: argparse.Namespace, parser: MegatronParser) -> list[str]:
@@ -155,24 +176,33 @@ def model_differences(args: argparse.Namespace, words: list[str], parser: Megatr
             run, model = EFFECTIVE[flag](args), EFFECTIVE[flag](expected)
         if run != model:
             remedy = f"give {stated[flag]}" if flag in stated else f"leave {flag} out"
-            lines.append(f"{_given(flag, run, parser)}: config.json says {_short(flag, model, parser)}; {remedy}")
+            lines.append(
+                f"{_given(flag, run, parser)}: config.json says {_short(flag, model, parser)}; {remedy}"
+            )
     return lines
 
 
 def _other_positions(chunk: nn.Module, args: argparse.Namespace, config: Any) -> list[str]:
-    """Lines for what GPTModel takes beside its configuration: the kind of positions, and the rotary frequencies."""
+    """Lines for what GPTModel takes beside its configuration: the kind of positions, and the
+    rotary frequencies.
+    """
     if chunk.position_embedding_type != args.position_embedding_type:
         return [
             f"--position-embedding-type {args.position_embedding_type}: the script's model has "
             f"{chunk.position_embedding_type}; hand the flag on to its GPTModel"
         ]
-    if args.position_embedding_type != "rope" or args.multi_latent_attention:  # latent attention has it from config
+    # latent attention has it from config
+    if args.position_embedding_type != "rope" or args.multi_latent_attention:
         return []
     expected = RotaryEmbedding(
-        kv_channels=config.kv_channels, rotary_percent=args.rotary_percent, rotary_base=args.rotary_base,
+        kv_channels=config.kv_channels,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
         seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
-        rope_scaling=args.use_rope_scaling, rope_scaling_factor=args.rope_scaling_factor, use_cpu_initialization=True,
-    )  # fmt: skip
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        use_cpu_initialization=True,
+    )
     found = chunk.rotary_pos_emb
     same = found.inv_freq.shape == expected.inv_freq.shape and torch.allclose(
         found.inv_freq.cpu().float(), expected.inv_freq, rtol=1e-5, atol=0
@@ -180,15 +210,23 @@ def _other_positions(chunk: nn.Module, args: argparse.Namespace, config: Any) ->
     if same and found.seq_len_interpolation_factor == expected.seq_len_interpolation_factor:
         return []
     return [
-        "the script's model has other rotary frequencies than its flags say: hand rotary_base, rotary_percent, "
+        "the script's model has other rotary frequencies than its flags say: hand rotary_base, "
+        "rotary_percent, "
         "rope_scaling (--use-rope-scaling), rope_scaling_factor and seq_len_interpolation_factor "
-        "(--rotary-seq-len-interpolation-factor) on to its GPTModel; Megatron's pretrain_gpt.py leaves out the last two"
+        "(--rotary-seq-len-interpolation-factor) on to its GPTModel; Megatron's pretrain_gpt.py leaves out "
+        "the last two"
     ]
 
 
 def unknown_flags(parser: MegatronParser) -> list[str]:
-    """Flags of Megatron's model configuration in no table, as of a fork or a newer release: they are compared too."""
-    known = {*COMPARED, *(row.flag for row in REFUSED), *(flag for flags in IGNORED.values() for flag in flags)}
+    """Flags of Megatron's model configuration in no table, as of a fork or a newer release: they
+    are compared too.
+    """
+    known = {
+        *COMPARED,
+        *(row.flag for row in REFUSED),
+        *(flag for flags in IGNORED.values() for flag in flags),
+    }
     known = {parser.actions[flag].dest for flag in known if flag in parser}
     fields = {field.name for field in dataclasses.fields(MLATransformerConfig)} - known
     first = {action.dest: flag for flag, action in reversed(parser.actions.items())}

@@ -11,7 +11,9 @@ RANK_TOKENS = 64
 
 
 def keeps_shape(args: argparse.Namespace) -> bool:
-    """Whether Megatron keeps graphs or buffers of the shape of a run's microbatches, and takes no other one."""
+    """Whether Megatron keeps graphs or buffers of the shape of a run's microbatches, and
+    takes no other one.
+    """
     values = vars(args)  # not every release has every flag
     return values.get("cuda_graph_impl") not in (None, "none") or any(
         values.get(name) for name in ("enable_cuda_graph", "external_cuda_graph", "tp_comm_overlap")
@@ -49,7 +51,9 @@ class RowShapes:
         """
         by_length: dict[int, list[int]] = {}
         for place, count in enumerate(counts):
-            length = min(-(-count // self.unit) * self.unit, self.seq_length) if self.unit else self.seq_length
+            length = (
+                min(-(-count // self.unit) * self.unit, self.seq_length) if self.unit else self.seq_length
+            )
             by_length.setdefault(length, []).append(place)
         made = []
         for length, places in by_length.items():

@@ -1,4 +1,6 @@
-"""The texts that servers score after a push: of the run's prompts, and of responses that it has just trained on."""
+"""The texts that servers score after a push: of the run's prompts, and of responses that it has
+just trained on.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ TEXT_TOKENS, LONG_TOKENS = 64, 192
 """Ids of a text at most, and of the first one, which shows positions farther apart."""
 
 
-def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Trajectory], longest: int) -> list[tuple]:
+def round_texts(
+    prompts: PromptDataset, number: int, responses: Sequence[Trajectory], longest: int
+) -> list[tuple]:
     """The texts of a round; those of another round begin elsewhere in the data.
 
-    Round 0 has FIRST_TEXTS, prompts alone, the same in every push. A later one has TEXTS, half of them responses as far
-    as there are some.
+    Round 0 has FIRST_TEXTS, prompts alone, the same in every push. A later one has TEXTS, half of them
+    responses as far as there are some.
 
     Args:
         prompts: of the run.
@@ -40,7 +44,8 @@ def round_texts(prompts: PromptDataset, number: int, responses: Sequence[Traject
 
 
 def prompt_text(prompts: PromptDataset, place: int, count: int) -> tuple[int, ...]:
-    """`count` ids of the data: the end of a long prompt, as many begin alike; short ones one behind the other.
+    """`count` ids of the data: the end of a long prompt, as many begin alike; short ones one
+    behind the other.
 
     Args:
         prompts: of the run.
@@ -48,7 +53,8 @@ def prompt_text(prompts: PromptDataset, place: int, count: int) -> tuple[int, ..
         count: ids, at least 2.
 
     Raises:
-        ValueError, OSError: as `PromptDataset.rows`, for a row of another fault than a prompt that can't be used.
+        ValueError, OSError: as `PromptDataset.rows`, for a row of another fault than a prompt
+            that can't be used.
     """
     again, begin = divmod(place * _prompts_of_text(prompts), len(prompts))
     ids: list[int] = []
@@ -78,9 +84,11 @@ def _prompts_of_text(prompts: PromptDataset) -> int:
 
 
 def _response_texts(responses: Sequence[Trajectory], place: int, count: int) -> list[tuple[int, ...]]:
-    """At most TEXTS / 2 texts of `count` ids: ends of prompts with their responses, several where they are short.
+    """At most TEXTS / 2 texts of `count` ids: ends of prompts with their responses, several
+    where they are short.
 
-    A prompt's samples may be the same tokens, which are evidence once. So each prompt gives one, in one place alone.
+    A prompt's samples may be the same tokens, which are evidence once. So each prompt gives one, in
+    one place alone.
     """
     ids: list[int] = []
     for sample in {sample.prompt_index: sample for sample in responses}.values():

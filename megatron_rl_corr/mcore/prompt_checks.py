@@ -1,4 +1,6 @@
-"""Opens the prompts of a run, and looks at them before the first is sampled: whether their rows can be used at all."""
+"""Opens the prompts of a run, and looks at them before the first is sampled: whether their rows
+can be used at all.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.parallel.layout import Layout
 
 CHECKED_ROWS = 1000
-"""Rows that are looked at where there are more, beside the first and the last of each source: those drawn first, which
-are at random, and in few row groups."""
+"""Rows that are looked at where there are more, beside the first and the last of each source: those drawn
+first, which are at random, and in few row groups.
+"""
 CHECKED_IDS = 100_000
 """Data of ids are looked at as a whole up to so many rows: nothing is to be tokenised."""
 
@@ -56,15 +59,23 @@ def training_prompts(
         warn(f"--rollout-prompts: messages have {names}, which the chat template does not show to the model")
     has_template = tokenizer is not None and tokenizer.has_template and not long
     if layout.dp_rank == 0 and has_template and form.is_plain_text(prompts.rows[0]):
-        warn("--rollout-prompts: text is tokenised as it is, though the tokenizer has a chat template; "
-             "`apply_chat_template` makes a user's message of it")  # fmt: skip
+        warn(
+            "--rollout-prompts: text is tokenised as it is, though the tokenizer has a chat template; "
+            "`apply_chat_template` makes a user's message of it"
+        )
     if has_template and layout.dp_rank == 0 and options.tools_key is None and _has_tools(prompts.rows[0]):
-        warn("--rollout-prompts: rows have `tools`, which the model does not see; `tools_key` tools shows them")
+        warn(
+            "--rollout-prompts: rows have `tools`, which the model does not see; `tools_key` tools shows them"
+        )
     return prompts
 
 
 def held_out_prompts(
-    path: str, options: RunConfig, args: argparse.Namespace, layout: Layout, tokenizer: Tokenizer | None,
+    path: str,
+    options: RunConfig,
+    args: argparse.Namespace,
+    layout: Layout,
+    tokenizer: Tokenizer | None,
     vocab_size: int,
 ) -> PromptDataset | None:
     """The data of one of --rollout-eval-prompts, all of whose rows can be used; as `training_prompts`.
@@ -89,7 +100,8 @@ def held_out_prompts(
 
 
 def prompt_limits(options: RunConfig, *, vocab_size: int, seq_length: int, drop: bool) -> PromptLimits:
-    """What prompts must keep to, so that the longest response fits into a row. The last sampled token is no input.
+    """What prompts must keep to, so that the longest response fits into a row. The last sampled
+    token is no input.
 
     Raises:
         ValueError: no prompt fits.
@@ -98,14 +110,16 @@ def prompt_limits(options: RunConfig, *, vocab_size: int, seq_length: int, drop:
     words = f"--seq-length {seq_length} with `max_new_tokens` {options.max_new_tokens}"
     if room < 1:
         raise ValueError(
-            f"{words} has no room for a prompt; use --seq-length {options.max_new_tokens} or more, and add the length "
+            f"{words} has no room for a prompt; use --seq-length {options.max_new_tokens} or more, and add "
+            "the length "
             "of the prompts to it"
         )
     if options.max_prompt_tokens is not None and options.max_prompt_tokens < room:
         room, words = options.max_prompt_tokens, f"`max_prompt_tokens` {options.max_prompt_tokens}"
     elif options.max_prompt_tokens is not None and options.max_prompt_tokens > room:
         raise ValueError(
-            f"`max_prompt_tokens` {options.max_prompt_tokens} has no effect: {words} leaves {room}; drop it, or use "
+            f"`max_prompt_tokens` {options.max_prompt_tokens} has no effect: {words} leaves {room}; drop it, "
+            "or use "
             f"--seq-length {options.max_prompt_tokens + options.max_new_tokens - 1}"
         )
     return PromptLimits(vocab_size, room, words, options.max_new_tokens, drop)
@@ -126,7 +140,9 @@ def check_rows(prompts: PromptDataset, flag: str, *, all_rows: bool = False) -> 
         ValueError: one is bad, or all are too long.
     """
     with _naming(flag):
-        whole = all_rows or len(prompts) <= CHECKED_ROWS or (len(prompts) <= CHECKED_IDS and _has_ids(prompts))
+        whole = (
+            all_rows or len(prompts) <= CHECKED_ROWS or (len(prompts) <= CHECKED_IDS and _has_ids(prompts))
+        )
         chosen: Iterable[int] = range(len(prompts))
         if not whole:
             chosen = sorted({*prompts.ends, *(prompts.index_at(number) for number in range(CHECKED_ROWS))})

@@ -1,8 +1,9 @@
-"""Rank 0's part of the probe after a push: it asks the servers, and says which of them differ, with its evidence.
+"""Rank 0's part of the probe after a push: it asks the servers, and says which of them differ,
+with its evidence.
 
-In every push each server scores the same texts and samples one response. Where one of them is further apart than
-rounding explains, the server is suspicious: it is asked for other texts and responses, in up to ROUNDS rounds, and
-these alone are evidence.
+In every push each server scores the same texts and samples one response. Where one of them is further apart
+than rounding explains, the server is suspicious: it is asked for other texts and responses, in up to ROUNDS
+rounds, and these alone are evidence.
 
 T tokens of a text that are scored; R simulations of rounding.
 """
@@ -55,7 +56,9 @@ from megatron_rl_corr.weight_sync.verdict import (
 )
 
 ROUNDS = 3
-"""Further rounds at most; a server without enough evidence for either side after them is not said to differ."""
+"""Further rounds at most; a server without enough evidence for either side after them is
+not said to differ.
+"""
 UNKNOWN_TYPE = "bfloat16"
 """What a server computes in that has never said it."""
 SUSPECTS = 4
@@ -107,14 +110,21 @@ class PushJudge:
         push_rounding: --rollout-push-rounding: the servers' weights differ from the trainer's by it.
         responses: those of the last batch.
         longest: ids that a text may have. A server samples a token behind a text.
-        resumed: the run goes on at a checkpoint, which servers that loaded another one rightly differ from before
-            the first push.
+        resumed: the run goes on at a checkpoint, which servers that loaded another one rightly differ from
+            before the first push.
     """
 
     def __init__(
-        self, source: SampleSource, *, dtype: str, max_log_ratio: float | None, push_rounding: str,
-        responses: Callable[[], Sequence[Trajectory]], longest: int, resumed: bool,
-    ):  # fmt: skip
+        self,
+        source: SampleSource,
+        *,
+        dtype: str,
+        max_log_ratio: float | None,
+        push_rounding: str,
+        responses: Callable[[], Sequence[Trajectory]],
+        longest: int,
+        resumed: bool,
+    ):
         self._source, self._memory, self._dtype = source, JudgeMemory(before={} if resumed else None), dtype
         self._bound, self._push_rounding = max_log_ratio, push_rounding
         self._responses, self._longest = responses, longest
@@ -139,7 +149,9 @@ class PushJudge:
         return tuple(round_texts(self._source.prompts, 0, (), self._longest))
 
     def ask_earlier(self) -> None:
-        """Ask before the run's first push; a server that a killed trainer has left paused would not answer."""
+        """Ask before the run's first push; a server that a killed trainer has left paused
+        would not answer.
+        """
         if self._memory.before is not None:
             return
         client, loop = self._source.client, self._source.loop
@@ -148,9 +160,14 @@ class PushJudge:
         except RolloutError:  # none answers, which the push itself reports
             versions = ()
         urls = [url for url, version in versions if version is not None and not is_interrupted(version)]
-        self._memory.before = loop.call(ask_earlier(
-            client.control(urls), Question(self.texts), vocab_size=client.vocab_size, cache_key=client.cache_key
-        ))  # fmt: skip
+        self._memory.before = loop.call(
+            ask_earlier(
+                client.control(urls),
+                Question(self.texts),
+                vocab_size=client.vocab_size,
+                cache_key=client.cache_key,
+            )
+        )
 
     def begin(self, servers: WeightServers, version: str) -> Asked:
         """Begin with the push of these servers. What all ranks compute first.
@@ -182,10 +199,16 @@ class PushJudge:
             texts = round_texts(self._source.prompts, number, self._responses(), self._longest)
             self._question = Question(tuple(texts), self._draws(number))
         client = self._source.client
-        return self._source.loop.submit(ask_servers(
-            client.control(list(self._suspects) if number else self._servers.urls), self._question,
-            version=self._version, vocab_size=client.vocab_size, cache_key=client.cache_key, required=not number,
-        ))  # fmt: skip
+        return self._source.loop.submit(
+            ask_servers(
+                client.control(list(self._suspects) if number else self._servers.urls),
+                self._question,
+                version=self._version,
+                vocab_size=client.vocab_size,
+                cache_key=client.cache_key,
+                required=not number,
+            )
+        )
 
     def screen(self, answers: Mapping[str, ProbeAnswer], own: Logprobs, moved: Logprobs) -> None:
         """Find the suspects among the servers.
@@ -222,13 +245,18 @@ class PushJudge:
         self._off_before = {url for url, found in ratios.items() if sum(map(is_off, found)) > len(found) / 2}
 
     def _by_suspicion(self) -> list[str]:
-        """Servers of which a text or a response was off: those of most texts first, then who waits longest."""
+        """Servers of which a text or a response was off: those of most texts first, then
+        who waits longest.
+        """
         bits = {
-            url: max(bits_of(one.screened), bits_of(one.decode)) for url, one in self._compared.items()
+            url: max(bits_of(one.screened), bits_of(one.decode))
+            for url, one in self._compared.items()
             if any(map(is_off, [*one.screened, *one.decode]))
-        }  # fmt: skip
+        }
         places = {url: place for place, url in enumerate(self._memory.waiting)}
-        return sorted(bits, key=lambda url: (bits[url] < DIFFERS_BITS, places.get(url, len(places)), -bits[url]))
+        return sorted(
+            bits, key=lambda url: (bits[url] < DIFFERS_BITS, places.get(url, len(places)), -bits[url])
+        )
 
     @property
     def goes_on(self) -> bool:
@@ -237,7 +265,9 @@ class PushJudge:
         return bool(self._suspects)
 
     def take(self, answers: Mapping[str, ProbeAnswer]) -> None:
-        """Note the suspects' answers. All ranks compute the texts and the responses, and the texts of every push."""
+        """Note the suspects' answers. All ranks compute the texts and the responses, and the
+        texts of every push.
+        """
         self._suspects = {url: one for url, one in self._suspects.items() if url in answers}
         self._answers = {url: answers[url] for url in self._suspects}
         responses = [decoded.ids for answer in self._answers.values() for decoded in answer.decoded]
@@ -251,7 +281,9 @@ class PushJudge:
             moved: [R, T] what simulated rounding moves them by; () with a bound of the user's.
         """
         self.numbers["rollout/probe_rounds"] += 1
-        expected = [TextRounding.of(one, self._memory.rounding) for one in moved] if moved else self._bounds(own)
+        expected = (
+            [TextRounding.of(one, self._memory.rounding) for one in moved] if moved else self._bounds(own)
+        )
         if moved:  # rounding may have grown with the policy: the next push is compared with that of now
             self._memory.expected = expected[-len(self.texts) :]
         place, tails = len(self._question.texts), []
@@ -274,7 +306,8 @@ class PushJudge:
         return self._error(own[: len(self._question.texts)])
 
     def _new_texts(self) -> list[bool]:
-        """Of each text of this round whether it is evidence: few prompts, or some that begin alike, make the same ones.
+        """Of each text of this round whether it is evidence: few prompts, or some that begin alike,
+        make the same ones.
         """
         found = []
         for text in self._question.texts:
@@ -316,10 +349,12 @@ class PushJudge:
         return {f"rollout/{name}": value for name, value in found.items()}
 
     def _draws(self, number: int) -> tuple[ProbeDraw, ...]:
-        """Responses to ask a server for: one in every push, TEXTS in a further round, half of them without the cache.
+        """Responses to ask a server for: one in every push, TEXTS in a further round, half of them
+        without the cache.
 
-        Those with the cache have beginnings of the prompt of every push, so that a prefix that was kept too long is
-        met. No two rounds have a prompt in common: a sure policy answers it alike, and that is no further evidence.
+        Those with the cache have beginnings of the prompt of every push, so that a prefix that was kept
+        too long is met. No two rounds have a prompt in common: a sure policy answers it alike, and that is
+        no further evidence.
         """
         length = max(min(PROMPT_TOKENS, self._longest - DECODED_TOKENS), 2)
         most = max(self._longest - length, 1)
@@ -335,7 +370,9 @@ class PushJudge:
         return tuple(made)
 
     def _asked(self, texts: Sequence[tuple[int, ...]], *, simulates: bool) -> Asked:
-        return Asked(tuple(texts), self._memory.rounding.relative_error if simulates and self._bound is None else 0.0)
+        return Asked(
+            tuple(texts), self._memory.rounding.relative_error if simulates and self._bound is None else 0.0
+        )
 
     def _bounds(self, own: Logprobs) -> list[TextRounding]:
         """With --rollout-max-probe-log-ratio."""
@@ -355,7 +392,9 @@ class PushJudge:
     def _rounding(self, types: set[str]) -> Rounding:
         """The coarsest of what trainer and servers compute in, and of what is pushed."""
         pushed = {"fp8_blockwise": "fp8", "int4_group": "int4"}.get(self._push_rounding)
-        names = {self._dtype, *types, pushed, "fp8" if self._servers.quantization is not None else None} - {None}
+        names = {self._dtype, *types, pushed, "fp8" if self._servers.quantization is not None else None} - {
+            None
+        }
         known = [ROUNDINGS.get(name, ROUNDINGS["bfloat16"]) for name in names]
         return max(known, key=lambda rounding: rounding.relative_error)
 

@@ -1,4 +1,6 @@
-"""After a push the trainer scores texts by its own forward pass, and compares with what every server says of them."""
+"""After a push the trainer scores texts by its own forward pass, and compares with what every
+server says of them.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ class PushProbe:
         Every rank calls it, with whole and current weights.
 
         Args:
-            servers: of the update that has just ended; they sample again, because a paused server answers nothing.
+            servers: of the update that has just ended; they sample again, because a paused server
+                answers nothing.
             version: the name of the weights.
 
         Raises:
@@ -97,7 +100,9 @@ class PushProbe:
         return _broadcast_numbers({} if judge is None else judge.numbers)
 
     def _all_reduce_simulated(self, asked: Asked) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Of each text the trainer's log-probs [T], and what simulated rounding moves them by [R, T]; on every rank."""
+        """Of each text the trainer's log-probs [T], and what simulated rounding moves them by [R,
+        T]; on every rank.
+        """
         own = self._all_reduce_logprobs(asked.texts)
         if not asked.relative_error:
             return own, []
@@ -110,18 +115,20 @@ class PushProbe:
     def _all_reduce_logprobs(self, texts: Texts, *, simulates: bool = False) -> list[np.ndarray]:
         """Each text's log-probs [T] float64 at temperature 1 under the current weights, on every rank.
 
-        Every replica computes them, because experts may be spread over replicas; the first one's are taken, which are
-        the weights that were pushed.
+        Every replica computes them, because experts may be spread over replicas; the first one's are
+        taken, which are the weights that were pushed.
         """
         settings = replace(self.settings, temperature=1.0)
-        if simulates and not settings.fp32_lm_head:  # a server rounds its logits, which there would be none of
+        # a server rounds its logits, which there would be none of
+        if simulates and not settings.fp32_lm_head:
             settings = replace(settings, from_hidden=False)
         starts = np.concatenate([[0], np.cumsum([len(ids) - 1 for ids in texts])])
         own = torch.zeros(int(starts[-1]), dtype=torch.float64, device=communication_device())
         for places, forward in self._passes(texts, settings):
             logprobs, batch = forward.run(), forward.batch
             if logprobs is not None and self.layout.dp_rank == 0 and self.layout.tp_group.rank() == 0:
-                # Where each sequence of the batch begins among the texts' tokens, and ends; a repeated one has none.
+                # Where each sequence of the batch begins among the texts' tokens, and ends; a
+                # repeated one has none.
                 borders = torch.from_numpy(np.stack([starts[:-1], starts[1:]])[:, places]).to(own.device)
                 begin, end = borders[:, batch.seq_ids]
                 to = begin + batch.flat_positions
@@ -130,27 +137,46 @@ class PushProbe:
         dist.all_reduce(own)
         return np.split(own.cpu().numpy(), starts[1:-1])
 
-    def _passes(self, texts: Texts, settings: LogprobSettings) -> Iterator[tuple[Sequence[int], ReferencePass]]:
+    def _passes(
+        self, texts: Texts, settings: LogprobSettings
+    ) -> Iterator[tuple[Sequence[int], ReferencePass]]:
         """Forward passes that have each text once at least, and of each which texts its sequences are."""
         cp_rank, cp_size = self.layout.cp_group.rank(), self.layout.cp_size
         if self.shape.packing is not None:
             places = [row % len(texts) for row in range(max(len(texts), self.shapes.multiple))]
             batch = PackedBatch.from_trajectories(
-                [_trajectory(texts[place]) for place in places], torch.zeros(len(places)),
-                length=self.shape.seq_length, version=0, multiple=sequence_multiple(cp_size),
-            ).context_slice(cp_rank, cp_size)  # fmt: skip
+                [_trajectory(texts[place]) for place in places],
+                torch.zeros(len(places)),
+                length=self.shape.seq_length,
+                version=0,
+                multiple=sequence_multiple(cp_size),
+            ).context_slice(cp_rank, cp_size)
             packs = Packs.all_reduce(batch, self.shape.packing, self.layout)
-            yield places, ReferencePass(
-                self.model, self.optimizer, batch, settings, self.shape.micro_batch_size, self.shape.seq_length, packs
+            yield (
+                places,
+                ReferencePass(
+                    self.model,
+                    self.optimizer,
+                    batch,
+                    settings,
+                    self.shape.micro_batch_size,
+                    self.shape.seq_length,
+                    packs,
+                ),
             )
             return
         for rows in self.shapes.rows([len(text) for text in texts]):
             batch = RolloutBatch.from_trajectories(
-                [_trajectory(texts[place]) for place in rows.places], torch.zeros(len(rows.places)),
-                length=rows.length, version=0,
-            ).context_slice(cp_rank, cp_size)  # fmt: skip
-            yield rows.places, ReferencePass(
-                self.model, self.optimizer, batch, settings, rows.micro_batch_size, rows.length
+                [_trajectory(texts[place]) for place in rows.places],
+                torch.zeros(len(rows.places)),
+                length=rows.length,
+                version=0,
+            ).context_slice(cp_rank, cp_size)
+            yield (
+                rows.places,
+                ReferencePass(
+                    self.model, self.optimizer, batch, settings, rows.micro_batch_size, rows.length
+                ),
             )
 
 
@@ -158,14 +184,26 @@ def _trajectory(text: tuple[int, ...]) -> Trajectory:
     ids = torch.tensor(text, dtype=torch.int64)
     scored = len(ids) - 1
     return Trajectory(
-        prompt_index=0, sample_index=0, prompt_ids=ids[:1], output_ids=ids[1:], rollout_logprobs=torch.zeros(scored),
-        finish_reason="stop", weight_versions=(VersionSpan("0", 0, scored),), cached_tokens=0, server="",
-    )  # fmt: skip
+        prompt_index=0,
+        sample_index=0,
+        prompt_ids=ids[:1],
+        output_ids=ids[1:],
+        rollout_logprobs=torch.zeros(scored),
+        finish_reason="stop",
+        weight_versions=(VersionSpan("0", 0, scored),),
+        cached_tokens=0,
+        server="",
+    )
 
 
 def broadcast_probe(
-    options: RunConfig, megatron: TrainedModel, source: SampleSource, layout: Layout, shape: BatchShape,
-    settings: LogprobSettings, collector: BatchCollector,
+    options: RunConfig,
+    megatron: TrainedModel,
+    source: SampleSource,
+    layout: Layout,
+    shape: BatchShape,
+    settings: LogprobSettings,
+    collector: BatchCollector,
 ) -> PushProbe | None:
     """The probe of a run; None with --rollout-probe-push off. Every rank calls it.
 
@@ -183,10 +221,14 @@ def broadcast_probe(
     judge, args = None, megatron.args
     if dist.get_rank() == 0:
         judge = PushJudge(
-            source, dtype=trained_type(args), max_log_ratio=options.max_probe_log_ratio,
-            push_rounding=options.push_rounding, responses=lambda: collector.trajectories, longest=args.seq_length - 1,
+            source,
+            dtype=trained_type(args),
+            max_log_ratio=options.max_probe_log_ratio,
+            push_rounding=options.push_rounding,
+            responses=lambda: collector.trajectories,
+            longest=args.seq_length - 1,
             resumed=args.iteration > 0,
-        )  # fmt: skip
+        )
     broadcast_made(lambda: judge.texts)
     unit = 0 if keeps_shape(args) else RANK_TOKENS * layout.cp_size * layout.tp_group.size()
     shapes = RowShapes(shape.seq_length, shape.micro_batch_size, microbatch_multiple(args), unit)
@@ -199,9 +241,11 @@ def print_probe(found: Mapping[str, float]) -> None:
         worst, mean = (found[f"rollout/probe_{name}_abs_log_ratio"] for name in ("max", "mean"))
         over = found["rollout/probe_over_rounding"]
         print(
-            f"[rollout] probe of the pushed weights: max |log-ratio| {worst:.2g}, mean {mean:.2g}, {over:.2g} times "
-            "what rounding explains", flush=True,
-        )  # fmt: skip
+            f"[rollout] probe of the pushed weights: max |log-ratio| {worst:.2g}, mean {mean:.2g}, "
+            f"{over:.2g} times "
+            "what rounding explains",
+            flush=True,
+        )
 
 
 def _broadcast_numbers(found: dict[str, float]) -> dict[str, float]:

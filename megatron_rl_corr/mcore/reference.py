@@ -1,4 +1,5 @@
-"""The reference policy on the trainer's own ranks: weights on the host that take the live ones' place for one pass.
+"""The reference policy on the trainer's own ranks: weights on the host that take the live ones'
+place for one pass.
 
 T tokens of this rank's batch, S sequences of this replica.
 """
@@ -39,9 +40,10 @@ class ReferenceInPlace(RuntimeError):
 class ReferenceWeights:
     """This rank's weights of the reference policy, on the host.
 
-    Where `in_place`, the model has the reference's weights and the host the live ones: each pair is exchanged through a
-    copy of one tensor, so that the device holds one model and the host one more. Tensors stay where they are: a
-    parameter may be a view of the distributed optimizer's buffer, or be known to a graph by its address.
+    Where `in_place`, the model has the reference's weights and the host the live ones: each pair is
+    exchanged through a copy of one tensor, so that the device holds one model and the host one more. Tensors
+    stay where they are: a parameter may be a view of the distributed optimizer's buffer, or be known to a
+    graph by its address.
 
     Args:
         parameters: of this rank, all of them; whole and current, as within `compat.gathered_parameters`.
@@ -91,7 +93,9 @@ class ReferenceWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within, the model has the reference's weights; after, byte for byte its own again, whatever was raised."""
+        """Within, the model has the reference's weights; after, byte for byte its own again,
+        whatever was raised.
+        """
         assert not self.are_in_place
         self.are_in_place, exchanged = True, 0
         try:
@@ -109,7 +113,9 @@ class ReferenceWeights:
         live, kept = self._live[i].tensor, self._kept[i]
         held = live.detach().clone()
         # What may fail for want of memory comes before the live weights are touched.
-        store = kept if kept.dtype == held.dtype else torch.empty_like(held, device=HOST, pin_memory=held.is_cuda)
+        store = (
+            kept if kept.dtype == held.dtype else torch.empty_like(held, device=HOST, pin_memory=held.is_cuda)
+        )
         live.copy_(kept)
         self._kept[i] = store.copy_(held)
 
@@ -152,15 +158,21 @@ class ReferencePass:
         return compat.gathered_parameters(self.model, self.optimizer)
 
     def run(self) -> Tensor | None:
-        """Log-probs of the labels [T] on the last stage, of the distribution that was sampled; None on the others.
+        """Log-probs of the labels [T] on the last stage, of the distribution that was sampled;
+        None on the others.
 
-        Routers choose by themselves, whatever --router-replay says: they are a part of the reference policy, and the
-        experts that the servers' policy chose are not those that it would choose.
+        Routers choose by themselves, whatever --router-replay says: they are a part of the reference
+        policy, and the experts that the servers' policy chose are not those that it would choose.
         """
         with compat.attention_logits_kept(self.model):
             scored = compute_log_probs(
-                self.model, self.batch, self.settings, micro_batch_size=self.micro_batch_size,
-                seq_length=self.seq_length, routes=Routes(), packs=self.packs,
+                self.model,
+                self.batch,
+                self.settings,
+                micro_batch_size=self.micro_batch_size,
+                seq_length=self.seq_length,
+                routes=Routes(),
+                packs=self.packs,
             )
         return None if scored is None else scored[0]
 
@@ -188,12 +200,15 @@ class Reference:
         """
         if self.weights is not None and self.weights.are_in_place:
             raise ReferenceInPlace(
-                f"the model's weights can't be {purpose} now: they are the reference policy's, for its forward pass, "
+                f"the model's weights can't be {purpose} now: they are the reference policy's, for its "
+                "forward pass, "
                 "and the trained ones wait on the host; call this before the pass or after it"
             )
 
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
-        """Log pi_ref of the batch's labels, [T] on the last stage, None on the others; every rank calls it."""
+        """Log pi_ref of the batch's labels, [T] on the last stage, None on the others;
+        every rank calls it.
+        """
 
     def end_batch(self, number: int) -> None:
         """Reset the reference if it is time; the live weights must be whole and current.
@@ -217,10 +232,19 @@ class LocalReference(Reference):
     """
 
     def __init__(
-        self, weights: ReferenceWeights, *, reset_every: int | None = None, reset_after: int = 0,
+        self,
+        weights: ReferenceWeights,
+        *,
+        reset_every: int | None = None,
+        reset_after: int = 0,
         exporter: StageExporter | None = None,
     ):
-        self.weights, self._every, self.reset_after, self.exporter = weights, reset_every, reset_after, exporter
+        self.weights, self._every, self.reset_after, self.exporter = (
+            weights,
+            reset_every,
+            reset_after,
+            exporter,
+        )
 
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
         with forward.gathered(), self.weights.in_place():
@@ -233,13 +257,17 @@ class LocalReference(Reference):
 
 
 def less_reference_kl(
-    batch: RolloutBatch | PackedBatch, logprobs: Tensor, ref_logprobs: Tensor | None, config: RolloutCorrectionConfig,
+    batch: RolloutBatch | PackedBatch,
+    logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    config: RolloutCorrectionConfig,
     groups: ParallelGroups,
 ) -> tuple[RolloutBatch | PackedBatch, dict[str, Metric]]:
-    """The batch with its rewards lowered by the KL to the reference, and the metric of that; with no coefficient as is.
+    """The batch with its rewards lowered by the KL to the reference, and the metric of that; with no
+    coefficient as is.
 
-    A token that the reference has no finite log-prob for is left out, as one without a rollout log-prob: a sample whose
-    KL is not known would pay nothing, and look better than the others of its group.
+    A token that the reference has no finite log-prob for is left out, as one without a rollout log-prob: a
+    sample whose KL is not known would pay nothing, and look better than the others of its group.
 
     Args:
         batch: this rank's tokens.
@@ -251,8 +279,13 @@ def less_reference_kl(
     if not config.kl_reward_coef:
         return batch, {}
     taken = reward_kl(
-        logprobs, ref_logprobs, batch.flat(batch.loss_mask), batch.seq_ids, num_sequences=batch.num_sequences,
-        config=config, groups=groups,
+        logprobs,
+        ref_logprobs,
+        batch.flat(batch.loss_mask),
+        batch.seq_ids,
+        num_sequences=batch.num_sequences,
+        config=config,
+        groups=groups,
     )
     sums = torch.stack([taken.sum(), torch.ones_like(taken).sum()])
     if groups.cp_rank > 0:  # one of the ranks that share a sequence counts it

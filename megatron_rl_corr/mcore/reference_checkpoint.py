@@ -1,7 +1,8 @@
-"""A reference policy that is reset, in Megatron's checkpoints: a Hugging Face folder that any layout of ranks can load.
+"""A reference policy that is reset, in Megatron's checkpoints: a Hugging Face folder that any layout
+of ranks can load.
 
-The folder (iter_0000040/rollout_reference) is written beside the checkpoints before Megatron saves, and then moved into
-the checkpoint by rank 0.
+The folder (iter_0000040/rollout_reference) is written beside the checkpoints before Megatron saves, and
+then moved into the checkpoint by rank 0.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from megatron_rl_corr.files import refuse_link, write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.models.hf_folder import copy_model_files, write_index
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure, all_reduce_first_rank, broadcast_made
+from megatron_rl_corr.parallel.failure import (
+    StartupError,
+    all_reduce_failure,
+    all_reduce_first_rank,
+    broadcast_made,
+)
 from megatron_rl_corr.weight_sync.export import write_stage
 
 FOLDER = "rollout_reference"
@@ -28,10 +34,11 @@ STATE = "reference.json"
 
 
 def broadcast_saved(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
-    """(the reference's folder in the checkpoint that Megatron has loaded, the batch after which it was reset).
+    """(the reference's folder in the checkpoint that Megatron has loaded, the batch after
+    which it was reset).
 
-    (None, 0) where the reference is still the run's first one: at iteration 0, before the first reset, and for a
-    checkpoint without a reference, of which rank 0 prints so. Every rank calls it.
+    (None, 0) where the reference is still the run's first one: at iteration 0, before the first reset, and
+    for a checkpoint without a reference, of which rank 0 prints so. Every rank calls it.
 
     Args:
         args: Megatron's.
@@ -59,18 +66,29 @@ def _read(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
             continue
         after = int(json.loads((folder / STATE).read_text())["reset_after"])
         if after and not resets:
-            print(f"[rollout] the checkpoint's reference policy, reset after batch {after}, is left out: without "
-                  "--rollout-reference-reset the reference is frozen", file=sys.stderr, flush=True)  # fmt: skip
+            print(
+                f"[rollout] the checkpoint's reference policy, reset after batch {after}, is left out: "
+                "without "
+                "--rollout-reference-reset the reference is frozen",
+                file=sys.stderr,
+                flush=True,
+            )
         return (folder, after) if after and resets else (None, 0)
     if resets:
-        print(f"[rollout] the checkpoint has no {FOLDER}: the reference policy is the run's first one until its next "
-              "reset", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"[rollout] the checkpoint has no {FOLDER}: the reference policy is the run's first one until "
+            "its next "
+            "reset",
+            file=sys.stderr,
+            flush=True,
+        )
     return None, 0
 
 
 @contextlib.contextmanager
 def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, source: str) -> Iterator[None]:
-    """Within, Megatron saves this iteration; a reference that is reset is written first. Every rank enters it.
+    """Within, Megatron saves this iteration; a reference that is reset is written first.
+    Every rank enters it.
 
     Args:
         iteration: of the checkpoint.
@@ -104,7 +122,10 @@ def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, s
     writes = dist.get_rank() == 0
     try:
         with put_in(
-            iteration, put if writes else None, name=FOLDER, without="begins with the run's first reference policy"
+            iteration,
+            put if writes else None,
+            name=FOLDER,
+            without="begins with the run's first reference policy",
         ):
             yield
     finally:

@@ -1,4 +1,5 @@
-"""The reference policy behind servers of its own: they score the samples, and their distance to the start is measured.
+"""The reference policy behind servers of its own: they score the samples, and their distance to the
+start is measured.
 
 S samples of this replica, T tokens of this rank's batch.
 """
@@ -31,8 +32,8 @@ from megatron_rl_corr.rollout.scorer import Scorer
 class ServedReference(Reference):
     """A reference policy whose servers score each step's samples.
 
-    In the first step after a start the trainer's start weights score the same samples: what the two differ by then, the
-    floor, is in `loss/reference_kl` from the first step to the last, whatever is trained.
+    In the first step after a start the trainer's start weights score the same samples: what the two differ by
+    then, the floor, is in `loss/reference_kl` from the first step to the last, whatever is trained.
 
     Args:
         scorer: of the servers.
@@ -60,16 +61,20 @@ class ServedReference(Reference):
             scores, changed = await self._scorer.score(samples), await self._scorer.changed_weights()
         except RolloutError as error:
             error.add_note(
-                "it is a server of --rollout-reference-url, and none of them scored a sample of this batch; start it "
+                "it is a server of --rollout-reference-url, and none of them scored a sample of this batch; "
+                "start it "
                 "again, and go on from the last checkpoint"
             )
             raise
         if changed is not None:
             url, before, now = changed
             raise StartupError(
-                f"--rollout-reference-url {url}: its weights were called {before} at the start and are called {now} "
-                "now, so the samples would be scored by another policy. If it is a server of --rollout-url under "
-                "another name, to which the trained weights are pushed, start one of its own for the reference; "
+                f"--rollout-reference-url {url}: its weights were called {before} at the start and are "
+                f"called {now} "
+                "now, so the samples would be scored by another policy. If it is a server of --rollout-url "
+                "under "
+                "another name, to which the trained weights are pushed, start one of its own for the "
+                "reference; "
                 "else start it again with the reference's weights, and go on from the last checkpoint"
             )
         return scores
@@ -123,8 +128,12 @@ class ServedReference(Reference):
             meaning = "loss/reference_kl does not fall below it"
             if not k3 <= HALF_KL:
                 meaning = (
-                    f"rounding explains at most {HALF_KL:g}, so --rollout-reference-url serves another policy than "
-                    "--rollout-hf-checkpoint; if it should be the same, end this run and look at its checkpoint"
+                    f"rounding explains at most {HALF_KL:g}, so --rollout-reference-url serves another "
+                    "policy than "
+                    "--rollout-hf-checkpoint; if it should be the same, end this run and look at its "
+                    "checkpoint"
                 )
-            print(f"[rollout] reference servers: k3 of the start's weights against them is {k3:.3g}; {meaning}",
-                  flush=True)  # fmt: skip
+            print(
+                f"[rollout] reference servers: k3 of the start's weights against them is {k3:.3g}; {meaning}",
+                flush=True,
+            )

@@ -1,4 +1,6 @@
-"""Makes a run's reference policy at its start: from the start's weights, another checkpoint, or a saved reset."""
+"""Makes a run's reference policy at its start: from the start's weights, another checkpoint,
+or a saved reset.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,17 @@ HEALTHY_WITHIN_S = 60.0
 
 
 def broadcast_reference(
-    config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Namespace,
-    parameters: Sequence[LocalParameter], layout: Layout, *, loop: LoopThread, vocab_size: int,
+    config: RolloutCorrectionConfig,
+    options: RunConfig,
+    args: argparse.Namespace,
+    parameters: Sequence[LocalParameter],
+    layout: Layout,
+    *,
+    loop: LoopThread,
+    vocab_size: int,
 ) -> Reference:
-    """The reference policy that the KL penalties ask for; every rank calls it. Rank 0 looks for a saved reset.
+    """The reference policy that the KL penalties ask for; every rank calls it. Rank 0 looks
+    for a saved reset.
 
     Args:
         config: the correction.
@@ -44,8 +53,8 @@ def broadcast_reference(
         vocab_size: of the model.
 
     Raises:
-        StartupError: on one rank: a checkpoint is of another model or can't be read, or a flag of Megatron's does not
-            go with a reference.
+        StartupError: on one rank: a checkpoint is of another model or can't be read, or a flag of Megatron's
+            does not go with a reference.
         RolloutError: on a data leader: a server of the reference does not answer.
         PeerFailure: then, on the others.
     """
@@ -60,22 +69,36 @@ def broadcast_reference(
     exporter = None
     if resets:
         exporter = StageExporter(
-            weights.on_device(), layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+            weights.on_device(),
+            layout.shard,
+            layout.stage_groups,
+            stage=layout.pp_rank,
+            num_stages=layout.pp_size,
         )
     if dist.get_rank() == 0:
         taken_from = saved or options.reference_checkpoint or options.hf_checkpoint
-        print(f"[rollout] reference policy: {taken_from}, {weights.nbytes / 2**20:.0f} MiB of the host's memory on "
-              "each rank", flush=True)  # fmt: skip
+        print(
+            f"[rollout] reference policy: {taken_from}, {weights.nbytes / 2**20:.0f} MiB of the host's "
+            "memory on "
+            "each rank",
+            flush=True,
+        )
     return LocalReference(
         weights, reset_every=options.reference_reset, reset_after=reset_after, exporter=exporter
     )
 
 
 def _broadcast_served(
-    options: RunConfig, args: argparse.Namespace, parameters: Sequence[LocalParameter], layout: Layout,
-    loop: LoopThread, vocab_size: int,
+    options: RunConfig,
+    args: argparse.Namespace,
+    parameters: Sequence[LocalParameter],
+    layout: Layout,
+    loop: LoopThread,
+    vocab_size: int,
 ) -> ServedReference:
-    """A reference that servers score; where the run goes on, the start's weights are loaded to measure its floor."""
+    """A reference that servers score; where the run goes on, the start's weights are loaded to
+    measure its floor.
+    """
 
     def made() -> tuple[Scorer, ReferenceWeights | None]:
         known = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key", "ca_file")
@@ -99,22 +122,30 @@ def _broadcast_served(
 
 
 def _warn_of_short(scorer: Scorer, loop: LoopThread, seq_length: int) -> None:
-    """A sample that a server has no room for is not scored: its tokens would leave the loss without a word."""
+    """A sample that a server has no room for is not scored: its tokens would leave the
+    loss without a word.
+    """
     short = loop.call(scorer.too_short(seq_length))
     if short is not None:
         url, context = short
         warn(
-            f"--rollout-reference-url {url}: its context length {context} has no room to score {seq_length} tokens; "
+            f"--rollout-reference-url {url}: its context length {context} has no room to score {seq_length} "
+            "tokens; "
             "longer samples than it has room for have no reference log-probs, and so no part in the loss "
             f"(rollout_corr/nonfinite_tokens): start it with more, or train with a shorter --seq-length"
         )
 
 
 def _weights(
-    options: RunConfig, args: argparse.Namespace, parameters: Sequence[LocalParameter], ranks: ShardRanks,
+    options: RunConfig,
+    args: argparse.Namespace,
+    parameters: Sequence[LocalParameter],
+    ranks: ShardRanks,
     saved: Path | None,
 ) -> ReferenceWeights:
-    """The weights of the saved reset, else those of the checkpoint that a flag names, else those of the start."""
+    """The weights of the saved reset, else those of the checkpoint that a flag names, else
+    those of the start.
+    """
     check_arguments(args, resets=options.reference_reset is not None)
     weights, source = ReferenceWeights(parameters), options.reference_checkpoint
     if source is not None:
@@ -122,7 +153,9 @@ def _weights(
     if saved is not None:
         weights.load(HFCheckpoint(saved), ranks)
     elif source is not None or args.iteration > 0:
-        with naming_checkpoint(source or options.hf_checkpoint, "--rollout-reference-checkpoint" if source else None):
+        with naming_checkpoint(
+            source or options.hf_checkpoint, "--rollout-reference-checkpoint" if source else None
+        ):
             weights.load(HFCheckpoint(source or options.hf_checkpoint), ranks)
     return weights
 
@@ -131,7 +164,8 @@ def check_start_known(options: RunConfig, args: argparse.Namespace) -> None:
     """ValueError where the weights that the run began with could not be found again after a restart."""
     if args.pretrained_checkpoint is not None and options.reference_checkpoint is None:
         raise ValueError(
-            f"--pretrained-checkpoint {args.pretrained_checkpoint} with a KL penalty against a reference policy: the "
+            f"--pretrained-checkpoint {args.pretrained_checkpoint} with a KL penalty against a reference "
+            "policy: the "
             "start's weights are read in Hugging Face format when the run goes on; write them with "
             "`megatron-rl-corr export`, and name that folder by --rollout-reference-checkpoint, or by "
             "--rollout-hf-checkpoint and leave --pretrained-checkpoint out"
@@ -139,29 +173,37 @@ def check_start_known(options: RunConfig, args: argparse.Namespace) -> None:
 
 
 def check_arguments(args: argparse.Namespace, *, resets: bool = False) -> None:
-    """ValueError for flags of Megatron's that a reference policy does not go with; resets: nor one that is reset."""
+    """ValueError for flags of Megatron's that a reference policy does not go with; resets: nor
+    one that is reset.
+    """
     if resets and vars(args).get("non_persistent_ckpt_type") == "local":
         raise ValueError(
-            "--non-persistent-ckpt-type local with --rollout-reference-reset: such a checkpoint has no folder that a "
+            "--non-persistent-ckpt-type local with --rollout-reference-reset: such a checkpoint has no "
+            "folder that a "
             "reference policy could be saved in; use global, or leave one of them out"
         )
     for name in ("fp8", "fp4"):
         if vars(args).get(name):
             raise ValueError(
-                f"--{name}-format {vars(args)[name]} with a KL penalty against a reference policy: scales and "
-                "quantised weights are kept between passes, and would be the other policy's; train in 16 bits, or "
+                f"--{name}-format {vars(args)[name]} with a KL penalty against a reference policy: scales "
+                "and "
+                "quantised weights are kept between passes, and would be the other policy's; train in 16 "
+                "bits, or "
                 "leave --rollout-kl-loss-coef and --rollout-kl-reward-coef out"
             )
 
 
 def _check_same_model(path: str, start: str) -> None:
-    """ValueError unless both config.json describe one model: its weights alone take the place of the others."""
+    """ValueError unless both config.json describe one model: its weights alone take the
+    place of the others.
+    """
     with naming_checkpoint(path, "--rollout-reference-checkpoint"):
         theirs = model_flags(read_config(path))
     ours = model_flags(read_config(start))
     if theirs != ours:
         other = sorted(set(theirs) ^ set(ours))
         raise ValueError(
-            f"--rollout-reference-checkpoint {path} is another model than --rollout-hf-checkpoint {start}: their "
+            f"--rollout-reference-checkpoint {path} is another model than --rollout-hf-checkpoint {start}: "
+            "their "
             f"config.json differ in {', '.join(other)}; use one of the same architecture"
         )

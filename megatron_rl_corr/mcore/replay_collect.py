@@ -26,10 +26,11 @@ from megatron_rl_corr.rollout.sampling import training_sampling
 
 
 class ReplayCollector(BatchCollector):
-    """Collects the batches [first, last): every replica's leader reads all files of a batch, and keeps its groups.
+    """Collects the batches [first, last): every replica's leader reads all files of a batch, and
+    keeps its groups.
 
-    The groups are in the places that they had, so that the same replicas train the same samples in the same order;
-    another number of replicas shares them out in that order.
+    The groups are in the places that they had, so that the same replicas train the same samples in the same
+    order; another number of replicas shares them out in that order.
 
     Args:
         options: of the run.
@@ -41,14 +42,22 @@ class ReplayCollector(BatchCollector):
         routes: take the samples' routed experts.
 
     Raises:
-        ValueError: files are missing, or were made with other flags, or the first batch's samples can't be trained.
+        ValueError: files are missing, or were made with other flags, or the first batch's samples
+            can't be trained.
         FileNotFoundError: there is no such folder.
     """
 
     def __init__(
-        self, options: RunConfig, layout: Layout, shape: BatchShape, *, batches: tuple[int, int], iteration: int,
-        vocab_size: int, routes: Routes,
-    ):  # fmt: skip
+        self,
+        options: RunConfig,
+        layout: Layout,
+        shape: BatchShape,
+        *,
+        batches: tuple[int, int],
+        iteration: int,
+        vocab_size: int,
+        routes: Routes,
+    ):
         self._folder, self._updates, self._shape = Path(options.replay), options.updates_of_batch, shape
         self._vocab_size, self._files = vocab_size, folder_files(self._folder)
         self._begin = batches[0], iteration
@@ -56,20 +65,28 @@ class ReplayCollector(BatchCollector):
         missing = [step for step in steps if step not in self._files]
         if missing:
             raise ValueError(
-                f"`replay` {self._folder} has no samples of {len(missing)} of this run's {len(steps)} batches; the "
+                f"`replay` {self._folder} has no samples of {len(missing)} of this run's {len(steps)} "
+                "batches; the "
                 f"first is step_{missing[0]:06d}_replica0.parquet. It has the steps {min(self._files)} to "
-                f"{max(self._files)}; use --train-iters {max(missing[0] - 1, 1)}, --load a checkpoint of another step, "
+                f"{max(self._files)}; use --train-iters {max(missing[0] - 1, 1)}, --load a checkpoint of "
+                "another step, "
                 "or another folder"
             )
         batch = whole_batch(self._files[steps[0]]) if steps else None
         super().__init__(
-            layout, shape, training_sampling(options), num_turns=batch and batch.num_turns,
-            truncated_samples=options.truncated_samples, routes=routes,
+            layout,
+            shape,
+            training_sampling(options),
+            num_turns=batch and batch.num_turns,
+            truncated_samples=options.truncated_samples,
+            routes=routes,
         )
         self._origins: dict[int, Origin | None] = {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "replay")
         self._first: tuple[int, list[Group], int] | None = None
-        """The first batch's number and groups, and how far the newest of its samples' weights are behind it."""
+        """The first batch's number and groups, and how far the newest of its samples'
+        weights are behind it.
+        """
         if layout.is_data_leader:
             for step in steps:
                 self._check(step)
@@ -89,8 +106,12 @@ class ReplayCollector(BatchCollector):
         dist.broadcast_object_list(on_policy, src=0)
         if not on_policy[0]:
             if dist.get_rank() == 0:
-                print(f"[rollout] the train-infer KL of step {iteration + 1} has no bound: none of its samples is of "
-                      "the weights that it starts from", flush=True)  # fmt: skip
+                print(
+                    f"[rollout] the train-infer KL of step {iteration + 1} has no bound: none of its samples "
+                    "is of "
+                    "the weights that it starts from",
+                    flush=True,
+                )
             return None
         return FirstStep(iteration, HALF_KL if given is None else given)
 
@@ -139,11 +160,15 @@ class ReplayCollector(BatchCollector):
         files = self._files[step]
         batch = whole_batch(files)
         where = f"`replay` {files[0]}"
-        flags = {"group_size": ("--rollout-group-size", self._shape.group_size),
-                 "updates": ("--rollout-updates-per-batch x --rollout-epochs-per-batch", self._updates)}  # fmt: skip
+        flags = {
+            "group_size": ("--rollout-group-size", self._shape.group_size),
+            "updates": ("--rollout-updates-per-batch x --rollout-epochs-per-batch", self._updates),
+        }
         for name, (flag, value) in flags.items():
             if vars(batch)[name] != value:
-                raise ValueError(f"{where} was made with {flag} {vars(batch)[name]}, got {value}; give what it was")
+                raise ValueError(
+                    f"{where} was made with {flag} {vars(batch)[name]}, got {value}; give what it was"
+                )
         if batch.masks_truncated != self._mask_truncated:
             was = "mask" if batch.masks_truncated else "train"
             raise ValueError(f"{where} was made with --rollout-truncated-samples {was}; give what it was")
@@ -154,8 +179,10 @@ class ReplayCollector(BatchCollector):
                 "which samples an update takes depends on it; use as many"
             )
         if batch.num_turns != self._num_turns:
-            raise ValueError(f"{where} was made with `max_turns` {batch.num_turns}, the first step's files with "
-                             f"{self._num_turns}; they are of two runs")  # fmt: skip
+            raise ValueError(
+                f"{where} was made with `max_turns` {batch.num_turns}, the first step's files with "
+                f"{self._num_turns}; they are of two runs"
+            )
         samples = sum(pq.read_metadata(path).num_rows for path in files)
         if samples != self._shape.collected:
             parts = self._shape.updates
@@ -167,11 +194,15 @@ class ReplayCollector(BatchCollector):
         saved = read_sampling(files[0])
         for name, value in vars(self.sampling).items():
             if saved is not None and getattr(saved, name) != value:
-                raise ValueError(f"{where} was sampled with `{name}` {_words(getattr(saved, name))}, got "
-                                 f"{_words(value)}; give what it was")  # fmt: skip
+                raise ValueError(
+                    f"{where} was sampled with `{name}` {_words(getattr(saved, name))}, got "
+                    f"{_words(value)}; give what it was"
+                )
 
     def _read(self, number: int) -> tuple[list[Group], int]:
-        """(this replica's groups of a batch in their places, versions that its newest sample is behind it)."""
+        """(this replica's groups of a batch in their places, versions that its newest
+        sample is behind it).
+        """
         step = self._step(number)
         own = range(self._layout.dp_rank * self._groups, (self._layout.dp_rank + 1) * self._groups)
         groups: dict[int, list[Sample]] = {place: [] for place in own}
@@ -187,7 +218,8 @@ class ReplayCollector(BatchCollector):
             indexes = [sample.trajectory.sample_index for sample in samples]
             if indexes != list(range(self._shape.group_size)):
                 raise ValueError(
-                    f"`replay` {self._folder}: prompt {place} of step {step} has the samples {indexes}, where each of "
+                    f"`replay` {self._folder}: prompt {place} of step {step} has the samples {indexes}, "
+                    "where each of "
                     f"{self._shape.group_size} must be once; the files are not as a run wrote them"
                 )
             made.append(self._group(place, samples))
@@ -199,7 +231,9 @@ class ReplayCollector(BatchCollector):
         self._origins[number] = origin
         parts = [sample.reward_parts for sample in samples]
         return Group(
-            number, [sample.trajectory for sample in samples], [sample.reward for sample in samples],
+            number,
+            [sample.trajectory for sample in samples],
+            [sample.reward for sample in samples],
             [] if None in parts else parts,
         )
 
@@ -216,14 +250,20 @@ class ReplayCollector(BatchCollector):
         row = sample.trajectory
         who = f"`replay` {path}: sample {row.sample_index} of prompt {row.prompt_index}"
         if sample.reward is None:
-            raise ValueError(f"{who} has no reward; only files of --rollout-save-trajectories can be replayed")
+            raise ValueError(
+                f"{who} has no reward; only files of --rollout-save-trajectories can be replayed"
+            )
         highest = max(int(ids.max()) if ids.numel() else 0 for ids in (row.prompt_ids, row.output_ids))
         if highest >= self._vocab_size:
-            raise ValueError(f"{who} has the id {highest}, and the vocabulary of --rollout-hf-checkpoint "
-                             f"{self._vocab_size}; give the model that it was sampled from")  # fmt: skip
+            raise ValueError(
+                f"{who} has the id {highest}, and the vocabulary of --rollout-hf-checkpoint "
+                f"{self._vocab_size}; give the model that it was sampled from"
+            )
         if row.prompt_ids.numel() + row.output_ids.numel() - 1 > self._length:
-            raise ValueError(f"{who} has {row.prompt_ids.numel() + row.output_ids.numel()} tokens; use --seq-length "
-                             f"{row.prompt_ids.numel() + row.output_ids.numel() - 1} or more")  # fmt: skip
+            raise ValueError(
+                f"{who} has {row.prompt_ids.numel() + row.output_ids.numel()} tokens; use --seq-length "
+                f"{row.prompt_ids.numel() + row.output_ids.numel() - 1} or more"
+            )
         if self._routes.server_shape is not None and row.routed_experts is None:
             raise ValueError(f"{who} has no routed experts; --router-replay R3 needs files of a run with R3")
         if self.sampling.truncated and row.support is None:

@@ -1,4 +1,6 @@
-"""Measures what --router-replay R3 removes of the mismatch: a microbatch with the servers' experts and without them."""
+"""Measures what --router-replay R3 removes of the mismatch: a microbatch with the servers' experts
+and without them.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,9 @@ class ReplayEffect:
     def measure(self, number: int, forward: ReferencePass, routes: Routes) -> dict[str, Metric]:
         """`effect_metrics` of the batch's first microbatch under the current weights; every rank calls it.
 
-        With virtual pipeline stages it is the first group of microbatches, as Megatron runs no fewer. Two forward-only
-        passes in evaluation mode; training does not notice: routers are reset behind each, and the maxima of attention
-        logits are put back.
+        With virtual pipeline stages it is the first group of microbatches, as Megatron runs no fewer. Two
+        forward-only passes in evaluation mode; training does not notice: routers are reset behind each, and
+        the maxima of attention logits are put back.
 
         Args:
             number: of the batch, from 0.
@@ -37,7 +39,8 @@ class ReplayEffect:
             routes: with the servers' experts of the batch.
 
         Returns:
-            This rank's share, on the last pipeline stage; {} on others, and for a batch that is not measured.
+            This rank's share, on the last pipeline stage; {} on others, and for a batch that
+            is not measured.
         """
         if self.every is None or number % self.every:
             return {}
@@ -48,8 +51,12 @@ class ReplayEffect:
 
         def run(routes: Routes) -> list[tuple[Tensor, Tensor]]:
             return run_forward_only(
-                make_forward_step(log_probs, settings, with_entropy=False, routes=routes), forward.model, batch,
-                forward.packs, micro_batch_size=forward.micro_batch_size, seq_length=forward.seq_length,
+                make_forward_step(log_probs, settings, with_entropy=False, routes=routes),
+                forward.model,
+                batch,
+                forward.packs,
+                micro_batch_size=forward.micro_batch_size,
+                seq_length=forward.seq_length,
                 count=compat.smallest_schedule(forward.model),
             )
 
@@ -62,7 +69,8 @@ class ReplayEffect:
         places = torch.cat([place for _, place in replayed])
         return effect_metrics(
             *(torch.cat([logprobs for logprobs, _ in results]) for results in (replayed, chosen)),
-            _behind(batch.flat(batch.rollout_logprobs))[places], _behind(batch.flat(batch.loss_mask))[places],
+            _behind(batch.flat(batch.rollout_logprobs))[places],
+            _behind(batch.flat(batch.loss_mask))[places],
         )
 
 

@@ -12,7 +12,9 @@ from megatron_rl_corr.parallel.layout import Layout
 
 
 def broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:
-    """Send tensors from the first rank of the first stage to its stage, and from there down every pipeline."""
+    """Send tensors from the first rank of the first stage to its stage, and from there
+    down every pipeline.
+    """
     if layout.pp_rank == 0:
         _broadcast_from_first(tensors, layout.tp_cp_group)
     _broadcast_from_first(tensors, layout.pp_group)
@@ -31,7 +33,8 @@ def broadcast_batch(batch: Any, layout: Layout, *, num_turns: int | None) -> dic
     Args:
         batch: padded or packed, of the same shapes on all ranks; only the leader's values count.
         layout: this rank's process groups.
-        num_turns: the largest number of turns of a sample; None without an environment, and turn_ids are not sent.
+        num_turns: the largest number of turns of a sample; None without an environment, and
+            turn_ids are not sent.
     """
     # The lag of a sampled label travels with the mask: 0 for a label that was not sampled, else 1 + its lag.
     integers = [batch.tokens, batch.labels, batch.loss_mask * (1 + batch.token_lags)]
@@ -45,8 +48,14 @@ def broadcast_batch(batch: Any, layout: Layout, *, num_turns: int | None) -> dic
     logprobs, rows = real.split([batch.rollout_logprobs.numel(), rows.numel()])
     rewards, group_ids, lags, in_loss = rows.view(4, -1)
     return {
-        "tokens": whole[0], "labels": whole[1], "loss_mask": whole[2] > 0, "token_lags": (whole[2] - 1).clamp_(min=0),
+        "tokens": whole[0],
+        "labels": whole[1],
+        "loss_mask": whole[2] > 0,
+        "token_lags": (whole[2] - 1).clamp_(min=0),
         "turn_ids": None if num_turns is None else whole[3],
-        "rollout_logprobs": logprobs.view_as(batch.rollout_logprobs), "rewards": rewards,
-        "group_ids": group_ids.long(), "version_lags": lags, "in_loss": in_loss.bool(),
-    }  # fmt: skip
+        "rollout_logprobs": logprobs.view_as(batch.rollout_logprobs),
+        "rewards": rewards,
+        "group_ids": group_ids.long(),
+        "version_lags": lags,
+        "in_loss": in_loss.bool(),
+    }

@@ -1,4 +1,6 @@
-"""Means of the named rewards over a batch: names come from the user's functions, so ranks learn them as they appear."""
+"""Means of the named rewards over a batch: names come from the user's functions, so ranks learn
+them as they appear.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,12 @@ class RewardParts:
             )
 
     def counts(self) -> torch.Tensor:
-        """[2 * names] float64: sum and number of each, of this rank's last batch; 0 on ranks that are no leader."""
-        return torch.tensor([self._sums.get(name, [0.0, 0]) for name in self.names], dtype=torch.float64).reshape(-1)
+        """[2 * names] float64: sum and number of each, of this rank's last batch; 0 on ranks
+        that are no leader.
+        """
+        return torch.tensor(
+            [self._sums.get(name, [0.0, 0]) for name in self.names], dtype=torch.float64
+        ).reshape(-1)
 
     def metrics(self, counts: torch.Tensor) -> dict[str, Metric]:
         """By logged name, from the `counts`. A single one is reward/mean itself, so that it has no other."""
@@ -63,7 +69,9 @@ class RewardParts:
 METRICS = in_group(
     "Rewards and responses",
     MetricSpec(
-        PREFIX, "each reward by its name, before its weight, and further keys of its dict as NAME/KEY",
-        "mean over the samples that have it", only_with="several rewards, or a reward that returns a dict",
+        PREFIX,
+        "each reward by its name, before its weight, and further keys of its dict as NAME/KEY",
+        "mean over the samples that have it",
+        only_with="several rewards, or a reward that returns a dict",
     ),
 )

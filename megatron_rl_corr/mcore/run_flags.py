@@ -24,11 +24,25 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
     A flag is told once: what further checks have against its value is left out.
     """
     checks = (
-        check_router_replay, check_context_parallel, compat.check_expert_layout, check_latent_attention,
-        _check_packed_if, check_per_token_loss, check_updates, check_settings_file, check_batch_size, check_offload,
-        check_finetune, check_begin, check_layers, check_skipped, check_evaluation, check_policy, check_vocabulary,
+        check_router_replay,
+        check_context_parallel,
+        compat.check_expert_layout,
+        check_latent_attention,
+        _check_packed_if,
+        check_per_token_loss,
+        check_updates,
+        check_settings_file,
+        check_batch_size,
+        check_offload,
+        check_finetune,
+        check_begin,
+        check_layers,
+        check_skipped,
+        check_evaluation,
+        check_policy,
+        check_vocabulary,
         check_colocation,
-    )  # fmt: skip
+    )
     found, told = [], set()
     for check in checks:
         problems = Problems()
@@ -79,7 +93,8 @@ def check_batch_size(args: argparse.Namespace) -> None:
     def check(name: str) -> None:
         if vars(args).get(name) is not None:
             raise ValueError(
-                f"--{name.replace('_', '-')} is not supported with rollouts: every step takes --global-batch-size"
+                f"--{name.replace('_', '-')} is not supported with rollouts: every step takes "
+                "--global-batch-size"
             )
 
     check_each(check, ("rampup_batch_size", "step_batch_size_schedule"))  # the second from 0.19 on
@@ -89,7 +104,8 @@ def check_offload(args: argparse.Namespace) -> None:
     """ValueError for an optimizer on the host that would not learn of the checkpoint's weights."""
     if vars(args).get("optimizer_cpu_offload") and not (args.bf16 or args.fp16):
         raise ValueError(
-            "--optimizer-cpu-offload in float32: Megatron's offloaded copies stay those of the initial weights, and "
+            "--optimizer-cpu-offload in float32: Megatron's offloaded copies stay those of the initial "
+            "weights, and "
             "the first update would put them in place of the checkpoint's; use --bf16, or leave it out"
         )
 
@@ -98,7 +114,8 @@ def check_finetune(args: argparse.Namespace) -> None:
     """ValueError for a run that would begin anew each time."""
     if args.finetune:
         raise ValueError(
-            "--finetune begins at iteration 0 each time that the run is started; name the checkpoint that training "
+            "--finetune begins at iteration 0 each time that the run is started; name the checkpoint that "
+            "training "
             "begins with by --pretrained-checkpoint instead, and the run's own, to go on from, by --load"
         )
 
@@ -107,7 +124,8 @@ def check_skipped(args: argparse.Namespace) -> None:
     """ValueError for iterations that are left out."""
     if args.iterations_to_skip:
         raise ValueError(
-            f"--iterations-to-skip {args.iterations_to_skip}: samples of a step that is skipped would train a later "
+            f"--iterations-to-skip {args.iterations_to_skip}: samples of a step that is skipped would train "
+            "a later "
             "one; leave it out"
         )
 
@@ -123,8 +141,10 @@ def check_evaluation(args: argparse.Namespace) -> None:
     steps = _steps(args)
     if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= steps:
         problems.add(
-            f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps from one "
-            f"evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters or --train-samples"
+            f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps "
+            "from one "
+            f"evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters or "
+            "--train-samples"
         )
     problems.raise_all()
 
@@ -135,17 +155,22 @@ def _warn_of_expert_biases(args: argparse.Namespace) -> None:
     rate = args.moe_router_bias_update_rate
     if rate and args.rank == 0:
         warn(
-            f"--moe-router-bias-update-rate {rate:g} moves the bias of every expert after each step, and so the "
+            f"--moe-router-bias-update-rate {rate:g} moves the bias of every expert after each step, and so "
+            "the "
             "policy, whatever the loss and --lr are; give 0 unless that is wanted"
         )
 
 
 def check_vocabulary(args: argparse.Namespace) -> None:
-    """ValueError for an embedding smaller than the model's, which Megatron makes for a tokenizer of fewer ids."""
-    padded = vars(args).get("padded_vocab_size")  # before 0.18 a command line that is only checked has none yet
+    """ValueError for an embedding smaller than the model's, which Megatron makes for a
+    tokenizer of fewer ids.
+    """
+    # before 0.18 a command line that is only checked has none yet
+    padded = vars(args).get("padded_vocab_size")
     if padded is not None and args.vocab_size is not None and padded < args.vocab_size:
         raise ValueError(
-            f"--tokenizer-type {args.tokenizer_type}: its tokenizer makes an embedding of {padded} rows, and the model "
+            f"--tokenizer-type {args.tokenizer_type}: its tokenizer makes an embedding of {padded} rows, and "
+            "the model "
             f"has {args.vocab_size}; give --tokenizer-type NullTokenizer: prompts are made with that of "
             "--rollout-hf-checkpoint"
         )
@@ -155,17 +180,20 @@ def check_latent_attention(args: argparse.Namespace) -> None:
     """ValueError for latent attention whose gradients Megatron's local spec gets wrong."""
     ranks = args.tensor_model_parallel_size
     if ranks > 1 and args.multi_latent_attention and args.transformer_impl == "local":
-        # multi_latent_attention.py gathers the positional key with a backward that cuts and does not sum: each
-        # rank keeps what its own heads give.
+        # multi_latent_attention.py gathers the positional key with a backward that cuts and does not sum:
+        # each rank keeps what its own heads give.
         raise ValueError(
-            f"--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size {ranks}: "
+            "--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size "
+            f"{ranks}: "
             "Megatron does not sum the positional key's gradient over the ranks; "
             "use --transformer-impl transformer_engine, or --tensor-model-parallel-size 1"
         )
 
 
 def _steps(args: argparse.Namespace) -> int:
-    """Iterations of the run; with --train-samples Megatron works them out later, while it sets up the optimizer."""
+    """Iterations of the run; with --train-samples Megatron works them out later, while it sets
+    up the optimizer.
+    """
     return args.train_iters if args.train_samples is None else args.train_samples // args.global_batch_size
 
 
@@ -177,7 +205,9 @@ def _updates_of_batch(args: argparse.Namespace) -> tuple[int, str]:
 
 
 def check_updates(args: argparse.Namespace) -> None:
-    """ValueError for a run that would end, save or evaluate within a batch: a checkpoint does not hold the batch."""
+    """ValueError for a run that would end, save or evaluate within a batch: a checkpoint does
+    not hold the batch.
+    """
     updates, words = _updates_of_batch(args)
     values = vars(args)
     steps = "--train-iters" if args.train_samples is None else "--train-samples / --global-batch-size"
@@ -191,17 +221,22 @@ def check_updates(args: argparse.Namespace) -> None:
     if args.adlr_autoresume:
         counted.append(("--adlr-autoresume-interval", args.adlr_autoresume_interval))
     # From 0.16 on.
-    counted += [("--phase-transition-iterations", at) for at in values.get("phase_transition_iterations") or ()]
+    counted += [
+        ("--phase-transition-iterations", at) for at in values.get("phase_transition_iterations") or ()
+    ]
     wrong = [(name, value) for name, value in counted if value and value % updates]
     if wrong:
         raise Refusal(
-            f"{name} {value} must be a multiple of {words}: a run saves, evaluates and ends between two batches"
+            f"{name} {value} must be a multiple of {words}: a run saves, evaluates and ends between two "
+            "batches"
             for name, value in wrong
         )
 
 
 def check_loaded_iteration(args: argparse.Namespace) -> None:
-    """ValueError for a checkpoint whose steps can't be counted in batches of this run: it was made with others."""
+    """ValueError for a checkpoint whose steps can't be counted in batches of this run: it was
+    made with others.
+    """
     updates, words = _updates_of_batch(args)
     if args.iteration % updates:
         raise ValueError(
@@ -211,7 +246,8 @@ def check_loaded_iteration(args: argparse.Namespace) -> None:
 
 
 def check_begin(args: argparse.Namespace) -> None:
-    """ValueError for a checkpoint of --load that Megatron would go on from at iteration 0, as if there were none.
+    """ValueError for a checkpoint of --load that Megatron would go on from at iteration 0, as if
+    there were none.
 
     Converters make such: a "release", or one of iteration 0.
     """
@@ -235,9 +271,11 @@ def _named_checkpoint(folder: str) -> str | None:
 
 
 def check_layers(args: argparse.Namespace) -> None:
-    """ValueError for a checkpoint whose layers have other numbers than the run's, or other names for their norms.
+    """ValueError for a checkpoint whose layers have other numbers than the run's, or other names
+    for their norms.
 
-    Megatron maps the names of one implementation to those of the other for dense layers with plain attention alone.
+    Megatron maps the names of one implementation to those of the other for dense layers with plain
+    attention alone.
     """
     flag, source = "--load", args.load
     if args.pretrained_checkpoint is not None and not (source and _named_checkpoint(source)):
@@ -256,34 +294,45 @@ def check_layers(args: argparse.Namespace) -> None:
     arguments = vars(dist_checkpointing.load_common_state_dict(str(folder))["args"])
     saved = arguments["transformer_impl"]
     remedy = f"or convert it to Hugging Face format for --rollout-hf-checkpoint and leave {flag} out"
-    patterns = [(found.get("hybrid_layer_pattern") or "").replace("|", "") for found in (vars(args), arguments)]
+    patterns = [
+        (found.get("hybrid_layer_pattern") or "").replace("|", "") for found in (vars(args), arguments)
+    ]
     if patterns[0] != patterns[1]:
         raise ValueError(
-            f"--hybrid-layer-pattern: the checkpoint {folder} was saved with {patterns[1] or 'none'}, and this run has "
+            f"--hybrid-layer-pattern: the checkpoint {folder} was saved with {patterns[1] or 'none'}, and "
+            "this run has "
             f"{patterns[0] or 'none'}, whose layers have other numbers; give that of the checkpoint, {remedy}"
         )
     if saved != args.transformer_impl and (args.num_experts or args.multi_latent_attention):
         raise ValueError(
-            f"--transformer-impl {args.transformer_impl}: the checkpoint {folder} was saved with {saved}, whose layers "
-            "have other names, and Megatron does not load one into the other with experts or latent attention; give "
+            f"--transformer-impl {args.transformer_impl}: the checkpoint {folder} was saved with {saved}, "
+            "whose layers "
+            "have other names, and Megatron does not load one into the other with experts or latent "
+            "attention; give "
             f"--transformer-impl {saved}, {remedy}"
         )
 
 
 def check_per_token_loss(args: argparse.Namespace) -> None:
-    """ValueError where --calculate-per-token-loss would overflow: there all positions are counted, and divided by."""
+    """ValueError where --calculate-per-token-loss would overflow: there all positions are
+    counted, and divided by.
+    """
     if not args.calculate_per_token_loss:
         return
     positions = args.global_batch_size * args.seq_length
     if args.fp16:
         raise ValueError(
-            "--fp16 with --calculate-per-token-loss: until all gradients are added up they are those of a loss times "
-            f"the {positions} positions of the global batch, which float16 can't hold, and each overflow costs the "
-            "samples of a step; leave --calculate-per-token-loss out (the gradient is the same), or use --bf16"
+            "--fp16 with --calculate-per-token-loss: until all gradients are added up they are those of a "
+            "loss times "
+            f"the {positions} positions of the global batch, which float16 can't hold, and each overflow "
+            "costs the "
+            "samples of a step; leave --calculate-per-token-loss out (the gradient is the same), or use "
+            "--bf16"
         )
     if positions >= 2**31:
         raise ValueError(
             f"--calculate-per-token-loss with --global-batch-size {args.global_batch_size} x --seq-length "
-            f"{args.seq_length} = {positions} positions: Megatron counts them in 32 bits, at most {2**31 - 1}; leave "
+            f"{args.seq_length} = {positions} positions: Megatron counts them in 32 bits, at most "
+            f"{2**31 - 1}; leave "
             "--calculate-per-token-loss out (the gradient is the same), or use a smaller batch"
         )

@@ -28,8 +28,13 @@ class SampleLog:
     def __init__(self, options: RunConfig, layout: Layout, shape: BatchShape, sampling: SamplingParams):
         self._folder, self._layout, self._sampling = Path(options.save_trajectories), layout, sampling
         self._batch = SavedBatch(
-            step=1, updates=options.updates_of_batch, replica=layout.dp_rank, replicas=layout.dp_size,
-            group_size=shape.group_size, packed=shape.packing is not None, num_turns=options.max_turns,
+            step=1,
+            updates=options.updates_of_batch,
+            replica=layout.dp_rank,
+            replicas=layout.dp_size,
+            group_size=shape.group_size,
+            packed=shape.packing is not None,
+            num_turns=options.max_turns,
             hf_checkpoint=str(Path(options.hf_checkpoint).resolve()),
             masks_truncated=options.truncated_samples == "mask",
         )
@@ -37,20 +42,26 @@ class SampleLog:
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def all_reduce_write(
-        self, iteration: int, batch: RolloutBatch, samples: BatchCollector, inputs: LossInputs | None,
-        *, with_train: bool,
+        self,
+        iteration: int,
+        batch: RolloutBatch,
+        samples: BatchCollector,
+        inputs: LossInputs | None,
+        *,
+        with_train: bool,
     ) -> None:
         """Write the step after `iteration` others; every rank calls it.
 
-        The last stage knows pi_old's log-probs, the advantages and the mask, the leader writes: one exchange over the
-        pipeline, one over cp, and one of whether all could write.
+        The last stage knows pi_old's log-probs, the advantages and the mask, the leader writes: one exchange
+        over the pipeline, one over cp, and one of whether all could write.
 
         Args:
             iteration: steps before this one.
             batch: this rank's tokens.
             samples: has the batch's, on the data leader, and where they come from.
             inputs: on the last stage.
-            with_train: there was a pass for old log-probs, so pi_old's log-probs and the final mask are known.
+            with_train: there was a pass for old log-probs, so pi_old's log-probs and the
+                final mask are known.
 
         Raises:
             OSError: where a leader could not write.
@@ -58,8 +69,11 @@ class SampleLog:
         names = ("train_logprobs", "loss_mask", "advantages") if with_train else ("advantages",)
         values = batch.rollout_logprobs.new_empty(len(names), len(batch.seq_ids))
         if inputs is not None:
-            known = {"train_logprobs": inputs.old_logprobs, "advantages": inputs.advantages,
-                     "loss_mask": inputs.correction.mask}  # fmt: skip
+            known = {
+                "train_logprobs": inputs.old_logprobs,
+                "advantages": inputs.advantages,
+                "loss_mask": inputs.correction.mask,
+            }
             values = torch.stack([known[name].float() for name in names])
         if self._layout.pp_size > 1:
             dist.broadcast(values, self._layout.last_stage_rank, group=self._layout.pp_group)
@@ -73,7 +87,9 @@ class SampleLog:
                 written = samples_of_rows(
                     samples.trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
                 )
-                write_trajectories(self._folder / known.file_name, written, sampling=self._sampling, batch=known)
+                write_trajectories(
+                    self._folder / known.file_name, written, sampling=self._sampling, batch=known
+                )
             except OSError as failure:
                 error = OSError(f"--rollout-save-trajectories {self._folder}: {failure}")
         all_reduce_failure(error)

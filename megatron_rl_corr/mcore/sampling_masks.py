@@ -1,4 +1,5 @@
-"""Sends a step's sampling masks from the data leader to the last pipeline stage: each rank gets those of its tokens.
+"""Sends a step's sampling masks from the data leader to the last pipeline stage: each rank gets
+those of its tokens.
 
 N samples of this replica, cp context-parallel ranks, T tokens (with padding) that each of them has.
 """
@@ -23,10 +24,12 @@ Part = tuple[Tensor, Tensor]
 
 
 def scatter_sampling_masks(parts: list[Part] | None, tokens: int, *, layout: Layout) -> SamplingMasks | None:
-    """The sampling masks of each rank's tokens on the last stage; None on other stages, which never see an id.
+    """The sampling masks of each rank's tokens on the last stage; None on other stages, which
+    never see an id.
 
-    Every rank of a replica calls it. The leader sends all masks to the last stage's first rank; that rank sends each
-    context-parallel rank its own, once, and tensor-parallel ranks, which hold the same tokens, get them from the first.
+    Every rank of a replica calls it. The leader sends all masks to the last stage's first rank; that rank
+    sends each context-parallel rank its own, once, and tensor-parallel ranks, which hold the same tokens, get
+    them from the first.
 
     Args:
         parts: `cut_sampling_masks` on the data leader; None on others.
@@ -67,8 +70,8 @@ def cut_sampling_masks(samples: Sequence[Trajectory], boundaries: Sequence[int],
         cp: context-parallel ranks.
 
     Raises:
-        ValueError: for a sample without sampling masks, and for a token that is not in its own: the loss would silently
-            leave both out, as their log-prob under the trainer is -inf.
+        ValueError: for a sample without sampling masks, and for a token that is not in its own: the loss
+            would silently leave both out, as their log-prob under the trainer is -inf.
     """
     lengths = np.zeros(boundaries[-1], dtype=np.int32)
     for start, sample in zip(boundaries[:-1], samples, strict=True):
@@ -93,7 +96,8 @@ def _checked_lengths(sample: Trajectory) -> np.ndarray:
     who = f"a sample of prompt {sample.prompt_index}"
     if sample.support is None:
         raise ValueError(
-            f"{who} has no sampling mask, but --rollout-top-k and --rollout-top-p truncate what servers sample from: "
+            f"{who} has no sampling mask, but --rollout-top-k and --rollout-top-p truncate what servers "
+            "sample from: "
             "its log-probs can't be compared with the trainer's; leave both flags out, or sample it with them"
         )
     lengths = sample.support.lengths
@@ -103,8 +107,10 @@ def _checked_lengths(sample: Trajectory) -> np.ndarray:
     if not found.all():
         first = int(found.int().argmin())
         raise ValueError(
-            f"{who} has token {int(sample.output_ids[first])} at position {first} of its response, which is none of "
-            f"the {int(lengths[first])} ids of its sampling mask; the server's top-k and top-p are not what it said"
+            f"{who} has token {int(sample.output_ids[first])} at position {first} of its response, which is "
+            "none of "
+            f"the {int(lengths[first])} ids of its sampling mask; the server's top-k and top-p are not what "
+            "it said"
         )
     return lengths.numpy()
 
@@ -135,7 +141,11 @@ def _broadcast_from_first(
     if group.size() > 1:
         dist.broadcast(lengths, source, group=group)
     on_host = lengths.cpu().numpy()
-    ids = part[1].to(device) if part is not None else torch.empty(int(on_host.sum()), dtype=torch.int32, device=device)
+    ids = (
+        part[1].to(device)
+        if part is not None
+        else torch.empty(int(on_host.sum()), dtype=torch.int32, device=device)
+    )
     if group.size() > 1 and ids.numel():
         dist.broadcast(ids, source, group=group)
     return SamplingMasks.of(ids, on_host)

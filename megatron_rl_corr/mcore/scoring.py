@@ -10,10 +10,11 @@ from megatron_rl_corr.config.flags import name_flags
 def scoring_reasons(
     config: RolloutCorrectionConfig, *, updates: int = 1, saves: bool = False, routes: tuple[str, ...] = ()
 ) -> tuple[str, ...]:
-    """Flags that need the whole batch's old log-probs before the loss; without any, the pass for them is left out.
+    """Flags that need the whole batch's old log-probs before the loss; without any, the pass for
+    them is left out.
 
-    With one update a batch pi_old is the policy that is trained, so the loss has its log-probs anyway, and corrects
-    them microbatch by microbatch. Bypass mode never has the pass.
+    With one update a batch pi_old is the policy that is trained, so the loss has its log-probs anyway, and
+    corrects them microbatch by microbatch. Bypass mode never has the pass.
 
     Args:
         config: the correction.
@@ -44,11 +45,15 @@ def describe_scoring(config: RolloutCorrectionConfig, reasons: tuple[str, ...]) 
         return f"scoring pass: kept for {', '.join(reasons)}"
     if config.bypass_mode:
         return "scoring pass: left out (bypass mode: pi_rollout stands in for pi_old)"
-    return "scoring pass: left out (with one update a batch pi_old is the policy that is trained, known in the loss)"
+    return (
+        "scoring pass: left out (with one update a batch pi_old is the policy that is trained, known in "
+        "the loss)"
+    )
 
 
 def describe_start(config: RolloutCorrectionConfig, reasons: tuple[str, ...], updates: int) -> list[str]:
-    """Lines for the user: whether batches have a scoring pass and for what (reasons), and settings that can't act.
+    """Lines for the user: whether batches have a scoring pass and for what (reasons), and
+    settings that can't act.
 
     updates: that a batch makes.
     """

@@ -18,13 +18,18 @@ from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 
 REPLAYED = ("routed_experts_missing", "routed_experts_wrong")
-"""Findings, asked for by a run that replays routed experts alone, without which none of its samples can be used."""
+"""Findings, asked for by a run that replays routed experts alone, without which none of its
+samples can be used.
+"""
 EVALUATED = ("temperature", "top_p", "top_k", "max_new_tokens")
 """Fields of sampling that an evaluation has its own settings for."""
 
 
 def check_servers(
-    kind: str, sampling: SamplingParams, client: RolloutClient, loop: LoopThread,
+    kind: str,
+    sampling: SamplingParams,
+    client: RolloutClient,
+    loop: LoopThread,
     evaluation: SamplingParams | None = None,
 ) -> None:
     """Whether the servers can sample so, and the doctor's quick check; from rank 0, after the first push.
@@ -39,7 +44,8 @@ def check_servers(
         evaluation: of evaluations; None: there are none.
 
     Raises:
-        StartupError: a server was started so that it can't sample so; a semantic finding, or with `all` any finding.
+        StartupError: a server was started so that it can't sample so; a semantic finding, or with
+            `all` any finding.
         RolloutError: a server could not be asked.
     """
     client.require_sampling([sampling] if evaluation is None else [sampling, evaluation])
@@ -50,14 +56,18 @@ def check_servers(
             if error is None and evaluation is not None:
                 error = _of_evaluation(_sampling_problem(evaluation, client, loop))
             if error is None and kind != "off":
-                expected = Expected(sampling, routed_experts=client.experts is not None, experts=client.experts)
+                expected = Expected(
+                    sampling, routed_experts=client.experts is not None, experts=client.experts
+                )
                 error = judge(loop.call(quick_check(client, expected)), kind)
         except RolloutError as failure:
             error = failure
     all_reduce_failure(error)
 
 
-def _sampling_problem(sampling: SamplingParams, client: RolloutClient, loop: LoopThread) -> StartupError | None:
+def _sampling_problem(
+    sampling: SamplingParams, client: RolloutClient, loop: LoopThread
+) -> StartupError | None:
     try:
         client.check_sampling(sampling)  # now that it is known what the servers run
     except ValueError as refusal:
@@ -77,7 +87,12 @@ def _of_evaluation(error: StartupError | None) -> StartupError | None:
 
 
 def broadcast_first_step(
-    given: float | None, args: argparse.Namespace, client: RolloutClient, loop: LoopThread, *, rounded: bool = False
+    given: float | None,
+    args: argparse.Namespace,
+    client: RolloutClient,
+    loop: LoopThread,
+    *,
+    rounded: bool = False,
 ) -> FirstStep:
     """The bound of the KL in the first step after this start; every rank calls it.
 
@@ -114,6 +129,7 @@ def judge(findings: list[Finding], kind: str) -> StartupError | None:
     if not fatal:
         return None
     return StartupError(
-        "the servers do not sample from what would be trained: " + "; ".join(map(str, fatal))
+        "the servers do not sample from what would be trained: "
+        + "; ".join(map(str, fatal))
         + ". Fix it, or train nevertheless with --rollout-server-check off"
     )

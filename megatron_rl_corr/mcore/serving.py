@@ -56,7 +56,9 @@ from megatron_rl_corr.weight_sync.verify import make_verifiers
 
 WAIT_FOR_SERVERS_S = 60.0
 WAIT_AT_RESTART_S = 10.0
-"""How long a server may be silent where torchrun has started the run again, before it goes on without that server."""
+"""How long a server may be silent where torchrun has started the run again, before it goes on
+without that server.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,8 @@ class WeightPush:
     """--rollout-colocate: a push ends the trainer's turn on the GPUs."""
 
     def __call__(self, version: int) -> dict[str, float]:
-        """What the probe found, and what took time, on every rank; all call it, with whole and current weights.
+        """What the probe found, and what took time, on every rank; all call it, with whole and
+        current weights.
 
         Raises:
             ReferenceInPlace: as `Reference.check_live`.
@@ -136,7 +139,9 @@ def _release(options: RunConfig, memory: ServerMemory) -> None:
             _reach(client, loop)
             check_same_host(client.base_urls)
             versions = loop.call(client.versions_for_update())
-            names = {url: name for url, name in zip(client.base_urls, versions, strict=True) if name is not None}
+            names = {
+                url: name for url, name in zip(client.base_urls, versions, strict=True) if name is not None
+            }
             for url, name in names.items():
                 if is_interrupted(name):
                     logger.warning("rollout server %s has weights %r: a trainer ended in its turn", url, name)
@@ -144,12 +149,22 @@ def _release(options: RunConfig, memory: ServerMemory) -> None:
             loop.call(memory.release(client.control(list(names)), names))
         finally:
             loop.call(client.close())
-    print(f"[rollout] servers that have released their memory to the trainer: {len(memory.lacking)}", flush=True)
+    print(
+        f"[rollout] servers that have released their memory to the trainer: {len(memory.lacking)}", flush=True
+    )
 
 
 def reach_servers(
-    options: RunConfig, exporter: StageExporter, source: SampleSource, reference: Reference, probe: PushProbe | None,
-    layout: Layout, trainer: TrainerMemory, memory: ServerMemory | None, *, mtp_layers: int,
+    options: RunConfig,
+    exporter: StageExporter,
+    source: SampleSource,
+    reference: Reference,
+    probe: PushProbe | None,
+    layout: Layout,
+    trainer: TrainerMemory,
+    memory: ServerMemory | None,
+    *,
+    mtp_layers: int,
 ) -> WeightPush:
     """Find the servers, and make what sends them weights; every rank calls it.
 
@@ -159,7 +174,8 @@ def reach_servers(
         mtp_layers: of the model that predict further tokens, which are sent where servers draft with them.
 
     Raises:
-        StartupError, RolloutError: on one rank, for servers that do not answer or a transport that can't work.
+        StartupError, RolloutError: on one rank, for servers that do not answer or a transport
+            that can't work.
         PeerFailure: then, on the other ranks.
     """
     client, loop = source.client, source.loop
@@ -173,14 +189,22 @@ def reach_servers(
         options, exporter, client, loop, quantization, drafts, memory, samples=layout.is_data_leader
     )
     colocation = Colocation(exporter, servers, trainer) if isinstance(servers, ColocatedServers) else None
-    return WeightPush(exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, probe, colocation)
+    return WeightPush(
+        exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, probe, colocation
+    )
 
 
 def broadcast_checked(
-    options: RunConfig, args: argparse.Namespace, sampling: SamplingParams, source: SampleSource, push: WeightPush,
-    layout: Layout, evaluation: SamplingParams | None = None,
+    options: RunConfig,
+    args: argparse.Namespace,
+    sampling: SamplingParams,
+    source: SampleSource,
+    push: WeightPush,
+    layout: Layout,
+    evaluation: SamplingParams | None = None,
 ) -> FirstStep:
-    """Check servers, which have the first weights, and prompts; the bound of the first step's KL. Every rank calls it.
+    """Check servers, which have the first weights, and prompts; the bound of the first step's KL.
+    Every rank calls it.
 
     Raises:
         StartupError, RolloutError: as `check_servers`, `check_source` and `broadcast_first_step`.
@@ -192,21 +216,45 @@ def broadcast_checked(
 
 
 def _weight_servers(
-    options: RunConfig, exporter: StageExporter, client: RolloutClient, loop: LoopThread,
-    quantization: BlockFP8 | None, drafts: DraftLayers, memory: ServerMemory | None, *, samples: bool,
+    options: RunConfig,
+    exporter: StageExporter,
+    client: RolloutClient,
+    loop: LoopThread,
+    quantization: BlockFP8 | None,
+    drafts: DraftLayers,
+    memory: ServerMemory | None,
+    *,
+    samples: bool,
 ) -> WeightServers:
     checkpoint = Path(options.hf_checkpoint)
-    transport = all_reduce_startup(lambda: make_transport(
-        options.weight_transport, client, loop, backend="nccl" if torch.cuda.is_available() else "gloo",
-        checkpoint=checkpoint, folder=options.weight_dir, stage=exporter.stage, sends=exporter.sends,
-        address=options.weight_address, quantization=quantization,
-    ))  # fmt: skip
+    transport = all_reduce_startup(
+        lambda: make_transport(
+            options.weight_transport,
+            client,
+            loop,
+            backend="nccl" if torch.cuda.is_available() else "gloo",
+            checkpoint=checkpoint,
+            folder=options.weight_dir,
+            stage=exporter.stage,
+            sends=exporter.sends,
+            address=options.weight_address,
+            quantization=quantization,
+        )
+    )
     make = WeightServers if memory is None else partial(ColocatedServers, memory=memory)
     servers = make(
-        client, loop, transport, verifiers=make_verifiers(options.verify_push, checkpoint, client.fleet.engines),
-        coverage=make_coverage(checkpoint, quantization), pause_mode=options.pause_mode,
-        samples=samples, samples_ahead=options.max_lag > 0, rounding=options.push_rounding,
-        quantization=quantization, quantized_checkpoint=options.quantized_checkpoint, drafts=drafts,
+        client,
+        loop,
+        transport,
+        verifiers=make_verifiers(options.verify_push, checkpoint, client.fleet.engines),
+        coverage=make_coverage(checkpoint, quantization),
+        pause_mode=options.pause_mode,
+        samples=samples,
+        samples_ahead=options.max_lag > 0,
+        rounding=options.push_rounding,
+        quantization=quantization,
+        quantized_checkpoint=options.quantized_checkpoint,
+        drafts=drafts,
     )
     if dist.get_rank() == 0:
         WATCH.on_failure(servers.release)  # whichever rank fails
@@ -225,12 +273,14 @@ def _broadcast_quantization(options: RunConfig, client: RolloutClient, loop: Loo
         found = loop.call(find_quantization(client.control(client.base_urls), options.quantized_checkpoint))
         if found is not None and options.colocate:
             raise StartupError(
-                "--rollout-colocate: the servers have FP8 weights, and whether every value and scale comes back with a "
+                "--rollout-colocate: the servers have FP8 weights, and whether every value and scale comes "
+                "back with a "
                 "push is not tested; serve the model in 16 bits"
             )
         if found is not None and options.push_rounding != "none":
             raise StartupError(
-                f"--rollout-push-rounding {options.push_rounding}: the servers have FP8 weights, and are sent what "
+                f"--rollout-push-rounding {options.push_rounding}: the servers have FP8 weights, and are "
+                "sent what "
                 "they hold; leave it out"
             )
         return found
@@ -253,7 +303,9 @@ def _broadcast_drafts(
 
 
 def _broadcast_asked[Found](ask: Callable[[], Found]) -> Found:
-    """What rank 0 learns of the servers, on every rank; an answer that is none ends the start with the server's URL."""
+    """What rank 0 learns of the servers, on every rank; an answer that is none ends the start with
+    the server's URL.
+    """
 
     def asked() -> Found:
         try:
@@ -267,8 +319,8 @@ def _broadcast_asked[Found](ask: Callable[[], Found]) -> Found:
 def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
     """Check from rank 0 that every server answers: failing here is cheaper than in the middle of a step.
 
-    The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of this start
-    in the names of its weight versions, also rank 0's.
+    The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of
+    this start in the names of its weight versions, also rank 0's.
     """
 
     def reached() -> tuple[dict[str, str], str]:
@@ -291,9 +343,13 @@ def _print_at_start(line: str) -> None:
 
 
 def _raise_descriptor_limit(options: RunConfig, client: RolloutClient) -> None:
-    """Let this leader open as many connections as its samples may take. Raises ValueError where it may not."""
+    """Let this leader open as many connections as its samples may take. Raises ValueError
+    where it may not.
+    """
     scored = options.max_concurrency if options.reference_urls else 0
-    needed = descriptors_needed(options.max_concurrency + scored, len(client.base_urls) + len(options.reference_urls))
+    needed = descriptors_needed(
+        options.max_concurrency + scored, len(client.base_urls) + len(options.reference_urls)
+    )
     what = f"--rollout-max-concurrency {options.max_concurrency} with {len(client.base_urls)} servers"
     if (told := raise_descriptor_limit(needed, what)) is not None:
         logger.warning("%s", told)
@@ -309,7 +365,9 @@ def _reach(client: RolloutClient, loop: LoopThread) -> dict[str, str]:
 
 
 def _go_on_without_silent(client: RolloutClient, loop: LoopThread) -> None:
-    """Leave out, for this attempt, the servers that do not answer: nobody may be there to mend the command line."""
+    """Leave out, for this attempt, the servers that do not answer: nobody may be there to mend
+    the command line.
+    """
     for url, cause in loop.call(client.fleet.drop_silent(WAIT_AT_RESTART_S)).items():
         reason = f"it does not answer at a restart, and is left out until the next start: {cause}"
         logger.warning("rollout server %s: %s", url, reason)

@@ -1,4 +1,6 @@
-"""Builds a corrected run once Megatron has made its model: checks, weights, servers, the first push, the step."""
+"""Builds a corrected run once Megatron has made its model: checks, weights, servers, the
+first push, the step.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class MegatronRun:
     @property
     def trainer(self) -> TrainerMemory:
         """What is freed while colocated servers sample."""
-        return TrainerMemory(self.model, self.optimizer, on_host=bool(vars(self.args).get("optimizer_cpu_offload")))
+        return TrainerMemory(
+            self.model, self.optimizer, on_host=bool(vars(self.args).get("optimizer_cpu_offload"))
+        )
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,19 @@ class Session:
 
 
 def start(
-    config: RolloutCorrectionConfig, options: RunConfig, megatron: MegatronRun, report: Report,
-    before_push: Callable[[], bool], opened: ExitStack,
+    config: RolloutCorrectionConfig,
+    options: RunConfig,
+    megatron: MegatronRun,
+    report: Report,
+    before_push: Callable[[], bool],
+    opened: ExitStack,
 ) -> Session:
     """Load the weights, reach the servers, push the first version; every rank calls it.
 
     Args:
         config, options, megatron, report, before_push: as `CorrectedStep` takes them.
-        opened: gets what stops sampling, leaves the servers and closes what is open for them, as far as a start comes.
+        opened: gets what stops sampling, leaves the servers and closes what is open for them, as far
+            as a start comes.
 
     Raises:
         StartupError: on one rank, for whatever keeps the run from starting.
@@ -134,7 +143,9 @@ def start(
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
     updates = Updates.of(options, args.seed, args.iteration, saved)
-    parts = all_reduce_startup(lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, opened))
+    parts = all_reduce_startup(
+        lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, opened)
+    )
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
     reference = broadcast_reference(
@@ -152,7 +163,14 @@ def start(
     else:
         probe = broadcast_probe(options, megatron, parts.source, layout, shape, logprobs, collector)
         push = reach_servers(
-            options, exporter, parts.source, reference, probe, layout, megatron.trainer, megatron.servers,
+            options,
+            exporter,
+            parts.source,
+            reference,
+            probe,
+            layout,
+            megatron.trainer,
+            megatron.servers,
             mtp_layers=args.mtp_num_layers or 0,
         )
         opened.callback(push.servers.close)
@@ -162,15 +180,28 @@ def start(
             print_probe(push(updates.batches(args.iteration)))
         try:
             evaluated = parts.evaluation and parts.evaluation.sampling
-            first_step = broadcast_checked(options, args, collector.sampling, parts.source, push, layout, evaluated)
+            first_step = broadcast_checked(
+                options, args, collector.sampling, parts.source, push, layout, evaluated
+            )
         except BaseException:
             opened.close()
             raise
     step = CorrectedStep(
-        config=config, layout=layout, shape=shape, collector=collector, push=push, report=report, routes=routes,
-        updates=updates, logprobs=logprobs, log=parts.log,
-        replay_effect=ReplayEffect(options.router_replay_effect_every), before_push=before_push,
-        first_step=first_step, reference=reference, filtered=_filtered(options, shape, layout),
+        config=config,
+        layout=layout,
+        shape=shape,
+        collector=collector,
+        push=push,
+        report=report,
+        routes=routes,
+        updates=updates,
+        logprobs=logprobs,
+        log=parts.log,
+        replay_effect=ReplayEffect(options.router_replay_effect_every),
+        before_push=before_push,
+        first_step=first_step,
+        reference=reference,
+        filtered=_filtered(options, shape, layout),
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     trace = None if options.trace is None else StepTrace(options.trace, layout, updates.count)
@@ -201,10 +232,18 @@ def _no_push(reference: Reference) -> Callable[[int], dict[str, float]]:
 
 
 def _prepare(
-    options: RunConfig, megatron: MegatronRun, layout: Layout, shape: BatchShape, routes: Routes,
-    updates: Updates, saved: SavedCursor | None, opened: ExitStack,
+    options: RunConfig,
+    megatron: MegatronRun,
+    layout: Layout,
+    shape: BatchShape,
+    routes: Routes,
+    updates: Updates,
+    saved: SavedCursor | None,
+    opened: ExitStack,
 ) -> _Parts:
-    """Everything that needs neither servers nor other ranks. Raises ValueError or OSError for what is wrong."""
+    """Everything that needs neither servers nor other ranks. Raises ValueError or OSError
+    for what is wrong.
+    """
     args, problems = megatron.args, Problems()
 
     def opened_checkpoint() -> tuple[HFCheckpoint, int]:
@@ -228,9 +267,18 @@ def _prepare(
     batches = updates.batches(args.iteration), updates.batches(args.train_iters)
     source = evaluation = None
     if options.replay is not None:
-        collector: BatchCollector | None = problems.check("collector", lambda: ReplayCollector(
-            options, layout, shape, batches=batches, iteration=args.iteration, vocab_size=vocab_size, routes=routes
-        ))  # fmt: skip
+        collector: BatchCollector | None = problems.check(
+            "collector",
+            lambda: ReplayCollector(
+                options,
+                layout,
+                shape,
+                batches=batches,
+                iteration=args.iteration,
+                vocab_size=vocab_size,
+                routes=routes,
+            ),
+        )
     else:
         source = sample_source(options, args, layout, loop, vocab_size, routes, opened, problems)
         collector, evaluation = collectors(
@@ -245,8 +293,13 @@ def _prepare(
 
 
 def collectors(
-    options: RunConfig, args: argparse.Namespace, layout: Layout, shape: BatchShape, source: SampleSource | None,
-    problems: Problems, **how: Any,
+    options: RunConfig,
+    args: argparse.Namespace,
+    layout: Layout,
+    shape: BatchShape,
+    source: SampleSource | None,
+    problems: Problems,
+    **how: Any,
 ) -> tuple[Collector | None, Evaluation | None]:
     """What collects batches, and the evaluation of a run; problems gets what is wrong.
 
@@ -268,14 +321,24 @@ def collectors(
 def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:
     """Sizes of the run's batches, from our flags and Megatron's."""
     return BatchShape(
-        group_size=options.group_size, packing=pack_limits(args), updates=options.updates_per_batch,
-        global_batch_size=args.global_batch_size, micro_batch_size=args.micro_batch_size, seq_length=args.seq_length,
+        group_size=options.group_size,
+        packing=pack_limits(args),
+        updates=options.updates_per_batch,
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
     )
 
 
 def sample_source(
-    options: RunConfig, args: argparse.Namespace, layout: Layout, loop: LoopThread, vocab_size: int, routes: Routes,
-    opened: ExitStack, problems: Problems,
+    options: RunConfig,
+    args: argparse.Namespace,
+    layout: Layout,
+    loop: LoopThread,
+    vocab_size: int,
+    routes: Routes,
+    opened: ExitStack,
+    problems: Problems,
 ) -> SampleSource | None:
     """Client, prompts and what gives rewards, which is started on the ranks that ask for samples.
 
@@ -297,11 +360,17 @@ def sample_source(
 
     def made_client() -> RolloutClient:
         client = RolloutClient(
-            options.urls, vocab_size=vocab_size, experts=routes.server_shape, seed=args.seed,
-            keyed_cache=options.pause_mode == "in_place", pushes_retract=options.pause_mode == "retract",
-            decode=tokenizer and tokenizer.decode_all, replica=layout.dp_rank, replicas=layout.dp_size,
+            options.urls,
+            vocab_size=vocab_size,
+            experts=routes.server_shape,
+            seed=args.seed,
+            keyed_cache=options.pause_mode == "in_place",
+            pushes_retract=options.pause_mode == "retract",
+            decode=tokenizer and tokenizer.decode_all,
+            replica=layout.dp_rank,
+            replicas=layout.dp_size,
             **options.client_arguments(),
-        )  # fmt: skip
+        )
         opened.callback(lambda: loop.call(client.close()))
         return client
 
@@ -327,20 +396,30 @@ def sample_source(
     )
     if prompts is not None and problems.passed("rewards"):
         drop = options.unread_labels == "drop"
-        problems.check("labels", lambda: loop.call(rewards.check_readable(prompts, "--rollout-prompts", drop=drop)))
+        problems.check(
+            "labels", lambda: loop.call(rewards.check_readable(prompts, "--rollout-prompts", drop=drop))
+        )
     if not problems.passed("client", "rewards"):  # an evaluation can't be made, but its data can be looked at
-        problems.check("held-out prompts", lambda: check_each(
-            lambda one: held_out_prompts(one.path, options, args, layout, tokenizer, vocab_size),
-            options.evaluation_sets(),
-        ), needs=["tokenizer"])  # fmt: skip
+        problems.check(
+            "held-out prompts",
+            lambda: check_each(
+                lambda one: held_out_prompts(one.path, options, args, layout, tokenizer, vocab_size),
+                options.evaluation_sets(),
+            ),
+            needs=["tokenizer"],
+        )
         return None
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
 
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) -> LogprobSettings:
     return LogprobSettings(
-        layout.tp_group, options.temperature, vocab_size, from_hidden=options.linear_logprobs,
-        fp32_lm_head=options.fp32_lm_head, inplace_gradient=options.inplace_gradient,
+        layout.tp_group,
+        options.temperature,
+        vocab_size,
+        from_hidden=options.linear_logprobs,
+        fp32_lm_head=options.fp32_lm_head,
+        inplace_gradient=options.inplace_gradient,
         before_copies=not options.linear_logprobs and compat.has_output_processor(compat.unwrapped(model)),
     )
 
@@ -349,10 +428,15 @@ def _routes(options: RunConfig, megatron: MegatronRun, layout: Layout) -> Routes
     log = None
     if options.expert_statistics:
         from megatron.training import training
+
         log = ExpertLog(options.log_dir, training.get_tensorboard_writer)
     return make_routes(
-        options.router_replay, megatron.model, layout, num_layers=megatron.args.num_layers,
-        min_agreement=options.router_replay_min_agreement, log=log,
+        options.router_replay,
+        megatron.model,
+        layout,
+        num_layers=megatron.args.num_layers,
+        min_agreement=options.router_replay_min_agreement,
+        log=log,
     )
 
 

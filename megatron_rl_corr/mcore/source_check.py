@@ -22,10 +22,11 @@ _NOT_FOUND = 404
 
 
 def check_source(kind: str, source: SampleSource, layout: Layout) -> None:
-    """That all replicas draw from the same data, and that servers and prompts have one tokenizer; every rank calls it.
+    """That all replicas draw from the same data, and that servers and prompts have one tokenizer;
+    every rank calls it.
 
-    Every server is asked from rank 0 for the ids of a few texts; one that has no tokenizer, or cannot be asked for ids,
-    is named in one line.
+    Every server is asked from rank 0 for the ids of a few texts; one that has no tokenizer, or cannot be
+    asked for ids, is named in one line.
 
     Args:
         kind: --rollout-server-check; off asks no server.
@@ -46,7 +47,9 @@ def check_source(kind: str, source: SampleSource, layout: Layout) -> None:
 
 
 def _all_gather_difference(prompts: PromptDataset | None, layout: Layout) -> StartupError | None:
-    """What tells another replica's data from those of the first: hosts may have different files at one path."""
+    """What tells another replica's data from those of the first: hosts may have different
+    files at one path.
+    """
     own = None if prompts is None else (layout.dp_rank, fingerprint(prompts))
     group = layout.dp_cp_group
     gathered: list[tuple[int, dict[str, str]] | None] = [None] * group.size()
@@ -57,14 +60,16 @@ def _all_gather_difference(prompts: PromptDataset | None, layout: Layout) -> Sta
             if other[name] != first[name]:
                 return StartupError(
                     f"--rollout-prompts: {name} {first[name][:200]} for the first data-parallel replica, "
-                    f"{other[name][:200]} for replica {rank}; give every host the same files, checkpoint and flags"
+                    f"{other[name][:200]} for replica {rank}; give every host the same files, checkpoint and "
+                    "flags"
                 )
     return None
 
 
 def fingerprint(prompts: PromptDataset) -> dict[str, str]:
-    """What replicas must agree on: how many rows there are of each source, the first prompts that are drawn, and their
-    labels."""
+    """What replicas must agree on: how many rows there are of each source, the first prompts that are
+    drawn, and their labels.
+    """
     drawn, labels = [], []
     for number in range(PROMPTS):
         try:
@@ -109,7 +114,10 @@ async def _difference(client: RolloutClient, texts: dict[str, list[int]]) -> Sta
                 theirs: object = engine.tokenized(answer)
             except (UnsupportedByEngine, RolloutServerError) as error:
                 if isinstance(error, UnsupportedByEngine) or error.status == _NOT_FOUND:
-                    warn(f"{url} can't be asked for ids: its tokenizer is not compared with --rollout-hf-checkpoint's")
+                    warn(
+                        f"{url} can't be asked for ids: its tokenizer is not compared with "
+                        "--rollout-hf-checkpoint's"
+                    )
                     break
                 if error.status is None:
                     raise
@@ -117,11 +125,14 @@ async def _difference(client: RolloutClient, texts: dict[str, list[int]]) -> Sta
             if theirs != own:
                 return StartupError(
                     f"{url} has another tokenizer than --rollout-hf-checkpoint: of {text[:200]!r} it makes "
-                    f"{_start(theirs)}, the checkpoint's {_start(own)}; start the server with this checkpoint as its "
+                    f"{_start(theirs)}, the checkpoint's {_start(own)}; start the server with this "
+                    "checkpoint as its "
                     "model or tokenizer path, or train nevertheless with --rollout-server-check off"
                 )
     return None
 
 
 def _start(ids: object) -> str:
-    return f"{ids[:20]}{'...' if len(ids) > 20 else ''} ({len(ids)} ids)" if isinstance(ids, list) else str(ids)
+    return (
+        f"{ids[:20]}{'...' if len(ids) > 20 else ''} ({len(ids)} ids)" if isinstance(ids, list) else str(ids)
+    )

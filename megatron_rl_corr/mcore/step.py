@@ -22,7 +22,13 @@ from megatron_rl_corr.mcore.decision import Decision
 from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
-from megatron_rl_corr.mcore.loss import CorrectedLoss, LossInputs, LossScale, make_bypass_loss_inputs, make_loss_inputs
+from megatron_rl_corr.mcore.loss import (
+    CorrectedLoss,
+    LossInputs,
+    LossScale,
+    make_bypass_loss_inputs,
+    make_loss_inputs,
+)
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, less_reference_kl
@@ -43,7 +49,8 @@ from megatron_rl_corr.parallel.layout import Layout
 class CorrectedStep:
     """Takes the place of Megatron's train step: makes batches from rollouts, lets the original train on them.
 
-    With several updates a batch, each call makes one: the first collects the batch, the last pushes the weights.
+    With several updates a batch, each call makes one: the first collects the batch, the last
+    pushes the weights.
     """
 
     config: RolloutCorrectionConfig
@@ -66,9 +73,13 @@ class CorrectedStep:
     reference: Reference = field(default_factory=Reference)
     """The policy of the KL penalties."""
     before_push: Callable[[], bool] = lambda: False
-    """Waits for what needs the servers' present weights, and returns whether there was anything; on every rank."""
+    """Waits for what needs the servers' present weights, and returns whether there was
+    anything; on every rank.
+    """
     colocation: Colocation | None = None
-    """--rollout-colocate: the GPUs are the servers' while a batch is collected, and the trainer's until the push."""
+    """--rollout-colocate: the GPUs are the servers' while a batch is collected, and the
+    trainer's until the push.
+    """
     first_step: FirstStep | None = None
     """The bound of the KL in the first step after the start; None: no bound."""
     training: BatchInTraining | None = None
@@ -79,12 +90,19 @@ class CorrectedStep:
 
     @property
     def scoring_reasons(self) -> tuple[str, ...]:
-        """What needs the pass for old log-probs; without any, log-probs and metrics are those of the training pass."""
+        """What needs the pass for old log-probs; without any, log-probs and metrics are those of
+        the training pass.
+        """
         return scoring_reasons(
-            self.config, updates=self.updates.count, saves=self.log is not None, routes=self.routes.needs_scoring
+            self.config,
+            updates=self.updates.count,
+            saves=self.log is not None,
+            routes=self.routes.needs_scoring,
         )
 
-    def run(self, train_step: Callable, iteration: int, model: list, optimizer: Any, per_token: bool) -> tuple:
+    def run(
+        self, train_step: Callable, iteration: int, model: list, optimizer: Any, per_token: bool
+    ) -> tuple:
         """The step after `iteration` others; train_step(forward_step, data_iterator) is Megatron's own."""
         times = self.times = StepTimes()
         number, update = self.updates.batches(iteration), iteration % self.updates.count
@@ -128,8 +146,16 @@ class CorrectedStep:
             self.colocation.all_reduce_train()
             times.mark("release")
         packs = self._packs(batch)
-        forward = ReferencePass(model, optimizer, batch, self.logprobs, self.shape.micro_batch_size,
-                                self.shape.seq_length, packs, self.collector.trajectories)  # fmt: skip
+        forward = ReferencePass(
+            model,
+            optimizer,
+            batch,
+            self.logprobs,
+            self.shape.micro_batch_size,
+            self.shape.seq_length,
+            packs,
+            self.collector.trajectories,
+        )
         reference = self.reference.log_probs(forward)
         times.mark("reference")
         inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer, reference)
@@ -144,7 +170,9 @@ class CorrectedStep:
         if self.log is not None:
             self.log.all_reduce_write(iteration, batch, self.collector, inputs, with_train=scored)
             times.mark("save")
-        return BatchInTraining(number, batch, packs, inputs, metrics | self.collector.metrics | self.reference.metrics)
+        return BatchInTraining(
+            number, batch, packs, inputs, metrics | self.collector.metrics | self.reference.metrics
+        )
 
     def _all_reduce_part(self, whole: BatchInTraining, update: int) -> UpdatePart:
         """The samples of one update, with denominators and packs of their own."""
@@ -155,12 +183,21 @@ class CorrectedStep:
             return UpdatePart(batch, whole.packs, inputs)
         part, places = batch.part(samples), whole.places_of(samples)
         if inputs is not None:
-            inputs = all_reduce_update_inputs(inputs, part, samples, places[:-1], self.config, self.layout.groups)
+            inputs = all_reduce_update_inputs(
+                inputs, part, samples, places[:-1], self.config, self.layout.groups
+            )
         return UpdatePart(part, self._packs(part), inputs, places)
 
     def _train(
-        self, train_step: Callable, whole: BatchInTraining, part: UpdatePart, iteration: int, model: list,
-        optimizer: Any, per_token: bool, numbers: dict[str, float],
+        self,
+        train_step: Callable,
+        whole: BatchInTraining,
+        part: UpdatePart,
+        iteration: int,
+        model: list,
+        optimizer: Any,
+        per_token: bool,
+        numbers: dict[str, float],
     ) -> tuple:
         """One update: Megatron's train step on `part`. Fills `numbers`, on the last stage."""
         self.reference.check_live("trained")
@@ -168,14 +205,17 @@ class CorrectedStep:
         loss = self._loss(part, per_token, iteration)
         metrics = ({} if iteration % self.updates.count else whole.metrics) | part.metrics(self.layout)
         iterators = [RerunDataIterator(part.microbatches(self.shape.micro_batch_size)) for _ in model]
-        forward_step = make_forward_step(loss, self.logprobs, with_entropy=loss.with_entropy, routes=self.routes)
+        forward_step = make_forward_step(
+            loss, self.logprobs, with_entropy=loss.with_entropy, routes=self.routes
+        )
         if packs is not None:
             known = part.batch.num_sequences // self.shape.micro_batch_size
             set_packed_share(model, packs.all_reduce_share(self.layout, known=known))
         routers = compat.RouterState(model)
 
         def step_factor() -> float:
-            # Only the training pass knows it all, so the update's one exchange of metrics comes before it is made.
+            # Only the training pass knows it all, so the update's one exchange of metrics comes
+            # before it is made.
             agreement = {} if scored else self._all_reduce_agreement(whole.batch, iteration)
             numbers.update(self._all_gather_numbers(metrics | agreement, loss))
             found = Decision.pop_from(numbers)
@@ -199,19 +239,32 @@ class CorrectedStep:
 
     def _packs(self, batch: RolloutBatch | PackedBatch) -> Packs | None:
         """The microbatches of packed sequences; None for rows."""
-        return None if self.shape.packing is None else Packs.all_reduce(batch, self.shape.packing, self.layout)
+        return (
+            None if self.shape.packing is None else Packs.all_reduce(batch, self.shape.packing, self.layout)
+        )
 
     def _all_reduce_loss_inputs(
-        self, batch: RolloutBatch | PackedBatch, packs: Packs | None, model: list, optimizer: Any,
+        self,
+        batch: RolloutBatch | PackedBatch,
+        packs: Packs | None,
+        model: list,
+        optimizer: Any,
         reference: Tensor | None,
     ) -> tuple[LossInputs | None, dict[str, Metric]]:
-        """What the loss needs, and the batch's metrics, on the last stage; (None, {}) on others, which call it too."""
+        """What the loss needs, and the batch's metrics, on the last stage; (None, {}) on others,
+        which call it too.
+        """
         groups, scored, routing = self.layout.groups, None, None
         if self.scoring_reasons:
             with compat.gathered_parameters(model, optimizer), self.routes.scoring():
                 scored = compute_log_probs(
-                    model, batch, self.logprobs, micro_batch_size=self.shape.micro_batch_size,
-                    seq_length=self.shape.seq_length, routes=self.routes, packs=packs,
+                    model,
+                    batch,
+                    self.logprobs,
+                    micro_batch_size=self.shape.micro_batch_size,
+                    seq_length=self.shape.seq_length,
+                    routes=self.routes,
+                    packs=packs,
                     with_collision=self.config.advantage_by_token,
                 )
             self.routes.all_reduce_recorded()
@@ -227,13 +280,23 @@ class CorrectedStep:
             inputs = make_bypass_loss_inputs(lowered, self.config, groups, group_size=size)
         else:
             inputs = make_loss_inputs(
-                lowered, old_logprobs, self.config, groups, group_size=size, routing=routing,
-                collisions=collisions[0] if collisions else None, seq_length=self.shape.seq_length,
+                lowered,
+                old_logprobs,
+                self.config,
+                groups,
+                group_size=size,
+                routing=routing,
+                collisions=collisions[0] if collisions else None,
+                seq_length=self.shape.seq_length,
             )
-        return replace(inputs, ref_logprobs=reference), batch_metrics(batch, inputs.correction, entropy, groups) | kl
+        return replace(inputs, ref_logprobs=reference), batch_metrics(
+            batch, inputs.correction, entropy, groups
+        ) | kl
 
     def _all_reduce_agreement(self, batch: RolloutBatch | PackedBatch, iteration: int) -> dict[str, Metric]:
-        return self.routes.all_reduce_agreement(iteration + 1, lambda own: batch.name_of(own, self.shape.group_size))
+        return self.routes.all_reduce_agreement(
+            iteration + 1, lambda own: batch.name_of(own, self.shape.group_size)
+        )
 
     def _all_gather_expert_statistics(self, inputs: LossInputs | None, iteration: int) -> dict[str, Metric]:
         values = None
@@ -249,8 +312,13 @@ class CorrectedStep:
         size = self.layout.dp_size
         scale = LossScale(num_microbatches=count, dp_size=size, global_positions=counted, per_token=per_token)
         return CorrectedLoss(
-            self.config, self.logprobs, scale, scored=bool(self.scoring_reasons), groups=self.layout.groups,
-            first_step=self.first_step if self._is_first(iteration) else None, updates=self.updates.count,
+            self.config,
+            self.logprobs,
+            scale,
+            scored=bool(self.scoring_reasons),
+            groups=self.layout.groups,
+            first_step=self.first_step if self._is_first(iteration) else None,
+            updates=self.updates.count,
             bounds_kl=self.updates.bounds_kl(iteration),
         )
 
@@ -265,7 +333,9 @@ class CorrectedStep:
             PeerFailure: then, on the other ranks.
         """
         bounded, scales = self.updates.bounds_kl(iteration), self.updates.ess_step_scale
-        decision = Decision.broadcast_found(found, self.layout, self.collector.device, agreed=bounded or scales)
+        decision = Decision.broadcast_found(
+            found, self.layout, self.collector.device, agreed=bounded or scales
+        )
         if self._is_first(iteration):
             all_reduce_failure(self.first_step.judge(decision.first_step_kl))
         left_out = self.updates.too_far(iteration, decision.kl_to_old) if bounded else None
@@ -276,31 +346,51 @@ class CorrectedStep:
         return 0.0
 
     def _all_gather_numbers(self, metrics: dict[str, Metric], loss: CorrectedLoss) -> dict[str, float]:
-        """The step's metrics over the global batch, by their logged names, on the last stage; {} on others."""
+        """The step's metrics over the global batch, by their logged names, on the last
+        stage; {} on others.
+        """
         if not self.layout.is_last_stage:
             return {}
         made = merge(loss.metrics.values())
         return all_reduce_metrics(metrics | made, self.layout.dp_cp_group)
 
     def _report(
-        self, iteration: int, whole: BatchInTraining, numbers: dict[str, float], result: tuple, times: StepTimes
+        self,
+        iteration: int,
+        whole: BatchInTraining,
+        numbers: dict[str, float],
+        result: tuple,
+        times: StepTimes,
     ) -> None:
         if not self.layout.is_job_reporter:
             return
         update = iteration % self.updates.count
         if update == 0:
             whole.response_length, whole.weight_lag = numbers["response_length/mean"], numbers["weight_lag"]
-        # A probability band or a kind of turn without a token has no mean: it is left out, not reported as NaN.
-        numbers = {name: value for name, value in numbers.items() if "/by_" not in name or not math.isnan(value)}
+        # A probability band or a kind of turn without a token has no mean: it is left out, not
+        # reported as NaN.
+        numbers = {
+            name: value for name, value in numbers.items() if "/by_" not in name or not math.isnan(value)
+        }
         whole.seconds += (step_s := sum(times.seconds.values()))
         if update == self.updates.count - 1:
             numbers["tokens_per_s"] = whole.response_length * self.shape.collected / whole.seconds
         if self.updates.count > 1:
-            numbers |= {"update": update + 1, "weight_lag_updates": whole.weight_lag * self.updates.count + update}
+            numbers |= {
+                "update": update + 1,
+                "weight_lag_updates": whole.weight_lag * self.updates.count + update,
+            }
         numbers |= {} if self.updates.max_kl is None else {"left_out": int(whole.left_out is not None)}
         grad_norm = compat.grad_norm_of(result)
-        self.report({
-            "step": iteration + 1, **numbers, **times.seconds, "time/step_s": step_s,
-            "weight_version": self.updates.batches(iteration + 1), "skipped": int(compat.was_skipped(result)),
-            **({} if grad_norm is None else {"grad_norm": grad_norm}), **variance_proxies(numbers, grad_norm),
-        })
+        self.report(
+            {
+                "step": iteration + 1,
+                **numbers,
+                **times.seconds,
+                "time/step_s": step_s,
+                "weight_version": self.updates.batches(iteration + 1),
+                "skipped": int(compat.was_skipped(result)),
+                **({} if grad_norm is None else {"grad_norm": grad_norm}),
+                **variance_proxies(numbers, grad_norm),
+            }
+        )

@@ -40,7 +40,9 @@ class StepTimes:
 def batch_metrics(
     batch: RolloutBatch | PackedBatch, correction: Correction, entropy: Tensor | None, groups: ParallelGroups
 ) -> dict[str, Metric]:
-    """Rewards, lengths, staleness, entropy (if there was a pass for it) and the correction's own, by logged name."""
+    """Rewards, lengths, staleness, entropy (if there was a pass for it) and the correction's
+    own, by logged name.
+    """
     rewards, lags = batch.rewards.double(), batch.version_lags.double()
     sums = torch.stack([rewards, rewards.square(), lags, torch.ones_like(rewards)]).sum(dim=1)
     if groups.cp_rank > 0:
@@ -67,27 +69,35 @@ RUN = in_group("Run", MetricSpec("step", "training step", column=Column(6)))
 REWARDS = in_group(
     "Rewards and responses",
     MetricSpec(
-        "reward/mean", "reward of the batch's samples; should rise", "mean(r)", "reward",
+        "reward/mean",
+        "reward of the batch's samples; should rise",
+        "mean(r)",
+        "reward",
         column=Column(8, "{:.4f}".format),
     ),
-    MetricSpec("reward/std", "standard deviation of the rewards; with 0 there is nothing to learn from", "std(r)"),
+    MetricSpec(
+        "reward/std", "standard deviation of the rewards; with 0 there is nothing to learn from", "std(r)"
+    ),
     MetricSpec("reward/max", "best reward of the batch", "max(r)"),
     MetricSpec("reward/min", "worst reward of the batch", "min(r)"),
     MetricSpec(
-        "reward/reference_kl", "what the KL to the reference takes from a reward; reward/mean is before that",
+        "reward/reference_kl",
+        "what the KL to the reference takes from a reward; reward/mean is before that",
         "kl_reward_coef * mean over samples of the sum of their tokens' estimates",
         only_with="--rollout-kl-reward-coef",
         usual=UsualRange(
             "the KL takes more from a reward than many rewards are",
             "Lower --rollout-kl-reward-coef: the KL is summed over a response, so that long ones pay more.",
-            low=-1, high=1,
+            low=-1,
+            high=1,
         ),
     ),
     MetricSpec("response_length/mean", "tokens per response", label="response length"),
     MetricSpec(
         "eval/",
         "held-out prompts, by set: reward, lengths, mean@N, pass@K; samples scored, samples failed",
-        "every --eval-interval steps, over samples that did not fail; mean@N over prompts; pass@K: mean over prompts "
+        "every --eval-interval steps, over samples that did not fail; mean@N over prompts; pass@K: mean over "
+        "prompts "
         "of 1 - C(n - c, K) / C(n, K), where c of n samples passed",
         only_with="--rollout-eval-prompts",
     ),
@@ -96,20 +106,30 @@ REWARDS = in_group(
 UPDATE = in_group(
     "Loss and gradient",
     MetricSpec(
-        "grad_norm", "gradient norm before clipping; spikes often follow the KL", label="grad norm", column=Column(9)
+        "grad_norm",
+        "gradient norm before clipping; spikes often follow the KL",
+        label="grad norm",
+        column=Column(9),
     ),
     MetricSpec(
-        "skipped", "1 when the optimizer step was left out", label="skip",
+        "skipped",
+        "1 when the optimizer step was left out",
+        label="skip",
         usual=UsualRange(
             "nothing to learn from, a gradient not finite, or an early end",
-            "Widen the rejection bounds if the kept fraction is 0; look for prompts whose samples all have one reward "
+            "Widen the rejection bounds if the kept fraction is 0; look for prompts whose samples all have "
+            "one reward "
             "if reward/std is small; a batch that ended early (left_out) asks for fewer updates or a "
-            "smaller learning rate; otherwise find the first NaN in the losses.", low=0, high=0,
+            "smaller learning rate; otherwise find the first NaN in the losses.",
+            low=0,
+            high=0,
         ),
     ),
     MetricSpec(
-        "step_scale", "factor of this update's learning rate; smaller where few sequences carry the batch",
-        "sqrt(ESS / n) over the update's sequences (see ess_sequences)", only_with="--rollout-ess-step-scale",
+        "step_scale",
+        "factor of this update's learning rate; smaller where few sequences carry the batch",
+        "sqrt(ESS / n) over the update's sequences (see ess_sequences)",
+        only_with="--rollout-ess-step-scale",
     ),
     MetricSpec(
         "update",
@@ -117,7 +137,8 @@ UPDATE = in_group(
         only_with="--rollout-updates-per-batch",
     ),
     MetricSpec(
-        "left_out", "1 when the step was left out, as the policy was too far from pi_old",
+        "left_out",
+        "1 when the step was left out, as the policy was too far from pi_old",
         "KL to pi_old (k3) > --rollout-max-kl-to-old, in this update or an earlier one of the batch",
         only_with="--rollout-max-kl-to-old",
     ),
@@ -126,45 +147,48 @@ UPDATE = in_group(
 SPEED = in_group(
     "Speed",
     MetricSpec(
-        "tokens_per_s", "response tokens per second of the whole batch, from its collection to its push",
+        "tokens_per_s",
+        "response tokens per second of the whole batch, from its collection to its push",
         label="tokens/s",
         column=Column(9, "{:,.0f}".format),
     ),
     MetricSpec(
-        "packing/real_fraction", "share of the positions that went through the model that were tokens of samples",
-        "tokens / (tokens + padding)", only_with="packed sequences",
+        "packing/real_fraction",
+        "share of the positions that went through the model that were tokens of samples",
+        "tokens / (tokens + padding)",
+        only_with="packed sequences",
         usual=UsualRange(
             "much of a microbatch is padding",
             "Packs are padded to the tensor-parallel size times twice the context-parallel size: take larger "
-            "microbatches with --rollout-max-tokens-per-microbatch.", low=0.8,
+            "microbatches with --rollout-max-tokens-per-microbatch.",
+            low=0.8,
         ),
     ),
     MetricSpec(
         "packing/microbatches", "microbatches of a step on each replica", only_with="packed sequences"
     ),
-    MetricSpec(
-        "packing/tokens_max", "tokens of the largest microbatch", only_with="packed sequences"
-    ),
+    MetricSpec("packing/tokens_max", "tokens of the largest microbatch", only_with="packed sequences"),
     MetricSpec("time/collect_s", "seconds waiting for samples and rewards"),
     MetricSpec(
-        "time/release_s", "seconds until servers have released their memory, and the trainer has its own back",
+        "time/release_s",
+        "seconds until servers have released their memory, and the trainer has its own back",
         only_with="--rollout-colocate",
     ),
     MetricSpec(
         "time/score_s", "seconds from samples to training: advantages, and the log-prob pass if there is one"
     ),
-    MetricSpec(
-        "time/reference_s", "seconds getting the reference policy's log-probs; 0 without one"
-    ),
+    MetricSpec("time/reference_s", "seconds getting the reference policy's log-probs; 0 without one"),
     MetricSpec("time/save_s", "seconds writing samples", only_with="--rollout-save-trajectories"),
     MetricSpec("time/train_s", "seconds in forward, backward and optimizer"),
     MetricSpec(
-        "time/eval_s", "seconds waiting for an evaluation; with --rollout-max-lag that of the step before",
+        "time/eval_s",
+        "seconds waiting for an evaluation; with --rollout-max-lag that of the step before",
         only_with="--rollout-eval-prompts",
     ),
     MetricSpec("time/push_s", "seconds sending weights to the servers"),
     MetricSpec(
-        "time/resume_s", "seconds of time/push_s in which servers got their memory back, in two parts",
+        "time/resume_s",
+        "seconds of time/push_s in which servers got their memory back, in two parts",
         only_with="--rollout-colocate",
     ),
     MetricSpec("time/step_s", "seconds of the whole step"),
@@ -176,15 +200,21 @@ STALENESS = in_group(
         "weight_version", "weight version the servers hold after the step", label="version", column=Column(7)
     ),
     MetricSpec(
-        "weight_lag", "weight versions that the oldest sample is behind the trained weights; 0 is on-policy",
-        "max(version trained - version sampled)", "lag",
+        "weight_lag",
+        "weight versions that the oldest sample is behind the trained weights; 0 is on-policy",
+        "max(version trained - version sampled)",
+        "lag",
         column=Column(4, lambda lag: f"{lag:.1f}".removesuffix(".0")),
     ),
     MetricSpec(
-        "weight_lag_updates", "updates that the oldest sample is behind the trained weights",
-        "weight_lag x updates a batch + updates of this batch before the step", only_with="--rollout-updates-per-batch",
+        "weight_lag_updates",
+        "updates that the oldest sample is behind the trained weights",
+        "weight_lag x updates a batch + updates of this batch before the step",
+        only_with="--rollout-updates-per-batch",
     ),
-    MetricSpec("weight_lag_mean", "weight_lag averaged over samples", "mean(version trained - version sampled)"),
+    MetricSpec(
+        "weight_lag_mean", "weight_lag averaged over samples", "mean(version trained - version sampled)"
+    ),
 )
 
 METRICS = RUN + REWARDS + UPDATE + SPEED + STALENESS

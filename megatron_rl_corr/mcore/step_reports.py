@@ -1,9 +1,10 @@
 """Writes each step's numbers once, with those of the evaluation that was started after it.
 
-Without samples ahead of training an evaluation is waited for at once. With them the trainer goes on with the next step,
-and waits before the next push, which would change the weights: an evaluation is of one version of them. The numbers of
-the step that it belongs to wait with it, and behind them those of the steps that end meanwhile, the first updates of
-the next batch: a file whose steps go back is read as that of a run which began again from there.
+Without samples ahead of training an evaluation is waited for at once. With them the trainer goes on with
+the next step, and waits before the next push, which would change the weights: an evaluation is of one
+version of them. The numbers of the step that it belongs to wait with it, and behind them those of the
+steps that end meanwhile, the first updates of the next batch: a file whose steps go back is read as that
+of a run which began again from there.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class StepReports:
         """Metrics of the step under way, or the last."""
         self._running: RunningEvaluation | None = None
         self._held: list[dict[str, float]] = []
-        """Rows that wait: that of the step which the running evaluation belongs to, and those of the steps since."""
+        """Rows that wait: that of the step which the running evaluation belongs to, and those of
+        the steps since.
+        """
 
     def all_reduce_end_step(self, evaluation: Evaluation | None, step: int, *, ahead: bool) -> None:
         """Write the numbers of the step that has ended, or keep them for its evaluation; every rank calls it.
@@ -52,7 +55,8 @@ class StepReports:
             self._all_reduce_evaluated(waited=True)
 
     def all_reduce_evaluated(self) -> bool:
-        """Wait for the evaluation that is running, and write its step's numbers; False: none was. Every rank calls it.
+        """Wait for the evaluation that is running, and write its step's numbers; False: none was.
+        Every rank calls it.
 
         Raises:
             RolloutError: the servers failed; on other ranks PeerFailure.
@@ -81,7 +85,9 @@ class StepReports:
         return True
 
     def close(self) -> None:
-        """Write what still waits, after a failure: its evaluation is given up. On this rank alone, from any thread."""
+        """Write what still waits, after a failure: its evaluation is given up. On this rank alone,
+        from any thread.
+        """
         running, self._running = self._running, None
         held, self._held = self._held, []
         if running is not None:

@@ -1,6 +1,7 @@
 """VCPO's step scale: an update of few effective samples moves the weights less (--rollout-ess-step-scale).
 
-n sequences of the update that no rule has rejected, w the product of rho over each (`Correction.sequence_ratios`).
+n sequences of the update that no rule has rejected, w the product of rho over each
+(`Correction.sequence_ratios`).
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ def sequences_ess(correction: Correction, groups: ParallelGroups) -> EffectiveSa
 def scaled_learning_rates(optimizer: Any, factor: float) -> Iterator[None]:
     """Within, each of the optimizer's groups has its learning rate times the factor.
 
-    It is the rate that scales an update, Adam's too, whose updates don't grow with the gradient; and with it decoupled
-    weight decay, which is rate x decay x weight. The rates are put back before anybody saves, logs or schedules them.
+    It is the rate that scales an update, Adam's too, whose updates don't grow with the gradient; and with it
+    decoupled weight decay, which is rate x decay x weight. The rates are put back before anybody saves, logs
+    or schedules them.
 
     Args:
-        optimizer: Megatron's; its groups' rates are what the schedule made them, each times its group's lr_mult.
+        optimizer: Megatron's; its groups' rates are what the schedule made them, each times its
+            group's lr_mult.
         factor: of this update.
     """
     before = [_copy(group["lr"]) for group in optimizer.param_groups]

@@ -46,11 +46,13 @@ class StepTrace:
         first, steps = min(self._steps), self._steps
         self._steps = {}
         path = self._folder / f"step_{first:06d}_replica{self._layout.dp_rank}.json"
-        facts = {"clock": "time.perf_counter of this replica's leader", "base_unix_s": self._base_unix,
-                 "replica": self._layout.dp_rank, "replicas": self._layout.dp_size}  # fmt: skip
+        facts = {
+            "clock": "time.perf_counter of this replica's leader",
+            "base_unix_s": self._base_unix,
+            "replica": self._layout.dp_rank,
+            "replicas": self._layout.dp_size,
+        }
         try:
-            write_trace(
-                path, collector.traces, steps, taken=collector.taken_at, base=self._base, facts=facts
-            )
+            write_trace(path, collector.traces, steps, taken=collector.taken_at, base=self._base, facts=facts)
         except OSError as error:
             raise OSError(f"--rollout-trace {self._folder}: {error}") from error

@@ -1,4 +1,6 @@
-"""What a run shows of itself while it goes on: its events in a file, and Prometheus text at a port of rank 0."""
+"""What a run shows of itself while it goes on: its events in a file, and Prometheus text at
+a port of rank 0.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ class Supervision:
             EVENTS.open(path)
         except OSError as error:
             raise ValueError(
-                f"`events` {path} can't be written: {error.strerror or error}; name a file, no link, in a folder "
+                f"`events` {path} can't be written: {error.strerror or error}; name a file, no link, in a "
+                "folder "
                 "that this user may write"
             ) from error
 
@@ -71,10 +74,13 @@ class Supervision:
         if port is None or os.environ.get("RANK", "0") != "0":
             return
         try:
-            self._endpoint = Endpoint(address, port, self.text, patience_s=PATIENCE_S if attempts_before() else 0.0)
+            self._endpoint = Endpoint(
+                address, port, self.text, patience_s=PATIENCE_S if attempts_before() else 0.0
+            )
         except OSError as error:
             raise ValueError(
-                f"`metrics_port` {port} can't be opened at `metrics_address` {address}: {error.strerror or error}; "
+                f"`metrics_port` {port} can't be opened at `metrics_address` {address}: "
+                f"{error.strerror or error}; "
                 "give another one"
             ) from error
 
@@ -100,7 +106,9 @@ class Supervision:
         EVENTS.step = step + 1
 
     def close(self) -> None:
-        """The run has ended in order. File and endpoint stay open until the process ends: it may begin another one."""
+        """The run has ended in order. File and endpoint stay open until the process ends: it may
+        begin another one.
+        """
         if self._session is not None and os.environ.get("RANK", "0") == "0":
             EVENTS.tell("run_ended", "no step was made" if self._step is None else f"after step {self._step}")
         self._session, self.begun = None, False
@@ -112,22 +120,53 @@ class Supervision:
 
     def text(self) -> str:
         """What Prometheus reads, in its text format, version 0.0.4."""
-        age = time.monotonic() - self._last  # a host's clock may be set back, and would hide for hours that a run hangs
+        # a host's clock may be set back, and would hide for hours that a run hangs
+        age = time.monotonic() - self._last
         families = [
             ("step", "gauge", "Last step that has ended.", {"": self._step or 0}),
-            ("last_step_age_seconds", "gauge", "Seconds since the last step ended, or since the run began.",
-             {"": age}),
-            ("start_time_seconds", "gauge", "When this process began its run, in Unix seconds.", {"": self._began}),
-            ("restarts", "gauge", "Restarts before this attempt, by torchrun or within the process.",
-             {"": attempts_before() + self._restarts}),
-            ("servers", "gauge", "Rollout servers by state: in are sampled from, left_out are not.", self._servers()),
-            ("groups", "gauge", "Groups of rank 0's replica: being sampled, and done but not yet trained.",
-             self._groups()),
-            ("events_total", "counter", "Events that rank 0 told, by kind; those of all ranks are in the events' file.",
-             {f'{{kind="{kind}"}}': EVENTS.counts[kind] for kind in KINDS}),
-            ("events_lost_total", "counter", "Lines that rank 0 could not write into the events' file.",
-             {"": EVENTS.lost}),
-        ]  # fmt: skip
+            (
+                "last_step_age_seconds",
+                "gauge",
+                "Seconds since the last step ended, or since the run began.",
+                {"": age},
+            ),
+            (
+                "start_time_seconds",
+                "gauge",
+                "When this process began its run, in Unix seconds.",
+                {"": self._began},
+            ),
+            (
+                "restarts",
+                "gauge",
+                "Restarts before this attempt, by torchrun or within the process.",
+                {"": attempts_before() + self._restarts},
+            ),
+            (
+                "servers",
+                "gauge",
+                "Rollout servers by state: in are sampled from, left_out are not.",
+                self._servers(),
+            ),
+            (
+                "groups",
+                "gauge",
+                "Groups of rank 0's replica: being sampled, and done but not yet trained.",
+                self._groups(),
+            ),
+            (
+                "events_total",
+                "counter",
+                "Events that rank 0 told, by kind; those of all ranks are in the events' file.",
+                {f'{{kind="{kind}"}}': EVENTS.counts[kind] for kind in KINDS},
+            ),
+            (
+                "events_lost_total",
+                "counter",
+                "Lines that rank 0 could not write into the events' file.",
+                {"": EVENTS.lost},
+            ),
+        ]
         return "".join(line for family in families for line in _lines(*family))
 
     def _servers(self) -> dict[str, int]:
@@ -150,5 +189,8 @@ def _lines(name: str, kind: str, help_text: str, values: Mapping[str, float]) ->
     if not values:
         return []
     name = f"{PREFIX}_{name}"
-    return [f"# HELP {name} {help_text}\n", f"# TYPE {name} {kind}\n",
-            *(f"{name}{labels} {value}\n" for labels, value in values.items())]  # fmt: skip
+    return [
+        f"# HELP {name} {help_text}\n",
+        f"# TYPE {name} {kind}\n",
+        *(f"{name}{labels} {value}\n" for labels, value in values.items()),
+    ]

@@ -1,7 +1,9 @@
-"""Several updates of a batch: which samples each takes, what of the batch it goes on with, and what it counts anew.
+"""Several updates of a batch: which samples each takes, what of the batch it goes on with, and
+what it counts anew.
 
-A batch of S samples of this replica makes U = K * E updates of S / K samples each: E epochs, each in an order of its
-own, cut into K parts. One update is one iteration of Megatron, so batch b makes iterations b * U to b * U + U - 1.
+A batch of S samples of this replica makes U = K * E updates of S / K samples each: E epochs, each in an
+order of its own, cut into K parts. One update is one iteration of Megatron, so batch b makes iterations b
+* U to b * U + U - 1.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from megatron_rl_corr.rollout.cursor import SavedCursor
 
 @dataclass(frozen=True)
 class Updates:
-    """How a batch is trained on. Example: K = 2 parts in E = 3 epochs, steps 7 to 12 are those of the second batch."""
+    """How a batch is trained on. Example: K = 2 parts in E = 3 epochs, steps 7 to 12 are those of
+    the second batch.
+    """
 
     parts: int = 1
     """K, --rollout-updates-per-batch."""
@@ -41,7 +45,9 @@ class Updates:
     seed: int = 0
     """Samples are put in order with it."""
     earlier: int = 0
-    """Batches before the run's checkpoint beyond its iterations / U: not 0 where it was made with another U."""
+    """Batches before the run's checkpoint beyond its iterations / U: not 0 where it was
+    made with another U.
+    """
     ess_step_scale: bool = False
     """--rollout-ess-step-scale."""
 
@@ -61,7 +67,9 @@ class Updates:
         return self.parts * self.epochs
 
     def batches(self, iteration: int) -> int:
-        """Whole batches in the run's first `iteration` steps, which is the version of the weights behind the last."""
+        """Whole batches in the run's first `iteration` steps, which is the version of the weights
+        behind the last.
+        """
         return iteration // self.count + self.earlier
 
     def bounds_kl(self, iteration: int) -> bool:
@@ -76,14 +84,17 @@ class Updates:
         if not kl > self.max_kl:
             return None
         return (
-            f"step {iteration + 1} and what is left of its batch are left out, updates {iteration % self.count + 1} to "
+            f"step {iteration + 1} and what is left of its batch are left out, updates "
+            f"{iteration % self.count + 1} to "
             f"{self.count}: the KL to pi_old is {kl:.3g}, above --rollout-max-kl-to-old {self.max_kl:g}"
         )
 
     def samples(self, batch: int, update: int, rows: int, replica: int) -> np.ndarray | None:
-        """The samples of one update, by their places in the replica's batch: [S / K] int64. None: all (K = 1).
+        """The samples of one update, by their places in the replica's batch: [S / K] int64.
+        None: all (K = 1).
 
-        Drawn from the seed and these numbers alone, so every rank of the replica has the same, and a resumed run too.
+        Drawn from the seed and these numbers alone, so every rank of the replica has the same, and a
+        resumed run too.
 
         Args:
             batch: number of the batch since the run's beginning.
@@ -123,9 +134,13 @@ class BatchInTraining:
     """Then the result of Megatron's train step for them."""
 
     def places_of(self, samples: np.ndarray) -> torch.Tensor:
-        """[T' + 1] int64: the places of these samples' tokens among the batch's T, and behind them T, of no token."""
+        """[T' + 1] int64: the places of these samples' tokens among the batch's T, and behind
+        them T, of no token.
+        """
         tokens = self.batch.tokens
-        return torch.from_numpy(np.append(self.batch.host_places_of(samples), tokens.numel())).to(tokens.device)
+        return torch.from_numpy(np.append(self.batch.host_places_of(samples), tokens.numel())).to(
+            tokens.device
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +156,8 @@ class UpdatePart:
     """`BatchInTraining.places_of` its samples; None: it is the whole batch."""
 
     def metrics(self, layout: Layout) -> dict[str, Metric]:
-        """What its update counts anew beside the loss: its packs, the ESS for its decision, its gradient's power.
+        """What its update counts anew beside the loss: its packs, the ESS for its decision, its
+        gradient's power.
 
         On the last stage only. Without a pass for old log-probs the loss measures the ESS.
         """
@@ -153,7 +169,11 @@ class UpdatePart:
             found = found | {"decision/ess": sequences_ess(correction, layout.groups)}
         if inputs.energies is not None:
             found = found | total_power(
-                inputs.energies, inputs.advantages, correction.weights, correction.mask, correction.kept_sequences,
+                inputs.energies,
+                inputs.advantages,
+                correction.weights,
+                correction.mask,
+                correction.kept_sequences,
                 owner=layout.groups.cp_rank == 0,
             )
         return found
@@ -171,10 +191,15 @@ class UpdatePart:
 
 @torch.no_grad()
 def all_reduce_update_inputs(
-    whole: LossInputs, part: RolloutBatch | PackedBatch, samples: np.ndarray, places: torch.Tensor,
-    config: RolloutCorrectionConfig, groups: ParallelGroups,
+    whole: LossInputs,
+    part: RolloutBatch | PackedBatch,
+    samples: np.ndarray,
+    places: torch.Tensor,
+    config: RolloutCorrectionConfig,
+    groups: ParallelGroups,
 ) -> LossInputs:
-    """The loss inputs of an update's samples: weights, masks and advantages of the batch, denominators of its own.
+    """The loss inputs of an update's samples: weights, masks and advantages of the batch,
+    denominators of its own.
 
     One all-reduce over dp_cp, of three numbers.
 
@@ -193,11 +218,17 @@ def all_reduce_update_inputs(
     counted = (tokens > 0).sum(dtype=torch.float64)
     if groups.cp_rank > 0:  # the ranks that share sequences hold whole lengths: one of them counts
         counted = torch.zeros_like(counted)
-    totals = torch.stack([correction.valid.sum(dtype=torch.float64), correction.mask.sum(dtype=torch.float64), counted])
+    totals = torch.stack(
+        [correction.valid.sum(dtype=torch.float64), correction.mask.sum(dtype=torch.float64), counted]
+    )
     valid, kept, sequences = groups.all_reduce_dp_cp(totals).unbind()
-    kept = torch.where(correction.kept_tokens > 0, kept, torch.zeros_like(kept))  # the whole batch may be filtered out
+    # the whole batch may be filtered out
+    kept = torch.where(correction.kept_tokens > 0, kept, torch.zeros_like(kept))
     correction = replace(
-        correction, valid_tokens=valid, kept_tokens=kept, kept_sequences=correction.kept_sequences[rows],
+        correction,
+        valid_tokens=valid,
+        kept_tokens=kept,
+        kept_sequences=correction.kept_sequences[rows],
         sequence_ratios=correction.sequence_ratios[rows],
         lengths=replace(lengths, tokens=tokens, sequences=sequences),
     )

@@ -25,15 +25,16 @@ def loss_of(name: str) -> str | OwnLoss:
 
 
 def own_advantages(spec: str, rewards: Tensor, kept: Tensor, tokens: Tensor) -> Tensor:
-    """What the user's function makes of all groups of the global batch: [P, G] float64, 0 for rejected samples.
+    """What the user's function makes of all groups of the global batch: [P, G] float64, 0 for
+    rejected samples.
 
-    The function is advantage(rewards, kept, tokens) -> [P, G]. Every rank calls it with the same numbers, so it must
-    return the same ones.
+    The function is advantage(rewards, kept, tokens) -> [P, G]. Every rank calls it with the same numbers, so
+    it must return the same ones.
 
     Args:
         spec: the function.
-        rewards: [P, G] float64, less the KL to a reference where `kl_reward_coef` is given; a row is a prompt's group,
-            in no order.
+        rewards: [P, G] float64, less the KL to a reference where `kl_reward_coef` is given; a row is a
+            prompt's group, in no order.
         kept: [P, G] bool: has tokens, and no sequence-level rule rejected it.
         tokens: [P, G] float64, tokens that are trained.
 
@@ -49,11 +50,13 @@ def check_user_functions(config: RolloutCorrectionConfig, group_size: int) -> No
     """Load the user's functions and call each on made-up numbers on the CPU.
 
     Raises:
-        ValueError: one can't be loaded, raises, or returns what can't be trained on; the message names the flag, the
-            rule and the value.
+        ValueError: one can't be loaded, raises, or returns what can't be trained on; the message names the
+            flag, the rule and the value.
     """
     if is_own(config.advantage_kind):
-        _called("advantage", config.advantage_kind, lambda: _check_advantage(config.advantage_kind, group_size))
+        _called(
+            "advantage", config.advantage_kind, lambda: _check_advantage(config.advantage_kind, group_size)
+        )
     if is_own(config.loss):
         _called("loss", config.loss, lambda: _check_loss(config))
 
@@ -66,9 +69,11 @@ def _loaded(spec: str, flag: str) -> Callable[..., Tensor]:
     def called(*args: object, **named: object) -> Tensor:
         try:
             return function(*args, **named)
-        except SystemExit as error:  # taken for the orderly end of a run, it would leave the other ranks waiting
+        # taken for the orderly end of a run, it would leave the other ranks waiting
+        except SystemExit as error:
             raise RuntimeError(
-                f"{flag} {spec} called exit({error.code!r}); a run ends after --train-iters, and a function that can't "
+                f"{flag} {spec} called exit({error.code!r}); a run ends after --train-iters, and a function "
+                "that can't "
                 "go on raises an error"
             ) from error
 
@@ -85,7 +90,9 @@ def _called(field: str, spec: str, check: Callable[[], None]) -> None:
         failed = f"`{field}` {spec} failed on made-up numbers: "
         raise ValueError(text if text.startswith("`") else failed + text) from error
     except Exception as error:
-        raise ValueError(f"`{field}` {spec} failed on made-up numbers: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"`{field}` {spec} failed on made-up numbers: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_advantage(spec: str, group_size: int) -> None:
@@ -104,7 +111,8 @@ def _check_advantage(spec: str, group_size: int) -> None:
         )
     if not torch.equal(made, again):
         raise ValueError(
-            f"`advantage` {spec} must return the same for the same numbers, because every rank calls it; two calls "
+            f"`advantage` {spec} must return the same for the same numbers, because every rank calls it; two "
+            "calls "
             f"gave {made.tolist()} and {again.tolist()}"
         )
 
@@ -125,6 +133,7 @@ def _check_loss(config: RolloutCorrectionConfig) -> None:
     gradient = gradient_of(loss, logprobs)
     if not gradient.isfinite().all() or not gradient.any():
         raise ValueError(
-            f"`loss` {config.loss} must have a finite gradient in inputs.logprobs that is not 0 everywhere, got "
+            f"`loss` {config.loss} must have a finite gradient in inputs.logprobs that is not 0 everywhere, "
+            "got "
             f"{gradient.tolist()}; detach() or no_grad() around logprobs cuts it off"
         )

@@ -11,14 +11,18 @@ import megatron.core
 from megatron.core import __version__ as megatron_version
 
 FIRST, LAST = (0, 14), (0, 20)
-"""Releases of megatron-core on which `make test-matrix` runs corrected steps, both inclusive; 0.20 is main's."""
+"""Releases of megatron-core on which `make test-matrix` runs corrected steps, both
+inclusive; 0.20 is main's.
+"""
 SUPPORTS_MTP = (0, 19)
 """The first release with --mtp-detach-heads that computes the layers' loss without labels."""
 SUPPORTED = f"megatron-core {FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
 
 
 class UnsupportedMegatron(RuntimeError):
-    """This Megatron is not known, and nothing was replaced; the message names what was found and what is supported."""
+    """This Megatron is not known, and nothing was replaced; the message names what was found and
+    what is supported.
+    """
 
 
 def release(version: str = megatron_version) -> tuple[int, int]:
@@ -31,7 +35,8 @@ def check_version() -> None:
     """Raises UnsupportedMegatron unless the hooks were written for this release of megatron-core."""
     if not FIRST <= release() <= LAST:
         raise UnsupportedMegatron(
-            f"megatron-core {megatron_version} is not supported; supported are {SUPPORTED}: install one of them"
+            f"megatron-core {megatron_version} is not supported; supported are {SUPPORTED}: install one of "
+            "them"
         )
 
 
@@ -43,8 +48,8 @@ def tree() -> Path:
 def check_training() -> None:
     """Raises UnsupportedMegatron if megatron.training is missing, or not of the same tree as megatron.core.
 
-    `megatron` is a namespace package: with two trees on the path, the second gives what the first lacks. Does not
-    import megatron.training.
+    `megatron` is a namespace package: with two trees on the path, the second gives what the first lacks.
+    Does not import megatron.training.
     """
     core = tree()
     spec = importlib.util.find_spec("megatron.training")
@@ -52,11 +57,13 @@ def check_training() -> None:
     if core == training:
         return
     found = (
-        f"{core} has no megatron.training" if training is None
+        f"{core} has no megatron.training"
+        if training is None
         else f"megatron.core {megatron_version} is of {core}, but megatron.training of {training}"
     )
     raise UnsupportedMegatron(
-        f"{found}; wheels of megatron-core hold megatron.training from 0.17.1 on: for {megatron_version}, put one "
+        f"{found}; wheels of megatron-core hold megatron.training from 0.17.1 on: for {megatron_version}, "
+        "put one "
         "whole checkout of Megatron-LM first on PYTHONPATH, or use the library in your own loop"
     )
 
@@ -77,7 +84,9 @@ def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
     missing = [name for name in names if name not in found]
     if missing:
         raise UnsupportedMegatron(
-            f"{function.__module__}.{function.__qualname__} of megatron-core {megatron_version} does not take "
-            f"{', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr does not know; supported "
+            f"{function.__module__}.{function.__qualname__} of megatron-core {megatron_version} does not "
+            "take "
+            f"{', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr does not know; "
+            "supported "
             f"are {SUPPORTED}"
         )

@@ -1,8 +1,9 @@
 """The supported architectures, as tables from Megatron parameters to Hugging Face tensors.
 
-An architecture is a tuple of parts (`FAMILIES`); a part is a function from config.json to rows of its table. The rows
-cover both of Megatron's layer specs: the local one, and Transformer Engine's, which fuses a norm into the linear layer
-after it. {L} is the layer's number in the whole model, {E} the expert's, both from 0.
+An architecture is a tuple of parts (`FAMILIES`); a part is a function from config.json to rows of its
+table. The rows cover both of Megatron's layer specs: the local one, and Transformer Engine's, which
+fuses a norm into the linear layer after it. {L} is the layer's number in the whole model, {E} the
+expert's, both from 0.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class ParameterRow(NamedTuple):
     is_copy: bool = False
     """Loaded but never sent: another parameter holds the same weights."""
     sent_with: tuple[str, ...] = ()
-    """Names of all tensors that a server fuses into one parameter and drops unless one request brings them all."""
+    """Names of all tensors that a server fuses into one parameter and drops unless one request
+    brings them all.
+    """
 
 
 class KeptTensors(NamedTuple):
@@ -61,13 +64,16 @@ def ends(config: Config, padded_vocab_size: int) -> list[ParameterRow]:
         config: the model's config.json.
         padded_vocab_size: rows of Megatron's embedding.
 
-    With tied embeddings only a last pipeline stage that is not also the first has an output layer, and it is a copy.
+    With tied embeddings only a last pipeline stage that is not also the first has an output layer,
+    and it is a copy.
     """
     vocabulary = Vocabulary(config["vocab_size"], padded_vocab_size)
     embedding, tied = "model.embed_tokens.weight", is_tied(config)
     return [
         ParameterRow(r"embedding\.word_embeddings\.weight", vocabulary, (embedding,)),
-        ParameterRow(r"output_layer\.weight", vocabulary, (embedding if tied else "lm_head.weight",), is_copy=tied),
+        ParameterRow(
+            r"output_layer\.weight", vocabulary, (embedding if tied else "lm_head.weight",), is_copy=tied
+        ),
         ParameterRow(r"decoder\.final_layernorm\.weight", Replicated(), ("model.norm.weight",)),
     ]
 
@@ -93,16 +99,23 @@ def expert_layers(config: Config) -> tuple[int, ...]:
     step, first = config.get("decoder_sparse_step", 1), config.get("first_k_dense_replace", 0)
     dense = config.get("mlp_only_layers") or ()
     return tuple(
-        layer for layer in range(config["num_hidden_layers"])
+        layer
+        for layer in range(config["num_hidden_layers"])
         if layer >= first and layer not in dense and (layer + 1) % step == 0
-    )  # fmt: skip
+    )
 
 
 def kept_as_loaded(config: Config) -> list[KeptTensors]:
-    """Tensors that training never changes; any other tensor that is not sent is an error (weight_sync/coverage.py)."""
+    """Tensors that training never changes; any other tensor that is not sent is an error
+    (weight_sync/coverage.py).
+    """
     kept = [
-        KeptTensors(r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)", "computed from config.json; not a weight"),
-        KeptTensors(r".*\.([kvq]|kv|prob)_scale(_float)?", "scale of a quantised KV cache: calibrated, not trained"),
+        KeptTensors(
+            r".*\.rotary_emb\.(inv_freq|cos_cached|sin_cached)", "computed from config.json; not a weight"
+        ),
+        KeptTensors(
+            r".*\.([kvq]|kv|prob)_scale(_float)?", "scale of a quantised KV cache: calibrated, not trained"
+        ),
     ]
     if is_tied(config):
         kept.append(KeptTensors(r"lm_head\.weight", "tied to the embedding, which is sent"))
@@ -110,21 +123,29 @@ def kept_as_loaded(config: Config) -> list[KeptTensors]:
     first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
     layers = "|".join(str(first + i) for i in range(count))
     if layers:
-        kept.append(KeptTensors(
-            rf"model\.layers\.({layers})\..*",
-            "multi-token prediction only drafts tokens, which the trained weights verify",
-        ))  # fmt: skip
+        kept.append(
+            KeptTensors(
+                rf"model\.layers\.({layers})\..*",
+                "multi-token prediction only drafts tokens, which the trained weights verify",
+            )
+        )
     return kept
 
 
 def norms(config: Config) -> list[ParameterRow]:
     """The norms before attention and before the MLP."""
     return [
-        ParameterRow(LAYER + r"(input_layernorm|self_attention\.linear_qkv\.layer_norm)(\.|_)weight", Replicated(),
-            (HF_LAYER + "input_layernorm.weight",)),
-        ParameterRow(LAYER + r"(pre_mlp_layernorm|mlp\.linear_fc1\.layer_norm)(\.|_)weight", Replicated(),
-            (HF_LAYER + "post_attention_layernorm.weight",)),
-    ]  # fmt: skip
+        ParameterRow(
+            LAYER + r"(input_layernorm|self_attention\.linear_qkv\.layer_norm)(\.|_)weight",
+            Replicated(),
+            (HF_LAYER + "input_layernorm.weight",),
+        ),
+        ParameterRow(
+            LAYER + r"(pre_mlp_layernorm|mlp\.linear_fc1\.layer_norm)(\.|_)weight",
+            Replicated(),
+            (HF_LAYER + "post_attention_layernorm.weight",),
+        ),
+    ]
 
 
 def grouped_attention(config: Config) -> list[ParameterRow]:
@@ -143,7 +164,9 @@ def qkv_bias(config: Config) -> list[ParameterRow]:
 def qk_norms(config: Config) -> list[ParameterRow]:
     """The norms of each head's query and key."""
     return [
-        ParameterRow(ATTENTION + rf"{part}_layernorm\.weight", Replicated(), (HF_ATTENTION + f"{part}_norm.weight",))
+        ParameterRow(
+            ATTENTION + rf"{part}_layernorm\.weight", Replicated(), (HF_ATTENTION + f"{part}_norm.weight",)
+        )
         for part in "qk"
     ]
 
@@ -152,7 +175,8 @@ def latent_attention(config: Config) -> list[ParameterRow]:
     """Multi-latent attention with low-rank queries. Raises ValueError for a model without those."""
     if config.get("q_lora_rank") is None:
         raise ValueError(
-            "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this model does "
+            "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this "
+            "model does "
             "not; use a model with low-rank queries"
         )
     q_down, kv_down = config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
@@ -160,16 +184,30 @@ def latent_attention(config: Config) -> list[ParameterRow]:
     query, key_value = HF_ATTENTION + "q_a_proj.weight", HF_ATTENTION + "kv_a_proj_with_mqa.weight"
     down = (query, key_value)
     return [
-        ParameterRow(ATTENTION + r"linear_q_down_proj\.weight", RowsOrWhole(q_down), (query,), sent_with=down),
-        ParameterRow(ATTENTION + r"(q_layernorm|linear_q_up_proj\.layer_norm)(\.|_)weight", Replicated(),
-            (HF_ATTENTION + "q_a_layernorm.weight",)),
-        ParameterRow(ATTENTION + r"linear_q_up_proj\.weight", Sharded(0), (HF_ATTENTION + "q_b_proj.weight",)),
-        ParameterRow(ATTENTION + r"linear_kv_down_proj\.weight", RowsOrWhole(kv_down), (key_value,), sent_with=down),
-        ParameterRow(ATTENTION + r"(kv_layernorm|linear_kv_up_proj\.layer_norm)(\.|_)weight", Replicated(),
-            (HF_ATTENTION + "kv_a_layernorm.weight",)),
-        ParameterRow(ATTENTION + r"linear_kv_up_proj\.weight", Sharded(0), (HF_ATTENTION + "kv_b_proj.weight",)),
+        ParameterRow(
+            ATTENTION + r"linear_q_down_proj\.weight", RowsOrWhole(q_down), (query,), sent_with=down
+        ),
+        ParameterRow(
+            ATTENTION + r"(q_layernorm|linear_q_up_proj\.layer_norm)(\.|_)weight",
+            Replicated(),
+            (HF_ATTENTION + "q_a_layernorm.weight",),
+        ),
+        ParameterRow(
+            ATTENTION + r"linear_q_up_proj\.weight", Sharded(0), (HF_ATTENTION + "q_b_proj.weight",)
+        ),
+        ParameterRow(
+            ATTENTION + r"linear_kv_down_proj\.weight", RowsOrWhole(kv_down), (key_value,), sent_with=down
+        ),
+        ParameterRow(
+            ATTENTION + r"(kv_layernorm|linear_kv_up_proj\.layer_norm)(\.|_)weight",
+            Replicated(),
+            (HF_ATTENTION + "kv_a_layernorm.weight",),
+        ),
+        ParameterRow(
+            ATTENTION + r"linear_kv_up_proj\.weight", Sharded(0), (HF_ATTENTION + "kv_b_proj.weight",)
+        ),
         ParameterRow(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
-    ]  # fmt: skip
+    ]
 
 
 def dense_mlp(config: Config) -> list[ParameterRow]:
@@ -189,7 +227,9 @@ def mixtral_experts(config: Config) -> list[ParameterRow]:
 
 def router_bias(config: Config) -> list[ParameterRow]:
     """The float32 bias that balances experts without an auxiliary loss: a buffer in Megatron."""
-    return [ParameterRow(MLP + r"router\.expert_bias", Replicated(), (HF_MLP + "gate.e_score_correction_bias",))]
+    return [
+        ParameterRow(MLP + r"router\.expert_bias", Replicated(), (HF_MLP + "gate.e_score_correction_bias",))
+    ]
 
 
 def shared_experts(config: Config) -> list[ParameterRow]:
@@ -201,7 +241,10 @@ def gated_shared_expert(config: Config) -> list[ParameterRow]:
     """Qwen2-MoE's shared expert, scaled by the sigmoid of a gate."""
     mlp = _gated(MLP + r"shared_experts\.", HF_MLP + "shared_expert.", "gate_proj", "up_proj", "down_proj")
     return [
-        *mlp, ParameterRow(MLP + r"shared_experts\.gate_weight", Replicated(), (HF_MLP + "shared_expert_gate.weight",))
+        *mlp,
+        ParameterRow(
+            MLP + r"shared_experts\.gate_weight", Replicated(), (HF_MLP + "shared_expert_gate.weight",)
+        ),
     ]
 
 
@@ -209,7 +252,16 @@ Part = Callable[[Config], list[ParameterRow]]
 DEEPSEEK_V3 = (norms, latent_attention, dense_mlp, experts, router_bias, shared_experts)
 FAMILIES: dict[str, tuple[Part, ...]] = {
     "deepseek_v3": DEEPSEEK_V3,
-    "glm4_moe": (norms, grouped_attention, qkv_bias, qk_norms, dense_mlp, experts, router_bias, shared_experts),
+    "glm4_moe": (
+        norms,
+        grouped_attention,
+        qkv_bias,
+        qk_norms,
+        dense_mlp,
+        experts,
+        router_bias,
+        shared_experts,
+    ),
     "kimi_k2": DEEPSEEK_V3,
     "llama": (norms, grouped_attention, dense_mlp),
     "mixtral": (norms, grouped_attention, mixtral_experts),
@@ -233,7 +285,8 @@ SWITCHES: dict[tuple[str, Part], str] = {
 
 UNPROVEN = {
     "gpt_oss": (
-        "its experts lie in one tensor for all of a layer, with gate and up taking turns, and as published in MXFP4, "
+        "its experts lie in one tensor for all of a layer, with gate and up taking turns, and as published "
+        "in MXFP4, "
         "and weights are loaded and sent expert by expert in 16 bits"
     ),
     "qwen3_next": (
@@ -255,10 +308,13 @@ def parts_of(config: Config) -> tuple[Part, ...]:
         why = f": {UNPROVEN[kind]}" if isinstance(kind, str) and kind in UNPROVEN else ""
         remedy = "" if why else ", or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
         raise ValueError(
-            f"config.json: model_type {kind!r} is not supported{why} (supported: {', '.join(FAMILIES)}); use a model "
+            f"config.json: model_type {kind!r} is not supported{why} (supported: {', '.join(FAMILIES)}); use "
+            "a model "
             f"of one of these{remedy}"
         )
-    switched_off = {part for (family, part), key in SWITCHES.items() if family == kind and not config.get(key)}
+    switched_off = {
+        part for (family, part), key in SWITCHES.items() if family == kind and not config.get(key)
+    }
     return tuple(part for part in FAMILIES[kind] if part not in switched_off)
 
 
@@ -283,9 +339,12 @@ def _experts(hf: str, gate: str, up: str, down: str) -> list[ParameterRow]:
     """Router and experts: one module per expert, or grouped, where linear_fc1.weight7 belongs to expert 7."""
     megatron, expert = MLP + r"experts\.", hf + "experts.{E}."
     grouped = [
-        ParameterRow(megatron + r"linear_fc1\.weight(?P<E>\d+)", GatedUp(),
-                     (f"{expert}{gate}.weight", f"{expert}{up}.weight")),
+        ParameterRow(
+            megatron + r"linear_fc1\.weight(?P<E>\d+)",
+            GatedUp(),
+            (f"{expert}{gate}.weight", f"{expert}{up}.weight"),
+        ),
         ParameterRow(megatron + r"linear_fc2\.weight(?P<E>\d+)", Sharded(1), (f"{expert}{down}.weight",)),
-    ]  # fmt: skip
+    ]
     each = _gated(megatron + r"local_experts\.(?P<E>\d+)\.", expert, gate, up, down)
     return [ParameterRow(MLP + r"router\.weight", Replicated(), (hf + "gate.weight",)), *each, *grouped]

@@ -1,7 +1,7 @@
 """Weights in blocks of float8 with a scale each, as FP8 checkpoints store them, and back.
 
-One implementation quantises what FP8 servers are sent and rounds what foresees them (weight_sync/rounding.py). N rows
-and K columns of a weight.
+One implementation quantises what FP8 servers are sent and rounds what foresees them
+(weight_sync/rounding.py). N rows and K columns of a weight.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ ScaleFormat = Literal["float32", "ue8m0"]
 def quantise_blockwise(weight: Tensor, scale_format: ScaleFormat = "float32") -> tuple[Tensor, Tensor]:
     """Each block b of 128 x 128 numbers as float8_e4m3fn(w / s_b), with s_b = max |w| of the block / 448.
 
-    As ue8m0, s_b is rounded up to a power of two. The last block of a row or column is smaller where 128 does not
-    divide it. A block of zeros has the scale 1.
+    As ue8m0, s_b is rounded up to a power of two. The last block of a row or column is smaller where 128 does
+    not divide it. A block of zeros has the scale 1.
 
     Args:
-        weight: [..., N, K], of any floating dtype; blocks never cross what stands before the last two dimensions.
+        weight: [..., N, K], of any floating dtype; blocks never cross what stands before the
+            last two dimensions.
         scale_format: of the scales.
 
     Returns:
-        values [..., N, K] float8_e4m3fn; scales [..., ceil(N / 128), ceil(K / 128)] float32, by which values are
-        multiplied. A block with a number that is not finite has the scale NaN and is NaN.
+        values [..., N, K] float8_e4m3fn; scales [..., ceil(N / 128), ceil(K / 128)] float32, by which values
+        are multiplied. A block with a number that is not finite has the scale NaN and is NaN.
 
-    Source: Fp8Quantize of transformers (integrations/finegrained_fp8.py), bit for bit where 128 divides both; blocks
-    beyond as in DeepGEMM's per_block_cast_to_fp8. Two exceptions. It makes NaN of zeros in a block whose largest number
-    is below 1.4e-36; here the block becomes zeros. It rounds log2 of a scale, which may lose the last bit; here powers
-    of two are exact.
+    Source: Fp8Quantize of transformers (integrations/finegrained_fp8.py), bit for bit where 128 divides
+    both; blocks beyond as in DeepGEMM's per_block_cast_to_fp8. Two exceptions. It makes NaN of zeros in a
+    block whose largest number is below 1.4e-36; here the block becomes zeros. It rounds log2 of a scale,
+    which may lose the last bit; here powers of two are exact.
     """
     rows, columns = weight.shape[-2:]
     padded = pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))

@@ -60,20 +60,26 @@ class HFCheckpoint:
         index = self.path / "model.safetensors.index.json"
         if index.is_file():
             weight_map = _json_object(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-                raise ValueError(f"{index} has no weight_map, which names the file of each tensor; save the model anew")
+            if not isinstance(weight_map, dict) or not all(
+                isinstance(file, str) for file in weight_map.values()
+            ):
+                raise ValueError(
+                    f"{index} has no weight_map, which names the file of each tensor; save the model anew"
+                )
             return {name: self.path / file for name, file in weight_map.items()}
         single = self.path / "model.safetensors"
         if not single.is_file():
             raise ValueError(
-                f"{self.path} has neither model.safetensors nor model.safetensors.index.json; save the model with "
+                f"{self.path} has neither model.safetensors nor model.safetensors.index.json; save the model "
+                "with "
                 "safe_serialization"
             )
         with _opened(single, framework="numpy") as file:
             return dict.fromkeys(file.keys(), single)
 
     def check_files(self) -> None:
-        """Open every file, which finds those that are missing or were cut, and look for each tensor; none is read.
+        """Open every file, which finds those that are missing or were cut, and look for each
+        tensor; none is read.
 
         Raises:
             ValueError: a file can't be read, or lacks a tensor that the index says it has.
@@ -86,12 +92,15 @@ class HFCheckpoint:
                 lacking = sorted(set(names) - set(file.keys()))
             if lacking:
                 raise ValueError(
-                    f"{path} has no tensor {lacking[0]} (one of {len(lacking)} that model.safetensors.index.json names "
+                    f"{path} has no tensor {lacking[0]} (one of {len(lacking)} that "
+                    "model.safetensors.index.json names "
                     "there); copy or save the model anew"
                 )
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor. Raises ValueError if the folder has none of that name, or its file can't be read."""
+        """Read one tensor. Raises ValueError if the folder has none of that name, or its
+        file can't be read.
+        """
         with _opened(self.file_of(name)) as file:
             return file.get_tensor(name)
 
@@ -124,4 +133,6 @@ def _opened(path: Path, *, framework: str = "pt") -> Iterator[safe_open]:
         with safe_open(path, framework=framework) as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} can't be read as safetensors ({error}); copy or save the model anew") from error
+        raise ValueError(
+            f"{path} can't be read as safetensors ({error}); copy or save the model anew"
+        ) from error

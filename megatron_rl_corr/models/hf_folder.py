@@ -39,7 +39,9 @@ class UnfinishedFolder:
 
     def __init__(self, final: Path, made_by: dict[str, str]):
         self.final = final.resolve()
-        self.path, self._old = (self.final.with_name(f".{self.final.name}.{part}") for part in ("unfinished", "old"))
+        self.path, self._old = (
+            self.final.with_name(f".{self.final.name}.{part}") for part in ("unfinished", "old")
+        )
         self._made_by = made_by
 
     def begin(self) -> None:
@@ -50,7 +52,9 @@ class UnfinishedFolder:
             OSError: a file system is mounted at its place, which no folder beside it can take.
         """
         if self.final.is_mount():
-            raise OSError(f"a file system is mounted at {self.final}, so it can't be replaced; name a folder in it")
+            raise OSError(
+                f"a file system is mounted at {self.final}, so it can't be replaced; name a folder in it"
+            )
         if self.final.exists():
             check_ours(self.final)
         remove(self.path)
@@ -63,7 +67,8 @@ class UnfinishedFolder:
         write_weights(self.path / f"{file}.safetensors", tensors)
 
     def finish(self, source: HFCheckpoint) -> None:
-        """Add what `source` has beside trained weights, check that nothing lacks, and give the folder its place.
+        """Add what `source` has beside trained weights, check that nothing lacks, and give the
+        folder its place.
 
         config.json gets the dtype of the weights, and promises no layers that they lack.
 
@@ -86,13 +91,18 @@ class UnfinishedFolder:
         remove(self._old)
 
     def _promise_no_missing_layers(self, source: HFCheckpoint) -> None:
-        """config.json names no MTP layers that the weights lack, as `source` does that transformers has saved."""
+        """config.json names no MTP layers that the weights lack, as `source` does that
+        transformers has saved.
+        """
         promised, prefixes = num_mtp_layers(source.config), tuple(hf_prefixes(source.config))
         if promised and not any(name.startswith(prefixes) for name in source.names):
             logger.warning(
-                "%s: num_nextn_predict_layers is 0 in its config.json, as %s says %d and has no weights of such layers",
-                self.final, source.path, promised,
-            )  # fmt: skip
+                "%s: num_nextn_predict_layers is 0 in its config.json, as %s says %d and has no weights of "
+                "such layers",
+                self.final,
+                source.path,
+                promised,
+            )
             config = read_config(self.path) | {"num_nextn_predict_layers": 0}
             (self.path / "config.json").write_text(json.dumps(config, indent=2))
 
@@ -105,17 +115,20 @@ class UnfinishedFolder:
         if missing or (foreign := sorted(written - set(source.names))):
             what, names = ("lacks", missing) if missing else ("has, beside those of the source,", foreign)
             raise ValueError(
-                f"{self.path} {what} {len(names)} tensors, {names[0]} for one, of {source.path}: did training begin "
+                f"{self.path} {what} {len(names)} tensors, {names[0]} for one, of {source.path}: did "
+                "training begin "
                 "with that model, and did all ranks write to one folder that they share?"
             )
         # A tied output layer would be that of the start.
         kept = [name for name in left if name != "lm_head.weight"]
-        # MTP layers are trained all or none; where they are, so are the tensors that they share with the model.
+        # MTP layers are trained all or none; where they are, so are the tensors that they
+        # share with the model.
         half = [name for name in kept if table.is_of_mtp(name)]
         trained = any(map(table.is_of_mtp, written))
         if trained and half:
             raise ValueError(
-                f"{self.path} has only a part of the layers that predict further tokens, and lacks {half[0]} (one of "
+                f"{self.path} has only a part of the layers that predict further tokens, and lacks {half[0]} "
+                "(one of "
                 f"{len(half)}); did all ranks write to one folder that they share?"
             )
         shared = table.shared_by_mtp if trained else {}
@@ -144,7 +157,12 @@ def write_weights(path: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
 def copy_model_files(source: Path, target: Path) -> None:
     """Copy the config, tokenizer and code of a Hugging Face folder, without its weights."""
     for path in sorted(source.iterdir()):
-        if path.is_file() and path.suffix in _COPIED and path.name != MARKER and not path.name.endswith(".index.json"):
+        if (
+            path.is_file()
+            and path.suffix in _COPIED
+            and path.name != MARKER
+            and not path.name.endswith(".index.json")
+        ):
             shutil.copyfile(path, target / path.name)
     templates = source / _TEMPLATES
     if templates.is_dir():
@@ -165,14 +183,17 @@ def set_quantization(folder: Path, quantization: Mapping[str, Any]) -> None:
 
 
 def tensor_bytes(path: Path) -> int:
-    """Bytes of all tensors of a safetensors file: all of it but the length of its header (8 bytes) and the header."""
+    """Bytes of all tensors of a safetensors file: all of it but the length of its header (8
+    bytes) and the header.
+    """
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     return path.stat().st_size - 8 - header
 
 
 def write_index(folder: Path) -> None:
-    """Write model.safetensors.index.json for all safetensors files in a folder; total_size is the tensors' bytes.
+    """Write model.safetensors.index.json for all safetensors files in a folder; total_size is
+    the tensors' bytes.
 
     Raises:
         OSError: two files have a tensor of the same name.
@@ -186,11 +207,14 @@ def write_index(folder: Path) -> None:
 def check_ours(folder: Path) -> None:
     """FileExistsError for a folder with files in it that was not made here."""
     if any(folder.iterdir()) and not (folder / MARKER).is_file():
-        raise FileExistsError(f"{folder} has no {MARKER}, so it was not made by this program; name another folder")
+        raise FileExistsError(
+            f"{folder} has no {MARKER}, so it was not made by this program; name another folder"
+        )
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder that was made here, or an empty one, because a run may be killed before it writes the marker.
+    """Remove a folder that was made here, or an empty one, because a run may be killed before it
+    writes the marker.
 
     The marker is removed last, so that a folder half removed by a killed run can still be recognised.
 

@@ -1,7 +1,9 @@
-"""Megatron's HybridModel as GPTModel's layers: a pattern of `*E` and `*-`, whose every pair is one transformer layer.
+"""Megatron's HybridModel as GPTModel's layers: a pattern of `*E` and `*-`, whose every pair is one
+transformer layer.
 
-HybridModel has one layer for each sign of --hybrid-layer-pattern: * attention, - MLP, E experts; | ends a pipeline
-stage. Example: "*-*E|*E*E" is a model of four transformer layers, the first of them dense, on two stages.
+HybridModel has one layer for each sign of --hybrid-layer-pattern: * attention, - MLP, E experts; |
+ends a pipeline stage. Example: "*-*E|*E*E" is a model of four transformer layers, the first of them
+dense, on two stages.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ _PAIRS = re.compile(r"(\*[-E])+")
 
 
 def expert_layers(pattern: str) -> list[int] | None:
-    """1 for each transformer layer with experts, 0 for a dense one; None if the pattern has other layers than those."""
+    """1 for each transformer layer with experts, 0 for a dense one; None if the pattern has other
+    layers than those.
+    """
     signs = pattern.replace("|", "")
     return [int(sign == "E") for sign in signs[1::2]] if _PAIRS.fullmatch(signs) else None
 
@@ -31,13 +35,15 @@ def layers_per_block(chunk: nn.Module) -> int:
     remedy = "use pairs of * and - or E, as *E*E, and put | between pairs"
     if expert_layers(pattern) is None:
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern}: weights are loaded and sent of attention (*) and the MLP (-) or the "
+            f"--hybrid-layer-pattern {pattern}: weights are loaded and sent of attention (*) and the MLP (-) "
+            "or the "
             f"experts (E) behind it alone; {remedy}"
         )
     numbers = [layer.layer_number for layer in chunk.decoder.layers]
     if numbers and (numbers[0] % 2 == 0 or len(numbers) % 2):
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern}: a pipeline stage has layers {numbers[0]} to {numbers[-1]}, and so ends "
+            f"--hybrid-layer-pattern {pattern}: a pipeline stage has layers {numbers[0]} to {numbers[-1]}, "
+            "and so ends "
             f"or begins within a pair; {remedy}"
         )
     return 2

@@ -1,7 +1,8 @@
-"""How a Megatron parameter is split over tensor-parallel ranks, and how it converts to Hugging Face tensors and back.
+"""How a Megatron parameter is split over tensor-parallel ranks, and how it converts to Hugging Face
+tensors and back.
 
-A layout is a pair of pure functions, inverse to each other: `merge(shards of all ranks)` returns the Hugging Face
-tensors, `split(those tensors, rank, size)` returns one rank's shard.
+A layout is a pair of pure functions, inverse to each other: `merge(shards of all ranks)` returns the
+Hugging Face tensors, `split(those tensors, rank, size)` returns one rank's shard.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 class TensorLayout(Protocol):
     """The split of one parameter over R tensor-parallel ranks.
 
-    Example, `GatedUp()` with R = 2, gate rows g0..g3 and up rows u0..u3: rank 0 holds [g0, g1, u0, u1], rank 1 holds
-    [g2, g3, u2, u3]; `merge` returns [gate, up] with four rows each.
+    Example, `GatedUp()` with R = 2, gate rows g0..g3 and up rows u0..u3: rank 0 holds [g0, g1, u0, u1],
+    rank 1 holds [g2, g3, u2, u3]; `merge` returns [gate, up] with four rows each.
     """
 
     replicated: bool
@@ -91,7 +92,9 @@ class RowsOrWhole:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """One row per token id, padded with zeros from vocab_size to padded_size rows, split along dimension 0."""
+    """One row per token id, padded with zeros from vocab_size to padded_size rows, split
+    along dimension 0.
+    """
 
     vocab_size: int
     padded_size: int
@@ -124,8 +127,8 @@ class GatedUp:
 class GroupedQKV:
     """Three Hugging Face tensors q, k, v, interleaved by query group; the groups are split over ranks.
 
-    Along dimension 0 each group holds the rows of its query heads, of its key head and of its value head, head_dim
-    rows each. Used for weights and biases.
+    Along dimension 0 each group holds the rows of its query heads, of its key head and of its value head,
+    head_dim rows each. Used for weights and biases.
     """
 
     heads: int

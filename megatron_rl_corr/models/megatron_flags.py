@@ -23,17 +23,36 @@ from megatron_rl_corr.models.architectures import (
     shared_experts,
 )
 from megatron_rl_corr.models.rope import ADDED, rope_flags
-from megatron_rl_corr.models.settings import DEFAULTS, ROPE, check_settings, family_of, malformed, with_defaults
+from megatron_rl_corr.models.settings import (
+    DEFAULTS,
+    ROPE,
+    check_settings,
+    family_of,
+    malformed,
+    with_defaults,
+)
 
 ALWAYS = [
-    "--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear",
-    "--attention-dropout", "0", "--hidden-dropout", "0",
-]  # fmt: skip
+    "--position-embedding-type",
+    "rope",
+    "--normalization",
+    "RMSNorm",
+    "--swiglu",
+    "--disable-bias-linear",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+]
 
 
 def add_missing_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Add those of ADDED that Megatron's parser lacks; it hands every argument of a field's name on to that field."""
-    group = parser.add_argument_group("latent attention", "what Megatron's own flags leave out of its configuration")
+    """Add those of ADDED that Megatron's parser lacks; it hands every argument of a field's name
+    on to that field.
+    """
+    group = parser.add_argument_group(
+        "latent attention", "what Megatron's own flags leave out of its configuration"
+    )
     for flag, (default, text) in ADDED.items():
         if flag not in parser._option_string_actions:
             group.add_argument(flag, type=float, default=default, help=f"{text} (default: {default})")
@@ -47,7 +66,8 @@ def model_flags(config: Config) -> list[str]:
         config: the model's config.json.
 
     Raises:
-        ValueError: the architecture is not supported, a setting is not known, or no flag makes Megatron compute it.
+        ValueError: the architecture is not supported, a setting is not known, or no flag makes
+            Megatron compute it.
     """
     check_settings(config)
     return flags_despite_settings(config)
@@ -62,11 +82,22 @@ def flags_despite_settings(config: Config) -> list[str]:
     known = {"model_type", *DEFAULTS[kind], *ROPE}
     config = {key: value for key, value in with_defaults(config).items() if key in known}
     flags = [
-        "--num-layers", config["num_hidden_layers"], "--hidden-size", config["hidden_size"],
-        "--ffn-hidden-size", config["intermediate_size"], "--num-attention-heads", config["num_attention_heads"],
-        "--vocab-size", config["vocab_size"], "--max-position-embeddings", config["max_position_embeddings"],
-        "--norm-epsilon", config["rms_norm_eps"], *ALWAYS,
-    ]  # fmt: skip
+        "--num-layers",
+        config["num_hidden_layers"],
+        "--hidden-size",
+        config["hidden_size"],
+        "--ffn-hidden-size",
+        config["intermediate_size"],
+        "--num-attention-heads",
+        config["num_attention_heads"],
+        "--vocab-size",
+        config["vocab_size"],
+        "--max-position-embeddings",
+        config["max_position_embeddings"],
+        "--norm-epsilon",
+        config["rms_norm_eps"],
+        *ALWAYS,
+    ]
     if not is_tied(config):
         flags.append("--untie-embeddings-and-output-weights")
     if qkv_bias in parts:
@@ -81,55 +112,81 @@ def flags_despite_settings(config: Config) -> list[str]:
         width = config["n_shared_experts"] * config["moe_intermediate_size"]
         flags += ["--moe-shared-expert-intermediate-size", width]
     if gated_shared_expert in parts:
-        flags += ["--moe-shared-expert-intermediate-size", config["shared_expert_intermediate_size"],
-                  "--moe-shared-expert-gate"]  # fmt: skip
+        flags += [
+            "--moe-shared-expert-intermediate-size",
+            config["shared_expert_intermediate_size"],
+            "--moe-shared-expert-gate",
+        ]
     return [str(flag) for flag in flags]
 
 
 def _grouped_attention(config: Config) -> list:
     heads = config["num_attention_heads"]
     return [
-        "--group-query-attention", "--num-query-groups", config["num_key_value_heads"],
-        "--kv-channels", config.get("head_dim") or config["hidden_size"] // heads,
-    ]  # fmt: skip
+        "--group-query-attention",
+        "--num-query-groups",
+        config["num_key_value_heads"],
+        "--kv-channels",
+        config.get("head_dim") or config["hidden_size"] // heads,
+    ]
 
 
 def _latent_attention(config: Config) -> list:
     latent_attention(config)  # raises for what Megatron can't express
     return [
-        "--multi-latent-attention", "--q-lora-rank", config["q_lora_rank"],
-        "--kv-lora-rank", config["kv_lora_rank"], "--qk-head-dim", config["qk_nope_head_dim"],
-        "--qk-pos-emb-head-dim", config["qk_rope_head_dim"], "--v-head-dim", config["v_head_dim"],
-    ]  # fmt: skip
+        "--multi-latent-attention",
+        "--q-lora-rank",
+        config["q_lora_rank"],
+        "--kv-lora-rank",
+        config["kv_lora_rank"],
+        "--qk-head-dim",
+        config["qk_nope_head_dim"],
+        "--qk-pos-emb-head-dim",
+        config["qk_rope_head_dim"],
+        "--v-head-dim",
+        config["v_head_dim"],
+    ]
 
 
 def _experts(config: Config) -> list:
     return [
-        "--num-experts", num_experts(config), "--moe-router-topk", config["num_experts_per_tok"],
-        "--moe-ffn-hidden-size", config.get("moe_intermediate_size", config["intermediate_size"]),
-        "--moe-router-load-balancing-type", "none", "--moe-router-dtype", "fp32",
-        "--moe-token-dispatcher-type", "alltoall",
-    ]  # fmt: skip
+        "--num-experts",
+        num_experts(config),
+        "--moe-router-topk",
+        config["num_experts_per_tok"],
+        "--moe-ffn-hidden-size",
+        config.get("moe_intermediate_size", config["intermediate_size"]),
+        "--moe-router-load-balancing-type",
+        "none",
+        "--moe-router-dtype",
+        "fp32",
+        "--moe-token-dispatcher-type",
+        "alltoall",
+    ]
 
 
 def _router(config: Config, *, biased: bool) -> list:
     """The router's score function, its normalisation over the top k, and groups of experts."""
-    best, renormalised = config["num_experts_per_tok"], config.get("norm_topk_prob", True)  # Mixtral has no such key
+    # Mixtral has no such key
+    best, renormalised = config["num_experts_per_tok"], config.get("norm_topk_prob", True)
     if not biased:
         if renormalised and best == 1:
             raise ValueError(
-                "config.json: num_experts_per_tok is 1 with scores that are normalised over the top k, which Megatron "
+                "config.json: num_experts_per_tok is 1 with scores that are normalised over the top k, which "
+                "Megatron "
                 "refuses; use a model with more experts for a token"
             )
         return [] if renormalised else ["--moe-router-pre-softmax"]
     if not renormalised:
         raise ValueError(
-            "config.json: norm_topk_prob is false, and Megatron always normalises sigmoid scores over the top k; use a "
+            "config.json: norm_topk_prob is false, and Megatron always normalises sigmoid scores over the "
+            "top k; use a "
             "model with norm_topk_prob true"
         )
     if best == 1:
         raise ValueError(
-            "config.json: num_experts_per_tok is 1 with norm_topk_prob true, and Megatron does not normalise the score "
+            "config.json: num_experts_per_tok is 1 with norm_topk_prob true, and Megatron does not normalise "
+            "the score "
             "of one expert; use a model with more experts for a token"
         )
     flags = ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
@@ -142,7 +199,8 @@ def _expert_groups(config: Config) -> list:
     groups, chosen, experts_of_all = config["n_group"], config["topk_group"], num_experts(config)
     if chosen > groups or experts_of_all % groups:
         raise ValueError(
-            f"config.json: n_group {groups}, topk_group {chosen} and n_routed_experts {experts_of_all} do not fit each "
+            f"config.json: n_group {groups}, topk_group {chosen} and n_routed_experts {experts_of_all} do "
+            "not fit each "
             "other; correct them"
         )
     if groups == 1:
@@ -150,8 +208,10 @@ def _expert_groups(config: Config) -> list:
     best = config["num_experts_per_tok"] // chosen
     if best != 2:
         raise ValueError(
-            f"config.json: num_experts_per_tok / topk_group is {best}: Megatron would rank a group by its best "
-            f"{best} experts, {config['model_type']} ranks it by 2; use a model with n_group 1, or with twice as many "
+            f"config.json: num_experts_per_tok / topk_group is {best}: Megatron would rank a group by its "
+            "best "
+            f"{best} experts, {config['model_type']} ranks it by 2; use a model with n_group 1, or with "
+            "twice as many "
             "experts for a token as groups"
         )
     return ["--moe-router-num-groups", groups, "--moe-router-group-topk", chosen]

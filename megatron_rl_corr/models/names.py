@@ -23,7 +23,8 @@ class ParameterRule:
     """The layout of one parameter, and the Hugging Face tensors that it consists of.
 
     Example: for decoder.layers.3.mlp.experts.linear_fc1.weight7, layout GatedUp(), hf_names
-    ("model.layers.3.mlp.experts.7.gate_proj.weight", "model.layers.3.mlp.experts.7.up_proj.weight"), is_expert True.
+    ("model.layers.3.mlp.experts.7.gate_proj.weight",
+    "model.layers.3.mlp.experts.7.up_proj.weight"), is_expert True.
     """
 
     layout: TensorLayout
@@ -44,21 +45,24 @@ class NameTable:
         padded_vocab_size: rows of Megatron's embedding.
 
     Raises:
-        ValueError: the architecture is not supported, the checkpoint is quantised, or the vocabulary does not fit.
+        ValueError: the architecture is not supported, the checkpoint is quantised, or the
+            vocabulary does not fit.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int):
         hf_config, parts = with_defaults(hf_config), parts_of(with_defaults(hf_config))
         if hf_config.get("quantization_config"):
             raise ValueError(
-                "config.json: quantization_config is set, and quantised weights are not loaded; name the model in "
+                "config.json: quantization_config is set, and quantised weights are not loaded; name the "
+                "model in "
                 "bfloat16 here, which servers may serve in FP8, or convert the checkpoint"
             )
         if padded_vocab_size < hf_config["vocab_size"]:
             raise ValueError(
                 f"--vocab-size: Megatron's padded vocabulary of {padded_vocab_size} is smaller than the "
                 f"checkpoint's {hf_config['vocab_size']}; give --vocab-size {hf_config['vocab_size']}, and "
-                "--tokenizer-type NullTokenizer where Megatron's own tokenizer has fewer ids: it makes no prompts"
+                "--tokenizer-type NullTokenizer where Megatron's own tokenizer has fewer ids: it makes no "
+                "prompts"
             )
         self._tied, self._num_layers = is_tied(hf_config), hf_config["num_hidden_layers"]
         layer_rows = [row for part in parts for row in part(hf_config)]
@@ -85,7 +89,8 @@ class NameTable:
         if mtp_layers not in (0, self._mtp_layers):
             remedy = f"give --mtp-num-layers {self._mtp_layers}, or " if self._mtp_layers else ""
             raise ValueError(
-                f"--mtp-num-layers {mtp_layers}: the checkpoint has {self._mtp_layers or 'no'} layers that predict "
+                f"--mtp-num-layers {mtp_layers}: the checkpoint has {self._mtp_layers or 'no'} layers that "
+                "predict "
                 f"further tokens (num_nextn_predict_layers in config.json); {remedy}leave it out"
             )
         if tied != self._tied:
@@ -108,7 +113,8 @@ class NameTable:
         """The layout and the Hugging Face tensors of a parameter.
 
         Args:
-            name: Megatron's, with the numbers that layer and expert have in the whole model (see `global_name`).
+            name: Megatron's, with the numbers that layer and expert have in the whole model
+                (see `global_name`).
 
         Raises:
             ValueError: the architecture has no such parameter.
@@ -123,8 +129,10 @@ class NameTable:
                 )
                 return ParameterRule(row.layout, names, "E" in numbers, row.is_copy, together)
         raise ValueError(
-            f"Megatron's parameter {name} does not exist in the checkpoint's architecture; do the model flags "
-            "(--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe that model?"
+            f"Megatron's parameter {name} does not exist in the checkpoint's architecture; do the model "
+            "flags "
+            "(--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe that "
+            "model?"
         )
 
 

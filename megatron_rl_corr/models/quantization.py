@@ -16,14 +16,19 @@ _KEPT = re.compile(r"embed|lm_head|norm|bias|router|(^|\.)gate\.weight$|shared_e
 """Names of tensors that quantised checkpoints keep in 16 bits, and that servers therefore do not quantise."""
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")
 _SCALE_FORMATS: dict[str | None, ScaleFormat] = {
-    None: "float32", "float": "float32", "float32": "float32", "ue8m0": "ue8m0",
-}  # fmt: skip
+    None: "float32",
+    "float": "float32",
+    "float32": "float32",
+    "ue8m0": "ue8m0",
+}
 """By `scale_fmt`, which transformers writes as float."""
 _LISTS = ("ignored_layers", "modules_to_not_convert")
 """Keys of the modules that are spared."""
 _TAKEN = (
-    "a push quantises only as quant_method fp8 with weight_block_size [128, 128], fmt e4m3 and activation_scheme "
-    "dynamic, and spares what ignored_layers or modules_to_not_convert names; serve such a checkpoint, or the model in "
+    "a push quantises only as quant_method fp8 with weight_block_size [128, 128], fmt e4m3 and "
+    "activation_scheme "
+    "dynamic, and spares what ignored_layers or modules_to_not_convert names; serve such a checkpoint, or "
+    "the model in "
     "16 bits"
 )
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
@@ -33,18 +38,21 @@ _LATENT = ("q_a_proj", "kv_a_proj_with_mqa")
 _FUSED = {"qkv_proj": _QKV, "gate_up_proj": _GATE_UP, "fused_qkv_a_proj_with_mqa": _LATENT}
 """Servers' names of linear layers that they make of several of the checkpoint's."""
 _FUSED_IN = (
-    ("self_attn", _QKV), ("self_attn", _LATENT), ("mlp", _GATE_UP), ("mlp.shared_expert", _GATE_UP),
+    ("self_attn", _QKV),
+    ("self_attn", _LATENT),
+    ("mlp", _GATE_UP),
+    ("mlp.shared_expert", _GATE_UP),
     ("mlp.shared_experts", _GATE_UP),
-)  # fmt: skip
+)
 """(path within a layer, linear layers that servers fuse there)."""
 
 
 def is_linear_weight(name: str) -> bool:
     """Whether a tensor is a linear layer's weight of those that quantised checkpoints quantise.
 
-    Embeddings, the output layer, norms, biases and the gates of routers and shared experts are spared, as slime's
-    tools/convert_hf_to_fp8.py and the published FP8 checkpoints of Qwen3 and DeepSeek-V3 do, and as SGLang has it
-    (layers without a quantisation of their own).
+    Embeddings, the output layer, norms, biases and the gates of routers and shared experts are spared, as
+    slime's tools/convert_hf_to_fp8.py and the published FP8 checkpoints of Qwen3 and DeepSeek-V3 do, and as
+    SGLang has it (layers without a quantisation of their own).
 
     Args:
         name: Hugging Face's.
@@ -87,12 +95,13 @@ class BlockFP8:
     def quantises(self, name: str) -> bool:
         """Whether a tensor of this name is quantised, by its kind and by what the configuration spares.
 
-        A spared path stands for all modules below it, wherever its parts follow each other in the module's path:
-        "mlp.gate" is no part of "mlp.gate_proj". Of routed experts all of a layer are spared if one is, because servers
-        hold them as one module. So does SGLang 0.5.23 (is_layer_skipped of layers/quantization/utils.py, to which
-        Fp8Config gives each path with and without "model."). vLLM 0.32 (is_layer_skipped of
-        layers/quantization/utils/quant_utils.py) takes whole paths alone, fused ones too, and any part of a path for
-        experts; where both would read an entry otherwise, and no push to SGLang has proven it, `_spared` refuses it.
+        A spared path stands for all modules below it, wherever its parts follow each other in the module's
+        path: "mlp.gate" is no part of "mlp.gate_proj". Of routed experts all of a layer are spared if one is,
+        because servers hold them as one module. So does SGLang 0.5.23 (is_layer_skipped of
+        layers/quantization/utils.py, to which Fp8Config gives each path with and without "model."). vLLM 0.32
+        (is_layer_skipped of layers/quantization/utils/quant_utils.py) takes whole paths alone, fused ones
+        too, and any part of a path for experts; where both would read an entry otherwise, and no push to
+        SGLang has proven it, `_spared` refuses it.
 
         Args:
             name: Hugging Face's.
@@ -130,7 +139,8 @@ def _spared(found: Mapping[str, Any]) -> frozenset[str]:
     key = next((key for key in _LISTS if key in found), _LISTS[0])
     if not found.get(key) and any(found.get(other) for other in _LISTS):
         raise ValueError(
-            f"config.json: quantization_config has {key} {found[key]!r} beside {_LISTS[1]}, which some servers take "
+            f"config.json: quantization_config has {key} {found[key]!r} beside {_LISTS[1]}, which some "
+            "servers take "
             f"then and others do not; take {key} out"
         )
     paths = found.get(key) or []
@@ -142,7 +152,8 @@ def _spared(found: Mapping[str, Any]) -> frozenset[str]:
         why = _unread(path)
         if why:
             raise ValueError(
-                f"config.json: quantization_config has {path!r} in {key}: {why}; name each linear layer as the "
+                f"config.json: quantization_config has {path!r} in {key}: {why}; name each linear layer as "
+                "the "
                 "checkpoint does, such as model.layers.0.mlp.down_proj"
             )
     return frozenset(path.rstrip(".").removeprefix("model.") for path in paths)
@@ -158,7 +169,8 @@ def _unread(path: str) -> str:
     parts = base.split(".")
     if parts[-1] in _FUSED and parts[-2:-1] != ["experts"]:
         return (
-            f"some servers look for {', '.join(_FUSED[parts[-1]])} of the checkpoint, and would quantise this layer, "
+            f"some servers look for {', '.join(_FUSED[parts[-1]])} of the checkpoint, and would quantise "
+            "this layer, "
             "which others would spare"
         )
     if parts[-1] in ("weight", "bias") and is_linear_weight(base):
@@ -169,11 +181,16 @@ def _unread(path: str) -> str:
 
 
 def _other_than_block_fp8(found: Mapping[str, Any]) -> str:
-    """The first key of a quantization_config, with its value, that is not as in block-wise FP8; "" if all are."""
+    """The first key of a quantization_config, with its value, that is not as in block-wise
+    FP8; "" if all are.
+    """
     taken: dict[str, tuple] = {
-        "quant_method": ("fp8",), "weight_block_size": ([BLOCK, BLOCK],), "fmt": (None, "e4m3"),
-        "activation_scheme": (None, "dynamic"), "scale_fmt": tuple(_SCALE_FORMATS),
-    }  # fmt: skip
+        "quant_method": ("fp8",),
+        "weight_block_size": ([BLOCK, BLOCK],),
+        "fmt": (None, "e4m3"),
+        "activation_scheme": (None, "dynamic"),
+        "scale_fmt": tuple(_SCALE_FORMATS),
+    }
     # What is not known here may spare more, or other numbers; what says nothing may stand there.
     taken |= {key: (None, False, [], {}) for key in found if key not in (*taken, *_LISTS)}
     for key, values in taken.items():

@@ -15,19 +15,30 @@ KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
-        "attention_factor", "truncate",
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+        "truncate",
     ),
-}  # fmt: skip
+}
 """Kind of scaling -> its settings, beside those of COMMON."""
 NEEDED: dict[str, tuple[str, ...]] = {
-    "default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor"), "yarn": ("factor",),
-}  # fmt: skip
+    "default": (),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
 """Those without which there is no scaling."""
 
 ADDED = {
     "--beta-fast": (32.0, "rotations above which YaRN leaves a frequency of latent attention as it is"),
-    "--beta-slow": (1.0, "rotations below which YaRN divides a frequency of latent attention by the whole factor"),
+    "--beta-slow": (
+        1.0,
+        "rotations below which YaRN divides a frequency of latent attention by the whole factor",
+    ),
 }
 """Flag -> default and help: fields of Megatron's configuration for which its own command line has no flag."""
 
@@ -35,7 +46,8 @@ _TABLES = ("rope_scaling", "rope_parameters")
 
 
 def rope_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in one table: rope_type, rope_theta, the share of a head that is rotated, and the scaling's own.
+    """The settings in one table: rope_type, rope_theta, the share of a head that is rotated, and
+    the scaling's own.
 
     Args:
         config: the model's config.json, with its sizes.
@@ -46,14 +58,19 @@ def rope_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     """
     found = _one_table(config)
     kind = found.pop("rope_type")
-    for key, default in (("rope_theta", defaults["rope_theta"]),
-                         ("partial_rotary_factor", defaults.get("partial_rotary_factor", 1.0))):  # fmt: skip
+    for key, default in (
+        ("rope_theta", defaults["rope_theta"]),
+        ("partial_rotary_factor", defaults.get("partial_rotary_factor", 1.0)),
+    ):
         inner, outer = found.get(key), config.get(key)
         if inner is None and key == "rope_theta" and (key in found or config.get(key, default) is None):
-            raise ValueError("config.json: rope_theta null must be a whole number above 0; correct it, or take it out")
+            raise ValueError(
+                "config.json: rope_theta null must be a whole number above 0; correct it, or take it out"
+            )
         if None not in (inner, outer) and inner != outer:
             raise ValueError(
-                f"config.json: {key} is {outer}, and {inner} among the rotary settings, and not every engine takes the "
+                f"config.json: {key} is {outer}, and {inner} among the rotary settings, and not every engine "
+                "takes the "
                 "same of the two; take one of them out"
             )
         found[key] = next((value for value in (inner, outer) if value is not None), default)
@@ -76,24 +93,30 @@ def rope_problems(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
     kind = rope["rope_type"]
     where = next((f"{name}: " for name in _TABLES if config.get(name)), "")
     lines = [
-        f"config.json: {where}{key} {value!r} is no setting of rope_type {kind!r} that is known here, and a server may "
-        "compute with it; use a model without it, or take it out of the config.json of trainer and servers if it "
+        f"config.json: {where}{key} {value!r} is no setting of rope_type {kind!r} that is known here, and a "
+        "server may "
+        "compute with it; use a model without it, or take it out of the config.json of trainer and servers "
+        "if it "
         "changes nothing"
-        for key, value in rope.items() if kind in KEYS and key not in (*COMMON, *KEYS[kind])
-    ]  # fmt: skip
+        for key, value in rope.items()
+        if kind in KEYS and key not in (*COMMON, *KEYS[kind])
+    ]
     share, theta = rope["partial_rotary_factor"], rope["rope_theta"]
     if "partial_rotary_factor" not in defaults and (share != 1 or isinstance(share, bool)):
         lines.append(
-            f"config.json: partial_rotary_factor {share!r} is not what the flags train: this family rotates whole "
+            f"config.json: partial_rotary_factor {share!r} is not what the flags train: this family rotates "
+            "whole "
             "heads; use a model with partial_rotary_factor 1.0"
         )
     elif not (is_number(share) and 0 < share <= 1):
         lines.append(
-            f"config.json: partial_rotary_factor {share!r} must be a number above 0, and 1 at most; correct it"
+            f"config.json: partial_rotary_factor {share!r} must be a number above 0, and 1 at most; correct "
+            "it"
         )
     if not (is_number(theta) and theta > 0 and theta == math.floor(theta)):
         lines.append(
-            f"config.json: rope_theta {theta!r} must be a whole number above 0, as Megatron's --rotary-base is; use a "
+            f"config.json: rope_theta {theta!r} must be a whole number above 0, as Megatron's --rotary-base "
+            "is; use a "
             "model with one"
         )
     return lines + _wrong_numbers(rope, where)
@@ -111,7 +134,8 @@ def _wrong_numbers(rope: Mapping[str, Any], where: str) -> list[str]:
         if not (is_number(value) and value >= 0 and (value > 0 or not positive)):
             least = "above 0" if positive else "from 0 on"
             lines.append(
-                f"config.json: {where}{key} {value!r} must be a number {least}, for rope_type {kind!r}; correct it"
+                f"config.json: {where}{key} {value!r} must be a number {least}, for rope_type {kind!r}; "
+                "correct it"
             )
     return lines
 
@@ -140,9 +164,14 @@ def rope_flags(config: Mapping[str, Any], defaults: Mapping[str, Any], *, latent
     if kind == "yarn" and latent:
         _demand(rope, original_max_position_embeddings=4096, truncate=True)
         return [
-            *flags, "--rope-type", "yarn", "--rotary-scaling-factor", rope["factor"], *_magnitudes(rope),
+            *flags,
+            "--rope-type",
+            "yarn",
+            "--rotary-scaling-factor",
+            rope["factor"],
+            *_magnitudes(rope),
             *_betas(rope),
-        ]  # fmt: skip
+        ]
     raise ValueError(
         f"config.json: rope_type {kind!r} is not supported for this architecture; use a model with rope_type "
         f"{'default or yarn' if latent else 'default or llama3'}"
@@ -157,12 +186,19 @@ def _one_table(config: Mapping[str, Any]) -> dict[str, Any]:
         if table is None or table == {}:
             continue
         if not isinstance(table, Mapping):
-            raise ValueError(f"config.json: {name} {table!r} must be an object of rotary settings; correct it")
+            raise ValueError(
+                f"config.json: {name} {table!r} must be an object of rotary settings; correct it"
+            )
         old, kind = table.get("type"), table.get("rope_type")
         if None not in (old, kind) and old != kind:
-            raise ValueError(f"config.json: {name} has type {old!r} and rope_type {kind!r}; take one of the two out")
-        rest = {key: value for key, value in table.items()
-                if key not in ("type", "rope_type") and (value is not None or key == "rope_theta")}  # fmt: skip
+            raise ValueError(
+                f"config.json: {name} has type {old!r} and rope_type {kind!r}; take one of the two out"
+            )
+        rest = {
+            key: value
+            for key, value in table.items()
+            if key not in ("type", "rope_type") and (value is not None or key == "rope_theta")
+        }
         chosen = kind if kind is not None else old
         if chosen is None and ("type" in table or "rope_type" in table):
             raise ValueError(f"config.json: {name} has rope_type null; name the kind, or take it out")
@@ -173,34 +209,40 @@ def _one_table(config: Mapping[str, Any]) -> dict[str, Any]:
         both = [{key: table.get(key, config.get(key)) for key in {*found[0], *found[1]}} for table in found]
         if both[0] != both[1]:
             raise ValueError(
-                "config.json: rope_scaling and rope_parameters differ, and transformers takes the first of the two; "
+                "config.json: rope_scaling and rope_parameters differ, and transformers takes the first of "
+                "the two; "
                 "take one of them out"
             )
     return dict(found[0]) if found else {"rope_type": "default"}
 
 
 def _magnitudes(rope: Mapping[str, Any]) -> list:
-    """YaRN's factors of cosines and sines, and of the scores, where transformers, servers and Megatron agree on them.
+    """YaRN's factors of cosines and sines, and of the scores, where transformers, servers and
+    Megatron agree on them.
 
-    transformers 5.19 takes mscale and mscale_all_dim only where both are given; SGLang 0.5.23, vLLM 0.32 and Megatron
-    take each, and 1 and 0 for one that is not.
+    transformers 5.19 takes mscale and mscale_all_dim only where both are given; SGLang 0.5.23, vLLM 0.32
+    and Megatron take each, and 1 and 0 for one that is not.
     """
     mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
     if rope.get("attention_factor") is not None:
         raise ValueError(
-            f"config.json: attention_factor is {rope['attention_factor']}, and Megatron has no flag for it; use a "
+            f"config.json: attention_factor is {rope['attention_factor']}, and Megatron has no flag for it; "
+            "use a "
             "model with mscale and mscale_all_dim"
         )
     if not (mscale and all_dim) and not (mscale in (None, 1) and not all_dim):
         raise ValueError(
-            f"config.json: mscale is {mscale} and mscale_all_dim {all_dim}, which transformers and servers read "
+            f"config.json: mscale is {mscale} and mscale_all_dim {all_dim}, which transformers and servers "
+            "read "
             "otherwise; use a model with both above 0"
         )
     return ["--mscale", mscale or 1, "--mscale-all-dim", all_dim or 0]
 
 
 def _betas(rope: Mapping[str, Any]) -> list:
-    """YaRN's two borders, as rotations within the original context, where they are not those of DeepSeek-V3."""
+    """YaRN's two borders, as rotations within the original context, where they are not
+    those of DeepSeek-V3.
+    """
     found = {"--beta-fast": rope.get("beta_fast", 32), "--beta-slow": rope.get("beta_slow", 1)}
     return [word for flag, value in found.items() if value != ADDED[flag][0] for word in (flag, value)]
 
@@ -209,7 +251,8 @@ def _demand(rope: Mapping[str, Any], **values: float) -> None:
     for name, value in values.items():
         if rope.get(name, value) != value:
             raise ValueError(
-                f"config.json: {name} is {rope[name]}, and Megatron has {value} without a flag for it; use a model "
+                f"config.json: {name} is {rope[name]}, and Megatron has {value} without a flag for it; use a "
+                "model "
                 f"with {value}"
             )
 

@@ -1,7 +1,9 @@
-"""What each key of a Hugging Face config.json is here: used for flags, of one value alone, without effect, or refused.
+"""What each key of a Hugging Face config.json is here: used for flags, of one value alone, without
+effect, or refused.
 
-A key that no table has is refused: a server may compute with it, and Megatron would not. The defaults are those of
-transformers' configuration classes, which take seconds to import; tests/models/test_settings.py compares them.
+A key that no table has is refused: a server may compute with it, and Megatron would not. The defaults
+are those of transformers' configuration classes, which take seconds to import;
+tests/models/test_settings.py compares them.
 """
 
 from __future__ import annotations
@@ -12,58 +14,139 @@ from typing import Any, NamedTuple
 from megatron_rl_corr.models.architectures import CODE_OF, EXPERTS, Config, num_experts, parts_of
 from megatron_rl_corr.models.rope import is_number, rope_problems, rope_settings
 
-_QWEN = {"vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
-         "use_sliding_window": False, "sliding_window": 4096, "rope_theta": 10000.0, "head_dim": None}  # fmt: skip
+_QWEN = {
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "rope_theta": 10000.0,
+    "head_dim": None,
+}
 _QWEN_DENSE = _QWEN | {
-    "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
     "num_key_value_heads": 32,
-}  # fmt: skip
+}
 _QWEN_MOE = _QWEN | {
-    "hidden_size": 2048, "num_hidden_layers": 24, "decoder_sparse_step": 1, "norm_topk_prob": False,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "decoder_sparse_step": 1,
+    "norm_topk_prob": False,
     "mlp_only_layers": (),
-}  # fmt: skip
+}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {
-        "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
-        "num_attention_heads": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "rope_theta": 10000.0, "moe_intermediate_size": 2048, "n_shared_experts": 1,
-        "n_routed_experts": 256, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536, "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_nextn_predict_layers": 0,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "moe_intermediate_size": 2048,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "num_nextn_predict_layers": 0,
     },
     "glm4_moe": {
-        "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
-        "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 10000.0, "partial_rotary_factor": 0.5,
-        "attention_bias": False, "use_qk_norm": False, "moe_intermediate_size": 1408, "n_shared_experts": 1,
-        "n_routed_experts": 128, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 0,
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "moe_intermediate_size": 1408,
+        "n_shared_experts": 1,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 0,
     },
     "llama": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "max_position_embeddings": 2048,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
     },
     "mixtral": {
-        "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": None, "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_theta": 1e6, "sliding_window": None,
-        "num_local_experts": 8, "num_experts_per_tok": 2,
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
     },
     "qwen2": _QWEN_DENSE,
-    "qwen2_moe": _QWEN_MOE | {
-        "intermediate_size": 5632, "num_attention_heads": 16, "num_key_value_heads": 16, "qkv_bias": True,
-        "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+    "qwen2_moe": _QWEN_MOE
+    | {
+        "intermediate_size": 5632,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408,
         "shared_expert_intermediate_size": 5632,
     },
     "qwen3": _QWEN_DENSE | {"head_dim": 128},
-    "qwen3_moe": _QWEN_MOE | {
-        "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+    "qwen3_moe": _QWEN_MOE
+    | {
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
     },
-}  # fmt: skip
-"""The keys that flags are made of, by `model_type` -> the value of each where config.json has none: transformers', but
-for `num_nextn_predict_layers`: it says 1 and loads none, and a checkpoint whose config.json lacks the key has none."""
+}
+"""The keys that flags are made of, by `model_type` -> the value of each where config.json has none:
+transformers', but for `num_nextn_predict_layers`: it says 1 and loads none, and a checkpoint whose
+config.json lacks the key has none.
+"""
 
 ALIASES: dict[str, dict[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
@@ -76,12 +159,19 @@ ALIASES: dict[str, dict[str, str]] = {
 COUNTS = ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers")
 NUMBERS = ("rms_norm_eps", "routed_scaling_factor")
 SWITCHES = (
-    "tie_word_embeddings", "norm_topk_prob", "attention_bias", "use_qk_norm", "qkv_bias", "use_sliding_window",
-)  # fmt: skip
+    "tie_word_embeddings",
+    "norm_topk_prob",
+    "attention_bias",
+    "use_qk_norm",
+    "qkv_bias",
+    "use_sliding_window",
+)
 ELSEWHERE = ("sliding_window", "mlp_only_layers")
 """Keys of DEFAULTS with a check of their own. All that are in no list are sizes: whole numbers from 1 on."""
 NULLS = ("head_dim", "num_key_value_heads", "n_shared_experts", "q_lora_rank")
-"""Sizes and counts that may be null: the hidden size over the heads, as many as heads, 0; no low-rank queries."""
+"""Sizes and counts that may be null: the hidden size over the heads, as many as heads, 0; no
+low-rank queries.
+"""
 
 
 ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
@@ -89,7 +179,8 @@ ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor"
 
 
 FOLLOWS = {
-    "head_dim": "qk_rope_head_dim", "qk_head_dim": "qk_nope_head_dim and qk_rope_head_dim",
+    "head_dim": "qk_rope_head_dim",
+    "qk_head_dim": "qk_nope_head_dim and qk_rope_head_dim",
     "num_key_value_heads": "num_attention_heads",
 }
 """Keys that transformers writes of latent attention -> those that it makes them from."""
@@ -99,11 +190,15 @@ class Only(NamedTuple):
     """A setting that Megatron's flags can express in one way alone."""
 
     values: tuple[Any, ...]
-    """What the flags train, in the words of config.json; the first is that of a config.json without the key."""
+    """What the flags train, in the words of config.json; the first is that of a config.json
+    without the key.
+    """
     why: str
 
 
-NO_BIAS = Only((False,), "its attention would have biases, behind it too, for which Megatron has no flag of their own")
+NO_BIAS = Only(
+    (False,), "its attention would have biases, behind it too, for which Megatron has no flag of their own"
+)
 HAS_BIAS = Only((True,), "this family has biases of queries, keys and values")
 SIGMOID = {
     "scoring_func": Only(("sigmoid",), "experts are scored by sigmoids in this family"),
@@ -111,7 +206,9 @@ SIGMOID = {
     "moe_layer_freq": Only((1,), "transformers makes experts of every layer behind the dense ones"),
 }
 ONLY_ALL: dict[str, Only] = {
-    "hidden_act": Only(("silu",), "--swiglu is SiLU, and Megatron has no flag for another gated activation here"),
+    "hidden_act": Only(
+        ("silu",), "--swiglu is SiLU, and Megatron has no flag for another gated activation here"
+    ),
     "mlp_bias": Only((False,), "the MLP would have biases, which no table of names has"),
     "attention_bias": NO_BIAS,
     "qkv_bias": NO_BIAS,
@@ -122,9 +219,11 @@ ONLY_ALL: dict[str, Only] = {
     "pruned_heads": Only(({}, [], None), "heads are trained all"),
 }
 ONLY: dict[str, dict[str, Only]] = {
-    "deepseek_v3": SIGMOID | {
-        "rope_interleave": Only((True,), "Megatron's latent attention rotates neighbouring numbers, and has no flag "
-                                "for halves"),
+    "deepseek_v3": SIGMOID
+    | {
+        "rope_interleave": Only(
+            (True,), "Megatron's latent attention rotates neighbouring numbers, and has no flag for halves"
+        ),
     },
     "glm4_moe": SIGMOID,
     "qwen2": {"attention_bias": HAS_BIAS, "qkv_bias": HAS_BIAS},
@@ -134,59 +233,125 @@ ONLY: dict[str, dict[str, Only]] = {
         "use_qk_norm": Only((True,), "this family has norms of queries and keys"),
         "shared_expert_intermediate_size": Only((0, None), "this family has no shared expert"),
     },
-}  # fmt: skip
+}
 """Settings of one value, beside those of ONLY_ALL, by `model_type`; a key of DEFAULTS is none of them."""
 
 MODEL_CLASS = {
-    "deepseek_v3": "DeepseekV3ForCausalLM", "glm4_moe": "Glm4MoeForCausalLM", "llama": "LlamaForCausalLM",
-    "mixtral": "MixtralForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen2_moe": "Qwen2MoeForCausalLM",
-    "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM",
-}  # fmt: skip
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 """The class in `architectures` by which servers choose their model."""
 
 HARMLESS: dict[str, tuple[str, ...]] = {
     "where the file comes from": (
-        "_name_or_path", "name_or_path", "transformers_version", "_commit_hash", "unsloth_version", "unsloth_fixed",
+        "_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "_commit_hash",
+        "unsloth_version",
+        "unsloth_fixed",
         "transformers.js_config",
     ),
     "code that came with the checkpoint, which is never run here": ("auto_map",),
     "how numbers are stored, cut or computed; precision, layout and kernels are the user's": (
-        "torch_dtype", "dtype", "use_bfloat16", "_attn_implementation", "attn_implementation",
-        "_attn_implementation_autoset", "experts_implementation", "_experts_implementation", "chunk_size_feed_forward",
-        "pretraining_tp", "ep_size", "torchscript", "gradient_checkpointing",
+        "torch_dtype",
+        "dtype",
+        "use_bfloat16",
+        "_attn_implementation",
+        "attn_implementation",
+        "_attn_implementation_autoset",
+        "experts_implementation",
+        "_experts_implementation",
+        "chunk_size_feed_forward",
+        "pretraining_tp",
+        "ep_size",
+        "torchscript",
+        "gradient_checkpointing",
     ),
     "how a checkpoint is quantised, which is checked where weights are loaded and sent": (
-        "quantization_config", "compression_config",
+        "quantization_config",
+        "compression_config",
     ),
     "what a call keeps or returns": (
-        "use_cache", "return_dict", "use_return_dict", "output_hidden_states", "output_attentions",
-        "output_router_logits", "tie_last_hidden_states",
+        "use_cache",
+        "return_dict",
+        "use_return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "tie_last_hidden_states",
     ),
-    "training as it once was: its initial weights, dropout and auxiliary losses; the run's are flags of its own": (
-        "initializer_range", "attention_dropout", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha",
-        "seq_aux", "tf_legacy_loss",
+    "training as it once was: its initial weights, dropout and auxiliary losses; the run's are flags of its "
+    "own": (
+        "initializer_range",
+        "attention_dropout",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "aux_loss_alpha",
+        "seq_aux",
+        "tf_legacy_loss",
     ),
     "another task's head, which a causal model does not have": (
-        "id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params",
+        "id2label",
+        "label2id",
+        "num_labels",
+        "problem_type",
+        "finetuning_task",
+        "task_specific_params",
     ),
     "an encoder's": (
-        "is_decoder", "tie_encoder_decoder", "cross_attention_hidden_size",
+        "is_decoder",
+        "tie_encoder_decoder",
+        "cross_attention_hidden_size",
     ),
     "the tokenizer's, and a limit": ("tokenizer_class", "prefix", "model_max_length", "max_sequence_length"),
     "how old versions sampled; a run sets it by flags": (
-        "max_length", "min_length", "do_sample", "early_stopping", "num_beams", "temperature", "top_k", "top_p",
-        "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
-        "bad_words_ids", "num_return_sequences", "output_scores", "return_dict_in_generate", "remove_invalid_values",
-        "exponential_decay_length_penalty", "suppress_tokens", "begin_suppress_tokens", "epsilon_cutoff", "eta_cutoff",
-        "encoder_repetition_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule",
-        "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "num_beam_groups",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "output_scores",
+        "return_dict_in_generate",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "suppress_tokens",
+        "begin_suppress_tokens",
+        "epsilon_cutoff",
+        "eta_cutoff",
+        "encoder_repetition_penalty",
+        "num_assistant_tokens",
+        "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold",
+        "assistant_lookbehind",
+        "target_lookbehind",
+        "num_beam_groups",
         "diversity_penalty",
     ),
     "layers that draft tokens, beside the policy; mcore/mtp.py compares them": (
-        "num_nextn_predict_layers", "num_mtp_layers",
+        "num_nextn_predict_layers",
+        "num_mtp_layers",
     ),
-}  # fmt: skip
-"""Why a key changes no flag, and nothing that is trained -> the keys; those that end with _token_id are text's."""
+}
+"""Why a key changes no flag, and nothing that is trained -> the keys; those that end with
+_token_id are text's.
+"""
 
 
 def family_of(config: Config) -> str:
@@ -195,14 +360,16 @@ def family_of(config: Config) -> str:
     kind = CODE_OF.get(config["model_type"], config["model_type"])
     if kind not in DEFAULTS:
         raise ValueError(
-            f"config.json: model_type {kind!r} has no settings here, only names of weights; add them to DEFAULTS "
+            f"config.json: model_type {kind!r} has no settings here, only names of weights; add them to "
+            "DEFAULTS "
             "and MODEL_CLASS in megatron_rl_corr/models/settings.py"
         )
     return kind
 
 
 def with_defaults(config: Config) -> dict[str, Any]:
-    """config.json with transformers' default for each key of DEFAULTS that it lacks, and with one name for each key.
+    """config.json with transformers' default for each key of DEFAULTS that it lacks, and with one
+    name for each key.
 
     Args:
         config: of any model; of one that is not supported it is returned as it is.
@@ -242,18 +409,26 @@ def computed(config: Config) -> dict[str, Any]:
     found = {key: one.values[0] for key, one in only.items() if key not in filled}
     left_out = {*ROPE, "max_position_embeddings", "architectures", "model_type", *_derived(kind, filled)}
     for key, value in filled.items():
-        if key not in left_out and why_harmless(key, config) is None and not (
-            key == "layer_types" and not _layer_types(value, filled["num_hidden_layers"])
+        if (
+            key not in left_out
+            and why_harmless(key, config) is None
+            and not (key == "layer_types" and not _layer_types(value, filled["num_hidden_layers"]))
         ):
             found[key] = only[key].values[0] if key in only and _is_one_of(value, only[key].values) else value
     hidden, heads = filled["hidden_size"], filled["num_attention_heads"]
-    if "num_key_value_heads" in found and found.get("head_dim") is None and _is_whole(hidden) and _is_whole(heads):
+    if (
+        "num_key_value_heads" in found
+        and found.get("head_dim") is None
+        and _is_whole(hidden)
+        and _is_whole(heads)
+    ):
         found["head_dim"] = hidden // max(heads, 1)
     return found | {f"rope {key}": value for key, value in rope_settings(filled, DEFAULTS[kind]).items()}
 
 
 def malformed(config: Config) -> list[str]:
-    """A line for each setting that no flag can be made of: a value of another kind, or two that contradict each other.
+    """A line for each setting that no flag can be made of: a value of another kind, or two that
+    contradict each other.
 
     Raises:
         ValueError: the architecture is not supported.
@@ -274,7 +449,11 @@ def not_trained(config: Config) -> list[str]:
         ValueError: the architecture is not supported.
     """
     kind, filled = family_of(config), with_defaults(config)
-    only, derived, used = _only(kind), _derived(kind, filled), {*DEFAULTS[kind], *ALIASES.get(kind, {}), *ROPE}
+    only, derived, used = (
+        _only(kind),
+        _derived(kind, filled),
+        {*DEFAULTS[kind], *ALIASES.get(kind, {}), *ROPE},
+    )
     lines = []
     for key, value in config.items():
         if key in only:
@@ -282,13 +461,17 @@ def not_trained(config: Config) -> list[str]:
         elif key in derived:
             lines += _another(key, value, Only(derived[key], f"it follows from {FOLLOWS[key]}"))
         elif key == "architectures":
-            lines += _another(key, value, Only(([MODEL_CLASS[kind]], [], None), "servers choose their model by it"))
+            lines += _another(
+                key, value, Only(([MODEL_CLASS[kind]], [], None), "servers choose their model by it")
+            )
         elif key == "layer_types":
             lines += _layer_types(value, filled["num_hidden_layers"])
         elif key not in ("model_type", "sliding_window", *used) and why_harmless(key, config) is None:
             lines.append(
-                f"config.json: {_shown(key, value)} is no setting of {config['model_type']} that is known here: a "
-                "server may compute with it, and Megatron would not; use a model without it, or take it out of the "
+                f"config.json: {_shown(key, value)} is no setting of {config['model_type']} that is known "
+                "here: a "
+                "server may compute with it, and Megatron would not; use a model without it, or take it out "
+                "of the "
                 "config.json of trainer and servers if it changes nothing"
             )
     return lines + _window(filled)
@@ -314,7 +497,9 @@ def _derived(kind: str, filled: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]
     """Keys of FOLLOWS, for latent attention -> the values that they can have."""
     if kind != "deepseek_v3":
         return {}
-    rope, nope, heads = (filled.get(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "num_attention_heads"))
+    rope, nope, heads = (
+        filled.get(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "num_attention_heads")
+    )
     if not all(_is_whole(size) for size in (rope, nope, heads)):
         return {"head_dim": (), "qk_head_dim": (), "num_key_value_heads": ()}
     return {"head_dim": (rope, None), "qk_head_dim": (rope + nope,), "num_key_value_heads": (heads, None)}
@@ -322,7 +507,8 @@ def _derived(kind: str, filled: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]
 
 def _two_names(kind: str, config: Config) -> list[str]:
     return [
-        f"config.json: {_shown(alias, config[alias])} and {_shown(key, config[key])} are two names of one setting; "
+        f"config.json: {_shown(alias, config[alias])} and {_shown(key, config[key])} are two names of one "
+        "setting; "
         "take one of the two out"
         for alias, key in ALIASES.get(kind, {}).items()
         if alias in config and key in config and config[alias] != config[key]
@@ -332,9 +518,12 @@ def _two_names(kind: str, config: Config) -> list[str]:
 def _wrong_value(name: str, key: str, value: Any) -> list[str]:
     """A line for a value of a key of DEFAULTS that is none of its kind."""
     if name in ELSEWHERE:
-        kind, right = "a list of numbers of layers", name != "mlp_only_layers" or value is None or (
-            isinstance(value, list | tuple) and all(_is_whole(layer) and layer >= 0 for layer in value)
-        )  # fmt: skip
+        kind, right = (
+            "a list of numbers of layers",
+            name != "mlp_only_layers"
+            or value is None
+            or (isinstance(value, list | tuple) and all(_is_whole(layer) and layer >= 0 for layer in value)),
+        )
     elif value is None and name in NULLS:
         return []
     elif name in SWITCHES:
@@ -354,8 +543,10 @@ def _too_many_chosen(config: Config, filled: Mapping[str, Any]) -> list[str]:
     if not (_is_whole(experts) and _is_whole(chosen) and chosen > experts):
         return []
     names = [key for key in EXPERTS if key in config]  # the alias, too
-    return [f"config.json: num_experts_per_tok {chosen} is more than {' or '.join(names or EXPERTS)} {experts}; "
-            "correct one of the two"]  # fmt: skip
+    return [
+        f"config.json: num_experts_per_tok {chosen} is more than {' or '.join(names or EXPERTS)} {experts}; "
+        "correct one of the two"
+    ]
 
 
 def _another(key: str, value: Any, only: Only) -> list[str]:
@@ -366,7 +557,9 @@ def _another(key: str, value: Any, only: Only) -> list[str]:
 
 
 def _why_no_window(key: str, filled: Mapping[str, Any], defaults: Mapping[str, Any]) -> str | None:
-    """Why a setting of attention within a window has no effect; None for one that has, or that the family lacks."""
+    """Why a setting of attention within a window has no effect; None for one that has, or that
+    the family lacks.
+    """
     if "use_sliding_window" not in defaults:
         return None
     window, longest = filled["sliding_window"], filled["max_position_embeddings"]
@@ -384,20 +577,31 @@ def _why_no_window(key: str, filled: Mapping[str, Any], defaults: Mapping[str, A
 def _window(filled: Mapping[str, Any]) -> list[str]:
     """A line for attention within a window that is smaller than the longest text."""
     window, longest = filled.get("sliding_window"), filled["max_position_embeddings"]
-    if window is None or filled.get("use_sliding_window", True) is False and why_harmless("sliding_window", filled):
+    if (
+        window is None
+        or filled.get("use_sliding_window", True) is False
+        and why_harmless("sliding_window", filled)
+    ):
         return []
     if _is_whole(window) and _is_whole(longest) and window >= longest:
         return []
     on = " (use_sliding_window is true)" if filled.get("use_sliding_window") is True else ""
-    return [f"config.json: {_shown('sliding_window', window)} is not supported{on}; use a model with full attention"]
+    return [
+        f"config.json: {_shown('sliding_window', window)} is not supported{on}; use a model with full "
+        "attention"
+    ]
 
 
 def _layer_types(value: Any, layers: Any) -> list[str]:
-    if value is None or (isinstance(value, list) and value == ["full_attention"] * len(value) and len(value) == layers):
+    if value is None or (
+        isinstance(value, list) and value == ["full_attention"] * len(value) and len(value) == layers
+    ):
         return []
     return [
-        f"config.json: {_shown('layer_types', value)} must be full_attention for each layer (num_hidden_layers "
-        f"{layers}): attention within a window, or of another kind, is not supported; use a model with full attention"
+        f"config.json: {_shown('layer_types', value)} must be full_attention for each layer "
+        "(num_hidden_layers "
+        f"{layers}): attention within a window, or of another kind, is not supported; use a model with full "
+        "attention"
     ]
 
 

@@ -69,8 +69,8 @@ def local_parameters(
         experts_per_rank: experts of a layer that one expert-parallel rank holds.
 
     Raises:
-        ValueError: the model has another number of layers than the checkpoint, ties its embeddings otherwise, lacks the
-            MTP layers of its configuration, or is a HybridModel of other layers.
+        ValueError: the model has another number of layers than the checkpoint, ties its embeddings
+            otherwise, lacks the MTP layers of its configuration, or is a HybridModel of other layers.
     """
     found = []
     for chunk in chunks:
@@ -79,11 +79,13 @@ def local_parameters(
         has_mtp = any(name.startswith(MTP) for name, _ in parameters)
         if chunk.config.mtp_num_layers and chunk.post_process and not has_mtp:
             raise ValueError(
-                f"--mtp-num-layers {chunk.config.mtp_num_layers}: the script's model has no such layers; hand "
+                f"--mtp-num-layers {chunk.config.mtp_num_layers}: the script's model has no such layers; "
+                "hand "
                 "get_gpt_mtp_block_spec's result on to its GPTModel as mtp_block_spec"
             )
         table.check_model(
-            num_layers=chunk.config.num_layers // block, tied=chunk.share_embeddings_and_output_weights,
+            num_layers=chunk.config.num_layers // block,
+            tied=chunk.share_embeddings_and_output_weights,
             mtp_layers=chunk.config.mtp_num_layers or 0,
         )
         layers = chunk.decoder.layers
@@ -106,8 +108,9 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
         ranks: this rank's tensor- and expert-parallel coordinates.
 
     Raises:
-        ValueError: the checkpoint lacks a tensor, has another shape than the model, has a tensor of these layers
-            that no parameter takes, or MTP layers with an embedding or an output layer of their own.
+        ValueError: the checkpoint lacks a tensor, has another shape than the model, has a tensor
+            of these layers that no parameter takes, or MTP layers with an embedding or an output
+            layer of their own.
     """
     for parameter in parameters:
         rule = parameter.rule(ranks.ep_rank)
@@ -133,54 +136,77 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
 
 
 def _check_shared(table: NameTable, checkpoint: HFCheckpoint) -> None:
-    """Raise ValueError if MTP layers have another embedding or output layer than the model, whose Megatron lets them
-    use."""
+    """Raise ValueError if MTP layers have another embedding or output layer than the model, whose
+    Megatron lets them use.
+    """
     for copy, name in table.shared_by_mtp.items():
         if copy in checkpoint.names and not torch.equal(checkpoint.tensor(copy), checkpoint.tensor(name)):
             raise ValueError(
-                f"--mtp-num-layers: {copy} of {checkpoint.path} differs from {name}, and Megatron's layers that "
+                f"--mtp-num-layers: {copy} of {checkpoint.path} differs from {name}, and Megatron's layers "
+                "that "
                 "predict further tokens use the model's own; leave --mtp-num-layers out"
             )
 
 
 def _check_shapes(
-    parameter: LocalParameter, rule: ParameterRule, whole: Sequence[Tensor], size: int, checkpoint: HFCheckpoint
+    parameter: LocalParameter,
+    rule: ParameterRule,
+    whole: Sequence[Tensor],
+    size: int,
+    checkpoint: HFCheckpoint,
 ) -> None:
     """ValueError for tensors of other shapes than this rank's parameter, times `size` ranks, is made of.
 
-    A layout would fail in them without a name, or, where only the number of elements is right, cut them wrongly.
+    A layout would fail in them without a name, or, where only the number of elements is right,
+    cut them wrongly.
     """
     shards = [torch.empty(parameter.tensor.shape, device="meta")] * (1 if rule.layout.replicated else size)
     try:
         expected = [tensor.shape for tensor in rule.layout.merge(shards)]
     except RuntimeError:
         raise ValueError(
-            f"{parameter.local_name}: the model has {tuple(parameter.tensor.shape)} on each of {size} ranks, of which "
-            f"{' + '.join(rule.hf_names)} can't be made; give Megatron the sizes of {checkpoint.path / 'config.json'}"
+            f"{parameter.local_name}: the model has {tuple(parameter.tensor.shape)} on each of {size} ranks, "
+            "of which "
+            f"{' + '.join(rule.hf_names)} can't be made; give Megatron the sizes of "
+            f"{checkpoint.path / 'config.json'}"
         ) from None
     for name, tensor, shape in zip(rule.hf_names, whole, expected, strict=True):
         if tensor.shape != shape:
             raise ValueError(
-                f"{checkpoint.file_of(name)}: {name} is {tuple(tensor.shape)}, and the model ({parameter.local_name}) "
-                f"needs {tuple(shape)}; give Megatron the sizes of {checkpoint.path / 'config.json'}, or the folder "
+                f"{checkpoint.file_of(name)}: {name} is {tuple(tensor.shape)}, and the model "
+                f"({parameter.local_name}) "
+                f"needs {tuple(shape)}; give Megatron the sizes of {checkpoint.path / 'config.json'}, or the "
+                "folder "
                 "whose weights that file describes"
             )
 
 
-def _check_all_used(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks) -> None:
-    """Raise ValueError for a tensor of these layers that no parameter took, such as a bias without its flag."""
-    used = {_without_expert_number(name) for parameter in parameters for name in parameter.rule(ranks.ep_rank).hf_names}
+def _check_all_used(
+    parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, ranks: ShardRanks
+) -> None:
+    """Raise ValueError for a tensor of these layers that no parameter took, such as a bias
+    without its flag.
+    """
+    used = {
+        _without_expert_number(name)
+        for parameter in parameters
+        for name in parameter.rule(ranks.ep_rank).hf_names
+    }
     layers, table = {match[0] for name in used if (match := _HF_LAYER.match(name))}, parameters[0].table
     left = [
-        name for name in checkpoint.names
-        if (match := _HF_LAYER.match(name)) and match[0] in layers
-        and _without_expert_number(name) not in used and (table.is_of_mtp(name) or table.why_kept(name) is None)
+        name
+        for name in checkpoint.names
+        if (match := _HF_LAYER.match(name))
+        and match[0] in layers
+        and _without_expert_number(name) not in used
+        and (table.is_of_mtp(name) or table.why_kept(name) is None)
     ]
     if left:
         raise ValueError(
             f"the checkpoint {checkpoint.path}: Megatron's model has no place for {left[0]} (one of "
             f"{len(left)} tensors); do the model flags (--add-qkv-bias, --qk-layernorm, "
-            "--moe-shared-expert-intermediate-size, --moe-router-enable-expert-bias, ...) describe that model?"
+            "--moe-shared-expert-intermediate-size, --moe-router-enable-expert-bias, ...) describe that "
+            "model?"
         )
 
 

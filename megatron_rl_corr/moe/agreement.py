@@ -1,14 +1,15 @@
-"""Whether a server's routed experts are those of these tokens, layers and weights: compared with Megatron's own choice.
+"""Whether a server's routed experts are those of these tokens, layers and weights: compared with
+Megatron's own choice.
 
-Experts of the right shape may still be those of the previous token, of another layer or of another model, and training
-on them would look healthy. A layer's agreement is Cohen's kappa, (a - c) / (1 - c): a is the share of the server's
-experts that Megatron would choose too; c is the share on which two independent choices agree, each with its own
-frequencies of experts. So 1 means the same choices and 0 unrelated ones, however unevenly the experts are used. Tokens
-with the same set of experts repeat each other, so a set weighs no more than a few tokens: one near tie in long repeated
-text, or in a router that uses few experts, can't decide alone.
+Experts of the right shape may still be those of the previous token, of another layer or of another model, and
+training on them would look healthy. A layer's agreement is Cohen's kappa, (a - c) / (1 - c): a is the share
+of the server's experts that Megatron would choose too; c is the share on which two independent choices agree,
+each with its own frequencies of experts. So 1 means the same choices and 0 unrelated ones, however unevenly
+the experts are used. Tokens with the same set of experts repeat each other, so a set weighs no more than a
+few tokens: one near tie in long repeated text, or in a router that uses few experts, can't decide alone.
 
-S samples of this replica, T tokens of them on this context-parallel rank, [t, b] of those of a microbatch that this
-rank's routers see, L layers with experts of this rank, K experts a token, E experts a layer.
+S samples of this replica, T tokens of them on this context-parallel rank, [t, b] of those of a microbatch
+that this rank's routers see, L layers with experts of this rank, K experts a token, E experts a layer.
 """
 
 from __future__ import annotations
@@ -24,14 +25,17 @@ from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.parallel.failure import StartupError
 
 MIN_EVIDENCE = 32
-"""Experts on which independent choices would differ, before anything is judged: at a kappa of 0.8, 6 are expected to
-differ, and a refusal takes 24."""
+"""Experts on which independent choices would differ, before anything is judged: at a kappa of 0.8, 6 are
+expected to differ, and a refusal takes 24.
+"""
 MAX_SET_WEIGHT = 8
 """Tokens that one set of Megatron's experts weighs at most, in a sample and layer."""
 MIN_PAIRS = 16
 """Pairs of adjacent tokens, times layers, before a shift is judged."""
 SHIFT_MARGIN = 0.1
-"""Experts count as shifted if the adjacent token's fit better than the token's own by this share of all experts."""
+"""Experts count as shifted if the adjacent token's fit better than the token's own by this
+share of all experts.
+"""
 TOKENS, OVERLAP, SAME_SET, PAIRS, IN_PLACE, LATER, EARLIER, GATES_APART, WEIGHT, WEIGHTED_OVERLAP = range(10)
 
 
@@ -40,10 +44,19 @@ class RoutesRefused(StartupError):
 
 
 class RouteAgreement:
-    """Collects, pass by pass and without reading from the device, what `judge` needs of every sample and layer."""
+    """Collects, pass by pass and without reading from the device, what `judge` needs of every
+    sample and layer.
+    """
 
     def __init__(
-        self, seq_ids: Tensor, positions: Tensor, *, samples: int, layers: int, experts: int, softmax: bool = True,
+        self,
+        seq_ids: Tensor,
+        positions: Tensor,
+        *,
+        samples: int,
+        layers: int,
+        experts: int,
+        softmax: bool = True,
         parts: int = 1,
     ):
         """Start with no tokens.
@@ -54,7 +67,8 @@ class RouteAgreement:
             samples: S.
             layers: L.
             experts: E.
-            softmax: the chosen experts' weights are the softmax of their scores; else the scores' shares of their sum.
+            softmax: the chosen experts' weights are the softmax of their scores; else the scores'
+                shares of their sum.
             parts: number of ranks that share a sample's tokens.
         """
         device = positions.device
@@ -64,7 +78,9 @@ class RouteAgreement:
         self._sums = torch.zeros(layers, samples + 1, 10, device=device)
         self._counts = torch.zeros(layers, 2, samples + 1, experts, device=device)
         self._max_set_weight = max(1, MAX_SET_WEIGHT / parts)
-        codes = torch.randint(2**62, (experts + samples + 1,), generator=torch.Generator().manual_seed(0)).to(device)
+        codes = torch.randint(2**62, (experts + samples + 1,), generator=torch.Generator().manual_seed(0)).to(
+            device
+        )
         self._codes, self._sample_codes = codes[:experts], codes[experts:]
         self._softmax = softmax
         self._apart = torch.zeros(len(seq_ids) + 1, device=device)
@@ -102,11 +118,17 @@ class RouteAgreement:
         weight = known * self._weights(known, own, ids)
         pairs = known[1:] & known[:-1] & (ids[1:] == ids[:-1]) & (positions[1:] == positions[:-1] + 1)
         both = [
-            (known, None), (known, shared), (known, shared == top_k), (pairs, None),
-            (pairs, (shared[1:] + shared[:-1]) / 2), (pairs, overlap(given[1:], own[:-1])),
+            (known, None),
+            (known, shared),
+            (known, shared == top_k),
+            (pairs, None),
+            (pairs, (shared[1:] + shared[:-1]) / 2),
+            (pairs, overlap(given[1:], own[:-1])),
             (pairs, overlap(given[:-1], own[1:])),
-            (known, self._gates_apart(given, own, scores)), (weight, None), (weight, shared),
-        ]  # fmt: skip
+            (known, self._gates_apart(given, own, scores)),
+            (weight, None),
+            (weight, shared),
+        ]
         values = torch.zeros(*places.shape, len(both), device=given.device)
         for column, (mask, value) in enumerate(both):
             values[: len(mask), :, column] = mask if value is None else mask * value
@@ -120,7 +142,9 @@ class RouteAgreement:
             table.view(-1).scatter_add_(0, cells, weight[..., None].expand_as(chosen).float().flatten())
 
     def _weights(self, known: Tensor, own: Tensor, ids: Tensor) -> Tensor:
-        """[t, b] float32: 1, or less for tokens of a set that is frequent in its sample: together MAX_SET_WEIGHT."""
+        """[t, b] float32: 1, or less for tokens of a set that is frequent in its sample:
+        together MAX_SET_WEIGHT.
+        """
         # A sum of random 62-bit numbers identifies a set of experts and the sample.
         sets = (self._codes[own].sum(dim=-1) + self._sample_codes[ids]).where(known, -1).flatten()
         ordered = sets.sort().values
@@ -130,7 +154,9 @@ class RouteAgreement:
     def _gates_apart(self, given: Tensor, own: Tensor, scores: Tensor) -> Tensor:
         """[t, b]: the weight that Megatron would give to experts that the server did not choose."""
         chosen = scores.float().gather(-1, own)
-        gates = chosen.softmax(dim=-1) if self._softmax else chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
+        gates = (
+            chosen.softmax(dim=-1) if self._softmax else chosen / (chosen.sum(dim=-1, keepdim=True) + 1e-20)
+        )
         return (gates * ~(own[..., None] == given[..., None, :]).any(dim=-1)).sum(dim=-1)
 
     def all_reduce(self, group: ProcessGroup | None) -> None:
@@ -142,7 +168,9 @@ class RouteAgreement:
             self._sums, self._counts = sums.view_as(self._sums), counts.view_as(self._counts)
 
     def totals(self, layers: tuple[int, ...], num_layers: int) -> Tensor:
-        """[num_layers, 4] float64 over all samples: TOKENS, OVERLAP, SAME_SET, GATES_APART of `layers`, 0 elsewhere."""
+        """[num_layers, 4] float64 over all samples: TOKENS, OVERLAP, SAME_SET, GATES_APART of
+        `layers`, 0 elsewhere.
+        """
         own = self.sums[..., [TOKENS, OVERLAP, SAME_SET, GATES_APART]].double().sum(dim=0)
         by_layer = own.new_zeros(num_layers, 4)
         by_layer[list(layers)] = own
@@ -171,7 +199,8 @@ def kappa(agreeing: Tensor, counts: Tensor, tokens: Tensor, top_k: int) -> tuple
 def judge(
     agreement: RouteAgreement, layers: tuple[int, ...], top_k: int, minimum: float
 ) -> tuple[int, str] | None:
-    """The first sample whose experts can't be right, and why; None if there is none. Reads from the device, once.
+    """The first sample whose experts can't be right, and why; None if there is none. Reads from
+    the device, once.
 
     Args:
         agreement: of all tokens of the samples.
@@ -210,8 +239,10 @@ def judge(
         place = int((beyond / room).where(wrong_layers, torch.inf)[row].argmin())
         where, value = f"layer {layers[place]}", beyond[row, place] / room[row, place]
     return row, (
-        f"rule agreement: beyond chance, Megatron would choose {value:.0%} of the same experts in {where}, and must "
-        f"{minimum:.0%} (--router-replay-min-agreement): are these routes of other layers, or of another model?"
+        f"rule agreement: beyond chance, Megatron would choose {value:.0%} of the same experts in {where}, "
+        "and must "
+        f"{minimum:.0%} (--router-replay-min-agreement): are these routes of other layers, or of another "
+        "model?"
     )
 
 
@@ -243,32 +274,46 @@ METRICS = in_group(
     MetricSpec(
         "router_replay/disagreement",
         "tokens sent to other experts than Megatron would choose, the layers before replayed",
-        "tokens x layers whose experts are not the same set / tokens x layers", "routes differ",
+        "tokens x layers whose experts are not the same set / tokens x layers",
+        "routes differ",
         UsualRange(
             "servers and Megatron route many tokens to different experts",
-            "Compare the router's dtype on both sides (--moe-router-dtype fp32, and the server's), and the age of the "
-            "samples. If single layers stand out, look for weights that only one side has, as a router's bias.",
+            "Compare the router's dtype on both sides (--moe-router-dtype fp32, and the server's), and the "
+            "age of the "
+            "samples. If single layers stand out, look for weights that only one side has, as a router's "
+            "bias.",
             high=0.1,
         ),
         only_with=R3,
     ),
     MetricSpec(
-        "router_replay/overlap", "share of the server's experts that Megatron would choose too",
-        "experts that both chose / experts", only_with=R3,
-    ),
-    MetricSpec(
-        "router_replay/gate_mass_apart", "weight that Megatron would give to experts the server did not choose",
-        "sum of those weights / tokens", only_with=R3,
-    ),
-    MetricSpec(
-        "router_replay/disagreement/", "the same in one layer",
-        "tokens whose experts are not the same set / tokens with routes", only_with=R3,
-    ),
-    MetricSpec(
-        "router_replay/overlap/", "the same in one layer", "experts that both chose / experts of the tokens",
+        "router_replay/overlap",
+        "share of the server's experts that Megatron would choose too",
+        "experts that both chose / experts",
         only_with=R3,
     ),
     MetricSpec(
-        "router_replay/gate_mass_apart/", "the same in one layer", "sum of those weights / tokens", only_with=R3
+        "router_replay/gate_mass_apart",
+        "weight that Megatron would give to experts the server did not choose",
+        "sum of those weights / tokens",
+        only_with=R3,
+    ),
+    MetricSpec(
+        "router_replay/disagreement/",
+        "the same in one layer",
+        "tokens whose experts are not the same set / tokens with routes",
+        only_with=R3,
+    ),
+    MetricSpec(
+        "router_replay/overlap/",
+        "the same in one layer",
+        "experts that both chose / experts of the tokens",
+        only_with=R3,
+    ),
+    MetricSpec(
+        "router_replay/gate_mass_apart/",
+        "the same in one layer",
+        "sum of those weights / tokens",
+        only_with=R3,
     ),
 )

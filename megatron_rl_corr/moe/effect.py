@@ -13,11 +13,13 @@ from megatron_rl_corr.core.metrics import LeftOut, Mean, Metric
 from megatron_rl_corr.core.ratios import TokenRatios
 
 
-def effect_metrics(replayed: Tensor, chosen: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
+def effect_metrics(
+    replayed: Tensor, chosen: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor
+) -> dict[str, Metric]:
     """The mismatch of both passes, and the share of it that replay removes: 1 - k3_with / k3_without.
 
-    k3 = mean over tokens of e^D - D - 1 with D = log pi_train - log pi_rollout, clamped to +-20 in the exponent. Tokens
-    that are not finite in either pass are in neither.
+    k3 = mean over tokens of e^D - D - 1 with D = log pi_train - log pi_rollout, clamped to +-20 in the
+    exponent. Tokens that are not finite in either pass are in neither.
 
     Args:
         replayed: [N] float32, log pi_train with the servers' experts.
@@ -40,15 +42,21 @@ EVERY = "--router-replay-effect-every"
 METRICS = in_group(
     "Expert routing",
     MetricSpec(
-        "router_replay/k3_with", "mismatch of the first microbatches' tokens, trained through the servers' experts",
-        "mean(e^D - D - 1)", only_with=EVERY,
+        "router_replay/k3_with",
+        "mismatch of the first microbatches' tokens, trained through the servers' experts",
+        "mean(e^D - D - 1)",
+        only_with=EVERY,
     ),
     MetricSpec(
-        "router_replay/k3_without", "the same tokens through the experts that Megatron's routers choose",
-        "mean(e^D - D - 1)", only_with=EVERY,
+        "router_replay/k3_without",
+        "the same tokens through the experts that Megatron's routers choose",
+        "mean(e^D - D - 1)",
+        only_with=EVERY,
     ),
     MetricSpec(
-        "router_replay/share_removed", "share of that mismatch that replaying the servers' experts removes; below 0 it "
-        "adds some", "1 - k3_with / k3_without", only_with=EVERY,
+        "router_replay/share_removed",
+        "share of that mismatch that replaying the servers' experts removes; below 0 it adds some",
+        "1 - k3_with / k3_without",
+        only_with=EVERY,
     ),
-)  # fmt: skip
+)

@@ -1,12 +1,13 @@
 """Keeps padding out of what MoE's routers learn from: auxiliary losses, z loss and balancing bias.
 
-From 0.16 on Megatron hands a `padding_mask` down to its routers. `MaskedRouter` corrects what they do with it:
+From 0.16 on Megatron hands a `padding_mask` down to its routers. `MaskedRouter` corrects what
+they do with it:
 
 * stages behind the first one get the mask of the whole row, also where sequence parallelism has cut the row;
 * counting tokens for the balancing bias fails with a mask;
 * the z loss is the mean of each rank's mean, whatever number of real tokens a rank has;
-* with --calculate-per-token-loss both losses are scaled by the rank's real tokens, but `CorrectedLoss` has the gradient
-  divided by all positions.
+* with --calculate-per-token-loss both losses are scaled by the rank's real tokens, but `CorrectedLoss` has
+  the gradient divided by all positions.
 
 T tokens of a microbatch on this rank, E experts.
 """
@@ -32,19 +33,23 @@ from megatron_rl_corr.moe.routers import takes_padding_mask
 
 @dataclass(frozen=True)
 class PackedShare:
-    """Weighs the losses of routers by a microbatch's real tokens, where microbatches have other numbers of them."""
+    """Weighs the losses of routers by a microbatch's real tokens, where microbatches have other
+    numbers of them.
+    """
 
     mean_tokens: Tensor
     """float64 scalar: real tokens of a microbatch, in the mean over all microbatches of all replicas."""
     logged: float
-    """Microbatches that Megatron's calculator knows, by whose number the logged losses are divided, over those run."""
+    """Microbatches that Megatron's calculator knows, by whose number the logged losses are
+    divided, over those run.
+    """
     cp_size: int
 
     def all_reduce_factors(self, real: Tensor, router: TopKRouter) -> tuple[Tensor, Tensor]:
         """(factor of the logged loss, factor of its gradient) of a microbatch.
 
-        With --calculate-per-token-loss Megatron multiplies by the microbatch's tokens, and divides the gradient by the
-        sum of `Microbatch.counted`, 1 a pack and rank.
+        With --calculate-per-token-loss Megatron multiplies by the microbatch's tokens, and divides the
+        gradient by the sum of `Microbatch.counted`, 1 a pack and rank.
 
         Args:
             real: [T] bool, this rank's real tokens.
@@ -69,13 +74,16 @@ def check_packed_routers(model: list) -> None:
         if reason is not None:
             remedy = " and ".join(f"{flag.split()[0]} 0" for flag in flags)
             raise ValueError(
-                f"{', '.join(flags)} with packed sequences: routers would learn from padding, and alike from packs of "
+                f"{', '.join(flags)} with packed sequences: routers would learn from padding, and alike from "
+                "packs of "
                 f"other lengths, as {reason}; use {remedy}, or give --rollout-pad-sequences"
             )
 
 
 def set_packed_share(model: list, share: PackedShare | None) -> None:
-    """Weigh the losses of all routers of the model's chunks; None: as Megatron does, every microbatch alike."""
+    """Weigh the losses of all routers of the model's chunks; None: as Megatron does, every
+    microbatch alike.
+    """
     for chunk in unwrap_model(model):
         if share is not None and learning_flags(chunk.config):
             use_masked_routers(chunk)
@@ -85,9 +93,11 @@ def set_packed_share(model: list, share: PackedShare | None) -> None:
 
 
 def padding_arguments(model: nn.Module, padding: Tensor | None) -> dict[str, Any]:
-    """The keyword arguments by which a model chunk's forward leaves out padding [b, L] (bool, True: no token).
+    """The keyword arguments by which a model chunk's forward leaves out padding [b, L] (bool,
+    True: no token).
 
-    Empty for a model whose routers learn nothing from tokens, and for a Megatron that can't leave padding out.
+    Empty for a model whose routers learn nothing from tokens, and for a Megatron that can't
+    leave padding out.
     """
     if padding is None:
         return {}
@@ -122,7 +132,9 @@ def learning_flags(config: Any) -> tuple[str, ...]:
         values = coefficients if isinstance(coefficients, (list, tuple)) else [coefficients]
         flags["--moe-aux-loss-coeff"] = max(values, default=0)
     flags["--moe-z-loss-coeff"] = config.moe_z_loss_coeff or 0
-    flags["--moe-router-bias-update-rate"] = config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    flags["--moe-router-bias-update-rate"] = (
+        config.moe_router_enable_expert_bias and config.moe_router_bias_update_rate
+    )
     return tuple(f"{name} {value:g}" for name, value in flags.items() if value)
 
 
@@ -134,7 +146,9 @@ def why_not(chunk: nn.Module) -> str | None:
         return "--moe-router-load-balancing-type quantile_balancing can't leave it out"
     if getattr(chunk.config, "cuda_graph_impl", "none") != "none":
         return f"--cuda-graph-impl {chunk.config.cuda_graph_impl} would repeat one microbatch's"
-    others = [m for m in chunk.modules() if isinstance(m, TopKRouter) and type(m) not in (TopKRouter, MaskedRouter)]
+    others = [
+        m for m in chunk.modules() if isinstance(m, TopKRouter) and type(m) not in (TopKRouter, MaskedRouter)
+    ]
     if others:
         return f"{type(others[0]).__name__} is no router of Megatron's training"
     return None
@@ -144,9 +158,11 @@ def why_not(chunk: nn.Module) -> str | None:
 def _warn_once(flags: tuple[str, ...], reason: str) -> None:
     remedy = " and ".join(f"{flag.split()[0]} 0" for flag in flags)
     print(
-        f"[rollout] {', '.join(flags)}: routers learn from the padding of rows to --seq-length too, for {reason}; use "
+        f"[rollout] {', '.join(flags)}: routers learn from the padding of rows to --seq-length too, for "
+        f"{reason}; use "
         f"{remedy}, or a --seq-length that leaves little of it",
-        file=sys.stderr, flush=True,
+        file=sys.stderr,
+        flush=True,
     )
 
 
@@ -164,7 +180,9 @@ class MaskedRouter(TopKRouter):
     _factors: tuple[Tensor, Tensor] | None = None
     """With packed_share: `PackedShare.factors` of the microbatch in this pass."""
 
-    def routing(self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def routing(
+        self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """logits [s, b, E]; the mask [s, b], or that of whole rows, [s * tp, b]."""
         if padding_mask is not None and padding_mask.shape[0] != logits.shape[0]:
             group = parallel_state.get_tensor_model_parallel_group()
@@ -176,10 +194,11 @@ class MaskedRouter(TopKRouter):
         return super().routing(logits, padding_mask=padding_mask, **kwargs)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Rescale the logits [T, E] so that Megatron's mean over T equals the mean over real tokens (mask [T] False).
+        """Rescale the logits [T, E] so that Megatron's mean over T equals the mean over real tokens
+        (mask [T] False).
 
-        The z loss is the mean of squared log-sum-exps. Each is scaled by the root of its token's weight: 0 for padding,
-        and one number for all real tokens.
+        The z loss is the mean of squared log-sum-exps. Each is scaled by the root of its token's weight: 0
+        for padding, and one number for all real tokens.
         """
         if padding_mask is None or not self.config.moe_z_loss_coeff or not torch.is_grad_enabled():
             return super().apply_z_loss(logits)
@@ -209,7 +228,9 @@ class MaskedRouter(TopKRouter):
         if self._factors is not None:
             value, gradient = self._factors
             aux_loss = value * aux_loss.detach() + gradient * (aux_loss - aux_loss.detach())
-        return super().attach_and_log_load_balancing_loss(activation, aux_loss_coeff, aux_loss, *args, **kwargs)
+        return super().attach_and_log_load_balancing_loss(
+            activation, aux_loss_coeff, aux_loss, *args, **kwargs
+        )
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """routing_map [T, E], the mask [T]."""

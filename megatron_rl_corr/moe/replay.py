@@ -1,8 +1,9 @@
-"""Makes Megatron's routers take given experts: a server's (R3), or those recorded in the pass for old log-probs (R2).
+"""Makes Megatron's routers take given experts: a server's (R3), or those recorded in the pass for
+old log-probs (R2).
 
-T tokens of this replica's batch on this context-parallel rank; a microbatch has [C, b] of them, b rows of C or one pack
-of C, of which this rank's routers see [t, b]: all, or a part under sequence parallelism. L layers with experts of this
-rank, K experts a token, E experts a layer.
+T tokens of this replica's batch on this context-parallel rank; a microbatch has [C, b] of them, b rows of
+C or one pack of C, of which this rank's routers see [t, b]: all, or a part under sequence parallelism. L
+layers with experts of this rank, K experts a token, E experts a layer.
 """
 
 from __future__ import annotations
@@ -27,15 +28,17 @@ from megatron_rl_corr.parallel.layout import Layout
 Observe = Callable[[Tensor, Tensor, Tensor], None]
 """observe(given experts [t, b, K], Megatron's own choice [t, b, K], its scores [t, b, E])."""
 ObserveLayer = Callable[[Tensor, int, Tensor, Tensor, Tensor], None]
-"""observe(the tokens' places in the batch [t, b], place of the layer on this rank, and the three of `Observe`)."""
+"""observe(the tokens' places in the batch [t, b], place of the layer on this rank, and the
+three of `Observe`).
+"""
 
 
 class ReplayedRouter(RouterReplay):
     """Takes the place of one router's RouterReplay: `replay` or `record` say what the next forward pass does.
 
-    Megatron's own is steered by one action for all routers, which does not know the microbatch of a pass: between a
-    forward pass and its recomputation, other microbatches have gone forward. Here each pass has its own experts, and a
-    token without any is routed as without replay.
+    Megatron's own is steered by one action for all routers, which does not know the microbatch of a pass:
+    between a forward pass and its recomputation, other microbatches have gone forward. Here each pass has
+    its own experts, and a token without any is routed as without replay.
     """
 
     def __init__(self, experts: int):
@@ -98,12 +101,14 @@ class ReplayedRouter(RouterReplay):
         if given is None:
             if not self._to_recompute:
                 raise RuntimeError(
-                    f"the router of layer {self.layer_number} ran without routes to replay: a recomputation that "
+                    f"the router of layer {self.layer_number} ran without routes to replay: a recomputation "
+                    "that "
                     "megatron_rl_corr does not know; train without it, or with --router-replay off"
                 )
             given = self._to_recompute.popleft()
         elif self.training and not torch.is_grad_enabled():
-            # Activations are recomputed later, and a microbatch's backward passes come in the order of its forward's.
+            # Activations are recomputed later, and a microbatch's backward passes come in the order
+            # of its forward's.
             self._to_recompute.append(given)
         known = has_routes(given, self._experts).reshape(-1, 1)
         with torch.no_grad():
@@ -120,7 +125,9 @@ class ReplayedRouter(RouterReplay):
 class ReplayedRouters:
     """All routers of this rank, and what they replay or record in the current passes over a batch."""
 
-    def __init__(self, kind: str, model: list[nn.Module], layout: Layout, *, num_layers: int, watch: bool = False):
+    def __init__(
+        self, kind: str, model: list[nn.Module], layout: Layout, *, num_layers: int, watch: bool = False
+    ):
         """Take over the routers of the model. Every rank calls it: two small collectives over the pipeline.
 
         Args:
@@ -157,7 +164,9 @@ class ReplayedRouters:
         """The layers of each pipeline stage, in the stage's order."""
         every = sorted(layer for stage in self.stage_layers for layer in stage)
         if not every:
-            raise ValueError(f"{flag_of(kind)} has no effect on a model without experts; {remedy(kind, watch)}")
+            raise ValueError(
+                f"{flag_of(kind)} has no effect on a model without experts; {remedy(kind, watch)}"
+            )
         top_k, experts = _all_reduce_sizes(self.layers and (self._top_k, self._experts), layout)
         self.shape = ExpertShape(num_layers, tuple(every), top_k, experts)
         self._phase, self._tp = "", layout.tp_group
@@ -165,13 +174,16 @@ class ReplayedRouters:
         self._given: Tensor | None = None
         self._observe: ObserveLayer | None = None
         self.chosen: Tensor | None = None
-        """[T + 1, L, K]: with R2 or `watch`, where each token went in the last pass for old log-probs; behind them a
-        row of what is no token."""
+        """[T + 1, L, K]: with R2 or `watch`, where each token went in the last pass for old log-probs;
+        behind them a row of what is no token.
+        """
         self.seen: Tensor | None = None
         """[T + 1] bool: the tokens of `chosen` that this rank's routers saw."""
 
     @contextmanager
-    def scoring(self, given: Tensor | None, observe: ObserveLayer | None = None, *, tokens: int) -> Iterator[None]:
+    def scoring(
+        self, given: Tensor | None, observe: ObserveLayer | None = None, *, tokens: int
+    ) -> Iterator[None]:
         """Context of the forward passes for old log-probs.
 
         Args:

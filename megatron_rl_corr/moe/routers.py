@@ -1,4 +1,5 @@
-"""Megatron's routers: where a model has them, and which of its flags keep their choice from being replayed or watched.
+"""Megatron's routers: where a model has them, and which of its flags keep their choice from being
+replayed or watched.
 
 --expert-statistics watches the routers where --router-replay would steer them, and needs the same of them.
 """
@@ -19,7 +20,8 @@ def moe_routers(chunk: nn.Module) -> list[nn.Module]:
 
     # By attribute names: only newer releases mark these routers themselves.
     routers = [
-        module for name, module in chunk.named_modules()
+        module
+        for name, module in chunk.named_modules()
         if isinstance(module, TopKRouter) and "mtp" not in name.split(".")
     ]
     return sorted(routers, key=lambda router: router.layer_number)
@@ -43,7 +45,8 @@ def check_router_replay(args: argparse.Namespace) -> None:
         from megatron.core.transformer.moe import router_replay  # noqa: F401
     except ImportError:
         raise ValueError(
-            f"{flag_of(kind)} needs Megatron's RouterReplay, which megatron-core {megatron_version} does not have: "
+            f"{flag_of(kind)} needs Megatron's RouterReplay, which megatron-core {megatron_version} does not "
+            "have: "
             f"install megatron-core 0.16 or newer, or {remedy(kind, watch)}"
         ) from None
     if not args.num_experts:
@@ -51,7 +54,8 @@ def check_router_replay(args: argparse.Namespace) -> None:
     check_choice(args.moe_router_fusion, _as_list(args.moe_router_load_balancing_type), kind, watch)
     if args.cuda_graph_impl != "none":
         raise ValueError(
-            f"--cuda-graph-impl {args.cuda_graph_impl} captures the routers with one microbatch, so {flag_of(kind)} "
+            f"--cuda-graph-impl {args.cuda_graph_impl} captures the routers with one microbatch, so "
+            f"{flag_of(kind)} "
             f"can't tell its tokens from another's; use none, or {remedy(kind, watch)}"
         )
 
@@ -70,19 +74,23 @@ def check_choice(fused: bool, balancing: Iterable[str], kind: str, watch: bool) 
     """
     if fused:
         raise ValueError(
-            f"--moe-router-fusion chooses experts in a kernel, where {flag_of(kind)} can't be; leave it out, or "
+            f"--moe-router-fusion chooses experts in a kernel, where {flag_of(kind)} can't be; leave it out, "
+            "or "
             f"{remedy(kind, watch)}"
         )
     other = {"sinkhorn", "quantile_balancing"} & set(balancing)
     if other:
         raise ValueError(
-            f"--moe-router-load-balancing-type {other.pop()} does not choose experts by top-k, as {flag_of(kind)} "
+            f"--moe-router-load-balancing-type {other.pop()} does not choose experts by top-k, as "
+            f"{flag_of(kind)} "
             f"needs; use another, or {remedy(kind, watch)}"
         )
 
 
 def flag_of(kind: str) -> str:
-    """The flag that needs the routers: --router-replay with its kind, or --expert-statistics alone (kind off)."""
+    """The flag that needs the routers: --router-replay with its kind, or --expert-statistics
+    alone (kind off).
+    """
     return "--expert-statistics" if kind == "off" else f"--router-replay {kind}"
 
 

@@ -1,10 +1,10 @@
 """A step's work with routed experts in one object: collect, replay, compare with Megatron's choice, count.
 
-`Routes` is the null form, for --router-replay off without --expert-statistics: every method does nothing. A step calls
-the same methods in the same order whatever the flags are.
+`Routes` is the null form, for --router-replay off without --expert-statistics: every method does nothing. A
+step calls the same methods in the same order whatever the flags are.
 
-S samples of this replica, T tokens of them on this context-parallel rank, L layers with experts of this rank, K experts
-a token.
+S samples of this replica, T tokens of them on this context-parallel rank, L layers with experts of this
+rank, K experts a token.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Routes:
         """Hand out the servers' experts of a step's samples; every rank of a replica calls it.
 
         Args:
-            samples: on the data leader each sample's [tokens - 1, all layers with experts, K], or None; None on others.
+            samples: on the data leader each sample's [tokens - 1, all layers with experts, K], or
+                None; None on others.
             boundaries: [S + 1] where each sample begins in the whole batch: `cu_seqlens`.
         """
 
@@ -57,12 +58,14 @@ class Routes:
             seq_ids: [T] int64, the sample of each token.
             positions: [T] int64, where it stands in its sample.
             samples: S.
-            compare_in_training: there is no pass for old log-probs, so the training pass compares, and the update waits
-                for `all_reduce_agreement`.
+            compare_in_training: there is no pass for old log-probs, so the training pass compares, and the
+                update waits for `all_reduce_agreement`.
         """
 
     def begin_update(self) -> None:
-        """Start an update of the step's samples, before `training`: what is compared there is counted anew."""
+        """Start an update of the step's samples, before `training`: what is compared there
+        is counted anew.
+        """
 
     def scoring(self) -> AbstractContextManager:
         """Context of the pass for old log-probs."""
@@ -82,7 +85,8 @@ class Routes:
     ) -> Iterator[Routes]:
         """As `replaying`, over samples that are not the step's; every rank of a replica calls it.
 
-        It yields what steers the routers: as the servers did with R3, else by themselves. Arguments: as `scatter`'s.
+        It yields what steers the routers: as the servers did with R3, else by themselves.
+        Arguments: as `scatter`'s.
         """
         yield Routes()
 
@@ -98,10 +102,11 @@ class Routes:
         """With R2, call it on every rank after `scoring`: one all-reduce over ranks that see other tokens."""
 
     def all_reduce_agreement(self, step: int, name_of: Callable[[int], str]) -> dict[str, Metric]:
-        """Metrics of how far the servers' experts are Megatron's own choice; every rank calls it after that pass.
+        """Metrics of how far the servers' experts are Megatron's own choice; every rank calls it
+        after that pass.
 
-        With experts of servers it takes three all-reduces: over the ranks that hold other tokens of the same samples,
-        over all ranks for a failure, and over the pipeline.
+        With experts of servers it takes three all-reduces: over the ranks that hold other tokens of the same
+        samples, over all ranks for a failure, and over the pipeline.
 
         Args:
             step: counted from 1, for the error.
@@ -119,13 +124,14 @@ class Routes:
     def all_reduce_disagreement(self) -> Tensor | None:
         """[T]: share of each token's experts that only the server chose. None without experts of servers.
 
-        Every rank calls it, where a rule needs it: one all-reduce over tensor ranks that see other tokens, and one over
-        the pipeline, which holds other layers.
+        Every rank calls it, where a rule needs it: one all-reduce over tensor ranks that see other tokens,
+        and one over the pipeline, which holds other layers.
         """
         return None
 
     def all_gather_statistics(self, step: int, values: Tensor | None) -> dict[str, Metric]:
-        """--expert-statistics: write the experts' tables, return their curves on the last stage; every rank calls it.
+        """--expert-statistics: write the experts' tables, return their curves on the last stage;
+        every rank calls it.
 
         Args:
             step: counted from 1.
@@ -138,7 +144,11 @@ class ReplayedRoutes(Routes):
     """--router-replay R2 or R3, or --expert-statistics alone, or both."""
 
     def __init__(
-        self, routers: ReplayedRouters, layout: Layout, *, min_agreement: float | None = None,
+        self,
+        routers: ReplayedRouters,
+        layout: Layout,
+        *,
+        min_agreement: float | None = None,
         log: ExpertLog | None = None,
     ):
         """Replay or watch the routers.
@@ -154,7 +164,9 @@ class ReplayedRoutes(Routes):
         self.server_shape = routers.shape if routers.kind == "R3" else None
         self.needs_scoring = tuple(flag for flag, needs in flags.items() if needs)
         self.given: Tensor | None = None
-        """[T + 1, L, K]: the servers' experts of the step's tokens, in this rank's layers; the last row has none."""
+        """[T + 1, L, K]: the servers' experts of the step's tokens, in this rank's layers; the
+        last row has none.
+        """
         self._tokens = 0
         self._compare_in_training = False
         self._agreement: RouteAgreement | None = None
@@ -164,7 +176,11 @@ class ReplayedRoutes(Routes):
             return
         packed = None if samples is None else pack(samples, boundaries, self.server_shape)
         self.given = scatter_routed_experts(
-            packed, boundaries, shape=self.server_shape, stage_layers=self.routers.stage_layers, layout=self._layout
+            packed,
+            boundaries,
+            shape=self.server_shape,
+            stage_layers=self.routers.stage_layers,
+            layout=self._layout,
         )
 
     def begin_step(
@@ -172,8 +188,14 @@ class ReplayedRoutes(Routes):
     ) -> None:
         self._tokens, self._compare_in_training = len(seq_ids), compare_in_training
         self._new_agreement = partial(
-            RouteAgreement, seq_ids, positions, samples=samples, layers=len(self.routers.layers),
-            experts=self.routers.shape.experts, softmax=self.routers.softmax, parts=self._layout.router_group.size(),
+            RouteAgreement,
+            seq_ids,
+            positions,
+            samples=samples,
+            layers=len(self.routers.layers),
+            experts=self.routers.shape.experts,
+            softmax=self.routers.softmax,
+            parts=self._layout.router_group.size(),
         )
         self._agreement = None if self.given is None else self._new_agreement()
 
@@ -221,7 +243,8 @@ class ReplayedRoutes(Routes):
         error = None
         if found is not None:
             error = RoutesRefused(
-                f"routed_experts of {name_of(found[0])} of replica {self._layout.dp_rank} in step {step} are not those "
+                f"routed_experts of {name_of(found[0])} of replica {self._layout.dp_rank} in step {step} are "
+                "not those "
                 f"of its tokens, so nothing was trained on them: {found[1]}"
             )
         all_reduce_failure(error)
@@ -251,8 +274,13 @@ class ReplayedRoutes(Routes):
         if values is None:
             values = torch.empty(self._tokens, len(COLUMNS), device=communication_device())
         table = all_gather_expert_table(
-            values, self.routers.chosen[:-1], self.routers.seen[:-1], layers=self.routers.layers,
-            num_layers=shape.num_layers, num_experts=shape.experts, layout=layout,
+            values,
+            self.routers.chosen[:-1],
+            self.routers.seen[:-1],
+            layers=self.routers.layers,
+            num_layers=shape.num_layers,
+            num_experts=shape.experts,
+            layout=layout,
         )
         if not layout.is_last_stage:
             return {}
@@ -260,11 +288,20 @@ class ReplayedRoutes(Routes):
             self._log.write(step, shape.layers, means(table))
         curves = summary(table, shape.layers)
         counts_once = layout.dp_cp_group.rank() == 0
-        return curves if counts_once else {name: Sum(torch.zeros_like(one.values)) for name, one in curves.items()}
+        return (
+            curves
+            if counts_once
+            else {name: Sum(torch.zeros_like(one.values)) for name, one in curves.items()}
+        )
 
 
 def make_routes(
-    kind: str, model: list[nn.Module], layout: Layout, *, num_layers: int, min_agreement: float | None = None,
+    kind: str,
+    model: list[nn.Module],
+    layout: Layout,
+    *,
+    num_layers: int,
+    min_agreement: float | None = None,
     log: ExpertLog | None = None,
 ) -> Routes:
     """The object for the run's flags; every rank calls it.

@@ -1,7 +1,8 @@
-"""Sends a step's routed experts from the data leader to its replica: each rank gets its layers of its own tokens.
+"""Sends a step's routed experts from the data leader to its replica: each rank gets its layers
+of its own tokens.
 
-W tokens of the replica's samples one behind the other, padding included, T of them on a context-parallel rank, L layers
-with experts (l of them on a stage), K experts a token.
+W tokens of the replica's samples one behind the other, padding included, T of them on a context-parallel
+rank, L layers with experts (l of them on a stage), K experts a token.
 """
 
 from __future__ import annotations
@@ -19,14 +20,18 @@ from megatron_rl_corr.parallel.layout import Layout
 
 
 def scatter_routed_experts(
-    packed: Tensor | None, boundaries: Sequence[int], *, shape: ExpertShape, stage_layers: tuple[tuple[int, ...], ...],
+    packed: Tensor | None,
+    boundaries: Sequence[int],
+    *,
+    shape: ExpertShape,
+    stage_layers: tuple[tuple[int, ...], ...],
     layout: Layout,
 ) -> Tensor:
     """Each rank's part of the samples' routed experts; every rank of the replica calls it.
 
-    The leader sends each stage its layers, and the stage's first rank scatters its tokens over tensor x context: no
-    rank but the leader ever holds another stage's layers. Tensor ranks get the same, as a microbatch decides which of
-    them its routers see under sequence parallelism.
+    The leader sends each stage its layers, and the stage's first rank scatters its tokens over tensor x
+    context: no rank but the leader ever holds another stage's layers. Tensor ranks get the same, as a
+    microbatch decides which of them its routers see under sequence parallelism.
 
     Args:
         packed: [W, L, K] of shape.dtype on the data leader, None on others.
@@ -52,7 +57,9 @@ def scatter_routed_experts(
         part = torch.empty(boundaries[-1], len(own), shape.top_k, dtype=shape.dtype, device=device)
         dist.recv(_bytes(part), dist.get_global_rank(stages, 0), group=stages)
     behind = no_routes(shape, 1)[:, own].to(device)
-    mine = torch.empty(boundaries[-1] // layout.cp_size, len(own), shape.top_k, dtype=shape.dtype, device=device)
+    mine = torch.empty(
+        boundaries[-1] // layout.cp_size, len(own), shape.top_k, dtype=shape.dtype, device=device
+    )
     group, tp = layout.tp_cp_group, layout.tp_group.size()
     if not own or group.size() == 1:
         return torch.cat([part if own else mine, behind])
@@ -61,7 +68,8 @@ def scatter_routed_experts(
     parts = None
     if part is not None:
         by_context = [
-            _bytes(part[zigzag_positions(rank, layout.cp_size, boundaries, device)]) for rank in range(layout.cp_size)
+            _bytes(part[zigzag_positions(rank, layout.cp_size, boundaries, device)])
+            for rank in range(layout.cp_size)
         ]
         parts = [one for one in by_context for _ in range(tp)]
     received = _bytes(mine)

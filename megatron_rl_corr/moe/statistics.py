@@ -1,7 +1,7 @@
 """A step's table of every expert: its tokens, their mismatch, their weights and their rejections.
 
-T tokens of this context-parallel rank, L layers with experts of this rank, H layers of the model, K experts a token,
-E experts a layer.
+T tokens of this context-parallel rank, L layers with experts of this rank, H layers of the model, K
+experts a token, E experts a layer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from megatron_rl_corr.parallel.layout import Layout
 
 FILE_NAME = "experts.jsonl"
 COLUMNS = {
-    "tokens": "Tokens", "log_ratio_abs_mean": "Mean |log-ratio|", "weight_mean": "Mean weight",
+    "tokens": "Tokens",
+    "log_ratio_abs_mean": "Mean |log-ratio|",
+    "weight_mean": "Mean weight",
     "rejected_fraction": "Rejected fraction",
-}  # fmt: skip
+}
 """The file's numbers of each expert, over its valid tokens: key -> title."""
 
 
@@ -42,18 +44,25 @@ def token_values(valid: Tensor, log_ratio: Tensor, weights: Tensor, mask: Tensor
 
 
 def all_gather_expert_table(
-    values: Tensor, chosen: Tensor, seen: Tensor, *, layers: tuple[int, ...], num_layers: int, num_experts: int,
+    values: Tensor,
+    chosen: Tensor,
+    seen: Tensor,
+    *,
+    layers: tuple[int, ...],
+    num_layers: int,
+    num_experts: int,
     layout: Layout,
 ) -> Tensor:
     """Sums of the tokens' values over every expert of the model; every rank calls it.
 
-    The last stage's values go down the pipeline once; each expert-parallel rank then reduces its own experts' rows,
-    which are gathered only here, to be logged.
+    The last stage's values go down the pipeline once; each expert-parallel rank then reduces its own experts'
+    rows, which are gathered only here, to be logged.
 
     Args:
         values: [T, 4] float32, `token_values` on the last stage; on others anything of this shape.
         chosen: [T, L, K], the experts that the tokens went to.
-        seen: [T] bool, the tokens that this rank's routers saw; the others are another tensor-parallel rank's.
+        seen: [T] bool, the tokens that this rank's routers saw; the others are another
+            tensor-parallel rank's.
         layers: this rank's L layers, numbered in the whole model.
         num_layers: H.
         num_experts: E.
@@ -88,15 +97,22 @@ def summary(table: Tensor, layers: tuple[int, ...]) -> dict[str, Metric]:
     tokens, ratio = table[..., 0], means(table)["log_ratio_abs_mean"]
     largest = (tokens.amax(dim=1) / tokens.mean(dim=1)).amax()
     worst = ratio.nan_to_num(0.0).amax()
-    return {"experts/load_max": Sum(largest[None]), "experts/log_ratio_abs_mean_max": Sum(worst[None]),
-            "experts/without_tokens": Sum((tokens == 0).sum(dtype=torch.float64)[None])}  # fmt: skip
+    return {
+        "experts/load_max": Sum(largest[None]),
+        "experts/log_ratio_abs_mean_max": Sum(worst[None]),
+        "experts/without_tokens": Sum((tokens == 0).sum(dtype=torch.float64)[None]),
+    }
 
 
 class ExpertLog:
-    """Appends a step's tables to experts.jsonl in `folder`, and draws them for TensorBoard: layers x experts."""
+    """Appends a step's tables to experts.jsonl in `folder`, and draws them for TensorBoard:
+    layers x experts.
+    """
 
     def __init__(self, folder: str | None, writer: Callable[[], object]):
-        """Write to experts.jsonl in `folder` (None: no file) and to what writer() returns, TensorBoard's or None."""
+        """Write to experts.jsonl in `folder` (None: no file) and to what writer() returns,
+        TensorBoard's or None.
+        """
         self._path = None if folder is None else Path(folder) / FILE_NAME
         self._writer = writer
 
@@ -113,7 +129,10 @@ class ExpertLog:
         """
         rows = {name: table[list(layers)].cpu() for name, table in tables.items()}
         if self._path is not None:
-            plain = {name: [[_json_number(x) for x in row] for row in table.tolist()] for name, table in rows.items()}
+            plain = {
+                name: [[_json_number(x) for x in row] for row in table.tolist()]
+                for name, table in rows.items()
+            }
             try:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with open_to_append(self._path) as file:
@@ -134,23 +153,30 @@ def _json_number(value: float) -> float | None:
 def heat_map(table: Tensor, *, pixels: int = 8) -> Tensor:
     """[H, E] -> [H * pixels, E * pixels] uint8: 255 at the largest value, 0 at the smallest and for NaN."""
     low, high = table.nan_to_num(torch.inf).amin(), table.nan_to_num(-torch.inf).amax()
-    scaled = ((table - low) / (high - low).clamp(min=1e-30) * 255).nan_to_num(0.0).clamp(0, 255).to(torch.uint8)
+    scaled = (
+        ((table - low) / (high - low).clamp(min=1e-30) * 255).nan_to_num(0.0).clamp(0, 255).to(torch.uint8)
+    )
     return scaled.repeat_interleave(pixels, 0).repeat_interleave(pixels, 1)
 
 
 METRICS = in_group(
     "Expert routing",
     MetricSpec(
-        "experts/load_max", "tokens of the busiest expert, against its layer's mean",
-        "max over layers of max(tokens) / mean(tokens)", only_with="--expert-statistics",
+        "experts/load_max",
+        "tokens of the busiest expert, against its layer's mean",
+        "max over layers of max(tokens) / mean(tokens)",
+        only_with="--expert-statistics",
     ),
     MetricSpec(
         "experts/log_ratio_abs_mean_max",
         "largest mean disagreement of an expert's tokens; experts.jsonl says which",
-        "max over experts of mean |D|", only_with="--expert-statistics",
+        "max over experts of mean |D|",
+        only_with="--expert-statistics",
     ),
     MetricSpec(
-        "experts/without_tokens", "experts of all layers that no valid token went to", "count",
+        "experts/without_tokens",
+        "experts of all layers that no valid token went to",
+        "count",
         only_with="--expert-statistics",
     ),
 )

@@ -1,4 +1,6 @@
-"""Every metric of a run, collected from the modules that compute them; whatever shows metrics reads this table."""
+"""Every metric of a run, collected from the modules that compute them; whatever shows metrics
+reads this table.
+"""
 
 import importlib
 import math
@@ -10,9 +12,18 @@ from pathlib import Path
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange
 
 GROUPS = (
-    "Run", "Rewards and responses", "Mismatch of tokens", "Mismatch of sequences", "Importance weights", "Rejection",
-    "Loss and gradient", "Speed", "Staleness", "Sampling", "Expert routing",
-)  # fmt: skip
+    "Run",
+    "Rewards and responses",
+    "Mismatch of tokens",
+    "Mismatch of sequences",
+    "Importance weights",
+    "Rejection",
+    "Loss and gradient",
+    "Speed",
+    "Staleness",
+    "Sampling",
+    "Expert routing",
+)
 """Headings in their order; metrics of another group come after them."""
 OTHERS = "Others"
 """Heading of metrics that nothing describes, and of those without a group."""
@@ -42,8 +53,12 @@ def catalogue() -> dict[str, MetricSpec]:
 
 
 def _modules() -> list[str]:
-    """Names of the package's modules that assign METRICS; they are found by their text, as few need importing."""
-    files = sorted(path for path in _PACKAGE.rglob("*.py") if re.search(r"^METRICS\b", path.read_text("utf-8"), re.M))
+    """Names of the package's modules that assign METRICS; they are found by their text, as
+    few need importing.
+    """
+    files = sorted(
+        path for path in _PACKAGE.rglob("*.py") if re.search(r"^METRICS\b", path.read_text("utf-8"), re.M)
+    )
     return [".".join((_PACKAGE.name, *file.relative_to(_PACKAGE).with_suffix("").parts)) for file in files]
 
 
@@ -54,7 +69,9 @@ def _clamped_twin(spec: MetricSpec) -> MetricSpec:
 
 
 def spec_of(name: str) -> MetricSpec | None:
-    """The metric's description, or that of the family with the longest matching name; None for an unknown metric."""
+    """The metric's description, or that of the family with the longest matching name; None for
+    an unknown metric.
+    """
     if name in catalogue():
         return catalogue()[name]
     families = [family for family in catalogue() if family.endswith("/") and name.startswith(family)]
@@ -74,7 +91,9 @@ def usual_range(name: str) -> UsualRange | None:
 
 
 def ordered(names: Iterable[str]) -> list[str]:
-    """The names in the catalogue's order, members of a family by name; unknown metrics at the end, by name."""
+    """The names in the catalogue's order, members of a family by name; unknown metrics at
+    the end, by name.
+    """
     places = {name: place for place, name in enumerate(catalogue())}
 
     def place(name: str) -> tuple[int, str]:
@@ -94,7 +113,8 @@ def grouped(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def bins_of(names: Iterable[str]) -> dict[str, float]:
-    """The bins of |log-ratio| among these metrics, by name, with their upper ends, in order; inf for the open one.
+    """The bins of |log-ratio| among these metrics, by name, with their upper ends, in order; inf
+    for the open one.
 
     Args:
         names: of any metrics; those that are no bins are left out.

@@ -1,7 +1,8 @@
 """When a run has collapsed: decided before any run, from its rewards and from whether its numbers are finite.
 
-It is meant for dense rewards above 0, such as the study's. The mean of 10 batches of which most have reward 0 scatters
-by more than half of its best, and of rewards below 0 there is no share. The definition stays as it was.
+It is meant for dense rewards above 0, such as the study's. The mean of 10 batches of which most have
+reward 0 scatters by more than half of its best, and of rewards below 0 there is no share. The definition
+stays as it was.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ def window_means(values: Sequence[float]) -> list[float]:
 
 
 def step_of_fall(rewards: Sequence[float]) -> int | None:
-    """The first step of STAYS in a row whose mean reward is below FRACTION of the best before; None: there is none.
+    """The first step of STAYS in a row whose mean reward is below FRACTION of the best before;
+    None: there is none.
 
-    m(t) = mean of the rewards of steps t - WINDOW + 1 to t; t is such a step if m(t) < FRACTION * max over s <= t of
-    m(s), and that maximum is above 0. A fall that a run's end cuts short is none.
+    m(t) = mean of the rewards of steps t - WINDOW + 1 to t; t is such a step if m(t) < FRACTION * max over s
+    <= t of m(s), and that maximum is above 0. A fall that a run's end cuts short is none.
 
     Args:
         rewards: the mean reward of each step, from step 1 on.
@@ -48,11 +50,14 @@ def step_of_nonfinite(steps: Sequence[Mapping[str, float]]) -> int | None:
     Args:
         steps: the metrics of each step, in order.
     """
-    return next((one["step"] for one in steps if not all(math.isfinite(one.get(name, 0.0)) for name in WATCHED)), None)
+    return next(
+        (one["step"] for one in steps if not all(math.isfinite(one.get(name, 0.0)) for name in WATCHED)), None
+    )
 
 
 def step_of_collapse(steps: Sequence[Mapping[str, float]], *, ended_nonfinite: bool = False) -> int | None:
-    """The step at which a run collapsed: of its fall, or of its first number that is not finite; None: it did not.
+    """The step at which a run collapsed: of its fall, or of its first number that is not finite;
+    None: it did not.
 
     Args:
         steps: the metrics of each step from 1 on, in order, each with a reward.
@@ -62,5 +67,7 @@ def step_of_collapse(steps: Sequence[Mapping[str, float]], *, ended_nonfinite: b
     if nonfinite is None and ended_nonfinite:
         nonfinite = len(steps) + 1
     whole = steps if nonfinite is None else steps[: nonfinite - 1]
-    found = [step for step in (step_of_fall([one["reward/mean"] for one in whole]), nonfinite) if step is not None]
+    found = [
+        step for step in (step_of_fall([one["reward/mean"] for one in whole]), nonfinite) if step is not None
+    ]
     return min(found, default=None)

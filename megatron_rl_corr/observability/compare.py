@@ -51,22 +51,29 @@ class KeptBatch:
         without = sum(sample.train_logprobs is None for sample in samples)
         if without:
             raise ValueError(
-                f"{without} of {len(samples)} samples have no train_logprobs: a run with --rollout-bypass-mode does "
+                f"{without} of {len(samples)} samples have no train_logprobs: a run with "
+                "--rollout-bypass-mode does "
                 "not compute them; save samples of a run without it"
             )
         rows = [sample.trajectory for sample in samples]
         turns = None
         if any(row.turn_ids is not None for row in rows):
-            turns = torch.cat([
-                torch.zeros_like(row.output_ids) if row.turn_ids is None else row.turn_ids.clamp(min=0) for row in rows
-            ])  # fmt: skip
+            turns = torch.cat(
+                [
+                    torch.zeros_like(row.output_ids) if row.turn_ids is None else row.turn_ids.clamp(min=0)
+                    for row in rows
+                ]
+            )
         known = all(sample.advantages is not None for sample in samples)
         return cls(
-            torch.cat([sample.train_logprobs for sample in samples]), torch.cat([row.rollout_logprobs for row in rows]),
+            torch.cat([sample.train_logprobs for sample in samples]),
+            torch.cat([row.rollout_logprobs for row in rows]),
             torch.cat([row.sampled for row in rows]),
-            torch.repeat_interleave(torch.tensor([row.output_ids.numel() for row in rows])), len(rows), turns,
+            torch.repeat_interleave(torch.tensor([row.output_ids.numel() for row in rows])),
+            len(rows),
+            turns,
             torch.cat([sample.advantages for sample in samples]) if known else None,
-        )  # fmt: skip
+        )
 
     def metrics(self, config: RolloutCorrectionConfig) -> dict[str, float]:
         """The correction's metrics by their logged names, without those that have no value (NaN).
@@ -79,8 +86,15 @@ class KeptBatch:
         """
         turns = None if self.turn_ids is None else int(self.turn_ids.max()) + 1
         correction = compute_correction(
-            self.train_logprobs, self.rollout_logprobs, self.sampled, self.seq_ids, num_sequences=self.num_sequences,
-            config=config, turn_ids=self.turn_ids, num_turns=turns, advantages=self.advantages,
+            self.train_logprobs,
+            self.rollout_logprobs,
+            self.sampled,
+            self.seq_ids,
+            num_sequences=self.num_sequences,
+            config=config,
+            turn_ids=self.turn_ids,
+            num_turns=turns,
+            advantages=self.advantages,
         )
         numbers: dict[str, float] = {}
         for name, metric in correction.metrics.items():

@@ -1,4 +1,6 @@
-"""Prints one line per training step, with a mark behind every value outside its usual range, and early warnings."""
+"""Prints one line per training step, with a mark behind every value outside its usual range,
+and early warnings.
+"""
 
 import math
 import os
@@ -28,7 +30,8 @@ class LiveTable:
 
     Args:
         columns: metrics with a `column`; by default all of the catalogue that have one.
-        stream: where the lines go; standard output by default. Colours only on a terminal, and not with NO_COLOR.
+        stream: where the lines go; standard output by default. Colours only on a terminal, and
+            not with NO_COLOR.
 
     Raises:
         ValueError: the columns take more than 110 characters.
@@ -94,7 +97,9 @@ class LiveTable:
         others = sorted(set(alerts) - shown, key=lambda name: (name != "skipped", len(label_of(name)), name))
         notes = [label_of(name) + MARK for name in others]
         padded = [f" {cell}" for cell in pad_cells(cells, self._widths, "r" * len(cells))]
-        painted = [self._red(cell + MARK) if bad else cell + " " for cell, bad in zip(padded, marked, strict=True)]
+        painted = [
+            self._red(cell + MARK) if bad else cell + " " for cell, bad in zip(padded, marked, strict=True)
+        ]
         return (PREFIX + "".join(painted) + self._red(_fit_notes(notes, room))).rstrip()
 
     def _red(self, text: str) -> str:

@@ -12,7 +12,9 @@ def weights_as_text(config: RolloutCorrectionConfig) -> str:
     if config.rollout_is is None:
         return "1"
     if config.rollout_is_mode == "gamma":
-        return f"{config.rollout_is}, w^k e^(l (1 - w))" + (", mean 1" if config.rollout_is_batch_normalize else "")
+        return f"{config.rollout_is}, w^k e^(l (1 - w))" + (
+            ", mean 1" if config.rollout_is_batch_normalize else ""
+        )
     low, high = config.rollout_is_lower, config.rollout_is_upper
     interval = f"above {high:g}" if low is None else f"outside [{low:g}, {high:g}]"
     bounded = {"truncate": f"at most {high:g}", "clip": f"into [{low}, {high:g}]", "mask": f"0 {interval}"}

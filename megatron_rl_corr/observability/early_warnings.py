@@ -1,9 +1,11 @@
-"""What is going wrong in a run, and since which step: trends of its metrics, each one condition in a stated formula.
+"""What is going wrong in a run, and since which step: trends of its metrics, each one condition in
+a stated formula.
 
-`alerts.py` judges single steps against bounds; a trend compares a run with its own beginning. A warning begins with the
-first of HOLDS steps in a row at which its condition holds, and ends before the first of ENDS in a row at which it does
-not; of two metrics that rise together, tau is asked for at the beginning alone. Steps without one of a trend's metrics
-change nothing, and neither do runs too short for the windows.
+`alerts.py` judges single steps against bounds; a trend compares a run with its own beginning. A
+warning begins with the first of HOLDS steps in a row at which its condition holds, and ends before the
+first of ENDS in a row at which it does not; of two metrics that rise together, tau is asked for at the
+beginning alone. Steps without one of a trend's metrics change nothing, and neither do runs too short
+for the windows.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ FRESH, STALE = "rollout_corr/by_lag/0/k3_kl", ("rollout_corr/by_lag/1/k3_kl", "r
 PAIRS = ((K3, LENGTH), (GRAD_NORM, K3))
 """Metrics of which trends ask whether they rise together."""
 NOTABLE = 3e-3
-"""A k3 below it is no warning, however it grew: a third of the bound of its alert. Rounding alone may make as much."""
+"""A k3 below it is no warning, however it grew: a third of the bound of its alert. Rounding alone
+may make as much.
+"""
 GROWTH = 3.0
 TOGETHER = 2.0
 """Growth of each of two metrics that rise together."""
 TAU = 0.5
 SCATTER = 7.0
-"""Standard deviations of a mean by which it must lie below the best: rewards around 0 scatter by many times both."""
+"""Standard deviations of a mean by which it must lie below the best: rewards around 0 scatter by
+many times both.
+"""
 STAKE = (
-    "what a reward has to lose: best(reward); for rewards around a constant, whose gain (best less the lowest mean "
-    "before it) is below half of the best but above what they scatter, the gain; where the best is not above 0, the "
+    "what a reward has to lose: best(reward); for rewards around a constant, whose gain (best less the "
+    "lowest mean "
+    "before it) is below half of the best but above what they scatter, the gain; where the best is not above "
+    "0, the "
     "larger of |best| and the gain"
 )
 """A fall is a share of it."""
@@ -53,8 +61,10 @@ class Trend:
     metrics: tuple[str, ...]
     """What must be logged; a warning quotes them, early and now."""
     condition: str
-    """When it holds: now is the median of the last WINDOW steps, early that of the first EARLY, mean the mean of the
-    last WINDOW, best the highest such mean before, tau Kendall's over the last COURSE steps or over the run's parts."""
+    """When it holds: now is the median of the last WINDOW steps, early that of the first EARLY, mean the
+    mean of the last WINDOW, best the highest such mean before, tau Kendall's over the last COURSE steps or
+    over the run's parts.
+    """
     meaning: str
     """One sentence."""
     remedy: str
@@ -116,17 +126,24 @@ def _stale_tokens_move(history: History) -> bool:
 
 TRENDS = (
     Trend(
-        "reward_fell", "the reward lost half of its best, or of its gain", (REWARD,),
-        f"best(reward) - mean(reward) > {1 - FRACTION:g} stake(reward), and more than {SCATTER:g} times what it "
+        "reward_fell",
+        "the reward lost half of its best, or of its gain",
+        (REWARD,),
+        f"best(reward) - mean(reward) > {1 - FRACTION:g} stake(reward), and more than {SCATTER:g} times what "
+        "it "
         "scatters",
         "If dense rewards above 0 stay so for 20 steps, the run has collapsed.",
-        "Go back to a checkpoint from before the first warning, with a stricter correction (`--rollout-rs`) or a lower "
+        "Go back to a checkpoint from before the first warning, with a stricter correction (`--rollout-rs`) "
+        "or a lower "
         "`--lr`.",
         lambda history: below_best(history, REWARD, FRACTION),
     ),
     Trend(
-        "reward_falls", "the reward falls", (REWARD,),
-        f"best(reward) - mean(reward) > 0.2 stake(reward), and more than {SCATTER:g} times what it scatters; all "
+        "reward_falls",
+        "the reward falls",
+        (REWARD,),
+        f"best(reward) - mean(reward) > 0.2 stake(reward), and more than {SCATTER:g} times what it scatters; "
+        "all "
         "of its last rewards are below best(reward)",
         "The run loses what it had learned.",
         "Look for a warning that came before this one; else lower `--lr`, or add a KL penalty, "
@@ -134,7 +151,9 @@ TRENDS = (
         lambda history: below_best(history, REWARD, 0.8) and history.highest(REWARD) < history.best(REWARD),
     ),
     Trend(
-        "mismatch_grows", "the mismatch grows", (K3,),
+        "mismatch_grows",
+        "the mismatch grows",
+        (K3,),
         f"now(k3) >= {GROWTH:g} early(k3), now(k3) >= {NOTABLE:g}",
         "Trainer and servers drift apart as the policy changes, which is what collapses runs.",
         "Mask tokens that are far off (`--rollout-is token --rollout-is-mode mask`), or reject responses "
@@ -142,31 +161,42 @@ TRENDS = (
         lambda history: grown(history, K3, GROWTH, NOTABLE),
     ),
     Trend(
-        "mismatch_with_length", "the mismatch grows with the responses' length", (K3, LENGTH),
+        "mismatch_with_length",
+        "the mismatch grows with the responses' length",
+        (K3, LENGTH),
         f"now(k3) >= {TOGETHER:g} early(k3), now(k3) >= {NOTABLE:g}, now(length) >= 1.2 early(length), "
         f"tau(k3, length) >= {TAU:g}",
         "Errors add up along a response: later tokens are further apart.",
-        "Bound the length (`--rollout-max-new-tokens`), and use a rule that sees the mean per token: `--rollout-rs "
+        "Bound the length (`--rollout-max-new-tokens`), and use a rule that sees the mean per token: "
+        "`--rollout-rs "
         "seq_mean_ratio`.",
-        lambda history: _longer_and_apart(history) and _rise_together(history, K3, LENGTH), lasts=_longer_and_apart,
+        lambda history: _longer_and_apart(history) and _rise_together(history, K3, LENGTH),
+        lasts=_longer_and_apart,
     ),
     Trend(
-        "mismatch_of_old_samples", "the mismatch of old samples grows, that of fresh ones does not", (FRESH, *STALE),
-        f"of tokens of 1, or of 2+ pushes ago: now(k3) >= {GROWTH:g} early(k3), now(k3) >= {NOTABLE:g}; of 0 pushes "
+        "mismatch_of_old_samples",
+        "the mismatch of old samples grows, that of fresh ones does not",
+        (FRESH, *STALE),
+        f"of tokens of 1, or of 2+ pushes ago: now(k3) >= {GROWTH:g} early(k3), now(k3) >= {NOTABLE:g}; of 0 "
+        "pushes "
         f"ago, of which there must be tokens early and now: now(k3) < {TOGETHER:g} early(k3)",
         "The policy moves more between pushes than it did, so age is the cause, not the engines.",
         "Lower `--rollout-max-lag`, or `--rollout-stale-samples drop`.",
         _stale_tokens_move,
     ),
     Trend(
-        "ess_falls", "fewer and fewer responses carry the gradient", (ESS,),
+        "ess_falls",
+        "fewer and fewer responses carry the gradient",
+        (ESS,),
         f"now(ESS over sequences) <= 0.5 early, early >= {LEAST_ESS:g}",
         "The products of ratios spread; the reward often falls later.",
         "Scale steps with it (`--rollout-ess-step-scale`), or lower `--rollout-max-lag`.",
         lambda history: (history.early(ESS) or 0) >= LEAST_ESS and fallen(history, ESS, 0.5),
     ),
     Trend(
-        "gradient_and_mismatch", "gradient norm and mismatch rise together", (GRAD_NORM, K3),
+        "gradient_and_mismatch",
+        "gradient norm and mismatch rise together",
+        (GRAD_NORM, K3),
         f"now >= {TOGETHER:g} early of both, tau(grad norm, k3) >= {TAU:g}, now(k3) >= {NOTABLE:g}",
         "A few tokens with a large error make the gradient.",
         "Mask them: `--rollout-is token --rollout-is-mode mask --rollout-is-threshold 0.5_2.0`.",
@@ -174,15 +204,21 @@ TRENDS = (
         lasts=_steeper_and_apart,
     ),
     Trend(
-        "entropy_collapse", "the entropy collapses without a gain in reward", (ENTROPY, REWARD),
+        "entropy_collapse",
+        "the entropy collapses without a gain in reward",
+        (ENTROPY, REWARD),
         "now(entropy) <= 0.2 early(entropy), early(entropy) > 0; and now(reward) <= early(reward) + 0.1 "
-        f"|early(reward)|, or best(reward) - mean(reward) > 0.2 stake(reward), and more than {SCATTER:g} times what it "
+        f"|early(reward)|, or best(reward) - mean(reward) > 0.2 stake(reward), and more than {SCATTER:g} "
+        "times what it "
         "scatters",
         "The policy writes one text, which is not a good one, and groups teach nothing any more.",
-        "Add an entropy bonus (`--rollout-entropy-coef`), or raise the upper clip (`--rollout-clip-ratio-high`).",
-        lambda history: (history.early(ENTROPY) or 0) > 0 and fallen(history, ENTROPY, 0.2) and _without_gain(history),
+        "Add an entropy bonus (`--rollout-entropy-coef`), or raise the upper clip "
+        "(`--rollout-clip-ratio-high`).",
+        lambda history: (
+            (history.early(ENTROPY) or 0) > 0 and fallen(history, ENTROPY, 0.2) and _without_gain(history)
+        ),
     ),
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -207,10 +243,14 @@ class TrendWatch:
     """Takes a run's steps in order, in bounded memory, and says which warnings begin and end."""
 
     def __init__(self, rows: Sequence[Mapping[str, int | float]] = ()):
-        """rows: the run's earlier steps, as `metrics_file.read_metrics` returns them; nothing is said of them."""
+        """rows: the run's earlier steps, as `metrics_file.read_metrics` returns them; nothing
+        is said of them.
+        """
         self._history = History(sorted({name for trend in TRENDS for name in trend.metrics}), PAIRS)
         self._since: dict[str, int] = {}
-        """The first of the steps in a row at which a condition held, or of those at which that of a warning did not."""
+        """The first of the steps in a row at which a condition held, or of those at which that of a
+        warning did not.
+        """
         self._streak: dict[str, int] = {}
         self.active: dict[str, EarlyWarning] = {}
         for row in rows:
@@ -234,7 +274,8 @@ class TrendWatch:
     def _judge(self, trend: Trend, before: int) -> Iterator[EarlyWarning]:
         warning = self.active.get(trend.name)
         condition = trend.holds if warning is None else trend.lasts or trend.holds
-        # Without a warning, steps at which the condition holds are counted; with one, those at which it does not.
+        # Without a warning, steps at which the condition holds are counted; with one, those at
+        # which it does not.
         if condition(self._history) == (warning is not None):
             self._streak[trend.name] = 0
             return
@@ -255,7 +296,8 @@ class TrendWatch:
         history = self._history
         return "; ".join(
             f"{label_of(name)} {readable(history.early(name))} early, {readable(history.now(name))} then"
-            for name in trend.metrics if history.early(name) is not None
+            for name in trend.metrics
+            if history.early(name) is not None
         )
 
 

@@ -55,8 +55,8 @@ def step_of(metrics: dict) -> int:
 class MetricsFile:
     """Appends steps to `path`, creating its folder; a line is in the file at once, so that a crash keeps it.
 
-    The file is opened for each step: where a run is restarted within its process, rows were cut meanwhile, and the file
-    is another one.
+    The file is opened for each step: where a run is restarted within its process, rows were cut meanwhile,
+    and the file is another one.
     """
 
     def __init__(self, path: str | os.PathLike):

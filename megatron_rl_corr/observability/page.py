@@ -35,13 +35,13 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     """Write the page and the overview of a run into its folder; each replaces its file in one move.
 
     Args:
-        run_dir: holds metrics.jsonl, and run.json and experts.jsonl if the run wrote them; samples and events are found
-            through run.json.
+        run_dir: holds metrics.jsonl, and run.json and experts.jsonl if the run wrote them; samples and events
+            are found through run.json.
 
     Raises:
         FileNotFoundError: there is no such folder, or no metrics.jsonl in it.
-        ValueError: metrics.jsonl has no steps, or it or run.json cannot be read. What else is there and can't be shown
-            is left out, and the page says why.
+        ValueError: metrics.jsonl has no steps, or it or run.json cannot be read. What else is there and
+            can't be shown is left out, and the page says why.
     """
     run_dir = Path(run_dir)
     rows = _read_steps(run_dir)
@@ -51,16 +51,27 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     write_overview(rows, run_dir / OVERVIEW_NAME, title=title)
     # Autoescape, as names of metrics and values of settings come from the run; an undefined name is an error.
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     page = environment.get_template(TEMPLATE_NAME).render(
-        title=title, summary=_summary_entries(summarise(rows)), warnings=find_warnings(rows), alerts=find_alerts(rows),
+        title=title,
+        summary=_summary_entries(summarise(rows)),
+        warnings=find_warnings(rows),
+        alerts=find_alerts(rows),
         **_watched(rows),
-        figures=_figures(rows), shaded=bool(steps_to_shade(rows)), experts=experts, samples=samples,
+        figures=_figures(rows),
+        shaded=bool(steps_to_shade(rows)),
+        experts=experts,
+        samples=samples,
         events=page_events(run_dir),
-        groups=_metric_groups(rows), config=config, config_name=CONFIG_NAME,
-    )  # fmt: skip
+        groups=_metric_groups(rows),
+        config=config,
+        config_name=CONFIG_NAME,
+    )
     # A lone surrogate, which JSON can hold and UTF-8 can't, must not cost the page.
     return write_atomically(run_dir / PAGE_NAME, page.encode("utf-8", "replace"))
 
@@ -115,15 +126,18 @@ def _summary_entries(summary: Summary) -> dict[str, str]:
 
 
 def _watched(rows: Sequence[dict]) -> dict[str, Any]:
-    """Whether any metric with a usual range was recorded, and the labels of those of every run that were not."""
+    """Whether any metric with a usual range was recorded, and the labels of those of every
+    run that were not.
+    """
     recorded = set(metric_names(rows))
     return {
         "any_watched": any(usual_range(name) for name in recorded),
         "unwatched": [
-            label_of(name) for name, spec in catalogue().items()
+            label_of(name)
+            for name, spec in catalogue().items()
             if spec.usual and not spec.only_with and name not in recorded
         ],
-    }  # fmt: skip
+    }
 
 
 def _figure(description: str, svg: bytes) -> dict[str, str]:
@@ -138,7 +152,8 @@ def _figures(rows: Sequence[dict]) -> list[dict[str, str]]:
 
 
 def _expert_maps(path: Path) -> dict[str, Any] | None:
-    """Heat maps of the last whole line in experts.jsonl; None for a run without the file, or before its first line.
+    """Heat maps of the last whole line in experts.jsonl; None for a run without the file, or
+    before its first line.
 
     The last line may be half written, as of a run that is training or was killed.
     """
@@ -151,7 +166,9 @@ def _expert_maps(path: Path) -> dict[str, Any] | None:
         tables = {name: np.array(step[name], dtype=float) for name in statistics.COLUMNS}
         layers = [str(layer) for layer in step["layers"]]
         figures = [
-            _figure(f"{title} of every expert, layers x experts", render_expert_map(tables[name], layers, title))
+            _figure(
+                f"{title} of every expert, layers x experts", render_expert_map(tables[name], layers, title)
+            )
             for name, title in statistics.COLUMNS.items()
         ]
         return {"why_not": None, "step": int(step["step"]), "figures": figures}
@@ -170,7 +187,12 @@ def _metric_row(rows: Sequence[dict], name: str) -> dict[str, Any]:
     recorded = [row[name] for row in rows if name in row]
     finite = finite_values(rows, name)
     values = (recorded[0], recorded[-1], min(finite, default=None), max(finite, default=None))
-    return {"name": name, "cells": list(_cells(name, values)), "usual": usual_range(name), "spec": spec_of(name)}
+    return {
+        "name": name,
+        "cells": list(_cells(name, values)),
+        "usual": usual_range(name),
+        "spec": spec_of(name),
+    }
 
 
 def _cells(name: str, values: Iterable[float | None]) -> Iterable[dict[str, Any]]:

@@ -1,4 +1,6 @@
-"""What happened beside the steps, on a run's page: a mark for each event on the time axis, a row for each kind."""
+"""What happened beside the steps, on a run's page: a mark for each event on the time axis, a
+row for each kind.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,26 @@ from megatron_rl_corr.events import KINDS, read_events
 from megatron_rl_corr.observability.saved_samples import path_setting
 
 LEFT, WIDTH, LANE, TOP = 190, 1100, 24, 46
-"""The picture in its own units: where the time axis begins and ends, height of a kind's lane, and of what is above."""
+"""The picture in its own units: where the time axis begins and ends, height of a kind's lane, and
+of what is above.
+"""
 APART = 5
 """Events of one kind that are nearer than this share a mark."""
 NAMED = 6
 """Events that the text of a mark names, at most."""
 LABELS_APART = 70
-LOST = ("server_left_out", "server_missed_update", "request_retried", "sample_failed", "group_dropped",
-        "prompt_skipped", "rank_failed", "files_dropped", "push_repeated", "warning_began")  # fmt: skip
+LOST = (
+    "server_left_out",
+    "server_missed_update",
+    "request_retried",
+    "sample_failed",
+    "group_dropped",
+    "prompt_skipped",
+    "rank_failed",
+    "files_dropped",
+    "push_repeated",
+    "warning_began",
+)
 MENDED = ("server_readmitted", "run_resumed", "server_taken_over", "warning_ended")
 
 
@@ -44,18 +58,35 @@ def page_events(run_dir: Path) -> dict[str, Any] | None:
 
     own = {kind: [event for event in events if event["kind"] == kind] for kind in kinds}
     return {
-        "why_not": None, "width": WIDTH + 20, "height": TOP + LANE * len(kinds) + 10, "left": LEFT, "right": WIDTH,
+        "why_not": None,
+        "width": WIDTH + 20,
+        "height": TOP + LANE * len(kinds) + 10,
+        "left": LEFT,
+        "right": WIDTH,
         "lanes": [_lane(kind, own[kind], TOP + LANE * at + LANE / 2, place) for at, kind in enumerate(kinds)],
-        "clock": [(LEFT + (WIDTH - LEFT) * part / 4, _since(first + (last - first) * part / 4, first))
-                  for part in range(5)],
-        "steps": _steps(events, place), "began": _clock(first),
-        "rows": [{"kind": kind, "doc": KINDS[kind], "count": len(own[kind]), "first": _clock(own[kind][0]["time"]),
-                  "last": _clock(own[kind][-1]["time"]), "reason": own[kind][-1].get("reason", "")} for kind in kinds],
-    }  # fmt: skip
+        "clock": [
+            (LEFT + (WIDTH - LEFT) * part / 4, _since(first + (last - first) * part / 4, first))
+            for part in range(5)
+        ],
+        "steps": _steps(events, place),
+        "began": _clock(first),
+        "rows": [
+            {
+                "kind": kind,
+                "doc": KINDS[kind],
+                "count": len(own[kind]),
+                "first": _clock(own[kind][0]["time"]),
+                "last": _clock(own[kind][-1]["time"]),
+                "reason": own[kind][-1].get("reason", ""),
+            }
+            for kind in kinds
+        ],
+    }
 
 
 def _of_run(events: Sequence[dict], folder: str) -> Sequence[dict]:
-    """Those since the run's start at step 1, where runs before it appended to the same file; all where none is known.
+    """Those since the run's start at step 1, where runs before it appended to the same file; all
+    where none is known.
 
     Args:
         events: of the file, by time.
@@ -83,8 +114,10 @@ def _lane(kind: str, events: Sequence[dict], height: float, place) -> dict[str, 
         else:
             groups.append([event])
     tone = "lost" if kind in LOST else "mended" if kind in MENDED else "plain"
-    marks = [{"x": round(place(group[0]["time"]), 1), "size": 4 + min(4, len(group) // 4), "text": _text(group)}
-             for group in groups]  # fmt: skip
+    marks = [
+        {"x": round(place(group[0]["time"]), 1), "size": 4 + min(4, len(group) // 4), "text": _text(group)}
+        for group in groups
+    ]
     return {"kind": kind, "y": height, "tone": tone, "marks": marks, "count": len(events)}
 
 
@@ -92,7 +125,9 @@ def _text(events: Sequence[dict]) -> str:
     """What a mark shows under the pointer: a line for each event, the first ones."""
     lines = []
     for event in events[:NAMED]:
-        facts = {name: value for name, value in event.items() if name not in ("time", "kind", "reason", "step")}
+        facts = {
+            name: value for name, value in event.items() if name not in ("time", "kind", "reason", "step")
+        }
         step = f", step {event['step']}" if event.get("step") is not None else ""
         told = ", ".join(f"{name} {value}" for name, value in facts.items())
         lines.append(f"{_clock(event['time'])}{step}: {event.get('reason', '')} ({told})")
@@ -106,7 +141,9 @@ def _steps(events: Sequence[dict], place) -> list[tuple[float, int]]:
     labels: list[tuple[float, int]] = []
     for event in events:
         at, step = place(event["time"]), event.get("step")
-        if isinstance(step, int) and (not labels or (at - labels[-1][0] >= LABELS_APART and step != labels[-1][1])):
+        if isinstance(step, int) and (
+            not labels or (at - labels[-1][0] >= LABELS_APART and step != labels[-1][1])
+        ):
             labels.append((round(at, 1), step))
     return labels
 

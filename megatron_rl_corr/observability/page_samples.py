@@ -19,8 +19,8 @@ STEPS, TOKENS = 3, 400
 def page_samples(run_dir: Path) -> dict[str, Any] | None:
     """What the page's template needs to show samples; None for a run that saved none.
 
-    Where they cannot be shown (files or the tokenizer's folder are gone), `why_not` says why: the page is of use
-    without them.
+    Where they cannot be shown (files or the tokenizer's folder are gone), `why_not` says why: the page is
+    of use without them.
     """
     if path_setting(run_dir, "save_trajectories") is None:
         return None
@@ -29,10 +29,16 @@ def page_samples(run_dir: Path) -> dict[str, Any] | None:
         steps = [_step(saved, step) for step in _spread(sorted(saved.files))]
     except (ValueError, OSError) as error:
         return {"why_not": str(error)}
-    return {"why_not": None, "steps": steps, "all_steps": len(saved.files), "most_tokens": TOKENS, "legend": [
-        *((f"n{place}", f"D <= -{SHADES[place - 1]:g}") for place in (4, 3, 2, 1)),
-        *((f"p{place}", f"D >= {SHADES[place - 1]:g}") for place in (1, 2, 3, 4)),
-    ]}  # fmt: skip
+    return {
+        "why_not": None,
+        "steps": steps,
+        "all_steps": len(saved.files),
+        "most_tokens": TOKENS,
+        "legend": [
+            *((f"n{place}", f"D <= -{SHADES[place - 1]:g}") for place in (4, 3, 2, 1)),
+            *((f"p{place}", f"D >= {SHADES[place - 1]:g}") for place in (1, 2, 3, 4)),
+        ],
+    }
 
 
 def _spread(steps: Sequence[int]) -> list[int]:

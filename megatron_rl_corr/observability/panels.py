@@ -30,13 +30,23 @@ class Series:
         return np.where(np.isfinite(values), values, np.nan)
 
     def with_any(self, names: Sequence[str]) -> "Series":
-        """The steps that may have one of the metrics: of several updates a batch, only one has the batch's."""
-        return Series([row for row in self._rows if "update" not in row or any(name in row for name in names)])
+        """The steps that may have one of the metrics: of several updates a batch, only one
+        has the batch's.
+        """
+        return Series(
+            [row for row in self._rows if "update" not in row or any(name in row for name in names)]
+        )
 
     def matching(self, pattern: str) -> dict[str, str]:
-        """Metrics that the pattern matches as a whole, by name -> what its first group holds; in order of names."""
+        """Metrics that the pattern matches as a whole, by name -> what its first group holds;
+        in order of names.
+        """
         names = sorted({name for row in self._rows for name in row})
-        return {name: match[1] or "" for name in names if (match := re.fullmatch(pattern, name)) and self.has(name)}
+        return {
+            name: match[1] or ""
+            for name in names
+            if (match := re.fullmatch(pattern, name)) and self.has(name)
+        }
 
     def bins(self) -> dict[str, float]:
         """The bins of |log-ratio| that any step has, with their upper ends, in their order."""
@@ -68,16 +78,30 @@ def start_at_zero(axes: Axes, values: np.ndarray):
 
 def shade_steps(axes: Axes, steps: Sequence[int]):
     """A pale band behind each of the steps, the same in every panel, to compare panels by."""
-    axes.broken_barh([(step - 0.5, 1.0) for step in steps], (0.0, 1.0), transform=axes.get_xaxis_transform(),
-                     facecolor=ALERT_SHADE, linewidth=0, zorder=0)
+    axes.broken_barh(
+        [(step - 0.5, 1.0) for step in steps],
+        (0.0, 1.0),
+        transform=axes.get_xaxis_transform(),
+        facecolor=ALERT_SHADE,
+        linewidth=0,
+        zorder=0,
+    )
 
 
 def mark_steps(axes: Axes, steps: Sequence[int]):
     """A line at each of the steps, with its number in their order, the same in every panel."""
     for number, step in enumerate(steps, start=1):
         axes.axvline(step, color=VERMILLION, linewidth=1.0, linestyle=":", zorder=1)
-        axes.annotate(str(number), xy=(step, 1), xycoords=axes.get_xaxis_transform(), xytext=(2, -1),
-                      textcoords="offset points", va="top", fontsize=8, color=VERMILLION)
+        axes.annotate(
+            str(number),
+            xy=(step, 1),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(2, -1),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=VERMILLION,
+        )
 
 
 def draw_reward(axes: Axes, series: Series) -> None:
@@ -112,8 +136,13 @@ def draw_probe(axes: Axes, series: Series) -> None:
 def draw_weight(axes: Axes, series: Series) -> None:
     if series.has("rollout_corr/weight_min", "rollout_corr/weight_max"):
         axes.fill_between(
-            series.steps, series["rollout_corr/weight_min"], series["rollout_corr/weight_max"],
-            color=BLUE, alpha=0.15, linewidth=0, label="min to max",
+            series.steps,
+            series["rollout_corr/weight_min"],
+            series["rollout_corr/weight_max"],
+            color=BLUE,
+            alpha=0.15,
+            linewidth=0,
+            label="min to max",
         )
         if np.nanmax(series["rollout_corr/weight_max"]) > 10:
             axes.set_yscale("symlog", linthresh=2.0)
@@ -151,21 +180,30 @@ EVAL_REWARDS, EVAL_PASSES = r"eval/(?:([\w.-]+)/)?reward", r"eval/((?:[\w.-]+/)?
 
 
 def draw_evaluated(axes: Axes, series: Series, pattern: str) -> None:
-    """A line for each metric; only some steps are evaluated, so the line goes from one of these to the next."""
+    """A line for each metric; only some steps are evaluated, so the line goes from one of
+    these to the next.
+    """
     for at, (name, label) in enumerate(series.matching(pattern).items()):
         values = series[name]
         there = np.isfinite(values)
         colors = (BLUE, ORANGE, GREEN, VERMILLION, SKY)
         axes.plot(
-            series.steps[there], values[there], color=colors[at % len(colors)], marker="o", markersize=4,
-            linewidth=1.8, linestyle=("-", "--", ":")[at // len(colors) % 3],
+            series.steps[there],
+            values[there],
+            color=colors[at % len(colors)],
+            marker="o",
+            markersize=4,
+            linewidth=1.8,
+            linestyle=("-", "--", ":")[at // len(colors) % 3],
             label=label.replace("/", " ") or "held out",
-        )  # fmt: skip
+        )
 
 
 QUEUE = {
-    "running": "rollout/groups_running", "ready": "rollout/groups_ready", "dropped": "rollout/groups_dropped",
-}  # fmt: skip
+    "running": "rollout/groups_running",
+    "ready": "rollout/groups_ready",
+    "dropped": "rollout/groups_dropped",
+}
 TIMES = {
     "collect": ("time/collect_s", SKY),
     "release": ("time/release_s", VERMILLION),
@@ -177,11 +215,19 @@ TIMES = {
 
 def draw_times(axes: Axes, series: Series) -> None:
     """Bars for few steps, where an area would be a sliver; areas for many."""
-    known = {label: (np.nan_to_num(series[name]), color) for label, (name, color) in TIMES.items()
-             if series.has(name)}
+    known = {
+        label: (np.nan_to_num(series[name]), color)
+        for label, (name, color) in TIMES.items()
+        if series.has(name)
+    }
     if len(series.steps) > FEW_STEPS:
-        axes.stackplot(series.steps, *(seconds for seconds, _ in known.values()), labels=list(known),
-                       colors=[color for _, color in known.values()], linewidth=0)
+        axes.stackplot(
+            series.steps,
+            *(seconds for seconds, _ in known.values()),
+            labels=list(known),
+            colors=[color for _, color in known.values()],
+            linewidth=0,
+        )
     else:
         base = np.zeros_like(series.steps)
         for label, (seconds, color) in known.items():
@@ -196,7 +242,9 @@ def draw_times(axes: Axes, series: Series) -> None:
 
 def draw_lag(axes: Axes, series: Series) -> None:
     lag = series["weight_lag"]
-    axes.step(series.steps, lag, where="mid", color=BLUE, linewidth=1.8, label="oldest sample", **_marker(series))
+    axes.step(
+        series.steps, lag, where="mid", color=BLUE, linewidth=1.8, label="oldest sample", **_marker(series)
+    )
     if series.has("weight_lag_token_mean"):
         draw_line(axes, series, "weight_lag_token_mean", color=ORANGE, label="mean over tokens")
     # Below zero, or the line of an on-policy run would lie under the axis.
@@ -261,28 +309,75 @@ class Panel:
 
 PANELS = (
     Panel("reward", "Reward", "should rise", draw_reward, ("reward/mean",)),
-    Panel("eval_reward", "Held-out reward", "should rise with the reward of the training",
-          lambda axes, series: draw_evaluated(axes, series, EVAL_REWARDS), ("eval/reward",), EVAL_REWARDS),
-    Panel("eval_pass", "Held-out pass@k", "1 - C(n - c, k) / C(n, k), mean over prompts",
-          lambda axes, series: draw_evaluated(axes, series, EVAL_PASSES), ("eval/pass@1",), EVAL_PASSES),
-    Panel("response_length", "Response length, tokens", "sudden moves deserve a look", draw_response_length,
-          ("response_length/mean",)),
-    Panel("kl", "Train-infer KL (k3)", "flat and below the alert level; log scale", draw_kl,
-          ("rollout_corr/k3_kl",)),
-    Panel("log_ratio_sizes", "Tokens by |log-ratio|", "darker: more tokens; the dark band should stay low",
-          draw_bins, ("rollout_corr/log_ratio_abs_bin/upto_1e-06",)),
-    Panel("probe", "Pushed weights: |log-ratio| of fixed texts",
-          "grows as the policy gets surer; worst server; log scale", draw_probe, ("rollout/probe_max_abs_log_ratio",)),
+    Panel(
+        "eval_reward",
+        "Held-out reward",
+        "should rise with the reward of the training",
+        lambda axes, series: draw_evaluated(axes, series, EVAL_REWARDS),
+        ("eval/reward",),
+        EVAL_REWARDS,
+    ),
+    Panel(
+        "eval_pass",
+        "Held-out pass@k",
+        "1 - C(n - c, k) / C(n, k), mean over prompts",
+        lambda axes, series: draw_evaluated(axes, series, EVAL_PASSES),
+        ("eval/pass@1",),
+        EVAL_PASSES,
+    ),
+    Panel(
+        "response_length",
+        "Response length, tokens",
+        "sudden moves deserve a look",
+        draw_response_length,
+        ("response_length/mean",),
+    ),
+    Panel(
+        "kl",
+        "Train-infer KL (k3)",
+        "flat and below the alert level; log scale",
+        draw_kl,
+        ("rollout_corr/k3_kl",),
+    ),
+    Panel(
+        "log_ratio_sizes",
+        "Tokens by |log-ratio|",
+        "darker: more tokens; the dark band should stay low",
+        draw_bins,
+        ("rollout_corr/log_ratio_abs_bin/upto_1e-06",),
+    ),
+    Panel(
+        "probe",
+        "Pushed weights: |log-ratio| of fixed texts",
+        "grows as the policy gets surer; worst server; log scale",
+        draw_probe,
+        ("rollout/probe_max_abs_log_ratio",),
+    ),
     Panel("weight", "Importance weight", "mean close to 1", draw_weight, ("rollout_corr/weight_mean",)),
-    Panel("ess", "ESS and kept tokens", "both close to 1", draw_shares,
-          ("rollout_corr/ess", "rollout_corr/kept_fraction")),
+    Panel(
+        "ess",
+        "ESS and kept tokens",
+        "both close to 1",
+        draw_shares,
+        ("rollout_corr/ess", "rollout_corr/kept_fraction"),
+    ),
     Panel("grad_norm", "Gradient norm", "steady; spikes follow mismatch", draw_grad_norm, ("grad_norm",)),
     Panel("throughput", "Tokens per second", "higher is better", draw_throughput, ("tokens_per_s",)),
-    Panel("times", "Seconds per step", "the thickest band is the bottleneck", draw_times,
-          tuple(name for name, _ in TIMES.values())),
+    Panel(
+        "times",
+        "Seconds per step",
+        "the thickest band is the bottleneck",
+        draw_times,
+        tuple(name for name, _ in TIMES.values()),
+    ),
     Panel("lag", "Weight lag, versions", "0 is on-policy", draw_lag, ("weight_lag",)),
-    Panel("queue", "Groups sampled ahead", "many ready: training is the bottleneck; none: sampling is", draw_queue,
-          tuple(QUEUE.values())),
+    Panel(
+        "queue",
+        "Groups sampled ahead",
+        "many ready: training is the bottleneck; none: sampling is",
+        draw_queue,
+        tuple(QUEUE.values()),
+    ),
 )
 _NEEDS = ordered(panel.needs[0] for panel in PANELS)
 PAGE_PANELS = tuple(sorted(PANELS, key=lambda panel: _NEEDS.index(panel.needs[0])))

@@ -30,12 +30,24 @@ MAP_INCHES_WIDE, INCHES_A_LAYER, MAP_INCHES_MORE = 5.2, 0.16, 1.2
 LONGEST_TITLE = 48
 INK, SOFT_INK, FAINT = "#222222", "#666666", "#DDDDDD"
 STYLE = {
-    "font.family": "DejaVu Sans", "font.size": 10, "text.color": INK,
-    "axes.edgecolor": "#999999", "axes.linewidth": 0.8, "axes.labelcolor": SOFT_INK, "axes.grid": True,
-    "axes.grid.axis": "y", "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
-    "grid.color": FAINT, "grid.linewidth": 0.7, "xtick.color": SOFT_INK, "ytick.color": SOFT_INK,
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": "#999999",
+    "axes.linewidth": 0.8,
+    "axes.labelcolor": SOFT_INK,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.color": FAINT,
+    "grid.linewidth": 0.7,
+    "xtick.color": SOFT_INK,
+    "ytick.color": SOFT_INK,
     # A fixed salt and no date make the same run give the same bytes.
-    "svg.hashsalt": "megatron_rl_corr", "savefig.facecolor": "white",
+    "svg.hashsalt": "megatron_rl_corr",
+    "savefig.facecolor": "white",
 }
 
 
@@ -61,8 +73,15 @@ def write_overview(rows: Sequence[dict], path: str | os.PathLike, *, title: str 
         texts = {"shaded: a step with an alert": shaded, "1, 2, ...: since then an early warning": marked}
         legend = "; ".join(text for text, steps in texts.items() if steps)
         if legend:
-            figure.text(0.988, 0.982, legend, ha="right", va="top", color=SOFT_INK,
-                        bbox={"facecolor": ALERT_SHADE, "edgecolor": "none", "pad": 4})
+            figure.text(
+                0.988,
+                0.982,
+                legend,
+                ha="right",
+                va="top",
+                color=SOFT_INK,
+                bbox={"facecolor": ALERT_SHADE, "edgecolor": "none", "pad": 4},
+            )
         for axes, panel in zip(figure.subplots(3, 3).flat, OVERVIEW_PANELS, strict=True):
             _draw(axes, panel, series, shaded, marked)
         return write_atomically(path, render_figure(figure, "png"))
@@ -103,13 +122,31 @@ def _draw(axes: Axes, panel: Panel, series: Series, shaded: Sequence[int], marke
     # Half a step on both sides leaves room for bars and for the marker of a single step.
     axes.set_xlim(series.steps[0] - 0.5, series.steps[-1] + 0.5)
     if len(axes.get_legend_handles_labels()[1]) > 1:
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 0.99), ncols=5, frameon=False, fontsize=9,
-                    borderaxespad=0.2, handlelength=1.4, columnspacing=1.2, labelcolor=SOFT_INK)
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(-0.01, 0.99),
+            ncols=5,
+            frameon=False,
+            fontsize=9,
+            borderaxespad=0.2,
+            handlelength=1.4,
+            columnspacing=1.2,
+            labelcolor=SOFT_INK,
+        )
 
 
 def _above(axes: Axes, text: str, *, offset: float, color: str) -> None:
-    axes.annotate(text, xy=(0, 1), xycoords="axes fraction", xytext=(0, offset), textcoords="offset points",
-                  ha="left", va="bottom", fontsize=9.5, color=color)
+    axes.annotate(
+        text,
+        xy=(0, 1),
+        xycoords="axes fraction",
+        xytext=(0, offset),
+        textcoords="offset points",
+        ha="left",
+        va="bottom",
+        fontsize=9.5,
+        color=color,
+    )
 
 
 def steps_to_shade(rows: Sequence[dict]) -> list[int]:

@@ -44,12 +44,13 @@ def correction_of(fields: Mapping[str, Any]) -> RolloutCorrectionConfig:
 
 
 def find_rejections(samples: Sequence[Sample], config: RolloutCorrectionConfig) -> list[Rejections]:
-    """For each sample of a whole batch, what rejects how much of it: the parts of the correction, one at a time.
+    """For each sample of a whole batch, what rejects how much of it: the parts of the
+    correction, one at a time.
 
     Args:
         samples: all of a batch, with the trainer's log-probs: a mean over the batch decides M2PO's cut.
-        config: what the run trained with. Rules about expert routing or advantages are left out: files have no
-            routing, and advantages of after rejection, where the rules saw those of before.
+        config: what the run trained with. Rules about expert routing or advantages are left out: files
+            have no routing, and advantages of after rejection, where the rules saw those of before.
     """
     batch, found = KeptBatch.of(samples), [{} for _ in samples]
     if config.diagnostics_only:
@@ -58,9 +59,15 @@ def find_rejections(samples: Sequence[Sample], config: RolloutCorrectionConfig) 
     for words, alone in _one_at_a_time(config).items():
         turns = None if batch.turn_ids is None else int(batch.turn_ids.max()) + 1
         correction = compute_correction(
-            batch.train_logprobs, batch.rollout_logprobs, batch.sampled, batch.seq_ids, config=alone,
-            num_sequences=batch.num_sequences, turn_ids=batch.turn_ids, num_turns=turns,
-        )  # fmt: skip
+            batch.train_logprobs,
+            batch.rollout_logprobs,
+            batch.sampled,
+            batch.seq_ids,
+            config=alone,
+            num_sequences=batch.num_sequences,
+            turn_ids=batch.turn_ids,
+            num_turns=turns,
+        )
         lost = correction.valid & ~correction.mask
         if alone.rollout_is is not None:
             lost = correction.valid & (correction.weights == 0)
@@ -81,7 +88,8 @@ def _one_at_a_time(config: RolloutCorrectionConfig) -> dict[str, RolloutCorrecti
     none = RolloutCorrectionConfig()
     alone = {
         rule_as_text(rule): replace(none, rollout_rs=(rule,))
-        for rule in config.rollout_rs if not inputs_of((rule,))
+        for rule in config.rollout_rs
+        if not inputs_of((rule,))
     }
     if config.rollout_m2_threshold is not None:
         words = f"m2 <= {config.rollout_m2_threshold:g}"

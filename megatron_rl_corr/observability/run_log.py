@@ -1,4 +1,6 @@
-"""Where a run's numbers go: the live table, metrics.jsonl and TensorBoard; opened at the first step's report."""
+"""Where a run's numbers go: the live table, metrics.jsonl and TensorBoard; opened at the
+first step's report.
+"""
 
 import dataclasses
 import json
@@ -25,8 +27,8 @@ logger = logging.getLogger(__name__)
 class RunLog:
     """`write(metrics)` once a step. Nothing is written outside log_dir; without one there is only the table.
 
-    writer is the trainer's own SummaryWriter; without it, one is opened in log_dir. settings (dataclasses by name) go
-    to run.json, which the report page shows.
+    writer is the trainer's own SummaryWriter; without it, one is opened in log_dir. settings (dataclasses
+    by name) go to run.json, which the report page shows.
     """
 
     def __init__(self, log_dir: str | None, settings: Mapping[str, object], writer=None):
@@ -60,11 +62,11 @@ class RunLog:
             write_scalars(self._writer, metrics, int(metrics["step"]))
             self._writer.flush()
 
-
     def _warn(self, metrics: Mapping[str, int | float]) -> None:
         """Print and tell the warnings that begin or end with this step."""
         step = int(metrics["step"])
-        if self._watch is None or step <= self._watch.step:  # a restart, which goes on behind the steps of the file
+        # a restart, which goes on behind the steps of the file
+        if self._watch is None or step <= self._watch.step:
             self._watch = TrendWatch(self._rows_before(step))
         for warning in self._watch.add(metrics):
             self._table.warn(warning)
@@ -77,7 +79,9 @@ class RunLog:
         try:
             return [row for row in read_metrics(self._file.path) if row["step"] < step]
         except ValueError as error:
-            logger.warning("trends are of the steps from %d on, as earlier ones can't be read: %s", step, error)
+            logger.warning(
+                "trends are of the steps from %d on, as earlier ones can't be read: %s", step, error
+            )
             return []
 
 
@@ -111,13 +115,23 @@ def write_scalars(writer, metrics: Mapping[str, int | float], step: int) -> None
 
 
 def _write_histogram(writer, ends: list[float], shares: list[float], tokens: float, step: int) -> None:
-    """Over log10 |D|, as its bins are even there; the lowest bin, open below, and the highest are a decade wide."""
+    """Over log10 |D|, as its bins are even there; the lowest bin, open below, and the highest
+    are a decade wide.
+    """
     limits = [math.log10(end) for end in ends[:-1]]
     limits.append(limits[-1] + 1)
-    middles = [limits[0] - 0.5, *((low + high) / 2 for low, high in zip(limits[:-1], limits[1:], strict=True))]
+    middles = [
+        limits[0] - 0.5,
+        *((low + high) / 2 for low, high in zip(limits[:-1], limits[1:], strict=True)),
+    ]
     counts = [share * tokens for share in shares]
     writer.add_histogram_raw(
-        HISTOGRAM, min=limits[0] - 1, max=limits[-1], num=tokens, bucket_limits=limits, bucket_counts=counts,
+        HISTOGRAM,
+        min=limits[0] - 1,
+        max=limits[-1],
+        num=tokens,
+        bucket_limits=limits,
+        bucket_counts=counts,
         sum=sum(at * count for at, count in zip(middles, counts, strict=True)),
         sum_squares=sum(at * at * count for at, count in zip(middles, counts, strict=True)),
         global_step=step,

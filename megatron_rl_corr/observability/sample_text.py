@@ -12,9 +12,18 @@ from megatron_rl_corr.observability.saved_samples import SavedRun, chosen
 
 RESET, BOLD, DIM, STRUCK = "\033[0m", "\033[1m", "\033[2m", "\033[9m"
 BACKGROUNDS = {
-    "n1": 230, "n2": 222, "n3": 214, "n4": 208, "p1": 195, "p2": 153, "p3": 111, "p4": 75,
-}  # fmt: skip
-"""Shade -> colour of 256: orange where the trainer finds a token less likely, blue where more; black on it."""
+    "n1": 230,
+    "n2": 222,
+    "n3": 214,
+    "n4": 208,
+    "p1": 195,
+    "p2": 153,
+    "p3": 111,
+    "p4": 75,
+}
+"""Shade -> colour of 256: orange where the trainer finds a token less likely, blue where
+more; black on it.
+"""
 
 
 def run(arguments: argparse.Namespace, stream: TextIO) -> None:
@@ -31,8 +40,12 @@ def run(arguments: argparse.Namespace, stream: TextIO) -> None:
     shown, rejections = places[: arguments.limit], saved.rejections(samples)
     coloured = has_colours(stream) if arguments.color == "auto" else arguments.color == "always"
     words = f"step {step}" if step else "files without a step in their names"
-    print(f"{words}: {len(shown)} of {len(places)} samples" + ("" if len(places) == len(samples) else
-          f" (of {len(samples)} in all)") + f"; steps with files: {_steps(saved)}", file=stream)  # fmt: skip
+    print(
+        f"{words}: {len(shown)} of {len(places)} samples"
+        + ("" if len(places) == len(samples) else f" (of {len(samples)} in all)")
+        + f"; steps with files: {_steps(saved)}",
+        file=stream,
+    )
     if coloured:
         print(legend(), file=stream)
     for place in shown:
@@ -47,10 +60,15 @@ def has_colours(stream: TextIO) -> bool:
 
 def legend() -> str:
     """What the colours mean, in one line."""
-    shades = [f"{'<= -' if sign == 'n' else '>= '}{SHADES[place - 1]:g}" for sign in "np" for place in (1, 2, 3, 4)]
+    shades = [
+        f"{'<= -' if sign == 'n' else '>= '}{SHADES[place - 1]:g}" for sign in "np" for place in (1, 2, 3, 4)
+    ]
     names = [f"{sign}{place}" for sign in "np" for place in (1, 2, 3, 4)]
     cells = [_painted(f" {shade} ", name) for shade, name in zip(shades, names, strict=True)]
-    return f"D = train - rollout log-prob: {' '.join(cells)}; {STRUCK}not in the loss{RESET}; {DIM}not sampled{RESET}"
+    return (
+        f"D = train - rollout log-prob: {' '.join(cells)}; {STRUCK}not in the loss{RESET}; {DIM}not "
+        f"sampled{RESET}"
+    )
 
 
 def lines_of(view: SampleView, *, coloured: bool) -> Iterator[str]:
@@ -65,8 +83,10 @@ def lines_of(view: SampleView, *, coloured: bool) -> Iterator[str]:
 def _span(span: ViewedSpan) -> str:
     if span.environment:
         return f"{DIM}{span.text}{RESET}"
-    return _painted((STRUCK if span.rejected else "") + span.text, span.shade) if span.shade or span.rejected else (
-        span.text
+    return (
+        _painted((STRUCK if span.rejected else "") + span.text, span.shade)
+        if span.shade or span.rejected
+        else (span.text)
     )
 
 

@@ -17,7 +17,9 @@ from megatron_rl_corr.rollout.sample_file import Sample
 from megatron_rl_corr.tables import readable
 
 SHADES = (0.05, 0.2, 0.7, 2.0)
-"""|D| from which a token is shaded, from light to strong: factors of 1.05, 1.2, 2 and 7 between the two policies."""
+"""|D| from which a token is shaded, from light to strong: factors of 1.05, 1.2, 2 and 7 between
+the two policies.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class ViewedSpan:
 
     @property
     def shade(self) -> str:
-        """"" for no shade, else n (D < 0) or p and how strong it is: p1 to p4."""
+        """ "" for no shade, else n (D < 0) or p and how strong it is: p1 to p4."""
         if self.log_ratio is None:
             return ""
         strength = sum(abs(self.log_ratio) >= bound for bound in SHADES)
@@ -61,12 +63,18 @@ def is_dropped(sample: Sample) -> bool:
 
 
 def group_of(sample: Sample) -> int:
-    """The number of the sample's group since the run's beginning; in older files, the prompt's place in the batch."""
+    """The number of the sample's group since the run's beginning; in older files, the prompt's
+    place in the batch.
+    """
     return sample.trajectory.prompt_index if sample.origin is None else sample.origin.group
 
 
 def view_of(
-    sample: Sample, tokenizer: Tokenizer | None, rejections: Rejections | None, *, most_tokens: int | None = None
+    sample: Sample,
+    tokenizer: Tokenizer | None,
+    rejections: Rejections | None,
+    *,
+    most_tokens: int | None = None,
 ) -> SampleView:
     """The sample as it is shown.
 
@@ -85,7 +93,9 @@ def view_of(
     if left_out:
         start = [*start, ViewedSpan(f" [... {left_out} tokens ...] ", None, environment=True)]
     text = "".join(span.text for span in prompt_start) + between + "".join(span.text for span in prompt_end)
-    return SampleView(_head(sample), list(_notes(sample, rejections, spans)), visible(text), [*start, *end], left_out)
+    return SampleView(
+        _head(sample), list(_notes(sample, rejections, spans)), visible(text), [*start, *end], left_out
+    )
 
 
 def _ends[Span](spans: Sequence[Span], most: int | None) -> tuple[tuple[Sequence[Span], Sequence[Span]], int]:
@@ -115,7 +125,9 @@ def _head(sample: Sample) -> str:
         parts.append(f"row {origin.row}")
     reward = f"reward {readable(sample.reward)}"
     if sample.reward_parts:
-        reward += " (" + ", ".join(f"{name} {readable(one)}" for name, one in sample.reward_parts.items()) + ")"
+        reward += (
+            " (" + ", ".join(f"{name} {readable(one)}" for name, one in sample.reward_parts.items()) + ")"
+        )
     parts.append(reward)
     if sample.advantages is not None and row.sampled.any():
         values = sample.advantages[row.sampled]
@@ -136,7 +148,10 @@ def _notes(sample: Sample, rejections: Rejections | None, spans: Sequence[Viewed
         largest = sorted(known, key=lambda span: -abs(span.log_ratio))[:3]
         yield "largest |D|: " + ", ".join(f"{span.text!r} {span.log_ratio:+.3g}" for span in largest)
     elif sample.train_logprobs is None and sample.trajectory.output_ids.numel():
-        yield "D is not known: the file has no log-probs of the trainer (bypass mode, or sampled without a trainer)"
+        yield (
+            "D is not known: the file has no log-probs of the trainer (bypass mode, or sampled without a "
+            "trainer)"
+        )
 
 
 def _why(sample: Sample, rejections: Rejections | None) -> Iterator[str]:
@@ -156,5 +171,7 @@ def _why(sample: Sample, rejections: Rejections | None) -> Iterator[str]:
     for own in rejections.values():
         explained = explained | own
     if (lost & ~explained).any():
-        reasons.append(f"{int((lost & ~explained).sum())} for another reason than the rules that are computed again")
+        reasons.append(
+            f"{int((lost & ~explained).sum())} for another reason than the rules that are computed again"
+        )
     yield f"{words}: {', '.join(reasons)}"

@@ -1,4 +1,6 @@
-"""The samples of a run that people look at: where its files are, those of a step, and what is known beside them."""
+"""The samples of a run that people look at: where its files are, those of a step, and what is
+known beside them.
+"""
 
 from __future__ import annotations
 
@@ -59,8 +61,10 @@ class SavedRun:
         """
         if step not in self.files:
             known = sorted(self.files)
-            raise ValueError(f"no samples of step {step}: there are files of {len(known)} steps, {known[0]} to "
-                             f"{known[-1]}; a batch of several updates has the file of its first step")  # fmt: skip
+            raise ValueError(
+                f"no samples of step {step}: there are files of {len(known)} steps, {known[0]} to "
+                f"{known[-1]}; a batch of several updates has the file of its first step"
+            )
         return [sample for path in self.files[step] for sample in read_trajectories(path, for_people=True)]
 
     def rejections(self, samples: Sequence[Sample]) -> list[Rejections | None]:
@@ -81,11 +85,15 @@ class SavedRun:
         if folder is None:
             return None
         if not Path(folder).is_dir():
-            raise ValueError(f"the model's folder {folder} is not there, and text is made with its tokenizer; give "
-                             "--tokenizer DIR, or --ids to see ids")  # fmt: skip
+            raise ValueError(
+                f"the model's folder {folder} is not there, and text is made with its tokenizer; give "
+                "--tokenizer DIR, or --ids to see ids"
+            )
         tokenizer = Tokenizer.from_folder(folder)
         if tokenizer is None and batch is None:
-            raise ValueError(f"--tokenizer {folder}: there is no file of a tokenizer in it; give the model's folder")
+            raise ValueError(
+                f"--tokenizer {folder}: there is no file of a tokenizer in it; give the model's folder"
+            )
         return tokenizer
 
 
@@ -111,13 +119,19 @@ def samples_folder(run_dir: Path) -> Path:
     try:
         named = path_setting(run_dir, "save_trajectories")
     except ValueError as error:
-        raise ValueError(f"{run_dir / CONFIG_NAME} is not JSON: {error}; give the sample files themselves") from error
+        raise ValueError(
+            f"{run_dir / CONFIG_NAME} is not JSON: {error}; give the sample files themselves"
+        ) from error
     if named is None:
-        raise ValueError(f"{run_dir / CONFIG_NAME}: the run saved no samples; --rollout-save-trajectories DIR does")
+        raise ValueError(
+            f"{run_dir / CONFIG_NAME}: the run saved no samples; --rollout-save-trajectories DIR does"
+        )
     for folder in (Path(named), run_dir / named, run_dir / Path(named).name):
         if folder.is_dir():
             return folder
-    raise ValueError(f"{run_dir / CONFIG_NAME} says that samples are in {named}, which is not there; give the folder")
+    raise ValueError(
+        f"{run_dir / CONFIG_NAME} says that samples are in {named}, which is not there; give the folder"
+    )
 
 
 def chosen(
@@ -128,8 +142,8 @@ def chosen(
     Args:
         samples: of a step.
         group: only of this group.
-        order: worst or best (by reward; those without one last), or dropped (only samples of which nothing enters the
-            loss); None: as they are in the file.
+        order: worst or best (by reward; those without one last), or dropped (only samples of which nothing
+            enters the loss); None: as they are in the file.
         limit: how many, at most.
 
     Raises:

@@ -16,7 +16,9 @@ INVALID = "\ufffd"
 
 @dataclass(frozen=True)
 class TextSpan:
-    """The text that tokens [first, last) make together. Example: two tokens that are half a character each."""
+    """The text that tokens [first, last) make together. Example: two tokens that are half
+    a character each.
+    """
 
     text: str
     first: int
@@ -70,9 +72,11 @@ def _named(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> TextSpan:
 
 
 def visible(text: str) -> str:
-    """The text without characters that act on a terminal or a page: they are shown as escapes, \\x1b for example.
+    """The text without characters that act on a terminal or a page: they are shown as escapes,
+    \\x1b for example.
 
-    New lines and tabs stay. Others that are not printable, such as those that turn the direction of writing, do not.
+    New lines and tabs stay. Others that are not printable, such as those that turn the direction of
+    writing, do not.
     """
     return "".join(
         one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text

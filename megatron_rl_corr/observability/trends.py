@@ -1,7 +1,8 @@
-"""A run's last and first values of some metrics in bounded memory, and what can be said robustly about their course.
+"""A run's last and first values of some metrics in bounded memory, and what can be said robustly
+about their course.
 
-A "step with x" is one whose row has a finite number under the name x. All statistics are of steps with the metric, so a
-step without it, or with NaN, neither counts nor interrupts.
+A "step with x" is one whose row has a finite number under the name x. All statistics are of steps with the
+metric, so a step without it, or with NaN, neither counts nor interrupts.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ KEPT = SCATTERED + WINDOW
 def kendall_tau(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Kendall's tau-b of n pairs: (concordant - discordant) / sqrt(pairs untied in x * pairs untied in y).
 
-    In [-1, 1]; single outliers hardly move it. 0 where one side is constant, or there are fewer than two pairs.
+    In [-1, 1]; single outliers hardly move it. 0 where one side is constant, or there are
+    fewer than two pairs.
 
     Args:
         xs, ys: of the same length n; n^2 / 2 comparisons.
@@ -47,8 +49,8 @@ def _sign(value: float) -> int:
 def noise_of_mean(values: Sequence[float]) -> float:
     """Standard deviation of a mean of WINDOW values: sqrt(mean((x_t - x_(t-1))^2) / 2 / WINDOW).
 
-    A slow trend hardly adds to it. Rare values do, as they must: of a reward that most batches lack altogether, the
-    typical difference is 0, but not its mean square.
+    A slow trend hardly adds to it. Rare values do, as they must: of a reward that most batches lack
+    altogether, the typical difference is 0, but not its mean square.
 
     Args:
         values: in order, at least two.
@@ -57,7 +59,9 @@ def noise_of_mean(values: Sequence[float]) -> float:
 
 
 class Parts:
-    """The means of a pair of metrics over equal parts of a run so far: COURSE to 2 * COURSE - 1 once it is so long."""
+    """The means of a pair of metrics over equal parts of a run so far: COURSE to 2 * COURSE - 1
+    once it is so long.
+    """
 
     def __init__(self):
         self.means: list[tuple[float, float]] = []
@@ -99,7 +103,9 @@ class History:
         self._first: dict[str, list[float]] = {name: [] for name in names}
         self._last: dict[str, deque[float]] = {name: deque(maxlen=KEPT) for name in names}
         # Kept by themselves, as one may be there in the first of many updates of a batch alone.
-        self._both: dict[tuple[str, str], deque[tuple[float, float]]] = {pair: deque(maxlen=COURSE) for pair in pairs}
+        self._both: dict[tuple[str, str], deque[tuple[float, float]]] = {
+            pair: deque(maxlen=COURSE) for pair in pairs
+        }
         self._parts: dict[tuple[str, str], Parts] = {pair: Parts() for pair in pairs}
         self._counts = dict.fromkeys(names, 0)
         self._lowest: dict[str, float] = {}
@@ -109,7 +115,9 @@ class History:
         """The last one that was added."""
 
     def add(self, metrics: Mapping[str, int | float]) -> set[str]:
-        """Take a step's metrics, `step` among them; the names of this history that it has a finite number of."""
+        """Take a step's metrics, `step` among them; the names of this history that it has a
+        finite number of.
+        """
         self.step = int(metrics["step"])
         found = {name for name in self._counts if math.isfinite(metrics.get(name, math.nan))}
         for name in found:
@@ -157,20 +165,22 @@ class History:
         return self._best[name][2] if name in self._best else None
 
     def noise(self, name: str) -> float | None:
-        """The larger `noise_of_mean` of two spans of SCATTERED steps with the metric; None before there are COURSE.
+        """The larger `noise_of_mean` of two spans of SCATTERED steps with the metric; None before
+        there are COURSE.
 
-        One ends with the best mean, the other before the last WINDOW steps, whose fall is no noise.
-        That of the best stays as long as the best does: a run of rare rewards may have none at all by now, and a best
-        that one outlier made is worth no more than its outlier.
+        One ends with the best mean, the other before the last WINDOW steps, whose fall is no noise. That
+        of the best stays as long as the best does: a run of rare rewards may have none at all by now, and
+        a best that one outlier made is worth no more than its outlier.
         """
         values = list(self._last[name])
         return max(noise_of_mean(values[:-WINDOW]), self._best[name][1]) if len(values) >= COURSE else None
 
     def tau(self, x: str, y: str) -> float | None:
-        """The larger `kendall_tau` of a pair, of its last COURSE steps or of its `Parts`; None before COURSE steps.
+        """The larger `kendall_tau` of a pair, of its last COURSE steps or of its `Parts`; None
+        before COURSE steps.
 
-        What rises over hundreds of steps moves less in 20 of them than it scatters, and a rise of 20 steps is one part
-        of a long run.
+        What rises over hundreds of steps moves less in 20 of them than it scatters, and a rise of 20 steps
+        is one part of a long run.
         """
         both, whole = self._both[x, y], self._parts[x, y].tau()
         if len(both) < COURSE or whole is None:

@@ -96,15 +96,19 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
 
 
 def all_reduce_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -> dict[str, float]:
-    """Every metric as a number over the group, exact whatever its reduction: two all-reduces and one host read.
+    """Every metric as a number over the group, exact whatever its reduction: two all-reduces
+    and one host read.
 
-    Sums travel in one, maxima and negated minima in the other: P float64 values in all, about 4 kB, however many
-    ranks there are. Every rank of the group must hold the same names; they are packed in sorted order.
+    Sums travel in one, maxima and negated minima in the other: P float64 values in all, about 4 kB,
+    however many ranks there are. Every rank of the group must hold the same names; they are packed
+    in sorted order.
     """
     names = sorted(metrics, key=lambda name: (metrics[name].reduction != "sum", name))
     if not names:
         return {}
-    values = [-metrics[name].values if metrics[name].reduction == "min" else metrics[name].values for name in names]
+    values = [
+        -metrics[name].values if metrics[name].reduction == "min" else metrics[name].values for name in names
+    ]
     packed = torch.cat(values)
     first_extremum = sum(metrics[name].values.numel() for name in names if metrics[name].reduction == "sum")
     sums, extrema = packed[:first_extremum], packed[first_extremum:]
@@ -115,7 +119,9 @@ def all_reduce_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -
     host, numbers, start = packed.tolist(), {}, 0
     for name in names:
         stop = start + metrics[name].values.numel()
-        part = [-value for value in host[start:stop]] if metrics[name].reduction == "min" else host[start:stop]
+        part = (
+            [-value for value in host[start:stop]] if metrics[name].reduction == "min" else host[start:stop]
+        )
         numbers |= metrics[name].numbers(name, part)
         start = stop
     return numbers

@@ -1,6 +1,8 @@
-"""Which tokens of a row a context-parallel rank holds, and running sums over sequences that several ranks share.
+"""Which tokens of a row a context-parallel rank holds, and running sums over sequences that
+several ranks share.
 
-L tokens of a row, cp context-parallel ranks, t = L / cp tokens of one of them. T tokens of S sequences on this rank.
+L tokens of a row, cp context-parallel ranks, t = L / cp tokens of one of them. T tokens of S
+sequences on this rank.
 """
 
 from __future__ import annotations
@@ -20,15 +22,15 @@ def zigzag_positions(
 ) -> Tensor:
     """Positions in the row of the tokens that a context-parallel rank holds, in its order: [t] int64.
 
-    Each sequence is cut into 2 * size chunks, of which a rank holds chunks `rank` and 2 * size - 1 - rank: a causal
-    mask then costs every rank the same. Source: Megatron-core, get_batch_on_this_cp_rank (whole rows), and Transformer
-    Engine, thd_get_partitioned_indices (packed rows).
+    Each sequence is cut into 2 * size chunks, of which a rank holds chunks `rank` and 2 * size - 1 - rank: a
+    causal mask then costs every rank the same. Source: Megatron-core, get_batch_on_this_cp_rank (whole rows),
+    and Transformer Engine, thd_get_partitioned_indices (packed rows).
 
     Args:
         rank: of this rank in its context-parallel group.
         size: of the group.
-        boundaries: cumulative lengths 0, n1, n1 + n2, ..., L of the row's sequences, padding included; (0, L) for a row
-            that is cut as a whole.
+        boundaries: cumulative lengths 0, n1, n1 + n2, ..., L of the row's sequences, padding included; (0, L)
+            for a row that is cut as a whole.
         device: of the result.
 
     Raises:
@@ -53,7 +55,8 @@ def zigzag_positions(
 class SequenceChunks:
     """The chunks of `zigzag_positions` that this rank's tokens lie in.
 
-    Example: cp 2, a sequence of 8 tokens: rank 1 has positions 2, 3, 4, 5: numbers [1, 1, 2, 2], firsts [0, 0, 2, 2].
+    Example: cp 2, a sequence of 8 tokens: rank 1 has positions 2, 3, 4, 5: numbers [1, 1, 2, 2],
+    firsts [0, 0, 2, 2].
     """
 
     numbers: Tensor
@@ -72,7 +75,8 @@ class SequenceChunks:
         """The chunks of sequences that lie one behind the other.
 
         Args:
-            starts: [S + 1] int64 on the host: where each sequence begins among this rank's tokens, with its padding.
+            starts: [S + 1] int64 on the host: where each sequence begins among this rank's tokens,
+                with its padding.
             seq_ids: [T] int64.
             groups: with the context-parallel ranks, which share each sequence.
         """
@@ -102,10 +106,11 @@ class SequenceChunks:
         return within + earlier.view(len(values), -1)[:, self.numbers]
 
     def _running_sums(self, values: Tensor) -> Tensor:
-        """Sums over each token's chunk up to it, it too: [K, T]; log2(longest) passes, each over twice as many tokens.
+        """Sums over each token's chunk up to it, it too: [K, T]; log2(longest) passes, each over
+        twice as many tokens.
 
-        A sum over all chunks, less what it was at the chunk's first token, would lose what comes behind a number that
-        is 1e16 times as large, as the square of a weight without a bound is.
+        A sum over all chunks, less what it was at the chunk's first token, would lose what comes behind a
+        number that is 1e16 times as large, as the square of a weight without a bound is.
         """
         total, span = values, 1
         place = torch.arange(values.shape[1], device=values.device) - self.firsts

@@ -1,6 +1,7 @@
 """Sums over the tokens of each expert, each expert-parallel rank owning its own experts' rows.
 
-T tokens of this rank, L layers with experts of this rank, K experts a token, E experts a layer, V values a token.
+T tokens of this rank, L layers with experts of this rank, K experts a token, E experts a layer,
+V values a token.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from megatron_rl_corr.parallel.layout import ExpertGroups
 
 
 def expert_sums(expert_ids: Tensor, values: Tensor, num_experts: int) -> Tensor:
-    """Sum of the values of the tokens that went to each expert; a token counts once for each of its K experts.
+    """Sum of the values of the tokens that went to each expert; a token counts once for each
+    of its K experts.
 
     Args:
         expert_ids: [T, L, K], any integer type.

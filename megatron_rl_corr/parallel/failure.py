@@ -1,4 +1,6 @@
-"""When one rank fails, every rank ends soon and one message says why: agreement by collective, and a watch thread."""
+"""When one rank fails, every rank ends soon and one message says why: agreement by collective,
+and a watch thread.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,17 @@ from megatron_rl_corr.config.problems import problems_of
 from megatron_rl_corr.events import EVENTS
 
 MEETING_INTERVAL_S = 60.0
-"""Longest time between two collectives of ranks that wait for a slow result, where a collective may wait three times as
-long. Gloo and NCCL end a run whose ranks wait for each other longer than --distributed-timeout-minutes, by default 10.
+"""Longest time between two collectives of ranks that wait for a slow result, where a collective may wait
+three times as long. Gloo and NCCL end a run whose ranks wait for each other longer than
+--distributed-timeout-minutes, by default 10.
 """
 POLL_INTERVAL_S = 1.0
 POLLS_PER_S = 4096
 """Load limit of the job's store: the ranks of a large job poll it less often."""
 CLEAN_UP_S = 8.0
-"""Time that rank 0 has to leave the rollout servers in order before the job ends; the other ranks wait for it."""
+"""Time that rank 0 has to leave the rollout servers in order before the job ends; the other
+ranks wait for it.
+"""
 EXIT_TIMEOUT_S = 30.0
 """A process that knows of a failure ends at most this much later, whatever it waits for."""
 MESSAGE_LENGTH = 2000
@@ -43,16 +48,20 @@ class PeerFailure(RuntimeError):
 
 
 class StartupError(ValueError):
-    """The run can't start, or go on, as configured; the message names the flag and the remedy, or lists several."""
+    """The run can't start, or go on, as configured; the message names the flag and the remedy,
+    or lists several.
+    """
 
     problems: tuple[str, ...] = ()
     """The texts of several."""
 
 
 def meeting_interval_s() -> float:
-    """Longest time between two collectives of ranks that wait for a slow result: a third of what a collective may wait.
+    """Longest time between two collectives of ranks that wait for a slow result: a third of what a
+    collective may wait.
 
-    At most MEETING_INTERVAL_S. The rest of the limit is for ranks that are late, and for a machine under load.
+    At most MEETING_INTERVAL_S. The rest of the limit is for ranks that are late, and for a
+    machine under load.
     """
     if not dist.is_initialized():
         return MEETING_INTERVAL_S
@@ -80,7 +89,8 @@ def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None =
 
 
 def all_reduce_first_rank(write: Callable[[], None]) -> None:
-    """Rank 0 writes, and every rank learns whether it could; every rank calls it, one collective of two numbers.
+    """Rank 0 writes, and every rank learns whether it could; every rank calls it, one
+    collective of two numbers.
 
     Raises:
         OSError, ValueError: on rank 0, as `write` does.
@@ -115,7 +125,8 @@ def broadcast_made[Made](make: Callable[[], Made]) -> Made:
 
 
 def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
-    """Whether every rank of the group is done: one collective of two numbers; every rank of the group must call it.
+    """Whether every rank of the group is done: one collective of two numbers; every rank of the
+    group must call it.
 
     Args:
         done: whether this rank is.
@@ -140,7 +151,8 @@ def all_reduce_startup[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
     """prepare() on every rank; every rank calls it.
 
     Raises:
-        StartupError: on the first rank whose prepare() raised ValueError or OSError, with its message or list.
+        StartupError: on the first rank whose prepare() raised ValueError or OSError, with its
+            message or list.
         PeerFailure: on all others.
     """
     prepared, error = None, None
@@ -159,11 +171,14 @@ def wait_for(future: Future) -> bool:
 
 
 def all_reduce_results[Result, Used](
-    future: Future[Result] | None, use: Callable[[Result], Used], wait: Callable[[Future[Result]], bool] = wait_for
+    future: Future[Result] | None,
+    use: Callable[[Result], Used],
+    wait: Callable[[Future[Result]], bool] = wait_for,
 ) -> Used | None:
     """use(result) on the ranks that wait for a future (None on others), once every rank has its own.
 
-    Every rank calls it; the ranks meet in a collective at least every `meeting_interval_s`, and none waits for long.
+    Every rank calls it; the ranks meet in a collective at least every `meeting_interval_s`, and
+    none waits for long.
 
     Args:
         future: what this rank waits for; None: nothing.
@@ -171,7 +186,8 @@ def all_reduce_results[Result, Used](
         wait: wait(future) returns after at most `meeting_interval_s` whether the future is done.
 
     Raises:
-        Exception: of the future or of use(), as `all_reduce_failure` raises it; other ranks' futures are cancelled.
+        Exception: of the future or of use(), as `all_reduce_failure` raises it; other ranks'
+            futures are cancelled.
     """
     used, error, waiting, done = None, None, future is not None, False
     try:
@@ -192,12 +208,13 @@ def all_reduce_results[Result, Used](
 class FailureWatch:
     """Ends this process soon after another rank failed, whatever the main thread waits for.
 
-    A rank that fails writes its number and message into the job's store (`report`). A thread of every other rank polls
-    the store and ends its process; it needs no collective, as a collective may be what the main thread waits in, and
-    NCCL gives up after minutes only. The watch has its own connection to the store of torchrun or of rank 0.
+    A rank that fails writes its number and message into the job's store (`report`). A thread of every other
+    rank polls the store and ends its process; it needs no collective, as a collective may be what the main
+    thread waits in, and NCCL gives up after minutes only. The watch has its own connection to the store of
+    torchrun or of rank 0.
 
-    Call `start` at the beginning of a job, `report` and `clean_up` on a rank that fails, `stop` at the regular end. In
-    a job of one rank, or if it was not started, it does nothing.
+    Call `start` at the beginning of a job, `report` and `clean_up` on a rank that fails, `stop` at the
+    regular end. In a job of one rank, or if it was not started, it does nothing.
     """
 
     def __init__(self):
@@ -210,13 +227,17 @@ class FailureWatch:
         self._reported: BaseException | None = None
 
     def start(self, leave: Callable[[str], None]) -> None:
-        """Start the thread; on a failure elsewhere it calls leave(message), which prints it and ends this process."""
+        """Start the thread; on a failure elsewhere it calls leave(message), which prints it and
+        ends this process.
+        """
         self._rank, self._ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives an attempt
         self._prefix = f"megatron_rl_corr/attempt_{attempt}"
         self._stopped.clear()
         if self._ranks > 1:
-            self._thread = threading.Thread(target=self._watch, args=[leave], name="failure-watch", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, args=[leave], name="failure-watch", daemon=True
+            )
             self._thread.start()
 
     def stop(self) -> None:
@@ -230,7 +251,9 @@ class FailureWatch:
         self._clean_ups.append(clean_up)
 
     def forget(self) -> None:
-        """Call none of the clean-ups so far: what they would leave in order has ended, and a restart makes it anew."""
+        """Call none of the clean-ups so far: what they would leave in order has ended, and a
+        restart makes it anew.
+        """
         self._clean_ups.clear()
 
     def report(self, error: BaseException) -> None:
@@ -243,7 +266,9 @@ class FailureWatch:
         if self._ranks > 1:
             count = len(error.problems) if isinstance(error, StartupError) else 1
             what = error if count < 2 else f"{count} problems, which its own message lists"
-            text = json.dumps({"rank": self._rank, "message": f"{type(error).__name__}: {what}"[:MESSAGE_LENGTH]})
+            text = json.dumps(
+                {"rank": self._rank, "message": f"{type(error).__name__}: {what}"[:MESSAGE_LENGTH]}
+            )
             self._request(lambda store: store.compare_set(f"{self._prefix}/failed", "", text))
 
     def peer_failure(self) -> str | None:
@@ -258,7 +283,9 @@ class FailureWatch:
         return f"rank {failed['rank']} failed: {' '.join(failed['message'].split())}"
 
     def claim_exit(self) -> bool:
-        """True for the first thread that calls it, which must end the process; a timer does after EXIT_TIMEOUT_S."""
+        """True for the first thread that calls it, which must end the process; a timer does
+        after EXIT_TIMEOUT_S.
+        """
         if not self._exit_lock.acquire(blocking=False):
             return False
         overdue = threading.Timer(EXIT_TIMEOUT_S, os._exit, [1])
@@ -267,12 +294,14 @@ class FailureWatch:
         return True
 
     def clean_up(self) -> None:
-        """Run the `on_failure` callbacks, whichever of them fail; other ranks wait for rank 0's, as the first process
-        to exit ends the job."""
+        """Run the `on_failure` callbacks, whichever of them fail; other ranks wait for rank 0's, as the
+        first process to exit ends the job.
+        """
         for clean_up in self._clean_ups:
             try:
                 clean_up()
-            except (RuntimeError, ValueError, OSError) as error:  # such as a loop that is closed, or a full disk
+            # such as a loop that is closed, or a full disk
+            except (RuntimeError, ValueError, OSError) as error:
                 logger.warning("before this process ends, something was not left in order: %s", error)
         if self._ranks == 1:
             return
@@ -280,7 +309,8 @@ class FailureWatch:
         if self._rank == 0:
             self._request(lambda store: store.set(key, "1"))
             if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                time.sleep(self._poll_interval_s + 1.0)  # the store ends with this process: let the others read it
+                # the store ends with this process: let the others read it
+                time.sleep(self._poll_interval_s + 1.0)
             return
         end = time.monotonic() + self._poll_interval_s + CLEAN_UP_S
         while time.monotonic() < end and not self._request(lambda store: store.check([key])):
@@ -316,7 +346,8 @@ class FailureWatch:
 
     def _connect(self) -> TCPStore:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        socket.create_connection((host, port), CLEAN_UP_S).close()  # a TCPStore fails with many lines on stderr
+        # a TCPStore fails with many lines on stderr
+        socket.create_connection((host, port), CLEAN_UP_S).close()
         timeout = timedelta(seconds=CLEAN_UP_S)
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 

@@ -1,6 +1,7 @@
 """Which process groups this rank is in, and its place in each: the one description that all folders share.
 
-Ranks of a replica are numbered tensor parallel first, then context, expert and data parallel, then pipeline parallel.
+Ranks of a replica are numbered tensor parallel first, then context, expert and data parallel, then
+pipeline parallel.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 @dataclass(frozen=True)
 class StageGroups:
-    """Groups of one pipeline stage that a parameter is gathered over, and the rank that sends it to the servers."""
+    """Groups of one pipeline stage that a parameter is gathered over, and the rank that sends
+    it to the servers.
+    """
 
     tp: ProcessGroup | None
     """Tensor parallel."""
@@ -28,7 +31,8 @@ class StageGroups:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of one pipeline stage that sums over an expert's tokens are reduced over; None means this rank alone.
+    """Groups of one pipeline stage that sums over an expert's tokens are reduced over; None means
+    this rank alone.
 
     Together they are all ranks of the stage.
     """
@@ -36,7 +40,9 @@ class ExpertGroups:
     expert: ProcessGroup | None = None
     """Ranks that hold other experts: expert parallelism."""
     replicas: tuple[ProcessGroup | None, ...] = ()
-    """Their product is the ranks that hold the same experts, whole or cut: expert tensor and data parallelism."""
+    """Their product is the ranks that hold the same experts, whole or cut: expert tensor and
+    data parallelism.
+    """
 
     @property
     def size(self) -> int:
@@ -56,7 +62,9 @@ class Layout:
     is_last_stage: bool
     """The stage that has logits, and so the loss. The last rank of pp_group."""
     tp_group: ProcessGroup
-    """Same tokens, other columns of the weights (under sequence parallelism: other tokens of the same rows)."""
+    """Same tokens, other columns of the weights (under sequence parallelism: other tokens
+    of the same rows).
+    """
     cp_group: ProcessGroup
     """Other tokens of the same rows."""
     dp_cp_group: ProcessGroup
@@ -74,7 +82,9 @@ class Layout:
 
     @property
     def is_data_leader(self) -> bool:
-        """True on exactly one rank of each data-parallel replica: the one that talks to the rollout servers."""
+        """True on exactly one rank of each data-parallel replica: the one that talks to the
+        rollout servers.
+        """
         return self.pp_rank == 0 and self.tp_cp_group.rank() == 0
 
     @property

@@ -1,7 +1,9 @@
-"""Lets the process groups of a job that torchrun has started again meet, without the addresses of the attempt before.
+"""Lets the process groups of a job that torchrun has started again meet, without the addresses of
+the attempt before.
 
-torchrun's agent keeps one store for all attempts (torch 2.14). Gloo and NCCL leave addresses in it, under names that
-are the same in each attempt, so that a later one connects to processes that are gone: "Connection refused".
+torchrun's agent keeps one store for all attempts (torch 2.14). Gloo and NCCL leave addresses in it, under
+names that are the same in each attempt, so that a later one connects to processes that are gone:
+"Connection refused".
 """
 
 from __future__ import annotations

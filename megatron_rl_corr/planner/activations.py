@@ -1,8 +1,9 @@
 """Bytes that a training pass keeps for each token of a microbatch, on one rank, in bfloat16.
 
-What Megatron's Transformer Engine layers save for their backward, without dropout, with fused rotary embedding, SwiGLU
-and flash attention. The method is that of arXiv:2205.05198, section 4, which counts GPT-3's layer at 34 bytes x hidden;
-here grouped queries, gated MLPs and experts are counted as they are. An estimate: kernels may keep more.
+What Megatron's Transformer Engine layers save for their backward, without dropout, with fused rotary
+embedding, SwiGLU and flash attention. The method is that of arXiv:2205.05198, section 4, which counts GPT-3's
+layer at 34 bytes x hidden; here grouped queries, gated MLPs and experts are counted as they are. An estimate:
+kernels may keep more.
 
 h hidden, q / kv numbers of all query / key heads, f width, K experts of a token, t tensor-parallel ranks.
 """
@@ -24,11 +25,13 @@ LINEAR_LOGPROBS_BYTES = 256 * 2**20
 """Logits that exist at a time with --rollout-linear-logprobs (mcore/forward.py)."""
 
 
-def layer_bytes(config: Config, layout: TrainLayout, *, has_experts: bool, recompute: str | None = None) -> float:
+def layer_bytes(
+    config: Config, layout: TrainLayout, *, has_experts: bool, recompute: str | None = None
+) -> float:
     """Bytes a token that one layer keeps on one rank.
 
-    Norms, residuals and attention are split over t by sequence parallelism, which is on wherever t > 1. With full
-    recompute a layer keeps its input alone, 2 h / t.
+    Norms, residuals and attention are split over t by sequence parallelism, which is on wherever t > 1. With
+    full recompute a layer keeps its input alone, 2 h / t.
 
     Args:
         config: the model's config.json.
@@ -47,13 +50,15 @@ def layer_bytes(config: Config, layout: TrainLayout, *, has_experts: bool, recom
 def _attention_bytes(config: Config, t: int, *, keeps_core: bool) -> float:
     """Queries, keys and values before and behind rotation, attention's output, and its log-sum-exp a head.
 
-    The output is also the input of the projection behind it, so recomputing the core saves only the log-sum-exp.
+    The output is also the input of the projection behind it, so recomputing the core saves only
+    the log-sum-exp.
     """
     heads = config["num_attention_heads"]
     core = FP32 * heads if keeps_core else 0
     if has_latent_attention(config):
         nope, rope, value = config["qk_nope_head_dim"], config["qk_rope_head_dim"], config["v_head_dim"]
-        low_rank = 2 * (config["q_lora_rank"] + config["kv_lora_rank"]) + rope  # before and behind their norms
+        # before and behind their norms
+        low_rank = 2 * (config["q_lora_rank"] + config["kv_lora_rank"]) + rope
         rows = heads * (2 * (nope + rope) + (nope + value) + value)  # q, k, keys' and values' way up, output
         return (BF16 * low_rank + BF16 * rows + core) / t
     query, key = query_size(config), key_size(config)
@@ -62,9 +67,11 @@ def _attention_bytes(config: Config, t: int, *, keeps_core: bool) -> float:
 
 
 def _expert_bytes(config: Config, layout: TrainLayout) -> float:
-    """Routed tokens: input 2 h, gate and up 4 f, their product 2 f, for K experts each; the shared expert; the router.
+    """Routed tokens: input 2 h, gate and up 4 f, their product 2 f, for K experts each; the shared
+    expert; the router.
 
-    On the busiest of the expert-parallel ranks. Expert-tensor ranks gather each other's tokens and split f.
+    On the busiest of the expert-parallel ranks. Expert-tensor ranks gather each other's
+    tokens and split f.
     """
     t, experts = layout.tensor, num_experts(config)
     routes = config["num_experts_per_tok"] * (layout.expert_imbalance if layout.expert > 1 else 1)
@@ -77,7 +84,8 @@ def logits_bytes(config: Config, layout: TrainLayout, tokens: int, padded_vocab_
     """Bytes of the last stage's output for a microbatch: V/t logits a token and their gradient, in bfloat16.
 
     `vocab_parallel_logprobs` reads the output layer's own logits and makes no float32 copy of them. With
-    linear_logprobs a tile of logits exists at a time, and beside it whole hidden states and their gradient in float32.
+    linear_logprobs a tile of logits exists at a time, and beside it whole hidden states and their
+    gradient in float32.
 
     Args:
         config: the model's config.json.

@@ -1,7 +1,7 @@
 """How many parameters a model has, by how Megatron's ranks share them, from config.json alone.
 
-h hidden size, q numbers of all query heads, kv of all key heads, f width of an MLP, E experts, K routed per token,
-V vocabulary, L layers.
+h hidden size, q numbers of all query heads, kv of all key heads, f width of an MLP, E experts, K routed
+per token, V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -84,9 +84,12 @@ def model_parameters(config: Config) -> ModelParameters:
         layers.append(sum(counted, start=LayerParameters()))
     experts = parts.num_experts(config)
     return ModelParameters(
-        layers=tuple(layers), embedding=config["vocab_size"] * hidden, tied=parts.is_tied(config), final_norm=hidden,
+        layers=tuple(layers),
+        embedding=config["vocab_size"] * hidden,
+        tied=parts.is_tied(config),
+        final_norm=hidden,
         active_share=config["num_experts_per_tok"] / experts if with_experts else 0.0,
-    )  # fmt: skip
+    )
 
 
 def query_size(config: Config) -> int:
@@ -140,7 +143,9 @@ def _qk_norms(config: Config) -> LayerParameters:
 
 
 def _latent_attention(config: Config) -> LayerParameters:
-    """The way down is whole on every rank in Transformer Engine's layers, as its norms are; the way up is split."""
+    """The way down is whole on every rank in Transformer Engine's layers, as its norms are; the
+    way up is split.
+    """
     parts.latent_attention(config)  # raises for what Megatron can't express
     query, key = config["q_lora_rank"], config["kv_lora_rank"]
     heads, value, rope = config["num_attention_heads"], config["v_head_dim"], config["qk_rope_head_dim"]
@@ -185,5 +190,9 @@ PARTS: dict[Callable, Callable[[Config], LayerParameters]] = {
 }
 """Each part of `models.architectures` -> its parameters in one layer."""
 ONLY_WITH_EXPERTS = {
-    parts.experts, parts.mixtral_experts, parts.router_bias, parts.shared_experts, parts.gated_shared_expert
+    parts.experts,
+    parts.mixtral_experts,
+    parts.router_bias,
+    parts.shared_experts,
+    parts.gated_shared_expert,
 }

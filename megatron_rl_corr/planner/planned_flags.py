@@ -7,7 +7,9 @@ from megatron_rl_corr.planner.serving import ServingMemory
 from megatron_rl_corr.planner.train_layout import TrainLayout, Workload
 
 
-def training_flags(config: Config, layout: TrainLayout, workload: Workload, *, colocated: bool = False) -> list[str]:
+def training_flags(
+    config: Config, layout: TrainLayout, workload: Workload, *, colocated: bool = False
+) -> list[str]:
     """Flags of Megatron and of the run, beside those of `models.megatron_flags.model_flags`.
 
     Args:
@@ -19,9 +21,11 @@ def training_flags(config: Config, layout: TrainLayout, workload: Workload, *, c
     # Gradient accumulation fusion, on by default, is a kernel of Apex, which `make setup` does not install.
     flags: list[str | int] = ["--bf16", "--no-gradient-accumulation-fusion"]
     for flag, size in (
-        ("--tensor-model-parallel-size", layout.tensor), ("--pipeline-model-parallel-size", layout.pipeline),
-        ("--context-parallel-size", layout.context), ("--expert-model-parallel-size", layout.expert),
-    ):  # fmt: skip
+        ("--tensor-model-parallel-size", layout.tensor),
+        ("--pipeline-model-parallel-size", layout.pipeline),
+        ("--context-parallel-size", layout.context),
+        ("--expert-model-parallel-size", layout.expert),
+    ):
         flags += [flag, size] if size > 1 else []
     if layout.tensor > 1:
         flags.append("--sequence-parallel")
@@ -33,14 +37,28 @@ def training_flags(config: Config, layout: TrainLayout, workload: Workload, *, c
     if layout.offload_optimizer:
         flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     if layout.recompute == "full":
-        flags += ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", 1]
+        flags += [
+            "--recompute-granularity",
+            "full",
+            "--recompute-method",
+            "uniform",
+            "--recompute-num-layers",
+            1,
+        ]
     elif layout.recompute == "selective":
         flags += ["--recompute-granularity", "selective"]
     flags += [
-        "--seq-length", workload.seq_length, "--micro-batch-size", 1,
-        "--global-batch-size", workload.global_batch_size, "--rollout-group-size", workload.group_size,
-        "--rollout-max-new-tokens", workload.max_new_tokens,
-    ]  # fmt: skip
+        "--seq-length",
+        workload.seq_length,
+        "--micro-batch-size",
+        1,
+        "--global-batch-size",
+        workload.global_batch_size,
+        "--rollout-group-size",
+        workload.group_size,
+        "--rollout-max-new-tokens",
+        workload.max_new_tokens,
+    ]
     if workload.microbatch_tokens != workload.seq_length:
         flags += ["--rollout-max-tokens-per-microbatch", workload.microbatch_tokens]
     if layout.linear_logprobs:
@@ -52,7 +70,9 @@ def training_flags(config: Config, layout: TrainLayout, workload: Workload, *, c
     return [str(flag) for flag in flags]
 
 
-def server_flags(config: Config, serving: ServingMemory, fraction: float, *, colocated: bool = False) -> list[str]:
+def server_flags(
+    config: Config, serving: ServingMemory, fraction: float, *, colocated: bool = False
+) -> list[str]:
     """SGLang's flags for one server, beside its model and address.
 
     Args:
@@ -61,6 +81,13 @@ def server_flags(config: Config, serving: ServingMemory, fraction: float, *, col
         fraction: --mem-fraction-static.
         colocated: the trainer is on the same GPUs.
     """
-    flags = ["--dtype", "bfloat16", "--tp-size", str(serving.tensor), "--mem-fraction-static", f"{fraction:g}"]
+    flags = [
+        "--dtype",
+        "bfloat16",
+        "--tp-size",
+        str(serving.tensor),
+        "--mem-fraction-static",
+        f"{fraction:g}",
+    ]
     flags += ["--enable-memory-saver"] if colocated else []
     return flags + (["--enable-return-routed-experts"] if num_experts(config) is not None else [])

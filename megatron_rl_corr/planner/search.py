@@ -48,10 +48,17 @@ class Fixed:
 
 
 def candidates(
-    config: Config, workload: Workload, fixed: Fixed, *, gpus: int, gpus_per_node: int, usable: float,
+    config: Config,
+    workload: Workload,
+    fixed: Fixed,
+    *,
+    gpus: int,
+    gpus_per_node: int,
+    usable: float,
     colocated: bool = False,
-) -> list[Candidate]:  # fmt: skip
-    """All layouts that Megatron can make on the GPUs: first those that fit, by cost; then the others, by shortage.
+) -> list[Candidate]:
+    """All layouts that Megatron can make on the GPUs: first those that fit, by cost; then the
+    others, by shortage.
 
     Args:
         config: the model's config.json.
@@ -82,13 +89,19 @@ def candidates(
 def cost(layout: TrainLayout) -> float:
     """A rough factor of time, for choosing between layouts that fit.
 
-    Full recompute is one more forward pass (4/3). The others are guesses of what exchanges cost: 10 % for each doubling
-    of tensor or expert parallelism, 15 % of context and expert-tensor parallelism, 20 % of the pipeline, and half as
-    much again for Adam on the host. Measure before you trust an order of near ones.
+    Full recompute is one more forward pass (4/3). The others are guesses of what exchanges cost: 10 %
+    for each doubling of tensor or expert parallelism, 15 % of context and expert-tensor parallelism,
+    20 % of the pipeline, and half as much again for Adam on the host. Measure before you trust an
+    order of near ones.
     """
     factor = (4 / 3 if layout.recompute == "full" else 1.0) * (1.5 if layout.offload_optimizer else 1.0)
-    doublings = ((layout.tensor, 0.1), (layout.expert, 0.1), (layout.context, 0.15), (layout.pipeline, 0.2),
-                 (layout.expert_tensor, 0.15))  # fmt: skip
+    doublings = (
+        (layout.tensor, 0.1),
+        (layout.expert, 0.1),
+        (layout.context, 0.15),
+        (layout.pipeline, 0.2),
+        (layout.expert_tensor, 0.15),
+    )
     return factor * math.prod(1 + share * math.log2(size) for size, share in doublings)
 
 
@@ -99,20 +112,35 @@ def _tightness(spare: float, usable: float) -> float:
 
 def _layouts(config: Config, fixed: Fixed, gpus: int, gpus_per_node: int) -> list[TrainLayout]:
     def sizes(given: int | None, limit: int) -> Sequence[int]:
-        return [given] if given is not None else [2**power for power in range(limit.bit_length()) if 2**power <= limit]
+        return (
+            [given]
+            if given is not None
+            else [2**power for power in range(limit.bit_length()) if 2**power <= limit]
+        )
 
     experts = min(gpus, num_experts(config) or 1)
     choices = itertools.product(
-        sizes(fixed.tensor, min(gpus, gpus_per_node)), sizes(fixed.pipeline, gpus), sizes(fixed.context, gpus),
-        sizes(fixed.expert, experts), [fixed.expert_tensor or 1],
+        sizes(fixed.tensor, min(gpus, gpus_per_node)),
+        sizes(fixed.pipeline, gpus),
+        sizes(fixed.context, gpus),
+        sizes(fixed.expert, experts),
+        [fixed.expert_tensor or 1],
         [fixed.recompute] if fixed.recompute else ["none", "full"],
         [False, True] if fixed.offload_optimizer is None else [fixed.offload_optimizer],
-    )  # fmt: skip
+    )
     return [
         TrainLayout(
-            gpus=gpus, tensor=tensor, pipeline=pipeline, context=context, expert=expert, expert_tensor=expert_tensor,
-            recompute=recompute, offload_optimizer=offload, linear_logprobs=fixed.linear_logprobs,
-            distributed_optimizer=fixed.distributed_optimizer, expert_imbalance=fixed.expert_imbalance,
+            gpus=gpus,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
+            expert=expert,
+            expert_tensor=expert_tensor,
+            recompute=recompute,
+            offload_optimizer=offload,
+            linear_logprobs=fixed.linear_logprobs,
+            distributed_optimizer=fixed.distributed_optimizer,
+            expert_imbalance=fixed.expert_imbalance,
         )
         for tensor, pipeline, context, expert, expert_tensor, recompute, offload in choices
-    ]  # fmt: skip
+    ]

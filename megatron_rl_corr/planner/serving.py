@@ -45,16 +45,23 @@ class ServingMemory:
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers; bytes are of one GPU."""
         return {
-            "servers": self.servers, "tensor": self.tensor, "weights": round(self.weights), "cache": round(self.cache),
-            "bytes_per_token": round(self.bytes_per_token), "tokens": self.tokens, "requests": self.requests,
+            "servers": self.servers,
+            "tensor": self.tensor,
+            "weights": round(self.weights),
+            "cache": round(self.cache),
+            "bytes_per_token": round(self.bytes_per_token),
+            "tokens": self.tokens,
+            "requests": self.requests,
             "fits": self.fits,
-        }  # fmt: skip
+        }
 
 
 def cache_bytes_per_token(config: Config, tensor: int) -> float:
-    """Bytes of keys and values that one GPU holds for a token: 2 layers x key-value heads / tensor x head x 2 bytes.
+    """Bytes of keys and values that one GPU holds for a token: 2 layers x key-value heads / tensor
+    x head x 2 bytes.
 
-    Fewer heads than GPUs are repeated. Latent attention keeps its low-rank row, and the rotary part, on every GPU.
+    Fewer heads than GPUs are repeated. Latent attention keeps its low-rank row, and the rotary
+    part, on every GPU.
 
     Args:
         config: the model's config.json.
@@ -99,8 +106,8 @@ def serving_memory(
 ) -> ServingMemory:
     """Estimate what fits on servers of `tensor` GPUs each, with weights in bfloat16.
 
-    SGLang takes `fraction` of a GPU for weights and cache; the rest is for its activations, CUDA graphs and the
-    buckets of a push.
+    SGLang takes `fraction` of a GPU for weights and cache; the rest is for its activations, CUDA graphs and
+    the buckets of a push.
 
     Args:
         config: the model's config.json.
@@ -119,9 +126,14 @@ def serving_memory(
     cache, each = gpu_bytes * fraction - weights, cache_bytes_per_token(config, tensor)
     tokens, servers = max(int(cache / each), 0), gpus // tensor
     return ServingMemory(
-        servers=servers, tensor=tensor, weights=weights, cache=cache, bytes_per_token=each, tokens=tokens,
+        servers=servers,
+        tensor=tensor,
+        weights=weights,
+        cache=cache,
+        bytes_per_token=each,
+        tokens=tokens,
         requests=servers * (tokens // workload.seq_length),
-    )  # fmt: skip
+    )
 
 
 def serving_candidates(
@@ -129,11 +141,12 @@ def serving_candidates(
 ) -> list[ServingMemory]:
     """Servers of each size that SGLang can run, the best first.
 
-    The best are the smallest that run a whole batch of samples at a time, else those that run most requests. Where none
-    runs a request, those that lack least.
+    The best are the smallest that run a whole batch of samples at a time, else those that run most
+    requests. Where none runs a request, those that lack least.
     """
     sizes = [
-        size for size in range(1, gpus + 1)
+        size
+        for size in range(1, gpus + 1)
         if not server_problems(config, gpus=gpus, tensor=size, gpus_per_node=gpus_per_node)
     ]
     made = [

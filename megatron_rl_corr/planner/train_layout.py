@@ -1,4 +1,6 @@
-"""How training is laid out over GPUs, what it is asked to hold at a time, and which layouts Megatron can make."""
+"""How training is laid out over GPUs, what it is asked to hold at a time, and which layouts
+Megatron can make.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,20 @@ class Workload:
 
     def problems(self) -> list[str]:
         """What is wrong with the numbers; none: nothing."""
-        found = [f"{flag} must be positive, got {value}" for flag, value in (
-            ("--max-prompt-tokens", self.max_prompt_tokens), ("--max-new-tokens", self.max_new_tokens),
-            ("--global-batch-size", self.global_batch_size), ("--group-size", self.group_size),
-        ) if value < 1]  # fmt: skip
+        found = [
+            f"{flag} must be positive, got {value}"
+            for flag, value in (
+                ("--max-prompt-tokens", self.max_prompt_tokens),
+                ("--max-new-tokens", self.max_new_tokens),
+                ("--global-batch-size", self.global_batch_size),
+                ("--group-size", self.group_size),
+            )
+            if value < 1
+        ]
         if self.microbatch_tokens < self.seq_length:
             found.append(
-                f"--max-tokens-per-microbatch {self.microbatch_tokens} must be at least {self.seq_length}, the longest "
+                f"--max-tokens-per-microbatch {self.microbatch_tokens} must be at least {self.seq_length}, "
+                "the longest "
                 "prompt and the longest response: a sequence is not cut"
             )
         return found
@@ -76,7 +85,9 @@ class TrainLayout:
 
     @property
     def dense_shards(self) -> int:
-        """Ranks over which the distributed optimizer splits what is no expert's: data and context parallel."""
+        """Ranks over which the distributed optimizer splits what is no expert's: data and
+        context parallel.
+        """
         return self.replicas * self.context
 
     @property
@@ -91,24 +102,37 @@ class TrainLayout:
         """
         heads = config["num_attention_heads"]
         groups = heads if has_latent_attention(config) else config.get("num_key_value_heads") or heads
-        experts, layers, chunks = num_experts(config), config["num_hidden_layers"], 2 * self.context * self.tensor
+        experts, layers, chunks = (
+            num_experts(config),
+            config["num_hidden_layers"],
+            2 * self.context * self.tensor,
+        )
         ranks, expert_ranks = self.tensor * self.pipeline * self.context, self.expert * self.expert_tensor
         tensor, found = f"--tensor-model-parallel-size {self.tensor}", []
         if self.gpus % ranks:
-            found.append(f"{tensor} x pipeline {self.pipeline} x context {self.context} must divide {self.gpus} GPUs")
+            found.append(
+                f"{tensor} x pipeline {self.pipeline} x context {self.context} must divide {self.gpus} GPUs"
+            )
         elif workload.global_batch_size % (self.replicas * workload.group_size):
             found.append(
-                f"--global-batch-size {workload.global_batch_size} must be a multiple of {self.replicas} replicas x "
+                f"--global-batch-size {workload.global_batch_size} must be a multiple of {self.replicas} "
+                "replicas x "
                 f"--group-size {workload.group_size}"
             )
         if heads % self.tensor or groups % self.tensor:
             found.append(f"{tensor} must divide the model's {heads} heads and {groups} key-value heads")
         if layers % self.pipeline:
-            found.append(f"--pipeline-model-parallel-size {self.pipeline} must divide the model's {layers} layers")
+            found.append(
+                f"--pipeline-model-parallel-size {self.pipeline} must divide the model's {layers} layers"
+            )
         if experts is None and expert_ranks > 1:
-            found.append(f"--expert-model-parallel-size {self.expert}: the model has no experts; leave it out")
+            found.append(
+                f"--expert-model-parallel-size {self.expert}: the model has no experts; leave it out"
+            )
         elif experts is not None and experts % self.expert:
-            found.append(f"--expert-model-parallel-size {self.expert} must divide the model's {experts} experts")
+            found.append(
+                f"--expert-model-parallel-size {self.expert} must divide the model's {experts} experts"
+            )
         if self.gpus % (expert_ranks * self.pipeline):
             found.append(
                 f"--expert-model-parallel-size {self.expert} x expert tensor {self.expert_tensor} x pipeline "
@@ -116,7 +140,8 @@ class TrainLayout:
             )
         if workload.seq_length % chunks and self.context > 1:
             found.append(
-                f"--context-parallel-size {self.context}: the longest sequence, {workload.seq_length} tokens, must be "
+                f"--context-parallel-size {self.context}: the longest sequence, {workload.seq_length} "
+                "tokens, must be "
                 f"a multiple of {chunks}; give another --max-new-tokens"
             )
         if self.offload_optimizer and not self.distributed_optimizer:

@@ -13,7 +13,9 @@ from megatron_rl_corr.planner.train_layout import TrainLayout, Workload
 ADAM = 12
 """Bytes a parameter of the optimizer: float32 weights and Adam's two moments."""
 OFFLOADED = 16
-"""The same in the host's memory, where Megatron's offloaded Adam keeps a copy of the float32 gradients too."""
+"""The same in the host's memory, where Megatron's offloaded Adam keeps a copy of the
+float32 gradients too.
+"""
 VOCABULARY_MULTIPLE = 128
 """Megatron pads the vocabulary to a multiple of this times the tensor-parallel size."""
 
@@ -47,7 +49,9 @@ class TrainingMemory:
 
     stages: tuple[StageMemory, ...]
     host: float
-    """Of the hosts' memory, all ranks together: Adam's state, always there or while servers sample on these GPUs."""
+    """Of the hosts' memory, all ranks together: Adam's state, always there or while servers
+    sample on these GPUs.
+    """
 
     @property
     def fullest(self) -> StageMemory:
@@ -66,11 +70,13 @@ def training_memory(
 ) -> TrainingMemory:
     """Estimate the bytes on each GPU.
 
-    A parameter takes 2 bytes of weights (bfloat16), 4 of gradients (float32) and 12 of Adam, these divided by the ranks
-    that the distributed optimizer splits them over. Stage s of p holds p - s microbatches at a time (1F1B).
+    A parameter takes 2 bytes of weights (bfloat16), 4 of gradients (float32) and 12 of Adam, these
+    divided by the ranks that the distributed optimizer splits them over. Stage s of p holds p - s
+    microbatches at a time (1F1B).
 
-    On the hosts lie 16 bytes a parameter with an offloaded optimizer. With colocated servers each rank's optimizer is
-    moved there while they sample, as many bytes as on its GPU; gradients are freed, and take none.
+    On the hosts lie 16 bytes a parameter with an offloaded optimizer. With colocated servers each
+    rank's optimizer is moved there while they sample, as many bytes as on its GPU; gradients are
+    freed, and take none.
 
     Args:
         config: the model's config.json.
@@ -105,24 +111,32 @@ def _stage(
     # A tied output layer is a copy where the last stage is not the first.
     ends = (stage == 0) + (stage == last and not (counted.tied and layout.pipeline == 1))
     dense = sum(layer.split for layer in layers) / layout.tensor + sum(layer.whole for layer in layers)
-    dense += ends * padded * config["hidden_size"] / layout.tensor + (counted.final_norm if stage == last else 0)
+    dense += ends * padded * config["hidden_size"] / layout.tensor + (
+        counted.final_norm if stage == last else 0
+    )
     routed = sum(layer.routed for layer in layers) / (layout.expert * layout.expert_tensor)
     parameters, optimizer = dense + routed, 0.0
     if not layout.offload_optimizer:
         sharded = layout.distributed_optimizer
         optimizer = ADAM * (
-            dense / (layout.dense_shards if sharded else 1) + routed / (layout.expert_shards if sharded else 1)
+            dense / (layout.dense_shards if sharded else 1)
+            + routed / (layout.expert_shards if sharded else 1)
         )
     tokens = workload.microbatch_tokens / layout.context
     return StageMemory(
-        stage=stage, parameters=parameters, weights=BF16 * parameters, gradients=FP32 * parameters,
-        optimizer=optimizer, activations=tokens * _activation_bytes(config, layout, numbers, stage),
+        stage=stage,
+        parameters=parameters,
+        weights=BF16 * parameters,
+        gradients=FP32 * parameters,
+        optimizer=optimizer,
+        activations=tokens * _activation_bytes(config, layout, numbers, stage),
         logits=logits_bytes(config, layout, round(tokens), padded) if stage == last else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _activation_bytes(config: Config, layout: TrainLayout, numbers: range, stage: int) -> float:
-    """Bytes a token: the layers' of each microbatch in flight, and the gradients of the largest layer at work.
+    """Bytes a token: the layers' of each microbatch in flight, and the gradients of the
+    largest layer at work.
 
     Where a layer is recomputed, its activations are there beside their gradients.
     """

@@ -1,4 +1,6 @@
-"""Samples from rollout servers of any engine, and queues of scored groups: no torch.distributed, no Megatron."""
+"""Samples from rollout servers of any engine, and queues of scored groups: no
+torch.distributed, no Megatron.
+"""
 
 # Resolved on first use: a process that only scores samples imports its user's file, and never pays for torch.
 _EXPORTS = {

@@ -30,34 +30,39 @@ class RolloutClient(ServerControl):
     """Several servers with the same weights, used as one.
 
     The HTTP session belongs to the event loop of the first call: use and close the client on that loop
-    (`LoopThread` for synchronous callers). Times are in seconds. Failures are RolloutServerError (no answer, or
-    one that says it failed), RolloutProtocolError (a wrong answer), RolloutOutage (no server is left) and, of one
-    sample alone, SampleFailure, whose `cause` is a word and whose `__cause__` one of the others.
+    (`LoopThread` for synchronous callers). Times are in seconds. Failures are RolloutServerError (no answer,
+    or one that says it failed), RolloutProtocolError (a wrong answer), RolloutOutage (no server is left) and,
+    of one sample alone, SampleFailure, whose `cause` is a word and whose `__cause__` one of the others.
 
     Args:
         base_urls: addresses of servers, or of routers (`find_servers`).
         vocab_size: of the model; ids at or above it are refused.
-        engine: what the servers run, a name in config/run.py ENGINES; "auto": `find_servers` asks each of them.
+        engine: what the servers run, a name in config/run.py ENGINES; "auto": `find_servers`
+            asks each of them.
         max_concurrency: samples in flight over all servers.
         max_per_server: samples in flight at each server; None: as many.
         timeout_s: limit of a request that is no sample, from its start to the end of its answer.
         connect_timeout_s: limit of making a connection.
-        read_timeout_s: how long the samples in flight at a server may make no progress. A sample may take as long as it
-            likes, wait in the server's queue or for the end of a pause.
+        read_timeout_s: how long the samples in flight at a server may make no progress. A sample may take as
+            long as it likes, wait in the server's queue or for the end of a pause.
         outage_timeout_s: how long `generate` waits when no server is left.
-        update_timeout_s: limit of a request that reads or writes all weights of a server: a folder, checksums, the end
-            of an update.
+        update_timeout_s: limit of a request that reads or writes all weights of a server: a folder,
+            checksums, the end of an update.
         max_retries: failed requests of a sample after which it fails.
-        max_continuations: times that an aborted sample is continued where it was cut; 0 returns its tokens so far.
+        max_continuations: times that an aborted sample is continued where it was cut; 0 returns
+            its tokens so far.
         api_key: of the servers.
         ca_file: certificates of the authorities that https servers are trusted by, instead of the system's.
         experts: how the model routes; every sample then has the experts of its tokens. None: not requested.
-        seed: of the run. With the prompt's number it decides what a server with deterministic inference samples.
-        keyed_cache: requests share cached prefixes only with those that were sent for the same weight version, so that
-            no request after an update meets keys and values from before.
-        replica, replicas: which of so many clients of the same servers this is; each begins at servers of its own.
-        pushes_retract: whoever changes the servers' weights pauses them with mode retract. So a response in flight is
-            computed anew where its weights change, and its routes from there on are known to be its own.
+        seed: of the run. With the prompt's number it decides what a server with deterministic
+            inference samples.
+        keyed_cache: requests share cached prefixes only with those that were sent for the same weight
+            version, so that no request after an update meets keys and values from before.
+        replica, replicas: which of so many clients of the same servers this is; each begins at
+            servers of its own.
+        pushes_retract: whoever changes the servers' weights pauses them with mode retract. So a
+            response in flight is computed anew where its weights change, and its routes from there on
+            are known to be its own.
         decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
 
     Raises:
@@ -90,19 +95,31 @@ class RolloutClient(ServerControl):
         decode: Decode | None = None,
     ):
         fleet = Fleet(
-            base_urls, engine=engine, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=api_key,
-            ca_file=ca_file, max_in_flight=max_concurrency,
-        )  # fmt: skip
+            base_urls,
+            engine=engine,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            api_key=api_key,
+            ca_file=ca_file,
+            max_in_flight=max_concurrency,
+        )
         positive = {
-            "vocab_size": vocab_size, "max_concurrency": max_concurrency, "max_per_server": max_per_server,
-            "timeout_s": timeout_s, "connect_timeout_s": connect_timeout_s, "read_timeout_s": read_timeout_s,
+            "vocab_size": vocab_size,
+            "max_concurrency": max_concurrency,
+            "max_per_server": max_per_server,
+            "timeout_s": timeout_s,
+            "connect_timeout_s": connect_timeout_s,
+            "read_timeout_s": read_timeout_s,
             "update_timeout_s": update_timeout_s,
-        }  # fmt: skip
+        }
         for name, value in positive.items():
             if value is not None and value <= 0:
                 raise ValueError(f"{name} must be positive, got {value}")
-        for name, value in {"outage_timeout_s": outage_timeout_s, "max_retries": max_retries,
-                            "max_continuations": max_continuations}.items():  # fmt: skip
+        for name, value in {
+            "outage_timeout_s": outage_timeout_s,
+            "max_retries": max_retries,
+            "max_continuations": max_continuations,
+        }.items():
             if value < 0:
                 raise ValueError(f"{name} must be at least 0, got {value}")
         if not -(1 << 63) <= seed < 1 << 63:
@@ -113,15 +130,27 @@ class RolloutClient(ServerControl):
         super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
         self._read_timeout_s = read_timeout_s
         self._pool = pool = ServerPool(
-            fleet.urls, max_outstanding=max_concurrency, max_per_server=max_per_server,
-            outage_timeout_s=outage_timeout_s, replica=replica, replicas=replicas,
-        )  # fmt: skip
+            fleet.urls,
+            max_outstanding=max_concurrency,
+            max_per_server=max_per_server,
+            outage_timeout_s=outage_timeout_s,
+            replica=replica,
+            replicas=replicas,
+        )
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
         self._retries = Retries(
-            fleet, pool, self._health, self._counts, max_retries=max_retries, outage_timeout_s=outage_timeout_s,
-            max_continuations=max_continuations, experts=experts, keyed_cache=keyed_cache,
-            pushes_retract=pushes_retract, decode=decode,
-        )  # fmt: skip
+            fleet,
+            pool,
+            self._health,
+            self._counts,
+            max_retries=max_retries,
+            outage_timeout_s=outage_timeout_s,
+            max_continuations=max_continuations,
+            experts=experts,
+            keyed_cache=keyed_cache,
+            pushes_retract=pushes_retract,
+            decode=decode,
+        )
 
     def __repr__(self) -> str:
         return f"RolloutClient({list(self.base_urls)}, vocab_size={self.vocab_size})"
@@ -133,12 +162,15 @@ class RolloutClient(ServerControl):
         await self.close()
 
     async def close(self) -> None:
-        """Close the HTTP session, and stop asking after servers that are left out. The next call opens another."""
+        """Close the HTTP session, and stop asking after servers that are left out. The next
+        call opens another.
+        """
         await self._health.close()
         await self.fleet.close()
 
     async def find_servers(self, timeout_s: float) -> dict[str, str]:
-        """Find out what each server runs, and put those behind a router in its place; call it before anything else.
+        """Find out what each server runs, and put those behind a router in its place; call it
+        before anything else.
 
         Returns:
             Address -> name of the engine there.
@@ -152,7 +184,8 @@ class RolloutClient(ServerControl):
         return self.fleet.names
 
     def use_servers(self, names: Mapping[str, str]) -> None:
-        """Use these servers, which another client has found, as `find_servers` returns them; before the first request.
+        """Use these servers, which another client has found, as `find_servers` returns them; before
+        the first request.
         """
         self.fleet.use(names)
         self.base_urls = self.fleet.urls
@@ -170,26 +203,33 @@ class RolloutClient(ServerControl):
     def control(self, urls: Sequence[str] | None = None) -> ServerControl:
         """Control of some of the servers alone; None: of those that are sampled from now."""
         urls = [server.url for server in self._pool.servers if server.cause is None] if urls is None else urls
-        return ServerControl(self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s)
+        return ServerControl(
+            self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s
+        )
 
     async def versions_for_update(self) -> list[str | None]:
-        """As `reported_versions`; servers that are left out because they do not answer cost next to no time."""
+        """As `reported_versions`; servers that are left out because they do not answer cost
+        next to no time.
+        """
         versions = await self.reported_versions(silent=self._health.silent, timeout_s=self._read_timeout_s)
         answers = zip(self.base_urls, versions, strict=True)
         self._health.note_answers({url for url, version in answers if version is not None})
         return versions
 
     async def expect_pause(self, *, released: bool = False) -> None:
-        """No outage is declared until `expect_version`: before a weight update. released: and nothing is sampled."""
+        """No outage is declared until `expect_version`: before a weight update. released: and
+        nothing is sampled.
+        """
         self._health.hold_outage(released=released)
 
     async def expect_version(
         self, version: str, *, restarted: Collection[str] = (), missed: Collection[str] = ()
     ) -> None:
-        """Sample only from servers whose weights have this version, from now on; call it after every weight update.
+        """Sample only from servers whose weights have this version, from now on; call it after
+        every weight update.
 
-        Answers of other weights are not used, and their server is left out until it reports this version. Before the
-        first call every version is accepted. The arguments are those of `ServerHealth.expect`.
+        Answers of other weights are not used, and their server is left out until it reports this version.
+        Before the first call every version is accepted. The arguments are those of `ServerHealth.expect`.
         """
         self._health.expect(version, restarted, missed)
 
@@ -205,23 +245,27 @@ class RolloutClient(ServerControl):
     ) -> list[Trajectory]:
         """samples_per_prompt responses to each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
-        Each sample is one request, to the server with the fewest in flight. A server that fails is left out until it is
-        healthy again, and its samples are requested from another one.
+        Each sample is one request, to the server with the fewest in flight. A server that fails is left out
+        until it is healthy again, and its samples are requested from another one.
 
         Args:
             prompts: token ids of each prompt, all in [0, vocab_size).
             sampling: parameters of every sample.
             samples_per_prompt: responses to each prompt.
-            group_numbers: for each prompt a number that no other prompt of the run has (a prompt that comes again gets
-                another one): the seeds of its samples depend on it. None: the client counts its prompts itself.
-            on_sample: awaited with each sample as it ends, while the other requests go on; what it raises is raised.
-            on_progress: called after each sample with (samples done, all samples, response tokens per second so far).
+            group_numbers: for each prompt a number that no other prompt of the run has (a prompt that
+                comes again gets another one): the seeds of its samples depend on it. None: the client
+                counts its prompts itself.
+            on_sample: awaited with each sample as it ends, while the other requests go on; what it
+                raises is raised.
+            on_progress: called after each sample with (samples done, all samples, response tokens
+                per second so far).
 
         Raises:
-            ValueError: before anything is sent, for a prompt that is empty or holds an id outside the vocabulary, and
-                for sampling parameters that `check_sampling` refuses.
+            ValueError: before anything is sent, for a prompt that is empty or holds an id outside the
+                vocabulary, and for sampling parameters that `check_sampling` refuses.
             SampleFailure: one sample failed for good; the others are cancelled.
-            RolloutError: a failure that no other server would mend, or no server is left; the others are cancelled.
+            RolloutError: a failure that no other server would mend, or no server is left; the
+                others are cancelled.
         """
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
@@ -236,9 +280,13 @@ class RolloutClient(ServerControl):
         async def sample(prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
             nonlocal done, tokens
             trajectory = await self._retries.sample(
-                prompt_ids, sampling, draw=Draw(self.seed, numbers[prompt], index), prompt_index=prompt,
-                sample_index=index, vocab_size=self.vocab_size,
-            )  # fmt: skip
+                prompt_ids,
+                sampling,
+                draw=Draw(self.seed, numbers[prompt], index),
+                prompt_index=prompt,
+                sample_index=index,
+                vocab_size=self.vocab_size,
+            )
             if on_sample is not None:
                 await on_sample(trajectory)
             done, tokens = done + 1, tokens + trajectory.output_ids.numel()
@@ -259,7 +307,12 @@ class RolloutClient(ServerControl):
         return self._retries.cache_key
 
     async def turn(
-        self, prompt_ids: Sequence[int], sampling: SamplingParams, draw: Draw, *, after: Trajectory | None = None
+        self,
+        prompt_ids: Sequence[int],
+        sampling: SamplingParams,
+        draw: Draw,
+        *,
+        after: Trajectory | None = None,
     ) -> Trajectory:
         """One turn of an episode: the response to all its tokens so far.
 
@@ -267,9 +320,9 @@ class RolloutClient(ServerControl):
             prompt_ids: token ids of the prompt and of all turns so far.
             sampling: parameters of this turn.
             draw: the place of the turn in the run, which its seed depends on.
-            after: the episode before the environment's last reply. The turn goes to the server where that one ended,
-                which has its prefix in the cache, unless it is left out or crowded; and only the routed experts of
-                tokens behind it are requested.
+            after: the episode before the environment's last reply. The turn goes to the server where that one
+                ended, which has its prefix in the cache, unless it is left out or crowded; and only the
+                routed experts of tokens behind it are requested.
 
         Raises:
             ValueError, SampleFailure, RolloutError: as `generate`.
@@ -278,9 +331,14 @@ class RolloutClient(ServerControl):
         ids = checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
         async with self._health.watching():
             return await self._retries.sample(
-                torch.tensor(ids, dtype=torch.int64), sampling, draw=draw, prompt_index=0, sample_index=draw.sample,
-                vocab_size=self.vocab_size, after=after,
-            )  # fmt: skip
+                torch.tensor(ids, dtype=torch.int64),
+                sampling,
+                draw=draw,
+                prompt_index=0,
+                sample_index=draw.sample,
+                vocab_size=self.vocab_size,
+                after=after,
+            )
 
     def check_sampling(self, sampling: SamplingParams) -> None:
         """Raise ValueError for parameters that an engine does not support, or that this client can't honour.
@@ -292,18 +350,22 @@ class RolloutClient(ServerControl):
         check_stop_ids(sampling.stop_token_ids, self.vocab_size)
 
     def require_sampling(self, samplings: Sequence[SamplingParams]) -> None:
-        """From now on a server that was left out is taken back only if `sampling_problem` has none of these."""
+        """From now on a server that was left out is taken back only if `sampling_problem`
+        has none of these.
+        """
         self._health.required = samplings
 
     def numbered(self, count: int, given: Sequence[int] | None) -> list[int]:
         """A number for each of `count` prompts: the given ones, or the next of the client's own.
 
         Raises:
-            ValueError: another count of numbers, or one that is given twice: two groups with one number and one prompt
-                would have the same responses.
+            ValueError: another count of numbers, or one that is given twice: two groups with one number
+                and one prompt would have the same responses.
         """
         if given is None:
             return list(itertools.islice(self._own_numbers, count))
         if len(given) != count or len(set(given)) != count:
-            raise ValueError(f"group_numbers must be {count} different numbers, one for each prompt, got {list(given)}")
+            raise ValueError(
+                f"group_numbers must be {count} different numbers, one for each prompt, got {list(given)}"
+            )
         return list(given)

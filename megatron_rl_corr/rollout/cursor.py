@@ -1,9 +1,10 @@
-"""Which groups each replica draws, and what a checkpoint keeps so that a later run draws none twice and loses none.
+"""Which groups each replica draws, and what a checkpoint keeps so that a later run draws none
+twice and loses none.
 
 A run that goes on with as many replicas also takes them in the order in which they would have been taken.
 
-R replicas share one endless sequence: group n is the n-th prompt of `PromptDataset.at` since the run's beginning, and
-replica r draws first + r, first + r + R, ...
+R replicas share one endless sequence: group n is the n-th prompt of `PromptDataset.at` since the run's
+beginning, and replica r draws first + r, first + r + R, ...
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from megatron_rl_corr.rollout.failures import FailedPrompts
 
 @dataclass(frozen=True)
 class Drawn:
-    """Where a replica stands: it has drawn none of its numbers from `base` + rank on, and must still train on `open`.
+    """Where a replica stands: it has drawn none of its numbers from `base` + rank on, and must still
+    train on `open`.
 
     Example: Drawn(base=12, waiting=(6, 4), running=(8, 10)): steps take group 6 first, then 4.
     """
@@ -31,8 +33,9 @@ class Drawn:
     running: tuple[int, ...] = ()
     """Groups that are being sampled, in the order in which they were begun."""
     again: tuple[int, ...] = ()
-    """Numbers that are drawn next, before those from `base` on: of groups that were aborted, or left by an earlier
-    run."""
+    """Numbers that are drawn next, before those from `base` on: of groups that were aborted, or left
+    by an earlier run.
+    """
     counts: dict[str, Any] = field(default_factory=dict)
     """What decides later, by who counts it, as JSON has it; {} in a file of an older version."""
 
@@ -43,7 +46,9 @@ class Drawn:
 
     @classmethod
     def parse(cls, values: dict[str, Any]) -> Drawn:
-        """From a checkpoint's JSON. Raises KeyError, TypeError, AttributeError or ValueError for anything else."""
+        """From a checkpoint's JSON. Raises KeyError, TypeError, AttributeError or ValueError
+        for anything else.
+        """
         lists = {name: tuple(int(n) for n in values[name]) for name in ("waiting", "running", "again")}
         return cls(int(values["base"]), **lists, counts=dict(values["counts"]))
 
@@ -52,8 +57,9 @@ class Drawn:
 class Cursor:
     """Where all replicas stand: no number from `next` on was drawn; of those before, `again` are not trained.
 
-    Example: three replicas have drawn 0, 3 and 1, 4, 7 (the group 1 was replaced) and 2, 5, and 4 is being sampled:
-    Cursor(next=9, again=(4, 6, 8)), whose 6 and 8 the first and the last replica have still to draw.
+    Example: three replicas have drawn 0, 3 and 1, 4, 7 (the group 1 was replaced) and 2, 5, and 4
+    is being sampled: Cursor(next=9, again=(4, 6, 8)), whose 6 and 8 the first and the last replica
+    have still to draw.
     """
 
     next: int
@@ -70,15 +76,18 @@ class Cursor:
 
 
 class GroupNumbers:
-    """The numbers that one replica draws, in order: its share of cursor.again, then those from cursor.next on.
+    """The numbers that one replica draws, in order: its share of cursor.again, then those
+    from cursor.next on.
 
-    Example: of Cursor(next=9, again=(4, 6, 8)) replica 0 of 3 draws 4, 9, 12, ... and replica 1 draws 6, 10, 13, ...
+    Example: of Cursor(next=9, again=(4, 6, 8)) replica 0 of 3 draws 4, 9, 12, ... and replica 1
+    draws 6, 10, 13, ...
 
     Args:
         cursor: where all replicas stand.
         rank: of this replica, in [0, size).
         size: how many replicas there are.
-        own: where this replica stood among as many, in place of the cursor: it draws its own open numbers, in order.
+        own: where this replica stood among as many, in place of the cursor: it draws its own open
+            numbers, in order.
     """
 
     def __init__(self, cursor: Cursor, rank: int, size: int, own: Drawn | None = None):
@@ -87,7 +96,9 @@ class GroupNumbers:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next number is of before the checkpoint: of a group that was drawn then and is not trained."""
+        """Whether the next number is of before the checkpoint: of a group that was drawn then
+        and is not trained.
+        """
         return bool(self._again)
 
     def draw(self) -> int:
@@ -97,7 +108,9 @@ class GroupNumbers:
         self._base += self._size
         return self._base - self._size + self._rank
 
-    def drawn(self, running: Iterable[int] = (), *, waiting: Iterable[int] = (), again: Iterable[int] = ()) -> Drawn:
+    def drawn(
+        self, running: Iterable[int] = (), *, waiting: Iterable[int] = (), again: Iterable[int] = ()
+    ) -> Drawn:
         """Where the replica stands, while these were drawn and are not trained, as in `Drawn`."""
         return Drawn(self._base, tuple(waiting), tuple(running), (*again, *self._again))
 
@@ -130,14 +143,27 @@ class SavedCursor:
 
     @classmethod
     def of(
-        cls, replicas: Sequence[Drawn], prompts: PromptDataset, failed: FailedPrompts, batches: int,
+        cls,
+        replicas: Sequence[Drawn],
+        prompts: PromptDataset,
+        failed: FailedPrompts,
+        batches: int,
         failed_batches: Sequence[dict[str, float]] = (),
-    ) -> SavedCursor:  # fmt: skip
+    ) -> SavedCursor:
         """What a checkpoint keeps at this point of a run. replicas: by rank."""
         counts, left_out, cursor = dict(failed.counts), dict(failed.left_out), Cursor.merged(replicas)
         return cls(
-            prompts.seed, len(prompts), cursor.next, cursor.again, counts, left_out, batches, prompts.identity,
-            tuple(replicas), tuple(failed_batches), prompts.digest,
+            prompts.seed,
+            len(prompts),
+            cursor.next,
+            cursor.again,
+            counts,
+            left_out,
+            batches,
+            prompts.identity,
+            tuple(replicas),
+            tuple(failed_batches),
+            prompts.digest,
         )
 
     @classmethod
@@ -150,27 +176,33 @@ class SavedCursor:
         try:
             values = json.loads(text)
             again = tuple(int(number) for number in values.pop("again"))
-            maps = {name: {int(row): int(n) for row, n in values.pop(name).items()} for name in ("failed", "left_out")}
+            maps = {
+                name: {int(row): int(n) for row, n in values.pop(name).items()}
+                for name in ("failed", "left_out")
+            }
             texts = {name: str(values.pop(name, "")) for name in ("sources", "digest")}
             replicas = tuple(Drawn.parse(one) for one in values.pop("replicas", ()))
             failed = tuple(
-                {str(name): float(n) for name, n in batch.items()} for batch in values.pop("failed_batches", ())
+                {str(name): float(n) for name, n in batch.items()}
+                for batch in values.pop("failed_batches", ())
             )
             numbers = {name: int(value) for name, value in values.items()}
-            return cls(
-                again=again, **maps, **texts, replicas=replicas, failed_batches=failed, **numbers
-            )
+            return cls(again=again, **maps, **texts, replicas=replicas, failed_batches=failed, **numbers)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it holds no data cursor ({type(error).__name__}: {error})") from None
 
     def cursor_of(self, prompts: PromptDataset) -> Cursor:
-        """Where to go on. With other prompts the numbers in `again` mean other rows, so they are not drawn again."""
+        """Where to go on. With other prompts the numbers in `again` mean other rows, so they are
+        not drawn again.
+        """
         if self.difference(prompts) is None:
             return Cursor(self.next, self.again)
         return Cursor(self.next)
 
     def own_of(self, prompts: PromptDataset, rank: int, size: int) -> Drawn | None:
-        """The place of the replica of this rank; None where there were not `size` of them, or with other prompts."""
+        """The place of the replica of this rank; None where there were not `size` of them, or
+        with other prompts.
+        """
         same = len(self.replicas) == size and self.difference(prompts) is None
         return self.replicas[rank] if same else None
 
@@ -183,6 +215,18 @@ class SavedCursor:
     def difference(self, prompts: PromptDataset) -> str | None:
         """Why its numbers mean other rows than those of these prompts; None: they mean the same."""
         digest = prompts.digest if self.digest else ""
-        own = {"seed": self.seed, "rows": self.prompts, "sources": self.sources or "one", "contents": self.digest}
-        now = {"seed": prompts.seed, "rows": len(prompts), "sources": prompts.identity or "one", "contents": digest}
-        return next((f"{name} {own[name]} there, {now[name]} here" for name in own if own[name] != now[name]), None)
+        own = {
+            "seed": self.seed,
+            "rows": self.prompts,
+            "sources": self.sources or "one",
+            "contents": self.digest,
+        }
+        now = {
+            "seed": prompts.seed,
+            "rows": len(prompts),
+            "sources": prompts.identity or "one",
+            "contents": digest,
+        }
+        return next(
+            (f"{name} {own[name]} there, {now[name]} here" for name in own if own[name] != now[name]), None
+        )

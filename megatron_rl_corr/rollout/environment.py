@@ -1,4 +1,6 @@
-"""The environment that a user writes for episodes of several turns: it replies to the policy after each turn."""
+"""The environment that a user writes for episodes of several turns: it replies to the policy
+after each turn.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ DONE = Done()
 class Environment:
     """One episode's environment: subclass it, and define `step`. Every sample has an object of its own.
 
-    Each method may be `async`, and should be where it waits: plain ones run one at a time, in a thread. Ids go in and
-    out, never text, so what the policy sampled is never tokenised again; decode and encode with your own tokenizer.
+    Each method may be `async`, and should be where it waits: plain ones run one at a time, in a thread.
+    Ids go in and out, never text, so what the policy sampled is never tokenised again; decode and encode
+    with your own tokenizer.
     """
 
     stop_token_ids: Sequence[int] = ()
@@ -35,10 +38,11 @@ class Environment:
     def step(
         self, output_ids: list[int], finish_reason: str
     ) -> Sequence[int] | Done | Awaitable[Sequence[int] | Done]:
-        """The ids that follow the policy's turn, chat-template tokens included, or DONE. Called after every turn.
+        """The ids that follow the policy's turn, chat-template tokens included, or DONE. Called
+        after every turn.
 
-        Where the turn was cut (finish_reason length or abort), or was the last that is allowed, the episode ends
-        whatever is returned.
+        Where the turn was cut (finish_reason length or abort), or was the last that is allowed, the episode
+        ends whatever is returned.
 
         Args:
             output_ids: ids that the policy sampled in this turn, its stop id included.
@@ -47,7 +51,9 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} has no step(output_ids, finish_reason)")
 
     def reward(self) -> float | None | Awaitable[float | None]:
-        """The episode's reward, called once when it has ended for any reason. None: `reward_function` scores."""
+        """The episode's reward, called once when it has ended for any reason. None:
+        `reward_function` scores.
+        """
         return None
 
     def close(self) -> None | Awaitable[None]:
@@ -55,7 +61,9 @@ class Environment:
 
 
 EnvironmentFactory = Callable[[Prompt], Environment | Awaitable[Environment]]
-"""factory(prompt) -> a new environment: an `Environment` class that takes the prompt, or a function, `async` or not."""
+"""factory(prompt) -> a new environment: an `Environment` class that takes the prompt, or a
+function, `async` or not.
+"""
 
 
 def load_environment(spec: str) -> EnvironmentFactory:

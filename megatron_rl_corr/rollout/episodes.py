@@ -39,30 +39,34 @@ async def generate_episodes(
 ) -> list[Trajectory]:
     """samples_per_prompt episodes of each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
-    An episode's finish reason is that of its last turn, or `length` where max_turns or max_new_tokens ended it.
-    Requests are retried as in `RolloutClient.generate`.
+    An episode's finish reason is that of its last turn, or `length` where max_turns or max_new_tokens ended
+    it. Requests are retried as in `RolloutClient.generate`.
 
     Args:
         client: of the servers.
         prompts: rows of the data set; the environment gets the row, the server its input_ids.
-        sampling: parameters of every turn; max_new_tokens bounds the whole response, the environment's tokens included.
+        sampling: parameters of every turn; max_new_tokens bounds the whole response, the environment's
+            tokens included.
         environment: makes one environment for each episode.
         max_turns: turns of the policy in an episode.
-        calls: calls the environment's methods. Pass one object to several calls of this function, and they share its
-            thread and time limit. None: an object of this call, without a limit.
+        calls: calls the environment's methods. Pass one object to several calls of this function, and they
+            share its thread and time limit. None: an object of this call, without a limit.
         samples_per_prompt, group_numbers, on_sample: as in `RolloutClient.generate`.
-        on_progress: called after each episode with (episodes done, all episodes, sampled tokens per second so far).
+        on_progress: called after each episode with (episodes done, all episodes, sampled tokens
+            per second so far).
 
     Raises:
         ValueError: before anything is sent, for an argument that is out of its range, and for ignore_eos.
-        SampleFailure, RolloutError: as in `RolloutClient.generate`; a SampleFailure's cause is `environment` or
-            `environment_timeout` where an environment failed.
+        SampleFailure, RolloutError: as in `RolloutClient.generate`; a SampleFailure's cause is
+            `environment` or `environment_timeout` where an environment failed.
     """
     for name, value in (("samples_per_prompt", samples_per_prompt), ("max_turns", max_turns)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
     if sampling.ignore_eos:
-        raise ValueError("ignore_eos leaves no token for a second turn, got ignore_eos with an environment; drop it")
+        raise ValueError(
+            "ignore_eos leaves no token for a second turn, got ignore_eos with an environment; drop it"
+        )
     for index, prompt in enumerate(prompts):
         checked_prompt_ids(prompt.input_ids, vocab_size=client.vocab_size, prompt_index=index)
     numbers = client.numbered(len(prompts), group_numbers)
@@ -87,10 +91,13 @@ async def generate_episodes(
         return trajectory
 
     try:
-        return await all_or_first_failure([
-            sample(prompt, prompt_index, index)
-            for prompt_index, prompt in enumerate(prompts) for index in range(samples_per_prompt)
-        ])  # fmt: skip
+        return await all_or_first_failure(
+            [
+                sample(prompt, prompt_index, index)
+                for prompt_index, prompt in enumerate(prompts)
+                for index in range(samples_per_prompt)
+            ]
+        )
     finally:
         if calls is None:
             await own_calls.close()
@@ -109,7 +116,13 @@ class Episodes:
     ) -> list[Trajectory]:
         """`generate_episodes` with these prompts; `how` holds its other keyword arguments."""
         return await generate_episodes(
-            client, prompts, sampling, environment=self.environment, max_turns=self.max_turns, calls=self.calls, **how
+            client,
+            prompts,
+            sampling,
+            environment=self.environment,
+            max_turns=self.max_turns,
+            calls=self.calls,
+            **how,
         )
 
 
@@ -117,14 +130,22 @@ class _Episode:
     """One episode under way."""
 
     def __init__(
-        self, client: RolloutClient, prompt: Prompt, sampling: SamplingParams, draw: Draw, label: str, calls: UserCalls
+        self,
+        client: RolloutClient,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        draw: Draw,
+        label: str,
+        calls: UserCalls,
     ):
         self._client, self._prompt, self._sampling, self._draw = client, prompt, sampling, draw
         self._calls = calls
         self.label, self.doing = label, "making the environment"
 
     async def run(self, factory: EnvironmentFactory, max_turns: int) -> Trajectory:
-        """The whole episode, with the environment's reward; the environment is closed at the end in any case."""
+        """The whole episode, with the environment's reward; the environment is closed at the
+        end in any case.
+        """
         environment = await self._call(factory, self._prompt.copied())
         if not isinstance(environment, Environment):
             raise SampleFailure(
@@ -150,14 +171,20 @@ class _Episode:
         try:
             return await self._calls(method, *given)
         except CallTimeout as error:
-            raise SampleFailure("environment_timeout", f"{FLAG}: {self.doing} of {self.label}: {error}") from None
+            raise SampleFailure(
+                "environment_timeout", f"{FLAG}: {self.doing} of {self.label}: {error}"
+            ) from None
         except Exception as error:
             text = "".join(traceback.format_exception(error)).strip()
-            raise SampleFailure("environment", f"{FLAG} failed in {self.doing} of {self.label}:\n{text}") from error
+            raise SampleFailure(
+                "environment", f"{FLAG} failed in {self.doing} of {self.label}:\n{text}"
+            ) from error
 
     async def _turns(self, environment: Environment, max_turns: int) -> Trajectory:
         if isinstance(environment.stop, str):  # each of its letters would end a turn
-            raise SampleFailure("environment", f"{FLAG}: stop must be a list of texts, got {environment.stop!r}")
+            raise SampleFailure(
+                "environment", f"{FLAG}: stop must be a list of texts, got {environment.stop!r}"
+            )
         ids = (*self._sampling.stop_token_ids, *environment.stop_token_ids)
         sampling = replace(self._sampling, stop_token_ids=ids, stop=(*self._sampling.stop, *environment.stop))
         self.doing = "turn 0"
@@ -182,7 +209,9 @@ class _Episode:
         return replace(whole, finish_reason="length")
 
     def _checked(self, reply: Any) -> torch.Tensor:
-        """[B] int64. An id outside the vocabulary would end the server's process, with everybody's requests."""
+        """[B] int64. An id outside the vocabulary would end the server's process, with
+        everybody's requests.
+        """
         try:
             ids = np.asarray(reply)
         except ValueError:  # ragged
@@ -190,7 +219,8 @@ class _Episode:
         if ids.ndim != 1 or ids.size == 0 or ids.dtype.kind not in "iu":
             raise SampleFailure(
                 "environment",
-                f"the environment's step() must return DONE or a non-empty list of token ids, got {str(reply)[:100]!r} "
+                "the environment's step() must return DONE or a non-empty list of token ids, got "
+                f"{str(reply)[:100]!r} "
                 f"in {self.doing} of {self.label}",
             )
         outside = np.flatnonzero((ids < 0) | (ids >= self._client.vocab_size))
@@ -199,7 +229,8 @@ class _Episode:
             raise SampleFailure(
                 "environment",
                 f"the environment's step() returned token id {int(ids[position])} at position {position} in "
-                f"{self.doing} of {self.label}; ids must be in [0, {self._client.vocab_size}), the model's vocabulary: "
+                f"{self.doing} of {self.label}; ids must be in [0, {self._client.vocab_size}), the model's "
+                "vocabulary: "
                 "is its tokenizer the one of the model being served?",
             )
         return torch.from_numpy(ids.astype(np.int64))
@@ -213,7 +244,8 @@ def first_turn(answer: Trajectory) -> Trajectory:
 def join_turn(episode: Trajectory, reply: torch.Tensor, answer: Trajectory) -> Trajectory:
     """The episode so far, the environment's reply and the policy's next turn as one trajectory.
 
-    Sampled tokens keep log-prob, weight version, sampling mask, and their routes or that they have none, as in `join`.
+    Sampled tokens keep log-prob, weight version, sampling mask, and their routes or that they have
+    none, as in `join`.
 
     Args:
         episode: with R response tokens.
@@ -221,6 +253,10 @@ def join_turn(episode: Trajectory, reply: torch.Tensor, answer: Trajectory) -> T
         answer: the next turn, whose prompt is all tokens before it.
     """
     number = int(episode.turn_ids.max()) + 1
-    turn_ids = [episode.turn_ids, torch.full_like(reply, ENVIRONMENT), torch.full_like(answer.output_ids, number)]
+    turn_ids = [
+        episode.turn_ids,
+        torch.full_like(reply, ENVIRONMENT),
+        torch.full_like(answer.output_ids, number),
+    ]
     whole = concatenated(replace(episode, turn_ids=None), answer, between=reply)
     return replace(whole, turn_ids=torch.cat(turn_ids))

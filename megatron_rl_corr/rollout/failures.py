@@ -1,4 +1,6 @@
-"""Samples that failed for good: how many by cause, whether they are too many, and which prompts they are of."""
+"""Samples that failed for good: how many by cause, whether they are too many, and which
+prompts they are of.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,15 @@ from megatron_rl_corr.engines.errors import SampleFailure, TooManyFailures
 from megatron_rl_corr.events import EVENTS
 
 CAUSES = (
-    "refused", "retries", "protocol", "environment", "environment_timeout", "reward_error", "reward_timeout",
+    "refused",
+    "retries",
+    "protocol",
+    "environment",
+    "environment_timeout",
+    "reward_error",
+    "reward_timeout",
     "group_filter",
-)  # fmt: skip
+)
 """In the order in which they are counted."""
 JUDGED_AFTER = 100
 """Samples before which no fraction is judged."""
@@ -22,7 +30,9 @@ JUDGED_BATCHES = 20
 HOPELESS = 0.5
 """More failures than this, among the last JUDGED_AFTER samples of a replica, end the run within a step."""
 HOPELESS_GROUPS = 50
-"""So many groups dropped in a row end the run within a step too: one failure in a large group is a small fraction."""
+"""So many groups dropped in a row end the run within a step too: one failure in a large group is
+a small fraction.
+"""
 NAMED_AFTER = 3
 """Dropped groups after which a prompt is named and left out."""
 
@@ -41,14 +51,18 @@ class Failures:
     def __init__(self, max_fraction: float, warn: Callable[[str], None] = logger.warning):
         self._max_fraction, self._warn = max_fraction, warn
         self.ended = 0
-        """Samples that came to an end, well or not. Those that were cancelled with their group are not counted."""
+        """Samples that came to an end, well or not. Those that were cancelled with their group
+        are not counted.
+        """
         self.by_cause = Counter(dict.fromkeys(CAUSES, 0))
         self.groups = 0
         """Groups that were dropped for a failure."""
         self.lengths: list[int] = [0, 0]
         """Samples of dropped groups that had been sampled to their end, and their tokens."""
         self.truncated_groups = 0
-        """Groups dropped for a sample that was cut, with `truncated_samples` drop; `groups` counts them too."""
+        """Groups dropped for a sample that was cut, with `truncated_samples` drop; `groups`
+        counts them too.
+        """
         self.cut_lengths: list[int] = [0, 0]
         """Samples that had ended of groups that were cut as surplus, and their tokens."""
         self.texts: dict[str, str] = {}
@@ -64,7 +78,9 @@ class Failures:
         self._recent.append(False)
 
     def failed(self, failure: SampleFailure, what: str, **place: int) -> None:
-        """A sample has none. The first of each cause is a warning, later ones are events alone; place: the event's."""
+        """A sample has none. The first of each cause is a warning, later ones are events alone;
+        place: the event's.
+        """
         self.ended += 1
         self._recent.append(True)
         self.by_cause[failure.cause] += 1
@@ -73,7 +89,9 @@ class Failures:
             self._warn(f"{what} failed for good ({failure.cause}; further ones are only counted): {failure}")
         self.texts[failure.cause] = f"{what}: {failure}"
 
-    def dropped(self, prompt: Prompt, number: int, lengths: Sequence[int], why: str = "a sample failed") -> None:
+    def dropped(
+        self, prompt: Prompt, number: int, lengths: Sequence[int], why: str = "a sample failed"
+    ) -> None:
         """The whole group, with its samples of these lengths."""
         EVENTS.tell("group_dropped", why, group=number, row=prompt.index)
         self.groups += 1
@@ -93,8 +111,10 @@ class Failures:
         self._truncated_in_a_row += 1
         if self._truncated_in_a_row >= HOPELESS_GROUPS:
             raise TooManyFailures(
-                f"the last {self._truncated_in_a_row} groups of a replica were all dropped for a sample that was cut, "
-                "so its step may never be complete; give a larger `max_new_tokens`, or use `truncated_samples` mask"
+                f"the last {self._truncated_in_a_row} groups of a replica were all dropped for a sample that "
+                "was cut, "
+                "so its step may never be complete; give a larger `max_new_tokens`, or use "
+                "`truncated_samples` mask"
             )
 
     def cut(self, lengths: Sequence[int]) -> None:
@@ -115,7 +135,8 @@ class Failures:
             raise self.too_many(f"{failed} of the last {JUDGED_AFTER} samples of a replica", self.by_cause)
         if self._dropped_in_a_row >= HOPELESS_GROUPS and self._max_fraction < 1.0:
             raise TooManyFailures(
-                f"the last {self._dropped_in_a_row} groups of a replica were all dropped for a sample that failed for "
+                f"the last {self._dropped_in_a_row} groups of a replica were all dropped for a sample that "
+                "failed for "
                 "good, so its step may never be complete; mend what fails, give failed rewards a value with "
                 f"`on_failed_reward`, or use a smaller `group_size`. {self._told_causes(self.by_cause)}"
             )
@@ -123,7 +144,8 @@ class Failures:
     def too_many(self, share: str, by_cause: dict[str, int]) -> TooManyFailures:
         """The error that ends the run, with the last failure of each cause."""
         return TooManyFailures(
-            f"{share} failed for good, which is more than `max_failed_fraction` {self._max_fraction:g} allows. "
+            f"{share} failed for good, which is more than `max_failed_fraction` {self._max_fraction:g} "
+            "allows. "
             f"{self._told_causes(by_cause)}"
         )
 
@@ -141,22 +163,37 @@ class Failures:
         return {name: count - self._told.get(name, 0) for name, count in self._totals().items()}
 
     def _totals(self) -> dict[str, int]:
-        return {"ended": self.ended, "replaced": self.groups, "truncated": self.truncated_groups,
-               "lost_samples": self.lengths[0], "lost_tokens": self.lengths[1], "cut_ended": self.cut_lengths[0],
-               "cut_ended_tokens": self.cut_lengths[1], **{f"failed_{cause}": self.by_cause[cause] for cause in CAUSES}}
+        return {
+            "ended": self.ended,
+            "replaced": self.groups,
+            "truncated": self.truncated_groups,
+            "lost_samples": self.lengths[0],
+            "lost_tokens": self.lengths[1],
+            "cut_ended": self.cut_lengths[0],
+            "cut_ended_tokens": self.cut_lengths[1],
+            **{f"failed_{cause}": self.by_cause[cause] for cause in CAUSES},
+        }
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON has it: what is judged, and what `since_last` and `take_dropped` owe."""
+        """What a checkpoint keeps, as JSON has it: what is judged, and what `since_last` and
+        `take_dropped` owe.
+        """
         return {
             "untold": {name: count for name, count in self._untold().items() if count},
-            "recent": [int(failed) for failed in self._recent], "dropped": self._dropped,
-            "dropped_in_a_row": self._dropped_in_a_row, "truncated_in_a_row": self._truncated_in_a_row,
-        }  # fmt: skip
+            "recent": [int(failed) for failed in self._recent],
+            "dropped": self._dropped,
+            "dropped_in_a_row": self._dropped_in_a_row,
+            "truncated_in_a_row": self._truncated_in_a_row,
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was asked for, at the run's start; {} for a checkpoint without it."""
         untold = Counter(state.get("untold", {}))
-        self.ended, self.groups, self.truncated_groups = untold["ended"], untold["replaced"], untold["truncated"]
+        self.ended, self.groups, self.truncated_groups = (
+            untold["ended"],
+            untold["replaced"],
+            untold["truncated"],
+        )
         self.lengths = [untold["lost_samples"], untold["lost_tokens"]]
         self.cut_lengths = [untold["cut_ended"], untold["cut_ended_tokens"]]
         self.by_cause.update({cause: untold[f"failed_{cause}"] for cause in CAUSES})
@@ -180,14 +217,19 @@ class FailedFraction:
 
     def state(self) -> list[dict[str, float]]:
         """What a checkpoint keeps of each batch: "ended", and causes of failures."""
-        return [{name: n for name, n in zip(("ended", *CAUSES), batch, strict=True) if n} for batch in self._batches]
+        return [
+            {name: n for name, n in zip(("ended", *CAUSES), batch, strict=True) if n}
+            for batch in self._batches
+        ]
 
     def restore(self, state: Sequence[Mapping[str, float]]) -> None:
         """Go on where `state` was asked for, at the run's start."""
         self._batches.extend([float(batch.get(name, 0.0)) for name in ("ended", *CAUSES)] for batch in state)
 
     def exceeded(self, batch: list[float]) -> tuple[str, dict[str, float]] | None:
-        """batch: samples that ended, then those that failed by CAUSES. Above the bound: how many, and by cause."""
+        """batch: samples that ended, then those that failed by CAUSES. Above the bound: how
+        many, and by cause.
+        """
         self._batches.append(batch)
         ended, *failed = (sum(column) for column in zip(*self._batches, strict=True))
         if ended < JUDGED_AFTER or sum(failed) <= self._max_fraction * ended:
@@ -197,12 +239,16 @@ class FailedFraction:
 
 
 class FailedPrompts:
-    """Rows of a data set of `size` whose groups were dropped; a row that was so NAMED_AFTER times is left out.
+    """Rows of a data set of `size` whose groups were dropped; a row that was so NAMED_AFTER
+    times is left out.
 
-    It is not drawn again in the epoch of its last failure, nor in the one behind it; then it is counted anew.
+    It is not drawn again in the epoch of its last failure, nor in the one behind it; then it
+    is counted anew.
     """
 
-    def __init__(self, size: int, counts: dict[int, int] | None = None, left_out: dict[int, int] | None = None):
+    def __init__(
+        self, size: int, counts: dict[int, int] | None = None, left_out: dict[int, int] | None = None
+    ):
         self._size = size
         self.counts = Counter(counts or {})
         self.left_out = dict(left_out or {})

@@ -1,4 +1,6 @@
-"""Which groups are trained: those whose rewards are not all equal, or those that the user's function chooses."""
+"""Which groups are trained: those whose rewards are not all equal, or those that the user's
+function chooses.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +61,13 @@ def measured_samples(share: float | None, rows: int) -> int:
 class GroupFilter:
     """Judges the groups of one replica, for one event loop.
 
-    A call that fails counts as one failed sample, and its group is dropped and replaced as after a failed reward.
+    A call that fails counts as one failed sample, and its group is dropped and replaced as after
+    a failed reward.
 
     Args:
-        spec: spread, or the user's function, "path/to/file.py:name" or "package.module:name". The function gets the
-            prompt and the Group, copies both, runs on the event loop where it is async, else in a thread, and returns
-            True for a group that is trained.
+        spec: spread, or the user's function, "path/to/file.py:name" or "package.module:name". The function
+            gets the prompt and the Group, copies both, runs on the event loop where it is async, else in a
+            thread, and returns True for a group that is trained.
         prompts: the data set.
         failures: counts calls that fail.
 
@@ -89,9 +92,11 @@ class GroupFilter:
             return has_spread(group)
         prompt = self._prompts.at(group.number)
         own = replace(
-            group, trajectories=list(group.trajectories), rewards=list(group.rewards),
+            group,
+            trajectories=list(group.trajectories),
+            rewards=list(group.rewards),
             reward_parts=[dict(parts) for parts in group.reward_parts],
-        )  # fmt: skip
+        )
         why = None
         try:
             answer = await self._calls(self._function, prompt.copied(), own)
@@ -110,7 +115,8 @@ class GroupFilter:
             self.failed_in_a_row += 1
             if self.failed_in_a_row >= HOPELESS_GROUPS:
                 raise TooManyFailures(
-                    f"{FLAG} {self._spec} failed for the last {HOPELESS_GROUPS} groups of a replica: {failure}"
+                    f"{FLAG} {self._spec} failed for the last {HOPELESS_GROUPS} groups of a replica: "
+                    f"{failure}"
                 ) from None
             self._failures.check()
             return None

@@ -1,4 +1,6 @@
-"""Samples and scores the groups of one replica: the servers' responses, their rewards, and what failed of them."""
+"""Samples and scores the groups of one replica: the servers' responses, their rewards, and
+what failed of them.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,29 @@ class GroupSampler:
         rewards: scores each sample as it ends.
         failures: counts failed samples, and ends the run above a bound.
         failed_prompts: prompts that are left out because their groups failed.
-        on_failed: the reward of a sample whose reward failed; None: its group is dropped, as after any other failure.
+        on_failed: the reward of a sample whose reward failed; None: its group is dropped, as after
+            any other failure.
         episodes: for an environment; None: a sample is one response.
         drop_truncated: drop a group as soon as one of its samples was cut (finish reason length).
         traces: note the times of every group.
     """
 
     def __init__(
-        self, client: RolloutClient, prompts: PromptDataset, numbers: GroupNumbers, sampling: SamplingParams, *,
-        group_size: int, rewards: Rewards, failures: Failures, failed_prompts: FailedPrompts, on_failed: float | None,
-        episodes: Episodes | None, drop_truncated: bool = False, traces: bool = False,
-    ):  # fmt: skip
+        self,
+        client: RolloutClient,
+        prompts: PromptDataset,
+        numbers: GroupNumbers,
+        sampling: SamplingParams,
+        *,
+        group_size: int,
+        rewards: Rewards,
+        failures: Failures,
+        failed_prompts: FailedPrompts,
+        on_failed: float | None,
+        episodes: Episodes | None,
+        drop_truncated: bool = False,
+        traces: bool = False,
+    ):
         self._client, self._prompts, self._numbers, self._sampling = client, prompts, numbers, sampling
         self._group_size, self._rewards = group_size, rewards
         self._failed_score = None if on_failed is None else Score(on_failed)

@@ -53,7 +53,9 @@ class PutAside:
 
 @dataclass(frozen=True)
 class Taken:
-    """The groups of a step, the state of the stream when they were taken, and its counts since the step before."""
+    """The groups of a step, the state of the stream when they were taken, and its counts since
+    the step before.
+    """
 
     groups: list[Group]
     """[G], by number."""
@@ -102,15 +104,21 @@ class StreamState:
     @classmethod
     def resumed(cls, waiting: Sequence[int], counts: Mapping[str, Any]) -> StreamState:
         """What a stream that goes on begins with. counts: what `counts` gave, or {}."""
-        return cls(tuple(waiting), filtered=PutAside(**counts.get("filtered", {})), dropped=counts.get("dropped", 0))
+        return cls(
+            tuple(waiting), filtered=PutAside(**counts.get("filtered", {})), dropped=counts.get("dropped", 0)
+        )
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Which groups a step takes, and how many are sampled for it. Without settings: as many, and all of them."""
+    """Which groups a step takes, and how many are sampled for it. Without settings: as many,
+    and all of them.
+    """
 
     passes: Callable[[Group], Awaitable[bool | None]] | None = None
-    """Whether a group is trained; None: it could not be judged, and is lost as one with a failed sample is."""
+    """Whether a group is trained; None: it could not be judged, and is lost as one with a
+    failed sample is.
+    """
     limit: float = 10.0
     """--rollout-group-filter-limit."""
     refills: bool = False

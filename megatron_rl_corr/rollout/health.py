@@ -1,7 +1,7 @@
 """Health of servers: leaves out those that fail or fall silent, and takes them back once they are well again.
 
-A server is well again once it is healthy, has the expected weights, and can sample as the run does: one that was
-restarted may have been given other flags.
+A server is well again once it is healthy, has the expected weights, and can sample as the run does: one
+that was restarted may have been given other flags.
 """
 
 import asyncio
@@ -42,9 +42,7 @@ class ServerHealth:
         read_timeout_s: longest time without progress of a server with requests in flight.
     """
 
-    def __init__(
-        self, fleet: Fleet, pool: ServerPool, counts: Counts, *, read_timeout_s: float
-    ):
+    def __init__(self, fleet: Fleet, pool: ServerPool, counts: Counts, *, read_timeout_s: float):
         self.expected_versions: list[str] = []
         """All versions so far, in order: servers must have the last one."""
         self.required: Sequence[SamplingParams] = ()
@@ -68,13 +66,17 @@ class ServerHealth:
         Nor do those for which a proxy answers HTTP 5xx: that may take it as long as its own limit.
         """
         return [
-            server.url for server in self._pool.left_out
+            server.url
+            for server in self._pool.left_out
             if not server.answered
-            and isinstance(why := server.refused or server.cause, RolloutServerError) and may_be_gone(why)
-        ]  # fmt: skip
+            and isinstance(why := server.refused or server.cause, RolloutServerError)
+            and may_be_gone(why)
+        ]
 
     def note_answers(self, urls: Collection[str]) -> None:
-        """Take note of all servers that have answered a push. Their own probe may hang in a request from before."""
+        """Take note of all servers that have answered a push. Their own probe may hang in a
+        request from before.
+        """
         for server in self._pool.left_out:
             server.answered = server.url in urls
 
@@ -83,10 +85,11 @@ class ServerHealth:
 
         Args:
             version: the name.
-            restarted: addresses of servers that have them, and may have been given other flags; they are left out until
-                they are well, and their requests end.
-            missed: addresses of servers that the update left out; the same, but they come back after a later update
-                only, whatever they call their weights: one that fell out of this one at its end may be paused.
+            restarted: addresses of servers that have them, and may have been given other flags; they are left
+                out until they are well, and their requests end.
+            missed: addresses of servers that the update left out; the same, but they come back after a
+                later update only, whatever they call their weights: one that fell out of this one at its
+                end may be paused.
         """
         self.expected_versions.append(version)
         self._released = False
@@ -109,7 +112,9 @@ class ServerHealth:
             self._probe(server, 0.0, updated=server.url in restarted)
 
     def hold_outage(self, *, released: bool = False) -> None:
-        """Declare no outage until the next `expect`. released: servers lack memory until then, and `watching` fails."""
+        """Declare no outage until the next `expect`. released: servers lack memory until then, and
+        `watching` fails.
+        """
         self._released = self._released or released
         self._pool.hold()
 
@@ -135,7 +140,8 @@ class ServerHealth:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """While it is open, a server whose requests in flight make no progress is left out, and they are ended.
+        """While it is open, a server whose requests in flight make no progress is left out,
+        and they are ended.
 
         Any number may be open at once: they share one watch, which ends with the last.
 
@@ -143,7 +149,9 @@ class ServerHealth:
             RuntimeError: servers have released their memory to the trainer, and nothing may be sampled.
         """
         if self._released:
-            raise RuntimeError("the servers have released their memory to the trainer: push weights before sampling")
+            raise RuntimeError(
+                "the servers have released their memory to the trainer: push weights before sampling"
+            )
         if self._watchers == 0:
             self._watched = asyncio.create_task(self._watch())
         self._watchers += 1
@@ -175,7 +183,8 @@ class ServerHealth:
         self._probes[server] = asyncio.create_task(self._readmit(server, delay_s, updated))
 
     async def _readmit(self, server: Server, delay_s: float, updated: bool) -> None:
-        """Ask until it is well. updated: it has just taken all of an update, and is not asked whether it lives.
+        """Ask until it is well. updated: it has just taken all of an update, and is not asked
+        whether it lives.
 
         SGLang takes a second to say so, and longer while it is paused: a step may have sampled by then.
         """
@@ -238,10 +247,14 @@ class ServerHealth:
 
         Those of a server that is left out for the failure of another request too: nobody else would end them.
 
-        The time between a check that shows progress and the next check, a fifth of read_timeout_s later, counts as
-        silence.
+        The time between a check that shows progress and the next check, a fifth of read_timeout_s later,
+        counts as silence.
         """
-        now, period, bound = asyncio.get_running_loop().time, self._read_timeout_s / 5, 0.7 * self._read_timeout_s
+        now, period, bound = (
+            asyncio.get_running_loop().time,
+            self._read_timeout_s / 5,
+            0.7 * self._read_timeout_s,
+        )
         pause, progress, moved = period * random.random(), None, -math.inf  # many clients watch a server
         while True:
             due = now() + pause

@@ -1,4 +1,6 @@
-"""`megatron-rl-corr rollout`: samples and scores prompts without a trainer, into the sample files of a run."""
+"""`megatron-rl-corr rollout`: samples and scores prompts without a trainer, into the
+sample files of a run.
+"""
 
 from __future__ import annotations
 
@@ -71,8 +73,10 @@ class OfflineSummary:
         """The summary as a person reads it."""
         if not self.samples:
             return [f"nothing was sampled; {self.lost} groups were lost, {self.skipped} rows were left out"]
-        found = [f"{self.samples} samples of {self.groups} prompts in {self.seconds:.1f} s, "
-                 f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s, {self.files} files"]  # fmt: skip
+        found = [
+            f"{self.samples} samples of {self.groups} prompts in {self.seconds:.1f} s, "
+            f"{self.tokens / max(self.seconds, 1e-9):.0f} tokens/s, {self.files} files"
+        ]
         found.append(f"mean reward {self.rewards / self.samples:.4f}")
         found += [f"  {name} {total / count:.4f}" for name, (total, count) in sorted(self.parts.items())]
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.reasons.items()))
@@ -83,7 +87,8 @@ class OfflineSummary:
 
 
 class OfflineRun:
-    """Samples and scores each prompt once, and writes the samples as a run with --rollout-save-trajectories does.
+    """Samples and scores each prompt once, and writes the samples as a run with
+    --rollout-save-trajectories does.
 
     Args:
         options: of servers, prompts, samples, rewards, environment and the model.
@@ -121,9 +126,12 @@ class OfflineRun:
         """
         options, begun = self._options, time.monotonic()
         async with RolloutClient(
-            options.urls, vocab_size=self._vocab_size, seed=self._seed,
-            decode=self._tokenizer and self._tokenizer.decode_all, **options.client_arguments(),
-        ) as client:  # fmt: skip
+            options.urls,
+            vocab_size=self._vocab_size,
+            seed=self._seed,
+            decode=self._tokenizer and self._tokenizer.decode_all,
+            **options.client_arguments(),
+        ) as client:
             progress(f"asking {', '.join(client.base_urls)}, then sampling {self._groups} prompts")
             await client.find_servers(WAIT_FOR_SERVERS_S)
             what = f"--max-concurrency {options.max_concurrency} with {len(client.base_urls)} servers"
@@ -171,8 +179,10 @@ class OfflineRun:
             await asyncio.sleep(PROGRESS_EVERY_S)
             summary, seconds = self._summary, time.monotonic() - begun
             mean = summary.rewards / summary.samples if summary.samples else float("nan")
-            progress(f"{summary.groups} of {self._groups} prompts, mean reward {mean:.4f}, "
-                     f"{summary.tokens / seconds:.0f} tokens/s")  # fmt: skip
+            progress(
+                f"{summary.groups} of {self._groups} prompts, mean reward {mean:.4f}, "
+                f"{summary.tokens / seconds:.0f} tokens/s"
+            )
 
     def _write(self) -> None:
         """Write the groups that are done as one file, by their numbers."""
@@ -181,8 +191,13 @@ class OfflineRun:
         done, self._done = sorted(self._done, key=lambda group: group.number), []
         self._summary.files += 1
         batch = SavedBatch(
-            step=self._summary.files, updates=1, replica=0, replicas=1, group_size=self._options.group_size,
-            packed=True, num_turns=self._options.max_turns,
+            step=self._summary.files,
+            updates=1,
+            replica=0,
+            replicas=1,
+            group_size=self._options.group_size,
+            packed=True,
+            num_turns=self._options.max_turns,
             hf_checkpoint=str(Path(self._options.hf_checkpoint).resolve()),
         )
         samples = [sample for place, group in enumerate(done) for sample in self._samples(place, group)]
@@ -192,16 +207,23 @@ class OfflineRun:
         prompt = self._prompts.at(group.number)
         origin, parts = Origin(group.number, prompt.index, prompt.label), group.reward_parts
         return [
-            Sample(replace(row, prompt_index=place), group.rewards[index], origin=origin,
-                   reward_parts=parts[index] if parts else None)
+            Sample(
+                replace(row, prompt_index=place),
+                group.rewards[index],
+                origin=origin,
+                reward_parts=parts[index] if parts else None,
+            )
             for index, row in enumerate(group.trajectories)
-        ]  # fmt: skip
+        ]
 
     def _open_prompts(self) -> PromptDataset:
         options = self._options
         limits = PromptLimits(
-            self._vocab_size, options.max_prompt_tokens, f"`max_prompt_tokens` {options.max_prompt_tokens}",
-            options.max_new_tokens, drop_long=options.long_prompts == "drop",
+            self._vocab_size,
+            options.max_prompt_tokens,
+            f"`max_prompt_tokens` {options.max_prompt_tokens}",
+            options.max_new_tokens,
+            drop_long=options.long_prompts == "drop",
         )
         form = PromptFormat.of(options, self._tokenizer, limits)
         return open_prompts(options.prompts, form, seed=self._seed, warn=warn)
@@ -212,7 +234,14 @@ class OfflineRun:
             calls = UserCalls(options.environment_timeout_s)
             episodes = Episodes(load_environment(options.environment), options.max_turns, calls)
         return GroupSampler(
-            client, self._prompts, GroupNumbers(Cursor(0), 0, 1), self._sampling, group_size=options.group_size,
-            rewards=self._rewards, failures=self._failures, failed_prompts=FailedPrompts(len(self._prompts)),
-            on_failed=options.on_failed_reward, episodes=episodes,
+            client,
+            self._prompts,
+            GroupNumbers(Cursor(0), 0, 1),
+            self._sampling,
+            group_size=options.group_size,
+            rewards=self._rewards,
+            failures=self._failures,
+            failed_prompts=FailedPrompts(len(self._prompts)),
+            on_failed=options.on_failed_reward,
+            episodes=episodes,
         )

@@ -1,6 +1,7 @@
 """Keeps groups running ahead of the training that takes them: how far ahead, and what happens to old groups.
 
-G groups a step; version v is that of the weights after v steps. A step is a batch here, however many updates it makes.
+G groups a step; version v is that of the weights after v steps. A step is a batch here, however many
+updates it makes.
 """
 
 from __future__ import annotations
@@ -20,45 +21,56 @@ from megatron_rl_corr.rollout.groups import Group, PutAside, Selection, StreamSt
 
 
 class GroupStream:
-    """Samples G * max_lag groups ahead, and returns G groups for each step in the order in which they are done.
+    """Samples G * max_lag groups ahead, and returns G groups for each step in the order in
+    which they are done.
 
-    A step's groups may begin once the weights are within max_lag versions of that step's. So max_lag 0 is on-policy:
-    groups begin with the weights of their step, and none runs while weights change. A group that takes long may still
-    be older than max_lag when it is done: it is trained on like the others or, with drop_stale, put aside and replaced
-    by another, which prefers short responses.
+    A step's groups may begin once the weights are within max_lag versions of that step's. So max_lag 0 is
+    on-policy: groups begin with the weights of their step, and none runs while weights change. A group that
+    takes long may still be older than max_lag when it is done: it is trained on like the others or, with
+    drop_stale, put aside and replaced by another, which prefers short responses.
 
     A group that does not pass the selection's filter is replaced by another, up to the selection's limit.
 
-    With over-sampling, more groups run than steps need, and each step takes those that are done first. With max_lag 0
-    the others are ended before `take` returns, and their numbers are drawn again first. With a lag, as many groups more
-    may run as are still running from before the present version, and all are kept: a group that is done in time is not
-    older than max_lag for it.
+    With over-sampling, more groups run than steps need, and each step takes those that are done first. With
+    max_lag 0 the others are ended before `take` returns, and their numbers are drawn again first. With a lag,
+    as many groups more may run as are still running from before the present version, and all are kept: a
+    group that is done in time is not older than max_lag for it.
 
     For one event loop.
 
     Args:
-        sample: sample(number) samples and scores a whole group; None: one of its samples failed for good, and another
-            group is begun in its place.
+        sample: sample(number) samples and scores a whole group; None: one of its samples failed for good, and
+            another group is begun in its place.
         draw: the number of the next group to begin.
         groups_per_step: G.
         first, last: the steps are [first, last), by the weight version that they start from.
         max_lag: versions that the weights may be behind a step's when its groups begin.
         drop_stale: put groups aside that are older than max_lag when they are done.
         selection: which groups pass, and how many more are sampled.
-        resumed: what `state` gave when a checkpoint was saved. Groups that waited then are taken before all others, in
-            the order of then; so `draw` must give their numbers first.
+        resumed: what `state` gave when a checkpoint was saved. Groups that waited then are taken before all
+            others, in the order of then; so `draw` must give their numbers first.
 
     Raises:
         ValueError: groups_per_step below 1 or max_lag below 0.
     """
 
     def __init__(
-        self, sample: Callable[[int], Coroutine[Any, Any, Group | None]], draw: Callable[[], int], *,
-        groups_per_step: int, first: int, last: int, max_lag: int = 0, drop_stale: bool = False,
-        selection: Selection | None = None, resumed: StreamState | None = None,
-    ):  # fmt: skip
+        self,
+        sample: Callable[[int], Coroutine[Any, Any, Group | None]],
+        draw: Callable[[], int],
+        *,
+        groups_per_step: int,
+        first: int,
+        last: int,
+        max_lag: int = 0,
+        drop_stale: bool = False,
+        selection: Selection | None = None,
+        resumed: StreamState | None = None,
+    ):
         if groups_per_step < 1 or max_lag < 0:
-            raise ValueError(f"groups_per_step must be at least 1 and max_lag 0, got {groups_per_step} and {max_lag}")
+            raise ValueError(
+                f"groups_per_step must be at least 1 and max_lag 0, got {groups_per_step} and {max_lag}"
+            )
         self._sample, self._draw = sample, draw
         self._per_step, self._last, self._max_lag = groups_per_step, last, max_lag
         self._drop_stale, self._selection = drop_stale, selection or Selection()
@@ -134,12 +146,17 @@ class GroupStream:
         return [*state.running, *state.again, *state.waiting]
 
     def state(self, *, with_taken: bool = False) -> StreamState:
-        """What a checkpoint keeps. with_taken: as in `untrained`; the groups taken last are taken first then."""
+        """What a checkpoint keeps. with_taken: as in `untrained`; the groups taken last are
+        taken first then.
+        """
         done = [group.number for group in sorted(self._done, key=self._place)]
         return StreamState(
-            tuple([*self._taken, *done] if with_taken else done), tuple(number for number, _ in self._running.values()),
-            tuple(self._again), replace(self._filtered), self._dropped,
-        )  # fmt: skip
+            tuple([*self._taken, *done] if with_taken else done),
+            tuple(number for number, _ in self._running.values()),
+            tuple(self._again),
+            replace(self._filtered),
+            self._dropped,
+        )
 
     async def close(self) -> None:
         """Cancel the groups that are being sampled."""
@@ -241,10 +258,13 @@ class GroupStream:
         if not self._selection.refills:
             aside = self._filtered
             raise GroupsFilteredOut(
-                f"`group_filter`: {len(self._done)} of the {self._per_step} groups that a step takes of each replica "
-                f"pass, and {aside.groups} do not, after which `group_filter_limit` {self._selection.limit:g} ends the "
+                f"`group_filter`: {len(self._done)} of the {self._per_step} groups that a step takes of each "
+                "replica "
+                f"pass, and {aside.groups} do not, after which `group_filter_limit` "
+                f"{self._selection.limit:g} ends the "
                 f"step. The mean reward of those is {aside.rewards / max(aside.samples, 1):.4g}, above 0 in "
-                f"{aside.above_0} of them. Are the prompts too easy or too hard, or does the reward give every "
+                f"{aside.above_0} of them. Are the prompts too easy or too hard, or does the reward give "
+                "every "
                 "response the same? Otherwise raise `group_filter_limit`, or train on them with "
                 "`group_filter_exhausted` take"
             )
@@ -266,23 +286,34 @@ class GroupStream:
 
     async def _take_first(self) -> Taken:
         """The step's groups; with max_lag 0 no group is left behind them."""
-        self._done = deque(sorted(self._done, key=self._place))  # stable: the others stay in the order of their ends
+        # stable: the others stay in the order of their ends
+        self._done = deque(sorted(self._done, key=self._place))
         groups = sorted((self._done.popleft() for _ in range(self._per_step)), key=lambda group: group.number)
         self._taken, self._next = [group.number for group in groups], self._version + 1
         if self._max_lag == 0:
             await self._end_surplus()
         beyond = self.running + self.ready - self._steps_ahead * self._per_step
         taken = Taken(
-            groups, self.ready, self.running, self._dropped, self._filtered, self._refilled, self._aborted,
-            self._surplus, self._aside, max(0, beyond),
-        )  # fmt: skip
+            groups,
+            self.ready,
+            self.running,
+            self._dropped,
+            self._filtered,
+            self._refilled,
+            self._aborted,
+            self._surplus,
+            self._aside,
+            max(0, beyond),
+        )
         self._dropped, self._aborted, self._refilled = 0, 0, 0
         self._filtered, self._surplus, self._aside = PutAside(), PutAside(), []
         self._spare.clear()
         return taken
 
     async def _end_surplus(self) -> None:
-        """End what was sampled beside the step's groups. Its numbers are drawn again, as its prompts are untrained."""
+        """End what was sampled beside the step's groups. Its numbers are drawn again, as its
+        prompts are untrained.
+        """
         before, self._aborting = len(self._again), True
         await self._cancel_running()
         self._aborting = False
@@ -292,7 +323,9 @@ class GroupStream:
         self._done.clear()
         if len(self._again) > before:
             groups = sorted(list(self._again)[before:])
-            EVENTS.tell("surplus_ended", "the step has its groups, and with no lag none may be older", groups=groups)
+            EVENTS.tell(
+                "surplus_ended", "the step has its groups, and with no lag none may be older", groups=groups
+            )
         self._again = deque(sorted(self._again))
 
     def _drop(self, version: int) -> None:

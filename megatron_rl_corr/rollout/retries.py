@@ -16,7 +16,12 @@ import torch
 
 from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.answers import reading
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, StaleWeightsError
+from megatron_rl_corr.engines.errors import (
+    RolloutError,
+    RolloutProtocolError,
+    RolloutServerError,
+    StaleWeightsError,
+)
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import PAUSES_S, WAIT_S, LocalFault
 from megatron_rl_corr.engines.routes import ExpertShape
@@ -40,16 +45,22 @@ CUT_POLL_S = 0.2
 
 
 def _check_length(part: Trajectory, sampling: SamplingParams, request: Request) -> None:
-    """RolloutServerError for a response that a server cut silently, before max_new_tokens, at its context length."""
+    """RolloutServerError for a response that a server cut silently, before max_new_tokens, at
+    its context length.
+    """
     tokens = part.output_ids.numel()
     if part.finish_reason == "length" and tokens < sampling.max_new_tokens:
         raise RolloutServerError(
-            part.server, request.endpoint, 200,
-            f"a response cut to {tokens} of {sampling.max_new_tokens} tokens, behind {part.prompt_ids.numel()} of "
+            part.server,
+            request.endpoint,
+            200,
+            f"a response cut to {tokens} of {sampling.max_new_tokens} tokens, behind "
+            f"{part.prompt_ids.numel()} of "
             "prompt",
-            remedy="its context length has no room for both: start it with a longer one, or use shorter prompts or a "
+            remedy="its context length has no room for both: start it with a longer one, or use shorter "
+            "prompts or a "
             "smaller `max_new_tokens`",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,8 @@ class Retries:
         counts: counts samples, tokens and retries.
         max_retries: failed requests of a sample after which it fails.
         max_continuations: times that an aborted sample is continued; 0 returns its tokens so far.
-        outage_timeout_s: how long this process may be unable to reach anybody while nothing of its own is in flight.
+        outage_timeout_s: how long this process may be unable to reach anybody while nothing of its
+            own is in flight.
         experts: also request routed experts, of a model of this shape.
         keyed_cache: share cached prefixes only between requests for one weight version.
         pushes_retract: weights change in a pause of mode retract.
@@ -80,10 +92,20 @@ class Retries:
     """
 
     def __init__(
-        self, fleet: Fleet, pool: ServerPool, health: ServerHealth, counts: Counts, *,
-        max_retries: int, max_continuations: int, outage_timeout_s: float, experts: ExpertShape | None = None,
-        keyed_cache: bool = False, pushes_retract: bool = False, decode: Decode | None = None,
-    ):  # fmt: skip
+        self,
+        fleet: Fleet,
+        pool: ServerPool,
+        health: ServerHealth,
+        counts: Counts,
+        *,
+        max_retries: int,
+        max_continuations: int,
+        outage_timeout_s: float,
+        experts: ExpertShape | None = None,
+        keyed_cache: bool = False,
+        pushes_retract: bool = False,
+        decode: Decode | None = None,
+    ):
         self._fleet, self._pool, self._health, self._counts = fleet, pool, health, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
         self._keyed_cache, self._pushes_retract, self._decode = keyed_cache, pushes_retract, decode
@@ -92,14 +114,23 @@ class Retries:
 
     @property
     def cache_key(self) -> str | None:
-        """The cache key of requests that are sent now: the weight version that they are meant for; None: no key."""
+        """The cache key of requests that are sent now: the weight version that they are meant
+        for; None: no key.
+        """
         version = self._health.expected_version
         return f"weights:{version}" if self._keyed_cache and version is not None else None
 
     async def sample(
-        self, prompt_ids: torch.Tensor, sampling: SamplingParams, *, draw: Draw, prompt_index: int, sample_index: int,
-        vocab_size: int, after: Trajectory | None = None,
-    ) -> Trajectory:  # fmt: skip
+        self,
+        prompt_ids: torch.Tensor,
+        sampling: SamplingParams,
+        *,
+        draw: Draw,
+        prompt_index: int,
+        sample_index: int,
+        vocab_size: int,
+        after: Trajectory | None = None,
+    ) -> Trajectory:
         """Return the whole sample.
 
         Args:
@@ -108,20 +139,24 @@ class Retries:
             draw: decides the seeds.
             prompt_index, sample_index: go into the trajectory.
             vocab_size: sampled ids must be below it.
-            after: the episode so far whose tokens the prompt ends with: its server is preferred, and its routes are
-                not requested again.
+            after: the episode so far whose tokens the prompt ends with: its server is preferred, and its
+                routes are not requested again.
 
         Raises:
             SampleFailure: this sample failed for good.
             RolloutError: every other sample would fail too.
         """
         names = {
-            "prompt_index": prompt_index, "sample_index": sample_index, "vocab_size": vocab_size,
+            "prompt_index": prompt_index,
+            "sample_index": sample_index,
+            "vocab_size": vocab_size,
             "group_number": draw.group,
-        }  # fmt: skip
+        }
         try:
             server, known = (None, None) if after is None else (after.server, after.routed_experts)
-            whole = await self._part(prompt_ids, sampling, draw.seed(0), prefer=server, known_routes=known, **names)
+            whole = await self._part(
+                prompt_ids, sampling, draw.seed(0), prefer=server, known_routes=known, **names
+            )
             whole = self._through_stop(whole, sampling)
             for _ in range(self._max_continuations):
                 missing = sampling.max_new_tokens - whole.output_ids.numel()
@@ -139,7 +174,9 @@ class Retries:
             error = failure_of_sample(failure) or failure
             for note in getattr(failure, "__notes__", ()) if error is not failure else ():
                 error.add_note(note)
-            error.add_note(f"it was sample {sample_index} of prompt {prompt_index} ({prompt_ids.numel()} tokens)")
+            error.add_note(
+                f"it was sample {sample_index} of prompt {prompt_index} ({prompt_ids.numel()} tokens)"
+            )
             if error is failure:
                 raise
             raise error from failure
@@ -158,15 +195,23 @@ class Retries:
         return cut
 
     async def _part(
-        self, ids: torch.Tensor, sampling: SamplingParams, seed: int, *, avoid: str | None = None,
-        prefer: str | None = None, known_routes: torch.Tensor | None, group_number: int, **names: int,
-    ) -> Trajectory:  # fmt: skip
+        self,
+        ids: torch.Tensor,
+        sampling: SamplingParams,
+        seed: int,
+        *,
+        avoid: str | None = None,
+        prefer: str | None = None,
+        known_routes: torch.Tensor | None,
+        group_number: int,
+        **names: int,
+    ) -> Trajectory:
         """The answer to one request, by the first server that gives one; every server gets the same seed.
 
-        A server that has failed this request gets it again only where no other is in: one that fails fast is the least
-        busy, and would use up the retries. What one server refuses another one is asked once: if that answers, it was
-        the server's fault, not the sample's. known_routes: of the first tokens, which are not asked for, also where
-        tokens have none.
+        A server that has failed this request gets it again only where no other is in: one that fails fast
+        is the least busy, and would use up the retries. What one server refuses another one is asked once:
+        if that answers, it was the server's fault, not the sample's. known_routes: of the first tokens,
+        which are not asked for, also where tokens have none.
         """
         failures, failed, group = 0, set() if avoid is None else {avoid}, CURRENT.get()
         refusal: _Refusal | None = None
@@ -179,9 +224,14 @@ class Retries:
             joined = server.joined
             request_id = uuid.uuid4().hex
             request = self._fleet.engine_of(server.url).generate(  # made for those in flight only
-                ids.tolist(), sampling, request_id, seed=seed, routed_experts=self._experts is not None,
-                cache_key=self.cache_key, routes_from=0 if known_routes is None else len(known_routes),
-            )  # fmt: skip
+                ids.tolist(),
+                sampling,
+                request_id,
+                seed=seed,
+                routed_experts=self._experts is not None,
+                cache_key=self.cache_key,
+                routes_from=0 if known_routes is None else len(known_routes),
+            )
             routes = answer_size.of_routes(ids.numel() + sampling.max_new_tokens, self._experts)
             request = replace(request, max_bytes=request.max_bytes + routes)
             try:
@@ -225,10 +275,12 @@ class Retries:
             self._counts.retries += 1
 
     def _bear(self, fault: LocalFault, server: Server, *, since: float) -> None:
-        """Blame no server, and let the request be sent again: what this process lacks comes free as others end.
+        """Blame no server, and let the request be sent again: what this process lacks comes
+        free as others end.
 
         Raises:
-            LocalFault: it has lasted for outage_timeout_s since `since`, and no request of this process is in flight.
+            LocalFault: it has lasted for outage_timeout_s since `since`, and no request of this
+                process is in flight.
         """
         server.unreached_until = asyncio.get_running_loop().time() + WAIT_S
         if fault.detail not in self._told_faults:
@@ -241,15 +293,27 @@ class Retries:
             raise fault
 
     async def _ask(
-        self, server: Server, request: Request, request_id: str, ids: torch.Tensor, sampling: SamplingParams,
-        trace: RequestTrace | None, **names: Any,
-    ) -> Trajectory:  # fmt: skip
+        self,
+        server: Server,
+        request: Request,
+        request_id: str,
+        ids: torch.Tensor,
+        sampling: SamplingParams,
+        trace: RequestTrace | None,
+        **names: Any,
+    ) -> Trajectory:
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
         engine = self._fleet.engine_of(server.url)
         parse = functools.partial(
-            engine.parse, prompt_ids=ids, server=server.url, max_new_tokens=sampling.max_new_tokens,
-            truncated=sampling.needs_mask, experts=self._experts, pushes_retract=self._pushes_retract, **names,
+            engine.parse,
+            prompt_ids=ids,
+            server=server.url,
+            max_new_tokens=sampling.max_new_tokens,
+            truncated=sampling.needs_mask,
+            experts=self._experts,
+            pushes_retract=self._pushes_retract,
+            **names,
         )
         # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
         sending = asyncio.ensure_future(self._fleet.send(server.url, request, timeout_s=math.inf))
@@ -271,7 +335,8 @@ class Retries:
             part = replace(parse(body), engine=self._fleet.name_of(server.url))
             if trace is not None:
                 trace.answered, trace.server_times = answered, engine.server_times(body)
-        # The weights may have been updated in flight, also more than once: by this trainer, and not by another one.
+        # The weights may have been updated in flight, also more than once: by this trainer, and
+        # not by another one.
         if sent_for >= 0 and part.output_ids.numel():
             other = [span.version for span in part.weight_versions if span.version not in versions[sent_for:]]
             if other:

@@ -14,8 +14,10 @@ import torch
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 
 PER_TOKEN = {
-    "loss_mask": torch.bool, "train_logprobs": torch.float32, "advantages": torch.float32,
-}  # fmt: skip
+    "loss_mask": torch.bool,
+    "train_logprobs": torch.float32,
+    "advantages": torch.float32,
+}
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,21 @@ class Sample:
             if values.dim() != 1 or values.dtype != kind:
                 raise ValueError(f"{name} must be 1-d {kind}, got {values.dim()}-d {values.dtype}")
             if values.numel() != self.trajectory.output_ids.numel():
-                raise ValueError(f"{self.trajectory.output_ids.numel()} output_ids have {values.numel()} {name}")
+                raise ValueError(
+                    f"{self.trajectory.output_ids.numel()} output_ids have {values.numel()} {name}"
+                )
 
 
 FORMAT, VERSION = b"megatron_rl_corr.trajectories", b"1"
 """Key and value in the file's metadata; another value is another set of columns or another meaning of one."""
 
 
-SPAN = pa.struct([pa.field(name, kind, False) for name, kind in
-                  (("version", pa.string()), ("start", pa.int64()), ("end", pa.int64()))])  # fmt: skip
+SPAN = pa.struct(
+    [
+        pa.field(name, kind, False)
+        for name, kind in (("version", pa.string()), ("start", pa.int64()), ("end", pa.int64()))
+    ]
+)
 
 
 def _many(kind: pa.DataType) -> pa.DataType:
@@ -70,21 +78,36 @@ def _many(kind: pa.DataType) -> pa.DataType:
 
 
 ALWAYS = {
-    "prompt_index": pa.int64(), "sample_index": pa.int64(), "server": pa.string(), "finish_reason": pa.string(),
-    "cached_tokens": pa.int64(), "weight_versions": _many(SPAN), "prompt_ids": _many(pa.int64()),
-    "output_ids": _many(pa.int64()), "rollout_logprobs": _many(pa.float32()),
-}  # fmt: skip
+    "prompt_index": pa.int64(),
+    "sample_index": pa.int64(),
+    "server": pa.string(),
+    "finish_reason": pa.string(),
+    "cached_tokens": pa.int64(),
+    "weight_versions": _many(SPAN),
+    "prompt_ids": _many(pa.int64()),
+    "output_ids": _many(pa.int64()),
+    "rollout_logprobs": _many(pa.float32()),
+}
 IF_KNOWN = {
-    "reward": pa.float64(), "loss_mask": _many(pa.bool_()), "train_logprobs": _many(pa.float32()),
-    "advantages": _many(pa.float32()), "turn_ids": _many(pa.int64()), "support_ids": _many(pa.int32()),
-    "support_lengths": _many(pa.int32()), "routed_experts": _many(pa.int16()),  # in C order
+    "reward": pa.float64(),
+    "loss_mask": _many(pa.bool_()),
+    "train_logprobs": _many(pa.float32()),
+    "advantages": _many(pa.float32()),
+    "turn_ids": _many(pa.int64()),
+    "support_ids": _many(pa.int32()),
+    "support_lengths": _many(pa.int32()),
+    "routed_experts": _many(pa.int16()),  # in C order
     "routed_experts_shape": _many(pa.int64()),
-}  # fmt: skip
+}
 ADDED = {
-    "environment_reward": pa.float64(), "routed_experts_bytes": pa.int64(), "group": pa.int64(), "row": pa.int64(),
+    "environment_reward": pa.float64(),
+    "routed_experts_bytes": pa.int64(),
+    "group": pa.int64(),
+    "row": pa.int64(),
     "label": pa.string(),  # JSON
-    "reward_parts": pa.map_(pa.string(), pa.float64()), "engine": pa.string(),
-}  # fmt: skip
+    "reward_parts": pa.map_(pa.string(), pa.float64()),
+    "engine": pa.string(),
+}
 """Columns that files of this version may lack: written since, null where they are absent."""
 SCHEMA = pa.schema(
     [pa.field(name, kind, False) for name, kind in ALWAYS.items()]
@@ -99,17 +122,25 @@ def table_of(samples: list[Sample]) -> pa.Table:
     values = {name: [getattr(row, name) for row in rows] for name in ALWAYS}
     values["weight_versions"] = [[vars(span) for span in row.weight_versions] for row in rows]
     values |= {name: [getattr(sample, name) for sample in samples] for name in ("reward", *PER_TOKEN)}
-    values |= {name: [getattr(row, name) for row in rows] for name in ("turn_ids", "environment_reward", "engine")}
+    values |= {
+        name: [getattr(row, name) for row in rows] for name in ("turn_ids", "environment_reward", "engine")
+    }
     values["support_ids"] = [None if row.support is None else row.support.ids for row in rows]
     values["support_lengths"] = [None if row.support is None else row.support.lengths for row in rows]
     routes = [row.routed_experts for row in rows]
     values["routed_experts"] = [None if route is None else route.flatten() for route in routes]
     values["routed_experts_bytes"] = [None if route is None else route.element_size() for route in routes]
-    values["routed_experts_shape"] = [None if route is None else torch.tensor(route.shape) for route in routes]
+    values["routed_experts_shape"] = [
+        None if route is None else torch.tensor(route.shape) for route in routes
+    ]
     origins = [sample.origin for sample in samples]
-    values |= {name: [None if one is None else getattr(one, name) for one in origins] for name in ("group", "row")}
+    values |= {
+        name: [None if one is None else getattr(one, name) for one in origins] for name in ("group", "row")
+    }
     values["label"] = [None if one is None else json.dumps(one.label, default=str) for one in origins]
-    values["reward_parts"] = [None if one.reward_parts is None else list(one.reward_parts.items()) for one in samples]
+    values["reward_parts"] = [
+        None if one.reward_parts is None else list(one.reward_parts.items()) for one in samples
+    ]
     return pa.table([_array(values[field.name], field.type) for field in SCHEMA], schema=SCHEMA)
 
 
@@ -126,7 +157,9 @@ def _array(values: list, kind: pa.DataType) -> pa.Array:
 
 
 def samples_of(table: pa.Table, path: object, first: int) -> Iterator[Sample]:
-    """The samples of a table's rows. path, first: for errors, the file and the number of the table's first row."""
+    """The samples of a table's rows. path, first: for errors, the file and the number of the
+    table's first row.
+    """
     there = set(table.column_names)
     columns = {name: _values(table[name]) if name in there else [None] * len(table) for name in SCHEMA.names}
     for row, cells in enumerate(zip(*columns.values(), strict=True), start=first):

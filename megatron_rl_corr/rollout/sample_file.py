@@ -28,9 +28,15 @@ from megatron_rl_corr.rollout.sample_columns import (
 )
 
 __all__ = [
-    "Origin", "Sample", "SavedBatch", "read_batch", "read_sampling", "read_trajectories",
-    "samples_of_rows", "write_trajectories",
-]  # fmt: skip
+    "Origin",
+    "Sample",
+    "SavedBatch",
+    "read_batch",
+    "read_sampling",
+    "read_trajectories",
+    "samples_of_rows",
+    "write_trajectories",
+]
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,9 @@ class SavedBatch:
     group_size: int
     """Samples of a prompt."""
     packed: bool
-    """Samples were dealt out over replicas, and `prompt_index` counts the prompts of all; else those of the replica."""
+    """Samples were dealt out over replicas, and `prompt_index` counts the prompts of all; else
+    those of the replica.
+    """
     num_turns: int | None
     """The largest number of turns that a sample may have; None without an environment."""
     hf_checkpoint: str
@@ -66,11 +74,14 @@ class SavedBatch:
 
 
 def samples_of_rows(
-    trajectories: Sequence[Trajectory], rewards: torch.Tensor | None = None,
-    parts: Sequence[dict[str, float] | None] | None = None, origins: Sequence[Origin | None] | None = None,
+    trajectories: Sequence[Trajectory],
+    rewards: torch.Tensor | None = None,
+    parts: Sequence[dict[str, float] | None] | None = None,
+    origins: Sequence[Origin | None] | None = None,
     **rows: torch.Tensor,
 ) -> list[Sample]:
-    """Samples of a batch whose position t of a row predicts token t + 1; on the CPU, sharing no memory with the rows.
+    """Samples of a batch whose position t of a row predicts token t + 1; on the CPU, sharing no
+    memory with the rows.
 
     Args:
         trajectories: N responses.
@@ -109,16 +120,21 @@ TOKENS_PER_GROUP = 1 << 18
 
 
 def write_trajectories(
-    path: str | os.PathLike, samples: Iterable[Sample], *, sampling: SamplingParams | None = None,
-    batch: SavedBatch | None = None, tokens_per_group: int = TOKENS_PER_GROUP,
+    path: str | os.PathLike,
+    samples: Iterable[Sample],
+    *,
+    sampling: SamplingParams | None = None,
+    batch: SavedBatch | None = None,
+    tokens_per_group: int = TOKENS_PER_GROUP,
 ) -> Path:
-    """Write the samples to a Parquet file, one row a response; an older file stays until the new one is whole.
+    """Write the samples to a Parquet file, one row a response; an older file stays until the
+    new one is whole.
 
     Args:
         path: of the file; its folder must exist.
         samples: may be a generator: at most one row group of them is held at a time.
-        sampling: parameters that all of them were sampled with. Their log-probs are of the softmax at its temperature,
-            over the sampling mask's ids where one is kept. None: not known.
+        sampling: parameters that all of them were sampled with. Their log-probs are of the softmax at its
+            temperature, over the sampling mask's ids where one is kept. None: not known.
         batch: which samples they are; None: not known.
         tokens_per_group: a row group ends with the response that reaches so many tokens.
 
@@ -126,7 +142,9 @@ def write_trajectories(
         The path.
     """
     path = Path(path)
-    known = {key: json.dumps(asdict(one)).encode() for key, one in ((SAMPLING, sampling), (BATCH, batch)) if one}
+    known = {
+        key: json.dumps(asdict(one)).encode() for key, one in ((SAMPLING, sampling), (BATCH, batch)) if one
+    }
     schema = SCHEMA.with_metadata({**SCHEMA.metadata, **known})
     with atomic_writer(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
         for group in _groups(samples, tokens_per_group):
@@ -143,11 +161,13 @@ def read_trajectories(
     Args:
         path: a file of `write_trajectories`.
         row_groups: which of them to read, numbered from 0; None: all.
-        for_people: leave out the sets of ids that tokens were drawn from and the routed experts, most of a file.
+        for_people: leave out the sets of ids that tokens were drawn from and the routed
+            experts, most of a file.
 
     Raises:
-        ValueError: it names the file, and the row if one is wrong: not a file of `write_trajectories`, another version,
-            a column that is missing or has another type, or lengths or version spans that do not fit.
+        ValueError: it names the file, and the row if one is wrong: not a file of `write_trajectories`,
+            another version, a column that is missing or has another type, or lengths or version spans
+            that do not fit.
     """
     names = [name for name in SCHEMA.names if not (for_people and name.startswith(("support_", "routed_")))]
     with _opened(path) as file:
@@ -190,7 +210,9 @@ def _from_metadata[Kept](path: str | os.PathLike, key: bytes, kind: type[Kept]) 
     try:
         return kind(**json.loads(kept))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} has a {key.decode()} in its metadata that cannot be read: {error}") from error
+        raise ValueError(
+            f"{path} has a {key.decode()} in its metadata that cannot be read: {error}"
+        ) from error
 
 
 def _groups(samples: Iterable[Sample], tokens_per_group: int) -> Iterator[list[Sample]]:
@@ -213,7 +235,9 @@ def _opened(path: str | os.PathLike) -> pq.ParquetFile:
         raise ValueError(f"{path} is no Parquet file: {error}") from error
     found = (file.schema_arrow.metadata or {}).get(FORMAT)
     if found != VERSION:
-        content = "holds no trajectories" if found is None else f"has trajectories of version {found.decode()}"
+        content = (
+            "holds no trajectories" if found is None else f"has trajectories of version {found.decode()}"
+        )
         file.close()
         raise ValueError(f"{path} {content}; this package reads version {VERSION.decode()}")
     for field in SCHEMA:
@@ -225,5 +249,3 @@ def _opened(path: str | os.PathLike) -> pq.ParquetFile:
             file.close()
             raise ValueError(f"{path} has {kind} {field.name}; it must be {field.type}")
     return file
-
-

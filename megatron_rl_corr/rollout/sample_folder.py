@@ -1,4 +1,6 @@
-"""Which sample files a folder has, by step and replica, and whether those of a step are all there and of one run."""
+"""Which sample files a folder has, by step and replica, and whether those of a step are all
+there and of one run.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ def folder_files(folder: str | os.PathLike) -> dict[int, list[Path]]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"no such folder: {folder}; give the one that --rollout-save-trajectories named")
+        raise FileNotFoundError(
+            f"no such folder: {folder}; give the one that --rollout-save-trajectories named"
+        )
     found = files_by_step(folder.iterdir())
     if not found:
-        raise ValueError(f"{folder} has no sample file (step_000001_replica0.parquet); give the folder that "
-                         "--rollout-save-trajectories named")  # fmt: skip
+        raise ValueError(
+            f"{folder} has no sample file (step_000001_replica0.parquet); give the folder that "
+            "--rollout-save-trajectories named"
+        )
     return found
 
 
@@ -54,8 +60,8 @@ def whole_batch(paths: Sequence[Path]) -> SavedBatch:
         paths: of `files_by_step`, in the order of replicas.
 
     Raises:
-        ValueError: a file has no record of its batch, is of another step than its name says, or of another run than the
-            first one, or one of the batch's replicas is missing or not of it.
+        ValueError: a file has no record of its batch, is of another step than its name says, or of another
+            run than the first one, or one of the batch's replicas is missing or not of it.
     """
     from megatron_rl_corr.rollout.sample_file import SavedBatch, read_batch  # torch: names are known without
 
@@ -63,18 +69,23 @@ def whole_batch(paths: Sequence[Path]) -> SavedBatch:
     for place, path in enumerate(paths):
         batch = read_batch(path)
         if batch is None:
-            raise ValueError(f"{path} was written by an earlier version, which did not record which batch it is of")
+            raise ValueError(
+                f"{path} was written by an earlier version, which did not record which batch it is of"
+            )
         first = batch if first is None else first
         expected = SavedBatch(**{**vars(first), "replica": place})
         if batch != expected or batch.step != step_of(path)[0]:
             wrong = next(name for name, value in vars(expected).items() if vars(batch)[name] != value)
             raise ValueError(
-                f"{path} is of {wrong} {vars(batch)[wrong]}, where {paths[0].name} and the file's name ask for "
-                f"{vars(expected)[wrong]}: files of one step must be of one run, one a replica; remove those of others"
+                f"{path} is of {wrong} {vars(batch)[wrong]}, where {paths[0].name} and the file's name ask "
+                "for "
+                f"{vars(expected)[wrong]}: files of one step must be of one run, one a replica; remove those "
+                "of others"
             )
     if len(paths) != first.replicas:
         raise ValueError(
-            f"{paths[0].parent} has {len(paths)} files of step {first.step}, whose batch has {first.replicas}, one a "
+            f"{paths[0].parent} has {len(paths)} files of step {first.step}, whose batch has "
+            f"{first.replicas}, one a "
             "replica; add what is missing, or remove what is left of another run"
         )
     return first

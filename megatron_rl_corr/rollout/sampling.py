@@ -12,10 +12,14 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 def training_sampling(options: RunConfig) -> SamplingParams:
     """The parameters of the samples that are trained."""
     return SamplingParams(
-        max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p,
-        top_k=options.top_k, min_p=options.min_p, stop=options.stop,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        stop=options.stop,
         stop_token_ids=tuple(map(int, options.stop_token_ids)),
-    )  # fmt: skip
+    )
 
 
 def evaluation_sampling(options: RunConfig) -> SamplingParams:
@@ -24,9 +28,11 @@ def evaluation_sampling(options: RunConfig) -> SamplingParams:
     Nothing of it is trained, so no server has to tell the ids that its tokens were drawn from.
     """
     given = {
-        "temperature": options.eval_temperature, "top_p": options.eval_top_p, "top_k": options.eval_top_k,
+        "temperature": options.eval_temperature,
+        "top_p": options.eval_top_p,
+        "top_k": options.eval_top_k,
         "max_new_tokens": options.eval_max_new_tokens,
-    }  # fmt: skip
+    }
     if options.eval_temperature == 0:
         given |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
     changed = {name: value for name, value in given.items() if value is not None}
@@ -34,12 +40,15 @@ def evaluation_sampling(options: RunConfig) -> SamplingParams:
 
 
 def sampling_of_row(sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
-    """The run's parameters with those that the row has of its own; stop texts and ids are beside the run's."""
+    """The run's parameters with those that the row has of its own; stop texts and ids are
+    beside the run's.
+    """
     own = prompt.sampling
     if not own:
         return sampling
     return replace(
-        sampling, max_new_tokens=own.get("max_new_tokens", sampling.max_new_tokens),
+        sampling,
+        max_new_tokens=own.get("max_new_tokens", sampling.max_new_tokens),
         stop=(*sampling.stop, *own.get("stop", ())),
         stop_token_ids=(*sampling.stop_token_ids, *own.get("stop_token_ids", ())),
-    )  # fmt: skip
+    )

@@ -37,14 +37,28 @@ class Scorer:
     """
 
     def __init__(
-        self, urls: Sequence[str], *, vocab_size: int, engine: str = next(iter(ENGINES)), max_concurrency: int = 64,
-        timeout_s: float = 600.0, max_retries: int = 3, api_key: str | None = None, ca_file: str | Path | None = None,
-        replica: int = 0, replicas: int = 1,
-    ):  # fmt: skip
+        self,
+        urls: Sequence[str],
+        *,
+        vocab_size: int,
+        engine: str = next(iter(ENGINES)),
+        max_concurrency: int = 64,
+        timeout_s: float = 600.0,
+        max_retries: int = 3,
+        api_key: str | None = None,
+        ca_file: str | Path | None = None,
+        replica: int = 0,
+        replicas: int = 1,
+    ):
         self._fleet = Fleet(
-            urls, engine=engine, timeout_s=timeout_s, connect_timeout_s=10.0, api_key=api_key, ca_file=ca_file,
+            urls,
+            engine=engine,
+            timeout_s=timeout_s,
+            connect_timeout_s=10.0,
+            api_key=api_key,
+            ca_file=ca_file,
             max_in_flight=max_concurrency,
-        )  # fmt: skip
+        )
         self.urls = self._fleet.urls
         self._control = ServerControl(self._fleet, self.urls, update_timeout_s=timeout_s)
         self._vocab_size, self._max_retries, self._in_flight = vocab_size, max_retries, max_concurrency
@@ -79,7 +93,8 @@ class Scorer:
         return None
 
     async def changed_weights(self) -> tuple[str, str, str] | None:
-        """(address, name of its weights at `wait_healthy`, now) of a server whose weights are others by now, or None.
+        """(address, name of its weights at `wait_healthy`, now) of a server whose weights are others
+        by now, or None.
 
         Servers that do not tell are left to the next call, and to `score`.
         """
@@ -97,7 +112,8 @@ class Scorer:
             return [None] * len(self.urls)
 
     async def score(self, samples: Sequence[Trajectory]) -> list[np.ndarray | None]:
-        """Log-probs of each sample's response, in the order of the samples; None for one that no server scored.
+        """Log-probs of each sample's response, in the order of the samples; None for one that
+        no server scored.
 
         Raises:
             RolloutError: none of the samples was scored; the last failure.

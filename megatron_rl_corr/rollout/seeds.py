@@ -1,10 +1,13 @@
-"""The seed of each request: what it draws depends on its place in the run, and on nothing that happens by chance.
+"""The seed of each request: what it draws depends on its place in the run, and on nothing that
+happens by chance.
 
-A server with deterministic inference draws token p of a request with noise that is a function of (seed, p, id) alone:
-requests of one seed and prompt have one and the same response. Other servers take the seed and ignore it.
+A server with deterministic inference draws token p of a request with noise that is a function of (seed,
+p, id) alone: requests of one seed and prompt have one and the same response. Other servers take the
+seed and ignore it.
 
-SGLang 0.5.23 draws by the rank of an id among the likeliest, in place of the id, from the moment a request with top_p,
-top_k or temperature 0 joins a batch until that batch is empty. So a response may depend on what else was asked.
+SGLang 0.5.23 draws by the rank of an id among the likeliest, in place of the id, from the moment a request
+with top_p, top_k or temperature 0 joins a batch until that batch is empty. So a response may depend on
+what else was asked.
 """
 
 import hashlib
@@ -18,7 +21,8 @@ SEED_BITS = 63
 def sampling_seed(run_seed: int, group: int, sample: int, turn: int, sampled_tokens: int) -> int:
     """The seed of a request: the first 63 bits of BLAKE2b of the five int64, the same on every machine.
 
-    A retry keeps its request's seed; a continuation, the next turn and a group in a failed one's place have others.
+    A retry keeps its request's seed; a continuation, the next turn and a group in a failed one's
+    place have others.
 
     Args:
         run_seed: of the run.
@@ -38,7 +42,8 @@ def sampling_seed(run_seed: int, group: int, sample: int, turn: int, sampled_tok
 
 
 def evaluation_number(place: int) -> int:
-    """The group number of an evaluation's sample, by its place among all: below 0, where no group of the training is.
+    """The group number of an evaluation's sample, by its place among all: below 0, where no group of
+    the training is.
 
     The same each time: where a server heeds seeds, two evaluations differ by their weights alone.
     """
@@ -47,7 +52,9 @@ def evaluation_number(place: int) -> int:
 
 @dataclass(frozen=True)
 class Draw:
-    """One response of the run, or one turn of an episode: what its seeds depend on, but the tokens sampled so far."""
+    """One response of the run, or one turn of an episode: what its seeds depend on, but the
+    tokens sampled so far.
+    """
 
     run_seed: int
     group: int

@@ -1,4 +1,6 @@
-"""Which rollout server takes the next sample: slots, least outstanding first, and which are left out. Sends nothing."""
+"""Which rollout server takes the next sample: slots, least outstanding first, and which are left
+out. Sends nothing.
+"""
 
 import asyncio
 import math
@@ -25,16 +27,21 @@ class Server:
     answered: bool = False
     """It is left out, and has answered the last question of a push."""
     joined: int = 0
-    """How often it came back. A request that was sent before that may fail later: that failure no longer counts."""
+    """How often it came back. A request that was sent before that may fail later: that failure
+    no longer counts.
+    """
     scopes: dict[asyncio.Timeout, float] = field(default_factory=dict)
-    """The timeouts of the requests in flight, to end them early, in the order of sending -> when each was sent."""
+    """The timeouts of the requests in flight, to end them early, in the order of sending ->
+    when each was sent.
+    """
     silence: RolloutError | None = None
     """Why the requests in flight were ended early."""
     flaps: int = 0
     """Times that it was left out since it last gave an answer."""
     unreached_until: float = -math.inf
-    """Until then, by the loop's clock, another one is taken first: this process could not reach it, for a fault of its
-    own that may be of this address alone."""
+    """Until then, by the loop's clock, another one is taken first: this process could not reach it, for a
+    fault of its own that may be of this address alone.
+    """
 
     @property
     def oldest_sent(self) -> float | None:
@@ -50,13 +57,17 @@ class Server:
 
 
 def rotated(urls: Sequence[str], replica: int, replicas: int) -> list[str]:
-    """The addresses from the place of a replica on, and round. Those of R replicas lie evenly over the list."""
+    """The addresses from the place of a replica on, and round. Those of R replicas lie
+    evenly over the list.
+    """
     start = replica * len(urls) // replicas
     return [*urls[start:], *urls[:start]]
 
 
 CROWDED, FEW = 2, 4
-"""A preferred server is taken while it has up to CROWDED * (n + FEW) requests in flight, n those of the freest one."""
+"""A preferred server is taken while it has up to CROWDED * (n + FEW) requests in flight, n those
+of the freest one.
+"""
 
 
 class ServerPool:
@@ -68,14 +79,21 @@ class ServerPool:
         max_per_server: requests in flight at each server; None: as many.
         outage_timeout_s: when every server has been left out for so many seconds, all who wait for one get
             RolloutOutage.
-        replica, replicas: which of so many pools of the same servers this is. Each begins at another place of the list,
-            so that all together ask servers evenly: the first of a tie would else be the same server for each.
+        replica, replicas: which of so many pools of the same servers this is. Each begins at another place
+            of the list, so that all together ask servers evenly: the first of a tie would else be the same
+            server for each.
     """
 
     def __init__(
-        self, urls: Sequence[str], *, max_outstanding: int, max_per_server: int | None, outage_timeout_s: float,
-        replica: int = 0, replicas: int = 1,
-    ):  # fmt: skip
+        self,
+        urls: Sequence[str],
+        *,
+        max_outstanding: int,
+        max_per_server: int | None,
+        outage_timeout_s: float,
+        replica: int = 0,
+        replicas: int = 1,
+    ):
         if not 0 <= replica < replicas:
             raise ValueError(f"replica must be at least 0 and below replicas, got {replica} of {replicas}")
         self._place = replica, replicas
@@ -106,11 +124,13 @@ class ServerPool:
         return any(server.cause is None and server.url not in than for server in self.servers)
 
     async def take(self, avoid: Collection[str] = (), prefer: str | None = None) -> Server:
-        """The server for one request: waits until one has a free slot. Give it back when the request has ended.
+        """The server for one request: waits until one has a free slot. Give it back when the
+        request has ended.
 
         Args:
             avoid: addresses that are taken only where no other server has a slot.
-            prefer: address of the server to take if it has a slot, unless it has many more requests than another.
+            prefer: address of the server to take if it has a slot, unless it has many more
+                requests than another.
 
         Raises:
             RolloutOutage: every server has been left out for outage_timeout_s.
@@ -172,7 +192,9 @@ class ServerPool:
         free = [s for s in self.servers if s.cause is None and s.outstanding < self._max_per_server]
         now = asyncio.get_running_loop().time()
         freest = min(
-            free, key=lambda s: (s.url in avoid or s.unreached_until > now, s.outstanding, s.asked), default=None
+            free,
+            key=lambda s: (s.url in avoid or s.unreached_until > now, s.outstanding, s.asked),
+            default=None,
         )
         wanted = [s for s in free if s.url == prefer and s.url not in avoid]
         preferred = [s for s in wanted if s.outstanding <= CROWDED * (freest.outstanding + FEW)]
@@ -202,7 +224,9 @@ class ServerPool:
 
 @dataclass
 class Counts:
-    """Events since a client was made, as numbers that only grow: those of a step are differences of two readings."""
+    """Events since a client was made, as numbers that only grow: those of a step are differences
+    of two readings.
+    """
 
     samples: int = 0
     """Samples returned."""
@@ -223,7 +247,9 @@ class Counts:
     continuations: int = 0
     """Requests that took up an aborted sample where it was cut."""
     retries: int = 0
-    """Requests sent again, because the server failed or did not answer; no token of the failed ones is used."""
+    """Requests sent again, because the server failed or did not answer; no token of the
+    failed ones is used.
+    """
     left_out: int = 0
     """Times that a server was left out."""
     rejoined: int = 0

@@ -1,8 +1,8 @@
 """Ends a response where its text first holds a stop text, also where the server went on.
 
-A server compares the text of the last few tokens that it sampled itself. So SGLang 0.5.23 misses a stop text that was
-sampled in more tokens than the tokenizer would have made of it, plus one, and one that began before the response was
-cut short and continued. The tokens after it are no part of the response.
+A server compares the text of the last few tokens that it sampled itself. So SGLang 0.5.23 misses a stop text
+that was sampled in more tokens than the tokenizer would have made of it, plus one, and one that began before
+the response was cut short and continued. The tokens after it are no part of the response.
 
 R response tokens.
 """
@@ -44,7 +44,8 @@ def tokens_through_stop(ids: Sequence[int], stop: Sequence[str], decode: Decode)
 
 
 def cut_at_stop(sample: Trajectory, stop: Sequence[str], decode: Decode) -> Trajectory:
-    """The sample up to the token that completes a stop text, with finish_reason stop; the sample where there is none.
+    """The sample up to the token that completes a stop text, with finish_reason stop; the sample
+    where there is none.
 
     Every token that stays keeps its log-prob, weight version, sampling mask and routes.
 
@@ -66,19 +67,26 @@ def cut_at_stop(sample: Trajectory, stop: Sequence[str], decode: Decode) -> Traj
         routes = routes[: sample.prompt_ids.numel() + count - 1]
     spans = [
         VersionSpan(span.version, span.start, min(span.end, count))
-        for span in sample.weight_versions if span.start < count
-    ]  # fmt: skip
+        for span in sample.weight_versions
+        if span.start < count
+    ]
     return replace(
-        sample, output_ids=sample.output_ids[:count], rollout_logprobs=sample.rollout_logprobs[:count],
-        finish_reason="stop", weight_versions=tuple(spans), support=support, routed_experts=routes,
-    )  # fmt: skip
+        sample,
+        output_ids=sample.output_ids[:count],
+        rollout_logprobs=sample.rollout_logprobs[:count],
+        finish_reason="stop",
+        weight_versions=tuple(spans),
+        support=support,
+        routed_experts=routes,
+    )
 
 
 def check_decode(stop: Sequence[str], decode: Decode | None) -> None:
     """ValueError for stop texts without what turns ids into text."""
     if stop and decode is None:
         raise ValueError(
-            f"`stop` {list(stop)} needs a tokenizer: put the model's tokenizer into the folder of `hf_checkpoint`, or "
+            f"`stop` {list(stop)} needs a tokenizer: put the model's tokenizer into the folder of "
+            "`hf_checkpoint`, or "
             "give RolloutClient decode=, or use `stop_token_ids`"
         )
 

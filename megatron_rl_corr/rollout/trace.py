@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 clock = time.perf_counter
 
 CURRENT: ContextVar[GroupTrace | None] = ContextVar("group_trace", default=None)
-"""The group that the running coroutine samples, where its times are noted; coroutines started within inherit it."""
+"""The group that the running coroutine samples, where its times are noted; coroutines started
+within inherit it.
+"""
 
 
 @dataclass

@@ -1,6 +1,8 @@
-"""Writes the times of a batch as a Chrome trace: JSON that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""Writes the times of a batch as a Chrome trace: JSON that Perfetto (ui.perfetto.dev) and
+chrome://tracing open.
 
-A slice is an event with ph X, whose ts and dur are microseconds since the trace's base; M events name the tracks.
+A slice is an event with ph X, whose ts and dur are microseconds since the trace's base; M events
+name the tracks.
 """
 
 from __future__ import annotations
@@ -25,8 +27,13 @@ Phase = tuple[str, float, float]
 
 
 def write_trace(
-    path: str | os.PathLike, groups: Sequence[GroupTrace], steps: dict[int, list[Phase]], *, taken: float | None,
-    base: float, facts: dict[str, Any],
+    path: str | os.PathLike,
+    groups: Sequence[GroupTrace],
+    steps: dict[int, list[Phase]],
+    *,
+    taken: float | None,
+    base: float,
+    facts: dict[str, Any],
 ) -> Path:
     """Write one batch's times of one replica.
 
@@ -38,7 +45,9 @@ def write_trace(
         base: the time that is 0 in the file.
         facts: go into the file's metadata, such as the wall time of the base.
     """
-    tracks = [(group, sample) for group in groups for sample in sorted({one.sample for one in group.requests})]
+    tracks = [
+        (group, sample) for group in groups for sample in sorted({one.sample for one in group.requests})
+    ]
     events = [*_names(tracks[:MOST_SAMPLES])]
     for number, phases in steps.items():
         if not phases:  # an update that was left out, as its batch had ended early
@@ -48,7 +57,11 @@ def write_trace(
     for track, (group, sample) in enumerate(tracks[:MOST_SAMPLES]):
         events += _sample_events(group, sample, track, taken, base)
     left_out = len(tracks) - len(tracks[:MOST_SAMPLES])
-    content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts | {"samples_left_out": left_out}}
+    content = {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": facts | {"samples_left_out": left_out},
+    }
     return write_atomically(path, orjson.dumps(content))
 
 
@@ -72,7 +85,9 @@ def _sample_events(
     yield _slice("sample", SAMPLES, track, group.begun, taken, base, whole)
     last = group.begun
     for request in requests:
-        yield from (_slice(name, SAMPLES, track, begin, end, base, args) for name, begin, end, args in _parts(request))
+        yield from (
+            _slice(name, SAMPLES, track, begin, end, base, args) for name, begin, end, args in _parts(request)
+        )
         last = max(last, request.answered or request.queued)
     for begin, end in rewards:
         yield _slice("reward", SAMPLES, track, begin, end, base)
@@ -81,7 +96,9 @@ def _sample_events(
 
 
 def _parts(request: RequestTrace) -> Iterator[tuple[str, float, float, dict[str, Any]]]:
-    """(name, begin, end, arguments): the wait for a server, then prefill and decode where the server tells them."""
+    """(name, begin, end, arguments): the wait for a server, then prefill and decode where the
+    server tells them.
+    """
     if request.sent is None or request.answered is None:
         return
     yield "queued", request.queued, request.sent, {}
@@ -104,5 +121,13 @@ def _slice(
 ) -> dict[str, Any]:
     # Both ends are rounded, not the length, so that slices one behind the other never overlap.
     start, stop = round((begin - base) * 1e6), round((end - base) * 1e6)
-    return {"ph": "X", "name": name, "pid": pid, "tid": tid, "ts": start, "dur": max(stop - start, 0),
-            "cat": "trainer" if pid == TRAINER else "sample", "args": args or {}}  # fmt: skip
+    return {
+        "ph": "X",
+        "name": name,
+        "pid": pid,
+        "tid": tid,
+        "ts": start,
+        "dur": max(stop - start, 0),
+        "cat": "trainer" if pid == TRAINER else "sample",
+        "args": args or {},
+    }

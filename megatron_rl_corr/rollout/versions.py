@@ -1,7 +1,8 @@
 """Names of weight versions: `<id>-<number>`, for instance `5f2c91ab-50`.
 
-The id is drawn anew at each start of a trainer. A run that is started again from an earlier checkpoint counts the same
-numbers once more, with other weights: a server that has missed the pushes since must not pass for fresh.
+The id is drawn anew at each start of a trainer. A run that is started again from an earlier checkpoint
+counts the same numbers once more, with other weights: a server that has missed the pushes since must
+not pass for fresh.
 """
 
 from __future__ import annotations
@@ -34,14 +35,18 @@ def number(version: str) -> int:
     """
     count = version.rpartition("-")[2]
     if not (count.isascii() and count.isdigit()):
-        raise ValueError(f"weight version {version!r} has no number: versions are called <id>-<number>, or <number>")
+        raise ValueError(
+            f"weight version {version!r} has no number: versions are called <id>-<number>, or <number>"
+        )
     return int(count)
 
 
 def token_lags(sample: Trajectory, version: int) -> torch.Tensor:
-    """Versions that the weights which sampled each response token are behind `version`: [R] int64, at least 0.
+    """Versions that the weights which sampled each response token are behind `version`: [R]
+    int64, at least 0.
 
-    Each token's own: one that was sampled after a push in the middle of a response has a smaller lag than the first.
+    Each token's own: one that was sampled after a push in the middle of a response has a smaller
+    lag than the first.
 
     Raises:
         ValueError: a version has no number.
@@ -53,7 +58,8 @@ def token_lags(sample: Trajectory, version: int) -> torch.Tensor:
 
 
 def step_back(spans: Sequence[VersionSpan], versions: Sequence[str]) -> tuple[str, str] | None:
-    """The versions of two spans in a row of which the second was pushed before the first; None: there are none.
+    """The versions of two spans in a row of which the second was pushed before the first;
+    None: there are none.
 
     Args:
         spans: of one response, in the order of its tokens.

@@ -25,9 +25,10 @@ logger = logging.getLogger(__name__)
 class ColocatedServers(WeightServers):
     """Servers that release their memory while the trainer trains, and get it back by an update.
 
-    An update gives memory for the weights before it sends any, and memory for keys and values before it lets a server
-    sample: no other order can be asked for. A server that missed a release, as after a restart, has all of it already.
-    One whose answer was lost while its memory changed is as absent as one that died, until it is restarted.
+    An update gives memory for the weights before it sends any, and memory for keys and values before it lets
+    a server sample: no other order can be asked for. A server that missed a release, as after a restart, has
+    all of it already. One whose answer was lost while its memory changed is as absent as one that died, until
+    it is restarted.
 
     Args:
         memory: of the servers; on rank 0 it knows what was released before.
@@ -51,12 +52,16 @@ class ColocatedServers(WeightServers):
             RolloutError: as `ServerMemory.release`.
         """
         versions = self._reported_versions()
-        names = {url: name for url, name in zip(self.client.base_urls, versions, strict=True) if name is not None}
+        names = {
+            url: name for url, name in zip(self.client.base_urls, versions, strict=True) if name is not None
+        }
         self._loop.call(self.memory.release(self.client.control(list(names)), names))
 
     @staticmethod
     def free_cached() -> None:
-        """On every rank: give the GPU back the memory of tensors that are gone, which torch would keep from servers."""
+        """On every rank: give the GPU back the memory of tensors that are gone, which torch would
+        keep from servers.
+        """
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # buckets that servers have closed
             torch.cuda.empty_cache()
@@ -92,16 +97,21 @@ class ColocatedServers(WeightServers):
 
     async def _name_unfinished(self, version: str) -> None:
         found = {url: self._found[url] for url in self.urls}
-        after = {url: without_cache(version) if missing_memory(found[url]) else unfinished(version) for url in found}
+        after = {
+            url: without_cache(version) if missing_memory(found[url]) else unfinished(version)
+            for url in found
+        }
         await self.memory.resume(self._control, found, ("weights",), after)
         # What a refused update calls them again: never by a name that promises memory, or weights, of before.
         self._found |= {url: after[url] for url in found if missing_memory(found[url])}
 
     async def _name_finished(self, version: str) -> None:
-        # Names of the moment: those that the update was begun with, or `unfinished` ones where all memory is there.
+        # Names of the moment: those that the update was begun with, or `unfinished` ones where all
+        # memory is there.
         now = {
-            url: name if missing_memory(name := self._found[url]) else unfinished(version) for url in self.urls
-        }  # fmt: skip
+            url: name if missing_memory(name := self._found[url]) else unfinished(version)
+            for url in self.urls
+        }
         await self.memory.resume(self._control, now, ALL_MEMORY, dict.fromkeys(now, version))
 
     def _can_sample(self, url: str) -> bool:

@@ -1,4 +1,5 @@
-"""Checks that a push is complete: every tensor of the checkpoint that servers started from was sent, or may stay.
+"""Checks that a push is complete: every tensor of the checkpoint that servers started from was
+sent, or may stay.
 
 Servers may silently drop names that they do not know, and silently keep parameters that were not sent.
 """
@@ -74,8 +75,8 @@ class Coverage:
         One collective of 4 bytes for each tensor of the checkpoint.
 
         Raises:
-            IncompletePush: on one rank, if a tensor that must be sent was not, if one was sent twice, or if one is not
-                in the checkpoint.
+            IncompletePush: on one rank, if a tensor that must be sent was not, if one was sent twice, or
+                if one is not in the checkpoint.
         """
         counts = torch.tensor(self._counts, dtype=torch.int32, device=communication_device())
         dist.all_reduce(counts)
@@ -87,7 +88,8 @@ class Coverage:
     def _problem(self) -> IncompletePush | None:
         if self._foreign:
             return IncompletePush(
-                f"the checkpoint has none of {shortened(self._foreign)}, which would be sent, and the servers would "
+                f"the checkpoint has none of {shortened(self._foreign)}, which would be sent, and the "
+                "servers would "
                 "silently drop them; name the checkpoint that they were started with in `hf_checkpoint`"
             )
         sent = dict(zip(self._names, self._counts, strict=True))
@@ -95,12 +97,15 @@ class Coverage:
         if missing:
             return IncompletePush(
                 f"nothing was sent for {len(missing)} of the checkpoint's {len(self._names)} tensors: "
-                f"{shortened(missing)}; the servers would use their old values beside new ones; do the model flags "
+                f"{shortened(missing)}; the servers would use their old values beside new ones; do the model "
+                "flags "
                 "describe all of that model?"
             )
         twice = [name for name, times in sent.items() if times > 1]
         if twice:
-            return IncompletePush(f"sent more than once, so that only the last one counts: {shortened(twice)}")
+            return IncompletePush(
+                f"sent more than once, so that only the last one counts: {shortened(twice)}"
+            )
         return None
 
     def check_servers(self, servers: Sequence[ServerChecksums], engine: Engine) -> None:
@@ -111,8 +116,8 @@ class Coverage:
             engine: what they run.
 
         Raises:
-            RolloutProtocolError: a server has a parameter that must be sent and was not, lacks one that was sent, or is
-                quantised and keeps its old scales.
+            RolloutProtocolError: a server has a parameter that must be sent and was not, lacks one that
+                was sent, or is quantised and keeps its old scales.
         """
         endpoint = engine.weights_checker().endpoint
         sent = zip(self._names, self._counts, strict=True)
@@ -123,23 +128,29 @@ class Coverage:
         for server in servers:
             held = {name for _, sums in server.ranks for name in sums}
             # Where no scale is shown, each is hashed as one with its weight.
-            parameters = all_parameters if any(name.endswith(SCALE) for name in held) else all_parameters - scales
+            parameters = (
+                all_parameters if any(name.endswith(SCALE) for name in held) else all_parameters - scales
+            )
             filled = {engine.held_in(parameter, held) for parameter in parameters}
-            # A separate output layer never stands for the embedding: a server that ties them has only the embedding.
+            # A separate output layer never stands for the embedding: a server that ties them has
+            # only the embedding.
             unsent = held - filled - {"lm_head.weight"}
             kept = {name: reason for name in unsent if (reason := self._why_kept(name)) is not None}
             left = sorted(held - filled - kept.keys() - (set() if scales else _new_scales(server, engine)))
             if left:
                 raise RolloutProtocolError(
-                    server.url, endpoint,
-                    f"nothing was sent for {len(left)} of its {len(held)} weights, which keep the values that it "
+                    server.url,
+                    endpoint,
+                    f"nothing was sent for {len(left)} of its {len(held)} weights, which keep the values "
+                    "that it "
                     f"loaded: {shortened(left)}. Start it with the checkpoint that `hf_checkpoint` names; if "
                     "it only holds its weights under other names, use `verify_push` off",
                 )
             lacking = sorted(name for name in parameters if engine.held_in(name, held) not in held)
             if lacking and server.shows_all:
                 raise RolloutProtocolError(
-                    server.url, endpoint,
+                    server.url,
+                    endpoint,
                     f"{len(lacking)} of {len(parameters)} weights were sent that it does not have: "
                     f"{shortened(lacking)}. Start it with the checkpoint that `hf_checkpoint` names; if it "
                     "only holds its weights under other names, use `verify_push` off",
@@ -158,13 +169,17 @@ class Coverage:
 
 
 def _new_scales(server: ServerChecksums, engine: Engine) -> set[str]:
-    """Scales that a quantised server makes of what it is sent. Raises RolloutProtocolError if it makes none."""
+    """Scales that a quantised server makes of what it is sent. Raises RolloutProtocolError
+    if it makes none.
+    """
     if server.quantization is None:
         return set()
     if not server.quantises_updates:
         raise RolloutProtocolError(
-            server.url, engine.weights_checker().endpoint,
-            f"its weights are quantised ({server.quantization}), and their scales would stay those of the weights "
+            server.url,
+            engine.weights_checker().endpoint,
+            f"its weights are quantised ({server.quantization}), and their scales would stay those of the "
+            "weights "
             f"that it loaded; serve the model in 16 bits, or {engine.quantises_updates_with}",
         )
     return {name for _, sums in server.ranks for name in sums if name.endswith(".weight_scale")}

@@ -1,8 +1,10 @@
-"""Which servers are sent the layers that predict further tokens (MTP): those that draft with them, and no others.
+"""Which servers are sent the layers that predict further tokens (MTP): those that draft with
+them, and no others.
 
-A draft model guesses tokens, which the model itself judges: with old layers a server is slower, and samples no other
-tokens. So these layers may stay as loaded. Servers hold them under names of their own, so their checksums are not
-compared with what was sent, but with those after the push before: `PushVerifier.compare`.
+A draft model guesses tokens, which the model itself judges: with old layers a server is slower, and
+samples no other tokens. So these layers may stay as loaded. Servers hold them under names of their own, so
+their checksums are not compared with what was sent, but with those after the push before:
+`PushVerifier.compare`.
 """
 
 from __future__ import annotations
@@ -55,25 +57,33 @@ async def find_drafting(control: ServerControl, quantization: BlockFP8 | None) -
         quantization: of their weights.
 
     Raises:
-        RolloutProtocolError: some do and others do not, or they hold them in FP8, which was not shown to work.
+        RolloutProtocolError: some do and others do not, or they hold them in FP8, which was
+            not shown to work.
         RolloutError: a server could not be asked.
     """
     infos, urls = await control.server_info(), control.base_urls
     drafts = {url: control.engine_of(url).drafts_itself(info) for url, info in zip(urls, infos, strict=True)}
     if not any(drafts.values()):
         return False
-    url, other = next(url for url in urls if drafts[url]), next((url for url in urls if not drafts[url]), None)
+    url, other = (
+        next(url for url in urls if drafts[url]),
+        next((url for url in urls if not drafts[url]), None),
+    )
     endpoint = control.engine_of(url).server_info().endpoint
     if other is not None:
         raise RolloutProtocolError(
-            url, endpoint,
-            f"it drafts tokens with the layers of --mtp-num-layers, and {other} does not; all are sent the same: start "
+            url,
+            endpoint,
+            f"it drafts tokens with the layers of --mtp-num-layers, and {other} does not; all are sent the "
+            "same: start "
             "all with, or all without speculative decoding",
         )
     if quantization is not None:
         raise RolloutProtocolError(
-            url, endpoint,
-            "it drafts tokens with the layers of --mtp-num-layers in FP8, and updates of such a draft model were not "
+            url,
+            endpoint,
+            "it drafts tokens with the layers of --mtp-num-layers in FP8, and updates of such a draft model "
+            "were not "
             "shown to work; start it without speculative decoding, or from the model in 16 bits",
         )
     return True

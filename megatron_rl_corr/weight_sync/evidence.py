@@ -1,18 +1,20 @@
-"""Evidence that a server computes with other weights than the trainer: a sequential test with a stated error rate.
+"""Evidence that a server computes with other weights than the trainer: a sequential test with a
+stated error rate.
 
-The unit is a text. A text is *off* if its log-probs are further apart than rounding explains, by a factor of MARGIN;
-the trainer simulates that rounding (mcore/simulated_rounding.py). A healthy server's text is off with a probability of
-at most HEALTHY_OFF, whatever the texts before were. So the likelihood ratio
+The unit is a text. A text is *off* if its log-probs are further apart than rounding explains, by a factor of
+MARGIN; the trainer simulates that rounding (mcore/simulated_rounding.py). A healthy server's text is off with
+a probability of at most HEALTHY_OFF, whatever the texts before were. So the likelihood ratio
 
     2 ** bits = product over texts of  FAULTY_OFF / HEALTHY_OFF              where the text is off
                                        (1 - FAULTY_OFF) / (1 - HEALTHY_OFF)  where it is not
 
-exceeds 2 ** DIFFERS_BITS for a healthy server at most once in 2 ** DIFFERS_BITS verdicts, however many texts are asked
-and whenever one stops asking (Ville's inequality).
+exceeds 2 ** DIFFERS_BITS for a healthy server at most once in 2 ** DIFFERS_BITS verdicts, however many texts
+are asked and whenever one stops asking (Ville's inequality).
 
 T tokens of a text that are scored, R simulations; D = log pi_train - log pi_rollout of a token.
 
-Source: Wald, Sequential tests of statistical hypotheses, 1945; Ville, Étude critique de la notion de collectif, 1939.
+Source: Wald, Sequential tests of statistical hypotheses, 1945; Ville, Étude critique de la notion de
+collectif, 1939.
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ NUMERICS_BITS = -3.0
 """Evidence for `numerics`, with which nothing more is asked."""
 
 QUANTILE, SHORT_QUANTILE, SHORT = 0.9, 0.75, 48
-"""Beside the median, as a wrong expert moves the tokens that are sent to it alone: of texts with SHORT tokens and more,
-and of shorter ones, where two tokens near a tie would decide."""
+"""Beside the median, as a wrong expert moves the tokens that are sent to it alone: of texts with SHORT
+tokens and more, and of shorter ones, where two tokens near a tie would decide.
+"""
 TIE = 16.0
-"""A token that the simulated rounding moves more than so many times the text's median stands near a tie of a router."""
+"""A token that the simulated rounding moves more than so many times the text's median stands near a
+tie of a router.
+"""
 LEAST_TIED = 4
-"""Such tokens from which on they are judged, too: by their median, against the QUANTILE of what moves them."""
+"""Such tokens from which on they are judged, too: by their median, against the QUANTILE of
+what moves them.
+"""
 WITHOUT_SIMULATION = 10.0
 """Nats over the relative error, for a model that no simulation reaches."""
 
@@ -65,21 +72,25 @@ ROUNDINGS = {
     "fp8": Rounding(4e-2, 4e-3),
     "int4": Rounding(0.15, 1.5e-2),
 }
-"""By number type. The last place's own root mean square is 2 ** -(bits + 1) / sqrt(3); these are rounded up, as an
-engine rounds more often than the simulation, its weights too."""
+"""By number type. The last place's own root mean square is 2 ** -(bits + 1) / sqrt(3); these are rounded
+up, as an engine rounds more often than the simulation, its weights too.
+"""
 
 
 @dataclass(frozen=True)
 class TextRounding:
-    """What rounding does to a text's log-probs. Example: TextRounding(median=0.004, upper=0.02, tied=array([...]))."""
+    """What rounding does to a text's log-probs. Example: TextRounding(median=0.004, upper=0.02,
+    tied=array([...])).
+    """
 
     median: float
     """Median of |D|, of the tokens that stand near no tie; at least `Rounding.least`."""
     upper: float
     """Their upper quantile."""
     tied: np.ndarray
-    """[T] bool: tokens that a rounding of the trainer's own forward pass moves much farther than the others: near a
-    tie, or where the policy is sure of most of the text, simply those of which it is not."""
+    """[T] bool: tokens that a rounding of the trainer's own forward pass moves much farther than the
+    others: near a tie, or where the policy is sure of most of the text, simply those of which it is not.
+    """
     at_ties: float = math.inf
     """Upper quantile of |D| of these."""
 
@@ -87,8 +98,8 @@ class TextRounding:
     def of(cls, simulated: np.ndarray, rounding: Rounding) -> TextRounding:
         """From simulations.
 
-        Tokens near a tie are set apart, unless that leaves less than half of the text: then rounding moves all of it,
-        and the quantiles have that in them.
+        Tokens near a tie are set apart, unless that leaves less than half of the text: then rounding moves
+        all of it, and the quantiles have that in them.
 
         Args:
             simulated: [R, T] what each simulation moves the trainer's own log-probs by.
@@ -112,7 +123,8 @@ class TextRounding:
 
 
 def off_by(difference: np.ndarray, expected: TextRounding) -> float:
-    """How far apart the log-probs of a text are, over what rounding does: of median and upper quantile the larger one.
+    """How far apart the log-probs of a text are, over what rounding does: of median and upper
+    quantile the larger one.
 
     The median of tokens that are set apart counts too, where it is larger still.
 
@@ -120,7 +132,8 @@ def off_by(difference: np.ndarray, expected: TextRounding) -> float:
 
     Args:
         difference: [T] D.
-        expected: of that text, or of the same kind of texts, with `tied` of other length; then no token is set apart.
+        expected: of that text, or of the same kind of texts, with `tied` of other length; then no
+            token is set apart.
     """
     distance = np.abs(difference)
     if not np.isfinite(distance).all():
@@ -143,8 +156,8 @@ def is_off(ratio: float) -> bool:
 def is_new(ids: Sequence[int], earlier: Iterable[Sequence[int]], scored: int) -> bool:
     """Whether more than half of a text's last `scored` tokens are none that an earlier one has, too.
 
-    A token's log-prob follows from it and from all ids before it: of two texts that begin alike, it is the same token
-    with the same rounding as far as they are alike, and that is evidence once.
+    A token's log-prob follows from it and from all ids before it: of two texts that begin alike, it is the
+    same token with the same rounding as far as they are alike, and that is evidence once.
     """
     common = max((len(os.path.commonprefix([tuple(ids), tuple(one)])) for one in earlier), default=0)
     return 2 * (len(ids) - common) > scored

@@ -1,7 +1,8 @@
-"""Gathers a pipeline stage's weights on its sending rank, as whole tensors under Hugging Face names, in buckets.
+"""Gathers a pipeline stage's weights on its sending rank, as whole tensors under Hugging Face
+names, in buckets.
 
-Beside its own shards a rank holds at most one parameter at a time, with its expert-parallel siblings and those that are
-sent with it, and the sender one bucket.
+Beside its own shards a rank holds at most one parameter at a time, with its expert-parallel siblings and
+those that are sent with it, and the sender one bucket.
 """
 
 from __future__ import annotations
@@ -58,8 +59,13 @@ class StageExporter:
     """
 
     def __init__(
-        self, parameters: Sequence[LocalParameter], ranks: ShardRanks, groups: StageGroups,
-        *, stage: int, num_stages: int,
+        self,
+        parameters: Sequence[LocalParameter],
+        ranks: ShardRanks,
+        groups: StageGroups,
+        *,
+        stage: int,
+        num_stages: int,
     ):
         self.stage, self.num_stages = stage, num_stages
         self._parameters, self._ranks, self._groups = parameters, ranks, groups
@@ -80,7 +86,8 @@ class StageExporter:
         return places
 
     def units(self, after_parameter: Callable[[], None] = lambda: None) -> Iterator[list[NamedTensor]]:
-        """Lists of (Hugging Face name, whole tensor) that one request must bring together; most have one entry.
+        """Lists of (Hugging Face name, whole tensor) that one request must bring together;
+        most have one entry.
 
         Every rank of the stage must iterate to the end, because parameters are gathered meanwhile.
 
@@ -113,7 +120,9 @@ class StageExporter:
             shard = torch.empty(parameter.tensor.shape, dtype=parameter.tensor.dtype, device="meta")
             if rule.is_expert:
                 ep_ranks = [ep_rank for ep_rank, _ in self._expert_places]
-                rules = [(parameter.rule(ep_rank), ep_ranks.count(ep_rank)) for ep_rank in sorted(set(ep_ranks))]
+                rules = [
+                    (parameter.rule(ep_rank), ep_ranks.count(ep_rank)) for ep_rank in sorted(set(ep_ranks))
+                ]
             else:
                 whole = rule.layout.replicated or self._groups.tp is None
                 rules = [(rule, 1 if whole else self._groups.tp.size())]

@@ -1,7 +1,8 @@
 """Reads the weights of a Megatron checkpoint without Megatron, and exports them as a Hugging Face folder.
 
-A checkpoint of --ckpt-format torch_dist (Megatron's default) is one of torch.distributed.checkpoint: a tensor for each
-kind of parameter, stacked over layers and experts, whatever the layout of ranks was that saved it.
+A checkpoint of --ckpt-format torch_dist (Megatron's default) is one of torch.distributed.checkpoint:
+a tensor for each kind of parameter, stacked over layers and experts, whatever the layout of ranks
+was that saved it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
 class MegatronCheckpoint:
-    """The weights in one iteration's folder, by Megatron's names of a model on one rank; each is read when asked for.
+    """The weights in one iteration's folder, by Megatron's names of a model on one rank; each is
+    read when asked for.
 
     Args:
         folder: such as checkpoints/iter_0000040.
@@ -46,7 +48,8 @@ class MegatronCheckpoint:
     def __init__(self, folder: Path):
         if not (folder / ".metadata").is_file():
             raise ValueError(
-                f"{folder} is no Megatron checkpoint of --ckpt-format torch_dist, as it has no file .metadata; name a "
+                f"{folder} is no Megatron checkpoint of --ckpt-format torch_dist, as it has no file "
+                ".metadata; name a "
                 "folder like checkpoints/iter_0000040, or save the model in that format"
             )
         self.folder, self._reader = folder, FileSystemReader(folder)
@@ -56,10 +59,13 @@ class MegatronCheckpoint:
             raise ValueError(f"{folder} is damaged: .metadata cannot be read: {error}") from error
         self._reader.set_up_storage_reader(metadata, is_coordinator=True)
         self._stored = {
-            key: stored for key, stored in metadata.state_dict_metadata.items()
+            key: stored
+            for key, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_"))
         }
-        self._places = {name: place for key, stored in self._stored.items() for name, place in _names(key, stored)}
+        self._places = {
+            name: place for key, stored in self._stored.items() for name, place in _names(key, stored)
+        }
 
     @property
     def names(self) -> list[str]:
@@ -74,7 +80,7 @@ class MegatronCheckpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """The parameter's, as one rank would hold it."""
         key, index = self._places[name]
-        return tuple(self._stored[key].size[len(index):])
+        return tuple(self._stored[key].size[len(index) :])
 
     def tensor(self, name: str) -> Tensor:
         """One parameter, as one rank would hold it. Reads that alone."""
@@ -141,7 +147,9 @@ def newest(folder: Path) -> Path:
     found = folder / (f"iter_{int(named):07d}" if named.isdigit() else named)
     if not found.is_dir():
         there = ", ".join(sorted(path.name for path in folder.glob("iter_*"))) or "none"
-        raise ValueError(f"{tracker} names {named}, which is not there; there are {there}: name one of these folders")
+        raise ValueError(
+            f"{tracker} names {named}, which is not there; there are {there}: name one of these folders"
+        )
     return found
 
 
@@ -178,8 +186,12 @@ def _parameters(checkpoint: MegatronCheckpoint, source: HFCheckpoint) -> dict[st
     """The rule of each of the checkpoint's parameters. Raises ValueError if the two are not of one model."""
     names = checkpoint.names
     if "embedding.word_embeddings.weight" not in names:
-        raise ValueError(f"{checkpoint.folder} has no embedding.word_embeddings.weight: it is not of a GPTModel")
-    table = NameTable(source.config, padded_vocab_size=checkpoint.shape("embedding.word_embeddings.weight")[0])
+        raise ValueError(
+            f"{checkpoint.folder} has no embedding.word_embeddings.weight: it is not of a GPTModel"
+        )
+    table = NameTable(
+        source.config, padded_vocab_size=checkpoint.shape("embedding.word_embeddings.weight")[0]
+    )
     # HybridModel has two layers for each of GPTModel's.
     is_hybrid = "decoder.final_norm.weight" in names
     known = {name: gpt_name(name) if is_hybrid else name for name in names}
@@ -200,12 +212,15 @@ def _units(
         try:
             unit = list(zip(rule.hf_names, layout.merge([tensor]), strict=True))
         except RuntimeError as error:
-            raise ValueError(f"{name} of {checkpoint.folder} is not of the model {source.path}: {error}") from error
+            raise ValueError(
+                f"{name} of {checkpoint.folder} is not of the model {source.path}: {error}"
+            ) from error
         for hf_name, merged in unit:
             # Models of one family may differ in their sizes alone.
             if (shape := source.shape(hf_name)) != merged.shape:
                 raise ValueError(
-                    f"{checkpoint.folder} has {hf_name} of shape {tuple(merged.shape)} and {source.path} of {shape}: "
+                    f"{checkpoint.folder} has {hf_name} of shape {tuple(merged.shape)} and {source.path} of "
+                    f"{shape}: "
                     "did training begin with that model?"
                 )
         yield unit

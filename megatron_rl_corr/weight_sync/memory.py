@@ -1,8 +1,10 @@
-"""Hands the memory of servers to a trainer on the same GPUs, and back: weights first, keys and values after the push.
+"""Hands the memory of servers to a trainer on the same GPUs, and back: weights first, keys and
+values after the push.
 
-A server is told to do what ends it where it is not in the right state, and tells nobody in which one it is. So its
-weights are called by their state, as after `released` or `without_cache`: a trainer that is started after one that was
-killed finds it there. What a name says is true at every moment; between two states it says that nobody knows.
+A server is told to do what ends it where it is not in the right state, and tells nobody in which one it
+is. So its weights are called by their state, as after `released` or `without_cache`: a trainer that is
+started after one that was killed finds it there. What a name says is true at every moment; between two
+states it says that nobody knows.
 """
 
 from __future__ import annotations
@@ -15,11 +17,23 @@ from functools import partial
 
 from megatron_rl_corr.engines.concurrency import all_or_raise_first, raise_first
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError, UnreadableAnswer, is_refusal
+from megatron_rl_corr.engines.errors import (
+    RolloutProtocolError,
+    RolloutServerError,
+    UnreadableAnswer,
+    is_refusal,
+)
 from megatron_rl_corr.engines.memory import ALL_MEMORY, MemoryPart
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.weight_sync.updatable import briefly, changing, check_memory, missing_memory, released, weights_of
+from megatron_rl_corr.weight_sync.updatable import (
+    briefly,
+    changing,
+    check_memory,
+    missing_memory,
+    released,
+    weights_of,
+)
 
 IDLE_S = 10.0
 """How long a paused server may take to be rid of requests that were ended; then it drops its cache."""
@@ -28,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 
 class ServerMemory:
-    """Which servers lack memory, and the requests that change it; each server is asked by itself, all at once.
+    """Which servers lack memory, and the requests that change it; each server is asked by
+    itself, all at once.
 
     Names of weights are given as address -> what the server calls them.
     """
@@ -54,7 +69,8 @@ class ServerMemory:
             names: of their weights.
 
         Raises:
-            RolloutError: a server refuses, can't release its memory, or runs requests of others; or none answers.
+            RolloutError: a server refuses, can't release its memory, or runs requests of others;
+                or none answers.
         """
         answers = await asyncio.gather(
             *(self._release(control, url, name) for url, name in names.items()), return_exceptions=True
@@ -87,7 +103,11 @@ class ServerMemory:
         self.lacking.add(url)
 
     async def resume(
-        self, control: ServerControl, names: Mapping[str, str], parts: Sequence[MemoryPart], after: Mapping[str, str]
+        self,
+        control: ServerControl,
+        names: Mapping[str, str],
+        parts: Sequence[MemoryPart],
+        after: Mapping[str, str],
     ) -> None:
         """Give servers memory for these parts back, those of them that lack it.
 
@@ -126,17 +146,20 @@ class ServerMemory:
         if (urls := sorted(self.lacking - self.unknown)) and not self._told:
             self._told = True
             what = (
-                "they released their memory to this trainer; those that run answer nobody and have no weights, until "
+                "they released their memory to this trainer; those that run answer nobody and have no "
+                "weights, until "
                 "the next start with --rollout-colocate, or until they are restarted"
             )
             logger.warning("rollout servers %s are left as they are: %s", ", ".join(urls), what)
             EVENTS.tell("memory_left_released", what, servers=urls)
 
-    async def _change(self, control: ServerControl, url: str, request: Request, name: str, after: str) -> None:
+    async def _change(
+        self, control: ServerControl, url: str, request: Request, name: str, after: str
+    ) -> None:
         """Send what changes a server's memory; the name says meanwhile that its state is not known.
 
-        So it does afterwards, unless the server itself has done or refused it: what stands before a server fails, with
-        HTTP 504 for instance, also where the server has done what it was asked.
+        So it does afterwards, unless the server itself has done or refused it: what stands before a server
+        fails, with HTTP 504 for instance, also where the server has done what it was asked.
         """
         engine = control.engine_of(url)
         self.unknown.add(url)
@@ -158,5 +181,9 @@ class ServerMemory:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether a server has not answered itself: it may have done what it was asked, and be well, or be gone."""
-    return isinstance(error, UnreadableAnswer) or (isinstance(error, RolloutServerError) and not is_refusal(error))
+    """Whether a server has not answered itself: it may have done what it was asked, and be
+    well, or be gone.
+    """
+    return isinstance(error, UnreadableAnswer) or (
+        isinstance(error, RolloutServerError) and not is_refusal(error)
+    )

@@ -1,12 +1,15 @@
 """What servers are asked after a push: to score texts, and to sample a few tokens and score them.
 
-Checksums prove what a server was sent. This proves what it computes with it: an expert in the wrong place, a tensor
-that was packed wrongly, an update that never took place, or that decoding does not see, shows in the log-probs.
+Checksums prove what a server was sent. This proves what it computes with it: an expert in the wrong
+place, a tensor that was packed wrongly, an update that never took place, or that decoding does not see,
+shows in the log-probs.
 
-Three values of one token make a triangle: the log-prob that the server sampled it with (decode), the one that it gives
-the same token in a text (prefill), and the trainer's own. The side that is too long names what is wrong.
+Three values of one token make a triangle: the log-prob that the server sampled it with (decode), the
+one that it gives the same token in a text (prefill), and the trainer's own. The side that is too long
+names what is wrong.
 
-T tokens of a text that are scored, which are all but the first; D = log pi_train - log pi_rollout of one of them.
+T tokens of a text that are scored, which are all but the first; D = log pi_train - log
+pi_rollout of one of them.
 """
 
 from __future__ import annotations
@@ -21,7 +24,12 @@ import numpy as np
 
 from megatron_rl_corr.engines.addresses import may_change
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, StaleWeightsError
+from megatron_rl_corr.engines.errors import (
+    RolloutError,
+    RolloutProtocolError,
+    RolloutServerError,
+    StaleWeightsError,
+)
 from megatron_rl_corr.engines.inspection import DetailedSample, TokenScores
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
@@ -33,7 +41,9 @@ PROMPT_TOKENS = 32
 """Most tokens of the prompt before it."""
 
 EARLIER_S = 30.0
-"""How long a server has for its score before the first push, without which it is not compared with that one."""
+"""How long a server has for its score before the first push, without which it is not
+compared with that one.
+"""
 ATTEMPTS, PAUSE_S = 3, 0.5
 """How often a server is asked again while its answers are none, and the pause in between."""
 
@@ -87,13 +97,19 @@ class ProbeAnswer:
 
 
 async def ask_servers(
-    servers: ServerControl, question: Question, *, version: str, vocab_size: int, cache_key: str | None,
+    servers: ServerControl,
+    question: Question,
+    *,
+    version: str,
+    vocab_size: int,
+    cache_key: str | None,
     required: bool = True,
 ) -> dict[str, ProbeAnswer]:
     """The answers of the servers that answer.
 
-    A server that dies or is restarted meanwhile is left out, as it is from sampling, and so is one whose answers are no
-    scores, or HTTP 5xx, ATTEMPTS times, where another server is compared. One that refuses the question is an error.
+    A server that dies or is restarted meanwhile is left out, as it is from sampling, and so is one whose
+    answers are no scores, or HTTP 5xx, ATTEMPTS times, where another server is compared. One that refuses the
+    question is an error.
 
     Args:
         servers: those of the update; they sample again, as a paused server answers nothing.
@@ -104,13 +120,18 @@ async def ask_servers(
         required: one answer at least.
 
     Raises:
-        RolloutServerError: a server refuses to score; or one is required, and none of them has more than failures.
+        RolloutServerError: a server refuses to score; or one is required, and none of them has
+            more than failures.
         RolloutProtocolError: one is required, and answers that come are no scores of these ids.
     """
     answers: dict[str, ProbeAnswer] = {}
     failed = []
-    asked = [_Asked(servers, url, version, vocab_size, cache_key).answer(question) for url in servers.base_urls]
-    for url, found in zip(servers.base_urls, await asyncio.gather(*asked, return_exceptions=True), strict=True):
+    asked = [
+        _Asked(servers, url, version, vocab_size, cache_key).answer(question) for url in servers.base_urls
+    ]
+    for url, found in zip(
+        servers.base_urls, await asyncio.gather(*asked, return_exceptions=True), strict=True
+    ):
         if isinstance(found, ProbeAnswer):
             answers[url] = found
             continue
@@ -128,14 +149,18 @@ async def ask_servers(
 async def ask_earlier(
     servers: ServerControl, question: Question, *, vocab_size: int, cache_key: str | None
 ) -> dict[str, ProbeAnswer]:
-    """`ask_servers` before a push, of whatever weights there are; a server that does not answer is not compared."""
+    """`ask_servers` before a push, of whatever weights there are; a server that does not answer
+    is not compared.
+    """
 
     async def ask(url: str) -> ProbeAnswer | None:
         try:
             async with asyncio.timeout(EARLIER_S):
                 return await _Asked(servers, url, None, vocab_size, cache_key).answer(question)
         except (RolloutError, TimeoutError) as error:
-            logger.warning("%s is not compared with itself before the first push: %s", url, error or "no answer")
+            logger.warning(
+                "%s is not compared with itself before the first push: %s", url, error or "no answer"
+            )
             return None
 
     found = zip(servers.base_urls, await asyncio.gather(*map(ask, servers.base_urls)), strict=True)
@@ -187,15 +212,20 @@ class _Asked:
         return found.logprobs
 
     async def _decode(self, draw: ProbeDraw) -> Decoded | None:
-        """None: the server can't sample from the whole vocabulary, as vLLM with --return-sampling-mask can't."""
+        """None: the server can't sample from the whole vocabulary, as vLLM with
+        --return-sampling-mask can't.
+        """
         engine, prompt = self.servers.engine_of(self.url), list(draw.prompt)
         sampling = SamplingParams(max_new_tokens=draw.tokens, temperature=1.0, ignore_eos=True)
-        # With the weights' name: a cache that outlives pushes would have what this very request left there before.
+        # With the weights' name: a cache that outlives pushes would have what this very request
+        # left there before.
         key = f"{self.cache_key or ''}probe-{self.version}-{draw.seed}" if draw.fresh else self.cache_key
         request = engine.detailed_sample(prompt, sampling, seed=draw.seed, likeliest=1, cache_key=key)
 
         def parse(answer: Mapping[str, Any]) -> DetailedSample:
-            return engine.parse_detailed_sample(answer, server=self.url, prompt_ids=prompt, tokens=draw.tokens)
+            return engine.parse_detailed_sample(
+                answer, server=self.url, prompt_ids=prompt, tokens=draw.tokens
+            )
 
         try:
             sample = await self._retried(request, parse)
@@ -205,7 +235,9 @@ class _Asked:
             logger.warning("%s samples no tokens to compare with their scores: %s", self.url, error)
             return None
         if not sample.output:
-            raise RolloutServerError(self.url, request.endpoint, None, "the response to the probe was aborted")
+            raise RolloutServerError(
+                self.url, request.endpoint, None, "the response to the probe was aborted"
+            )
         self._check_version(sample.version_spans[-1].version if sample.version_spans else None, request)
         scored = await self._score(prompt, sample.output)
         return Decoded((*prompt, *sample.output), sample.logprobs.astype(np.float64), scored, draw.fresh)
@@ -218,8 +250,12 @@ class _Asked:
             except (RolloutProtocolError, RolloutServerError) as error:
                 if _refuses(error):
                     raise RolloutServerError(
-                        self.url, error.endpoint, error.status, error.detail,
-                        remedy="it was asked to score and sample a few tokens after a push, which `probe_push` off "
+                        self.url,
+                        error.endpoint,
+                        error.status,
+                        error.detail,
+                        remedy="it was asked to score and sample a few tokens after a push, which "
+                        "`probe_push` off "
                         "leaves out",
                     ) from error
                 if not attempts_left or isinstance(error, RolloutServerError) and error.status is None:

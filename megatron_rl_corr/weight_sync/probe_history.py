@@ -1,4 +1,6 @@
-"""Finds a server that computes with older weights than it has loaded, from its answers after several pushes."""
+"""Finds a server that computes with older weights than it has loaded, from its answers
+after several pushes.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +12,32 @@ from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.weight_sync.probe import ProbeAnswer
 
 MOVED = 1e-3
-"""Nats by which one of the trainer's log-probs must have moved before a server's, which have not, are an error."""
+"""Nats by which one of the trainer's log-probs must have moved before a server's, which have
+not, are an error.
+"""
 
 
 class Movement:
     """Compares each server's scores of the same texts with those of earlier pushes, bit for bit.
 
-    In 16 bits the steps of hundreds of pushes may stay below what rounding explains. But then a server's log-probs
-    change in some bit whenever the trainer's move; those of one that packs, caches or captures its weights once and for
-    all do not. Equal bits of hundreds of tokens are no coincidence, so one answer is evidence enough.
+    In 16 bits the steps of hundreds of pushes may stay below what rounding explains. But then a server's
+    log-probs change in some bit whenever the trainer's move; those of one that packs, caches or captures
+    its weights once and for all do not. Equal bits of hundreds of tokens are no coincidence, so one answer
+    is evidence enough.
     """
 
     def __init__(self):
         self._first: dict[str, tuple[np.ndarray, np.ndarray, int, str]] = {}
-        """By server: its scores that are the same ever since, and what was the trainer's, loaded, and pushed then."""
+        """By server: its scores that are the same ever since, and what was the trainer's, loaded,
+        and pushed then.
+        """
 
     def check(
-        self, answers: Mapping[str, ProbeAnswer], trained: Sequence[np.ndarray], loaded: Mapping[str, int], *,
+        self,
+        answers: Mapping[str, ProbeAnswer],
+        trained: Sequence[np.ndarray],
+        loaded: Mapping[str, int],
+        *,
         version: str,
     ) -> None:
         """Compare with the pushes before.
@@ -38,7 +49,8 @@ class Movement:
             version: of the weights that were pushed.
 
         Raises:
-            RolloutProtocolError: weights and the trainer's log-probs have changed, and a server's log-probs have not.
+            RolloutProtocolError: weights and the trainer's log-probs have changed, and a server's
+                log-probs have not.
         """
         own = np.concatenate(trained)
         for url, answer in answers.items():
@@ -52,9 +64,13 @@ class Movement:
             moved = np.abs(own - before).max()
             if loaded[url] != had and moved > MOVED:
                 raise RolloutProtocolError(
-                    url, answer.endpoint,
-                    f"its weights differ from the trainer's: it has loaded version {version!r}, and its log-probs of "
-                    f"{len(own)} given ids are in every bit those of version {since!r}, while the trainer's have "
-                    f"moved by up to {moved:.3g}; it computes with a copy of older weights. Restart it; if it does so "
+                    url,
+                    answer.endpoint,
+                    f"its weights differ from the trainer's: it has loaded version {version!r}, and its "
+                    "log-probs of "
+                    f"{len(own)} given ids are in every bit those of version {since!r}, while the trainer's "
+                    "have "
+                    f"moved by up to {moved:.3g}; it computes with a copy of older weights. Restart it; if "
+                    "it does so "
                     "again, start it without what makes the copy (packed kernels, graphs, caches)",
                 )

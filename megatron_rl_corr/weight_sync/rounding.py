@@ -1,8 +1,9 @@
-"""Rounds weights that are pushed as quantised rollouts round theirs, and sends them in the dtype that they had.
+"""Rounds weights that are pushed as quantised rollouts round theirs, and sends them in the
+dtype that they had.
 
-So any server samples from the policy that a quantised one would compute with, as far as its weights go: activations,
-and keys and values, stay as that server has them. The trainer's own weights are never changed. N rows and K columns of
-a weight, G groups of columns, E experts.
+So any server samples from the policy that a quantised one would compute with, as far as its weights go:
+activations, and keys and values, stay as that server has them. The trainer's own weights are never
+changed. N rows and K columns of a weight, G groups of columns, E experts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ INT4_MAX = 7.0
 
 
 def is_rounded(name: str, tensor: Tensor) -> bool:
-    """Whether a quantised rollout has this tensor quantised: a linear layer's weight, but for the layers it spares.
+    """Whether a quantised rollout has this tensor quantised: a linear layer's weight, but for the
+    layers it spares.
 
     Args:
         name: Hugging Face's.
@@ -33,13 +35,15 @@ def is_rounded(name: str, tensor: Tensor) -> bool:
 
 
 def round_fp8_blockwise(weight: Tensor) -> Tensor:
-    """Each block b of 128 x 128 numbers as float8_e4m3fn(w / s_b) * s_b: what `quantise_blockwise` stands for.
+    """Each block b of 128 x 128 numbers as float8_e4m3fn(w / s_b) * s_b: what
+    `quantise_blockwise` stands for.
 
     Args:
         weight: [..., N, K]; blocks never cross what stands before the last two dimensions.
 
     Returns:
-        The same shape and dtype. A block of zeros stays one; one with a number that is not finite becomes NaN.
+        The same shape and dtype. A block of zeros stays one; one with a number that is not
+        finite becomes NaN.
 
     Source: DeepSeek-V3 (arXiv 2412.19437), section 3.3.2, and README_WEIGHTS.md of its repository.
     """
@@ -49,20 +53,22 @@ def round_fp8_blockwise(weight: Tensor) -> Tensor:
 def round_int4_group(weight: Tensor) -> Tensor:
     """Each group g of 128 columns of a row as round(w / s_g) * s_g, with s_g = max |w| of the group / 7.
 
-    The integers are -7 to 7, rounded half to even; the last group of a row is smaller where 128 does not divide it.
-    Scales are float32.
+    The integers are -7 to 7, rounded half to even; the last group of a row is smaller where 128 does not
+    divide it. Scales are float32.
 
     Args:
         weight: [..., N, K]; K is the layer's input.
 
     Returns:
-        The same shape and dtype. A group of zeros stays one; one with a number that is not finite becomes NaN.
+        The same shape and dtype. A group of zeros stays one; one with a number that is not
+        finite becomes NaN.
 
-    Source: symmetric W4A16 with groups, as the INT4 rollouts of slime and miles round (int4_qat). Observers of
-    compressed-tensors divide by 7.5 and use -8 too.
+    Source: symmetric W4A16 with groups, as the INT4 rollouts of slime and miles round (int4_qat).
+    Observers of compressed-tensors divide by 7.5 and use -8 too.
     """
     columns = weight.shape[-1]
-    groups = pad(weight.float(), (0, -columns % INT4_GROUP)).unflatten(-1, (-1, INT4_GROUP))  # [..., N, G, 128]
+    # [..., N, G, 128]
+    groups = pad(weight.float(), (0, -columns % INT4_GROUP)).unflatten(-1, (-1, INT4_GROUP))
     largest = groups.abs().amax(dim=-1, keepdim=True)
     # By a tensor: a GPU multiplies by the reciprocal of a number, which rounds twice.
     scale = largest / largest.new_full((), INT4_MAX)
@@ -73,8 +79,9 @@ def round_int4_group(weight: Tensor) -> Tensor:
 
 
 ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
-    "fp8_blockwise": round_fp8_blockwise, "int4_group": round_int4_group,
-}  # fmt: skip
+    "fp8_blockwise": round_fp8_blockwise,
+    "int4_group": round_int4_group,
+}
 """What --rollout-push-rounding takes beside none."""
 
 

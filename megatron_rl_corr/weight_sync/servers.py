@@ -1,4 +1,6 @@
-"""The servers of a weight update: which of them answer, their pause and session, and which version to sample from."""
+"""The servers of a weight update: which of them answer, their pause and session, and which
+version to sample from.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,19 @@ from megatron_rl_corr.weight_sync.coverage import Coverage
 from megatron_rl_corr.weight_sync.drafts import NO_DRAFTS, DraftLayers
 from megatron_rl_corr.weight_sync.quantization import check_finite, check_quantization
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
-from megatron_rl_corr.weight_sync.updatable import RELEASE_S, briefly, check_memory, reported_versions, unfinished
+from megatron_rl_corr.weight_sync.updatable import (
+    RELEASE_S,
+    briefly,
+    check_memory,
+    reported_versions,
+    unfinished,
+)
 from megatron_rl_corr.weight_sync.verify import PushVerifier
 
 ABSENT, READY, RESTARTED = 0, 1, 2
-"""A server before an update: it does not answer; it has the last weights; it has others, as after a restart."""
+"""A server before an update: it does not answer; it has the last weights; it has others, as
+after a restart.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +39,8 @@ logger = logging.getLogger(__name__)
 class WeightServers:
     """One rank's view of the servers that a client samples from, for `push_weights`; calls block.
 
-    A server that does not answer before an update, or dies during it, misses the update and is not sampled from until
-    the next one takes it in again.
+    A server that does not answer before an update, or dies during it, misses the update and is not sampled
+    from until the next one takes it in again.
 
     Args:
         client: of all servers; `expect` sets the version that it samples from.
@@ -38,9 +48,11 @@ class WeightServers:
         transport: sends the weights.
         verifiers: compare checksums after an update, one for each engine by its name; none: not verified.
         coverage: checks that all tensors of the checkpoint are sent; None: not checked.
-        pause_mode: of running responses. retract: their keys and values are computed anew with the new weights;
-            in_place: they go on with the old ones; abort: they end, and the client requests the rest.
-        samples: this rank asks for samples. On others no server is left out of the client, and none is probed.
+        pause_mode: of running responses. retract: their keys and values are computed anew with the
+            new weights; in_place: they go on with the old ones; abort: they end, and the client
+            requests the rest.
+        samples: this rank asks for samples. On others no server is left out of the client,
+            and none is probed.
         samples_ahead: responses run during updates (`max_lag` above 0).
         rounding: "none", or how what is sent is rounded, a key of weight_sync/rounding.py ROUNDINGS.
         quantization: of all servers, by `find_quantization`, which was given `quantized_checkpoint`.
@@ -51,16 +63,34 @@ class WeightServers:
     """The trainer is on the servers' GPUs, and can give them memory back."""
 
     def __init__(
-        self, client: RolloutClient, loop: LoopThread, transport: WeightTransport, *,
-        verifiers: Mapping[str, PushVerifier] = MappingProxyType({}), coverage: Coverage | None = None,
-        pause_mode: str = "retract", samples: bool = True, samples_ahead: bool = False, rounding: str = "none",
-        quantization: BlockFP8 | None = None, quantized_checkpoint: str | None = None,
+        self,
+        client: RolloutClient,
+        loop: LoopThread,
+        transport: WeightTransport,
+        *,
+        verifiers: Mapping[str, PushVerifier] = MappingProxyType({}),
+        coverage: Coverage | None = None,
+        pause_mode: str = "retract",
+        samples: bool = True,
+        samples_ahead: bool = False,
+        rounding: str = "none",
+        quantization: BlockFP8 | None = None,
+        quantized_checkpoint: str | None = None,
         drafts: DraftLayers = NO_DRAFTS,
-    ):  # fmt: skip
+    ):
         self.client, self.transport, self.verifiers, self.coverage = client, transport, verifiers, coverage
-        self.rounding, self.quantization, self._quantized_checkpoint = rounding, quantization, quantized_checkpoint
+        self.rounding, self.quantization, self._quantized_checkpoint = (
+            rounding,
+            quantization,
+            quantized_checkpoint,
+        )
         self.drafts = drafts
-        self._loop, self._pause_mode, self._samples, self._samples_ahead = loop, pause_mode, samples, samples_ahead
+        self._loop, self._pause_mode, self._samples, self._samples_ahead = (
+            loop,
+            pause_mode,
+            samples,
+            samples_ahead,
+        )
         self._control = client.control(client.base_urls)
         self._version: str | None = None
         self._started: str | None = None
@@ -74,7 +104,9 @@ class WeightServers:
         self.planned: dict[str, list[int]] | None = None
         """Names and shapes of all tensors of an update; None: not known yet, and checked bucket by bucket."""
         self.loaded: dict[str, int] = {}
-        """Rank 0: of each server whose weights were hashed after the last update, a number that differs if they do."""
+        """Rank 0: of each server whose weights were hashed after the last update, a number that
+        differs if they do.
+        """
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -100,22 +132,36 @@ class WeightServers:
                 continue
             if self._version is None and version.startswith(unfinished("")):
                 logger.warning(
-                    "%s server %s has weights %r: a trainer was killed while it sent them; they are sent anew",
-                    engine, url, version,
-                )  # fmt: skip
-                EVENTS.tell("server_taken_over", "a trainer was killed in a push", server=url, version=version)
+                    "%s server %s has weights %r: a trainer was killed while it sent them; they are sent "
+                    "anew",
+                    engine,
+                    url,
+                    version,
+                )
+                EVENTS.tell(
+                    "server_taken_over", "a trainer was killed in a push", server=url, version=version
+                )
             self._found[url] = version
             check_memory(
-                url, version, endpoint=self.client.engine_of(url).model_info().endpoint, colocated=self._colocated
+                url,
+                version,
+                endpoint=self.client.engine_of(url).model_info().endpoint,
+                colocated=self._colocated,
             )
             is_ready = self._version is None or self._is_own(version)
             if not is_ready:
                 logger.warning(
                     "%s server %s has weights %r instead of %r: was it restarted?",
-                    engine, url, version, self._version,
-                )  # fmt: skip
+                    engine,
+                    url,
+                    version,
+                    self._version,
+                )
                 EVENTS.tell(
-                    "server_missed_update", "it has other weights, as after a restart", server=url, version=version
+                    "server_missed_update",
+                    "it has other weights, as after a restart",
+                    server=url,
+                    version=version,
                 )
             states.append(READY if is_ready else RESTARTED)
         return states
@@ -128,7 +174,9 @@ class WeightServers:
         return name in (self._version, self._started, unfinished(self._started or ""))
 
     def use(self, states: Sequence[int]) -> None:
-        """Begin an update of the servers that are not ABSENT. Until `expect`, silent servers are no outage."""
+        """Begin an update of the servers that are not ABSENT. Until `expect`, silent
+        servers are no outage.
+        """
         self._loop.call(self.client.expect_pause())
         state = dict(zip(self.client.base_urls, states, strict=True))
         urls = tuple(url for url in state if state[url] != ABSENT)
@@ -149,16 +197,17 @@ class WeightServers:
         self.transport.start(version)
 
     def begin(self) -> None:
-        """Pause the servers and open their update session; from the pause on their weights are called unfinished.
+        """Pause the servers and open their update session; from the pause on their weights are
+        called unfinished.
 
-        So weights that a killed trainer has half sent pass for no version, and a trainer that starts after it knows why
-        they are paused.
+        So weights that a killed trainer has half sent pass for no version, and a trainer that starts after it
+        knows why they are paused.
 
         Raises:
-            RolloutProtocolError: a server can't be paused in this mode, or came back with weights in another form; none
-                has been paused then.
-            RolloutServerError: a server refuses the update, for instance because a name or a shape does not fit its
-                model; its weights and their name are as before.
+            RolloutProtocolError: a server can't be paused in this mode, or came back with weights in another
+                form; none has been paused then.
+            RolloutServerError: a server refuses the update, for instance because a name or a shape does
+                not fit its model; its weights and their name are as before.
         """
         if self._restarted:
             restarted = self.client.control(sorted(self._restarted))
@@ -185,7 +234,10 @@ class WeightServers:
     async def _rename_back(self) -> None:
         """Call the weights what `find` found, as far as servers answer."""
         await asyncio.gather(
-            *(briefly(self.client.control([url]).update_weight_version(self._found[url])) for url in self.urls)
+            *(
+                briefly(self.client.control([url]).update_weight_version(self._found[url]))
+                for url in self.urls
+            )
         )
 
     def _check_pause(self) -> None:
@@ -211,9 +263,11 @@ class WeightServers:
             self.coverage.count(bucket)
 
     def end(self, version: str) -> None:
-        """Close the session, name the weights, check their name at every server, drop prefixes of old weights.
+        """Close the session, name the weights, check their name at every server, drop
+        prefixes of old weights.
 
-        Servers that are paused in_place could not drop them; `begin` made sure that no later request uses them.
+        Servers that are paused in_place could not drop them; `begin` made sure that no later
+        request uses them.
 
         Raises:
             RolloutProtocolError: a server reports another version.
@@ -226,8 +280,10 @@ class WeightServers:
             reported = engine.weight_version(answer)
             if reported != version:
                 raise RolloutProtocolError(
-                    url, engine.model_info().endpoint,
-                    f"its weights are called {reported!r} after version {version!r} was pushed; does another trainer "
+                    url,
+                    engine.model_info().endpoint,
+                    f"its weights are called {reported!r} after version {version!r} was pushed; does another "
+                    "trainer "
                     "push to this server?",
                 )
         if self._pause_mode != "in_place":
@@ -274,8 +330,8 @@ class WeightServers:
     def release(self) -> None:
         """Let paused servers sample again before this process ends, as `abandon`; from any thread.
 
-        A server that waits in a broadcast goes on once the sender's process has ended, and then takes up these
-        requests. The next update closes a session that stays open.
+        A server that waits in a broadcast goes on once the sender's process has ended, and then takes up
+        these requests. The next update closes a session that stays open.
         """
         if self._stopped:
             self._loop.call(self._let_go(), timeout=RELEASE_S)

@@ -14,10 +14,14 @@ from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 
 PATIENCE_S, PAUSE_S = 1.5, 0.5
-"""How long a server that answered before may be gone before an update goes on without it; the time between requests."""
+"""How long a server that answered before may be gone before an update goes on without it; the time
+between requests.
+"""
 
 RELEASE_S = 6.0
-"""Seconds that a process which ends spends on `WeightServers.release`; each of the two requests has a third of it."""
+"""Seconds that a process which ends spends on `WeightServers.release`; each of the two requests
+has a third of it.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +29,8 @@ logger = logging.getLogger(__name__)
 def reported_versions(client: RolloutClient, loop: LoopThread, present: Collection[str]) -> list[str | None]:
     """What each server of the client calls its weights; None: it does not answer.
 
-    A server of `present` that is sampled from is asked for PATIENCE_S: a proxy that is loaded anew is gone for a
-    moment. One that hangs has used that up with its first request.
+    A server of `present` that is sampled from is asked for PATIENCE_S: a proxy that is loaded anew is gone
+    for a moment. One that hangs has used that up with its first request.
 
     Args:
         client: of all servers.
@@ -72,7 +76,9 @@ def changing(version: str) -> str:
 
 
 def is_changing(name: str) -> bool:
-    """Whether nobody knows which memory a server has whose weights have this name; only a restart mends that."""
+    """Whether nobody knows which memory a server has whose weights have this name; only a
+    restart mends that.
+    """
     return name.startswith(changing(""))
 
 
@@ -105,14 +111,18 @@ def check_memory(url: str, name: str, *, endpoint: str, colocated: bool) -> None
     """
     if is_changing(name):
         raise RolloutProtocolError(
-            url, endpoint,
-            f"its weights are called {name!r}: its answer was lost when it was asked to release memory or to take it "
+            url,
+            endpoint,
+            f"its weights are called {name!r}: its answer was lost when it was asked to release memory or to "
+            "take it "
             "again, or the trainer was killed meanwhile, and nobody knows which it has; restart the server",
         )
     if missing_memory(name) and not colocated:
         raise RolloutProtocolError(
-            url, endpoint,
-            f"its weights are called {name!r}: it has released its memory to a trainer with `colocate`, whose next "
+            url,
+            endpoint,
+            f"its weights are called {name!r}: it has released its memory to a trainer with `colocate`, "
+            "whose next "
             "push or start gives it back; or restart the server",
         )
 
@@ -123,10 +133,12 @@ def is_interrupted(name: str) -> bool:
 
 
 async def wait_updatable(client: RolloutClient, timeout_s: float) -> None:
-    """Return once every server can sample, or `is_interrupted` by a trainer that was killed: the next push resumes it.
+    """Return once every server can sample, or `is_interrupted` by a trainer that was killed: the next
+    push resumes it.
 
-    A trainer that was killed shortly before or after its update has left a server paused whose weights have a usual
-    name; SGLang calls itself unhealthy then. Every server that answers is told to go on, which is harmless otherwise.
+    A trainer that was killed shortly before or after its update has left a server paused whose weights have a
+    usual name; SGLang calls itself unhealthy then. Every server that answers is told to go on, which is
+    harmless otherwise.
 
     Raises:
         RolloutServerError: one could not after timeout_s; its last failure.

@@ -1,7 +1,8 @@
-"""Updates the servers' weights: pause, begin, send stage after stage, end, verify, resume; every rank takes part.
+"""Updates the servers' weights: pause, begin, send stage after stage, end, verify, resume; every
+rank takes part.
 
-A server that dies in the middle is left out, and the others are sent everything again. A failure that may pass, as of a
-proxy, costs one repetition.
+A server that dies in the middle is left out, and the others are sent everything again. A failure that may
+pass, as of a proxy, costs one repetition.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ from megatron_rl_corr.weight_sync.rounding import rounded_units
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 _FAILURES = (RolloutError, OSError)
-"""Failures of a server or a shared folder; all_reduce_failure raises them, or PeerFailure on the other ranks."""
+"""Failures of a server or a shared folder; all_reduce_failure raises them, or PeerFailure on
+the other ranks.
+"""
 
 PARAMETERS_BETWEEN_MEETINGS = 8
 """Parameters of one rank; with the siblings on other expert-parallel ranks they may be tens of gigabytes."""
@@ -45,11 +48,11 @@ logger = logging.getLogger(__name__)
 def push_weights(exporter: StageExporter, servers: WeightServers, *, version: str, bucket_bytes: int) -> None:
     """Send the current weights to every server that answers; every rank calls it.
 
-    Rank 0 finds out which servers answer, and opens and closes the update; each stage's sender sends the stage's
-    weights. Whatever happens, the servers resume. If a server fails and answers no more, everything is sent again to
-    the others; if all answer and the failure `may_pass`, they are sent everything once more. Neither if the
-    transport is `broken`, as a group of NCCL's may be. Afterwards the client samples only from servers with the new
-    weights.
+    Rank 0 finds out which servers answer, and opens and closes the update; each stage's sender sends the
+    stage's weights. Whatever happens, the servers resume. If a server fails and answers no more, everything
+    is sent again to the others; if all answer and the failure `may_pass`, they are sent everything once more.
+    Neither if the transport is `broken`, as a group of NCCL's may be. Afterwards the client samples only from
+    servers with the new weights.
 
     Args:
         exporter: gathers this rank's stage.
@@ -99,7 +102,8 @@ def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bu
     if not transport.in_session:
         _all_reduce_led(exporter, servers.begin)
     if isinstance(servers, ColocatedServers):
-        servers.free_cached()  # the ranks meet once more before rank 0 has servers take memory for their caches
+        # the ranks meet once more before rank 0 has servers take memory for their caches
+        servers.free_cached()
     _all_reduce_led(exporter, partial(transport.deliver, version))
     _all_reduce_led(exporter, partial(servers.end, version))
     if servers.verifiers:
@@ -110,7 +114,8 @@ def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bu
 
 
 def all_reduce_released(exporter: StageExporter, servers: ColocatedServers) -> None:
-    """Let every server free its memory for the trainer on its GPUs; every rank calls it, once none samples any more.
+    """Let every server free its memory for the trainer on its GPUs; every rank calls it, once none
+    samples any more.
 
     The next `push_weights` gives it back.
 
@@ -124,7 +129,9 @@ def all_reduce_released(exporter: StageExporter, servers: ColocatedServers) -> N
 
 
 def _all_gather_planned(exporter: StageExporter) -> dict[str, list[int]]:
-    """Names and shapes of all tensors of all stages, which servers check before the first byte; once a run."""
+    """Names and shapes of all tensors of all stages, which servers check before the first
+    byte; once a run.
+    """
     stages: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(stages, exporter.planned())
     return {name: shape for stage in stages for name, shape in stage.items()}
@@ -133,14 +140,16 @@ def _all_gather_planned(exporter: StageExporter) -> dict[str, list[int]]:
 def _all_reduce_led(exporter: StageExporter, call: Callable[[], None]) -> None:
     """Rank 0 makes the call, however long it takes; its failure is raised on every rank.
 
-    The ranks meet while they wait: servers may read a folder of a terabyte, or hash all of their weights, for longer
-    than a collective may wait.
+    The ranks meet while they wait: servers may read a folder of a terabyte, or hash all of their weights,
+    for longer than a collective may wait.
     """
     all_reduce_results(_in_thread(call) if exporter.leads else None, lambda result: None)
 
 
 def _in_thread(call: Callable[[], None]) -> Future[None]:
-    """The result of a call on a daemon thread: a process that ends does not wait for a server that never answers."""
+    """The result of a call on a daemon thread: a process that ends does not wait for a server
+    that never answers.
+    """
     future: Future[None] = Future()
 
     def run() -> None:
@@ -155,7 +164,9 @@ def _in_thread(call: Callable[[], None]) -> Future[None]:
 
 
 def _broadcast_servers(exporter: StageExporter, servers: WeightServers) -> None:
-    """Every rank updates the servers that rank 0 reaches: one without a stage's weights must not be sampled from."""
+    """Every rank updates the servers that rank 0 reaches: one without a stage's weights must not
+    be sampled from.
+    """
     states, error = [0] * len(servers.client.base_urls), None
     if exporter.leads:
         try:
@@ -168,11 +179,16 @@ def _broadcast_servers(exporter: StageExporter, servers: WeightServers) -> None:
     servers.use(shared.tolist())
 
 
-def _broadcast_servers_again(exporter: StageExporter, servers: WeightServers, error: Exception) -> bool | None:
-    """After a failure: use the servers that answer now. Whether the failure may pass; None: the push can't go on."""
+def _broadcast_servers_again(
+    exporter: StageExporter, servers: WeightServers, error: Exception
+) -> bool | None:
+    """After a failure: use the servers that answer now. Whether the failure may pass; None: the
+    push can't go on.
+    """
     try:
         passes = _all_reduce_causes(servers, error)
-        # A protocol error is that of a server, or of its proxy, whose other answers are no better: or it comes again.
+        # A protocol error is that of a server, or of its proxy, whose other answers are no better:
+        # or it comes again.
         of_server = isinstance(error, (RolloutServerError, RolloutProtocolError, PeerFailure))
         can_go_on = of_server and not servers.transport.broken
         all_reduce_failure(None if can_go_on else error)
@@ -187,7 +203,9 @@ def _all_reduce_causes(servers: WeightServers, error: Exception) -> bool:
 
     Servers may be waiting in what that rank began, and rank 0 must send them no more requests then.
     """
-    causes = torch.tensor([servers.transport.broken, may_pass(error)], dtype=torch.int, device=communication_device())
+    causes = torch.tensor(
+        [servers.transport.broken, may_pass(error)], dtype=torch.int, device=communication_device()
+    )
     dist.all_reduce(causes, op=dist.ReduceOp.MAX)
     servers.transport.broken, passes = map(bool, causes.tolist())
     return passes
@@ -198,8 +216,8 @@ def _all_reduce_sent(
 ) -> None:
     """One stage sends; its failure is raised on every rank.
 
-    All ranks meet after every PARAMETERS_BETWEEN_MEETINGS parameters of the stage, because sending all of them may take
-    longer than a collective may wait.
+    All ranks meet after every PARAMETERS_BETWEEN_MEETINGS parameters of the stage, because sending all of
+    them may take longer than a collective may wait.
     """
     if stage != exporter.stage:
         while not all_reduce_done(True, None):
@@ -217,7 +235,9 @@ def _all_reduce_sent(
 def _send_stage(
     exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, meet: Callable[[], None]
 ) -> Exception | None:
-    """Run through all of the stage's weights, after a failure too: the other ranks gather together with this one."""
+    """Run through all of the stage's weights, after a failure too: the other ranks gather
+    together with this one.
+    """
     error, units = None, servers.drafts.without_unsent(exporter.units(meet))
     if exporter.sends:
         units = quantised_units(rounded_units(units, servers.rounding), servers.quantization)

@@ -32,47 +32,63 @@ _WITH_PROBE = "--rollout-probe-push on"
 METRICS = in_group(
     "Sampling",
     MetricSpec(
-        "rollout/probe_max_abs_log_ratio", "largest disagreement on texts that each server scores after the push",
-        "max |D|, of the worst server", only_with=_WITH_PROBE,
+        "rollout/probe_max_abs_log_ratio",
+        "largest disagreement on texts that each server scores after the push",
+        "max |D|, of the worst server",
+        only_with=_WITH_PROBE,
     ),
     MetricSpec(
-        "rollout/probe_mean_abs_log_ratio", "average disagreement per token of those texts",
-        "mean |D|, of the worst server", only_with=_WITH_PROBE,
+        "rollout/probe_mean_abs_log_ratio",
+        "average disagreement per token of those texts",
+        "mean |D|, of the worst server",
+        only_with=_WITH_PROBE,
     ),
     MetricSpec(
-        "rollout/probe_k3", "KL of trainer and server on those texts, k3 estimate",
-        "mean(e^D - D - 1), of the worst server", only_with=_WITH_PROBE,
+        "rollout/probe_k3",
+        "KL of trainer and server on those texts, k3 estimate",
+        "mean(e^D - D - 1), of the worst server",
+        only_with=_WITH_PROBE,
     ),
     MetricSpec(
-        "rollout/probe_k3_growth", "how much the last push has raised that KL",
+        "rollout/probe_k3_growth",
+        "how much the last push has raised that KL",
         "k3 / max(k3 after the push before, 1e-6), of the worst server; one token near a tie may make it 100",
         only_with=_WITH_PROBE,
     ),
     MetricSpec(
-        "rollout/probe_over_rounding", "that disagreement, over what rounding explains",
-        "median over texts of |D| / simulated |D| (of medians or 0.9 quantiles the larger one), of the worst server",
+        "rollout/probe_over_rounding",
+        "that disagreement, over what rounding explains",
+        "median over texts of |D| / simulated |D| (of medians or 0.9 quantiles the larger one), of the worst "
+        "server",
         only_with=_WITH_PROBE,
         usual=UsualRange(
             "a server differs from the trainer by more than rounding",
-            "`megatron-rl-corr doctor --full` compares the server with the checkpoint. A server that differs ends the "
+            "`megatron-rl-corr doctor --full` compares the server with the checkpoint. A server that differs "
+            "ends the "
             "run once there is enough evidence (`rollout/probe_bits`).",
             high=MARGIN,
         ),
     ),
     MetricSpec(
-        "rollout/probe_decode_over_rounding", "disagreement of a server with itself, sampling against scoring",
-        "|log-prob when sampled - when scored| over simulated |D|, of the worst server", only_with=_WITH_PROBE,
-    ),
-    MetricSpec(
-        "rollout/probe_bits", "evidence that a server computes with other weights than the trainer",
-        "log2 of the likelihood ratio, of the worst server; 20 of further texts (probe_rounds > 0) end the run",
+        "rollout/probe_decode_over_rounding",
+        "disagreement of a server with itself, sampling against scoring",
+        "|log-prob when sampled - when scored| over simulated |D|, of the worst server",
         only_with=_WITH_PROBE,
     ),
     MetricSpec(
-        "rollout/probe_rounds", "times that further texts were asked before the verdict",
-        "0 where no text was further apart than rounding explains", only_with=_WITH_PROBE,
+        "rollout/probe_bits",
+        "evidence that a server computes with other weights than the trainer",
+        "log2 of the likelihood ratio, of the worst server; 20 of further texts (probe_rounds > 0) end the "
+        "run",
+        only_with=_WITH_PROBE,
     ),
-)  # fmt: skip
+    MetricSpec(
+        "rollout/probe_rounds",
+        "times that further texts were asked before the verdict",
+        "0 where no text was further apart than rounding explains",
+        only_with=_WITH_PROBE,
+    ),
+)
 
 Side = Literal["scores", "decode", "triangle"]
 
@@ -93,7 +109,9 @@ class ServerEvidence:
     """Trainer against sampled, of its responses."""
 
     responses: list[tuple[int, ...]] = field(default_factory=list)
-    """Ids of those that it has sampled, whether or not before the suspicion: each is evidence once at most."""
+    """Ids of those that it has sampled, whether or not before the suspicion: each is
+    evidence once at most.
+    """
 
     suspicious: bool = False
     """A text of the round that every push has was off."""
@@ -131,7 +149,9 @@ class ServerEvidence:
         return not self.scores or self.answer == "unclear"
 
 
-def judge_decoded(evidence: ServerEvidence, decoded: Decoded, own: np.ndarray | None, expected: TextRounding) -> None:
+def judge_decoded(
+    evidence: ServerEvidence, decoded: Decoded, own: np.ndarray | None, expected: TextRounding
+) -> None:
     """Add a response to the evidence.
 
     Args:
@@ -152,43 +172,57 @@ def cause_of(evidence: ServerEvidence, *, before: bool, alone: bool) -> str:
 
     Args:
         evidence: whose answer is "differs".
-        before: the server was as far from the trainer before the run's first push, with the weights that it loaded.
+        before: the server was as far from the trainer before the run's first push, with the
+            weights that it loaded.
         alone: other servers were compared, and do not differ.
     """
     answers = evidence.answers
     if answers["decode"] == "differs":
         if answers["triangle"] != "differs" and bits_of(evidence.sampled) < bits_of(evidence.scores):
             return (
-                "its scores of given tokens are wrong and its samples are right: the prefill, or what stands between "
+                "its scores of given tokens are wrong and its samples are right: the prefill, or what stands "
+                "between "
                 "(a proxy that asks another server to score). Restart it"
             )
         if answers["scores"] != "differs" and not any(map(is_off, evidence.fresh)):
             return (
-                "its prefix cache keeps keys and values of older weights: responses that share no cached prefix are "
+                "its prefix cache keeps keys and values of older weights: responses that share no cached "
+                "prefix are "
                 "right. Start it without the prefix cache, or look for what keeps it from being flushed"
             )
         if answers["scores"] != "differs":
             return (
-                "its decode path computes with other weights than its prefill: a graph, a packed copy, a draft model's "
-                "head, or a proxy that samples elsewhere. Restart it; if it does so again, start it without CUDA graphs"
+                "its decode path computes with other weights than its prefill: a graph, a packed copy, a "
+                "draft model's "
+                "head, or a proxy that samples elsewhere. Restart it; if it does so again, start it without "
+                "CUDA graphs"
             )
     if alone:
         return (
-            "it is the server's: a tensor was loaded wrongly or not at all, or another program pushes to it; restart it"
+            "it is the server's: a tensor was loaded wrongly or not at all, or another program pushes to "
+            "it; restart it"
         )
     if before:
         return (
-            "it was so before the first push, with the weights that the server had loaded itself, so the trainer's "
+            "it was so before the first push, with the weights that the server had loaded itself, so the "
+            "trainer's "
             "model is another one: compare Megatron's flags with config.json (`megatron-rl-corr model-flags`)"
         )
     return (
-        "every server differs: either they loaded a tensor wrongly, then restart them, or the trainer's model is "
+        "every server differs: either they loaded a tensor wrongly, then restart them, or the trainer's "
+        "model is "
         "another one: compare Megatron's flags with config.json (`megatron-rl-corr model-flags`)"
     )
 
 
 def error_of(
-    url: str, answer: ProbeAnswer, evidence: ServerEvidence, trained: Sequence[np.ndarray], cause: str, *, version: str
+    url: str,
+    answer: ProbeAnswer,
+    evidence: ServerEvidence,
+    trained: Sequence[np.ndarray],
+    cause: str,
+    *,
+    version: str,
 ) -> RolloutProtocolError:
     """The error for a server that differs."""
     numbers = ProbeNumbers.of(trained, answer.scores)
@@ -199,14 +233,19 @@ def error_of(
     }
     told = "; ".join(
         f"{name} log-probs are off in {sum(map(is_off, ratios))} of {len(ratios)} texts"
-        for name, ratios in sides.items() if ratios
-    )  # fmt: skip
+        for name, ratios in sides.items()
+        if ratios
+    )
     return RolloutProtocolError(
-        url, answer.endpoint,
-        f"its weights differ from the trainer's, with {evidence.bits:.0f} bits of evidence ({DIFFERS_BITS:g} are "
-        f"needed: at most one false verdict in {2**DIFFERS_BITS:,.0f}). After version {version!r} was pushed {told}, "
+        url,
+        answer.endpoint,
+        f"its weights differ from the trainer's, with {evidence.bits:.0f} bits of evidence ({DIFFERS_BITS:g} "
+        "are "
+        f"needed: at most one false verdict in {2**DIFFERS_BITS:,.0f}). After version {version!r} was pushed "
+        f"{told}, "
         f"farther than rounding explains; in the last texts max |D| is {numbers.max_abs:.3g}, mean "
-        f"{numbers.mean_abs:.3g}, k3 {numbers.k3:.3g}. {cause[0].upper()}{cause[1:]}. `megatron-rl-corr doctor --full` "
+        f"{numbers.mean_abs:.3g}, k3 {numbers.k3:.3g}. {cause[0].upper()}{cause[1:]}. `megatron-rl-corr "
+        "doctor --full` "
         "compares a server with the checkpoint. If numerics alone explain it, give `max_probe_log_ratio`",
     )
 

@@ -1,8 +1,8 @@
 """Verifies after a push that the servers have what was sent, by checksums of their weights.
 
-The checksums of all servers must agree. Each sender also keeps a part of what it sends, chosen anew for every version,
-arranges it as the servers do, hashes it as they do (`Engine.possible_layouts`, `Engine.checksum`), and compares: all of
-a model of up to KEPT_BYTES a stage, a sample of a larger one.
+The checksums of all servers must agree. Each sender also keeps a part of what it sends, chosen anew for
+every version, arranges it as the servers do, hashes it as they do (`Engine.possible_layouts`,
+`Engine.checksum`), and compares: all of a model of up to KEPT_BYTES a stage, a sample of a larger one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class PushVerifier:
         self._have_checksums: set[str] = set()
         self._warned_layouts: set[tuple] = set()
         self._drafts: tuple[list[str], dict[str, tuple]] = ([], {})
-        """Checksums of the draft layers that were last sent, and what each server then had of a draft model."""
+        """Checksums of the draft layers that were last sent, and what each server then had
+        of a draft model.
+        """
         self.clear()
 
     def clear(self) -> None:
@@ -144,15 +146,15 @@ class PushVerifier:
     def compare(self, servers: Sequence[ServerChecksums]) -> int:
         """Compare what was kept with what the servers have.
 
-        If a server's layout is not known (on a GPU, with several ranks, in 16 bits, quantised), a parameter must match
-        only after it has matched once at a server of that layout.
+        If a server's layout is not known (on a GPU, with several ranks, in 16 bits, quantised), a parameter
+        must match only after it has matched once at a server of that layout.
 
         Returns:
             The number of parameters that match at every server.
 
         Raises:
-            RolloutProtocolError: a parameter that must match does not; or a draft model is the one of the push before,
-                while its layers have changed.
+            RolloutProtocolError: a parameter that must match does not; or a draft model is the one of the
+                push before, while its layers have changed.
         """
         self._compare_drafts(servers)
         verified = set(self._kept) if servers else set()
@@ -169,16 +171,23 @@ class PushVerifier:
                 (wrong if ranks and must_match else unknown).append(parameter)
             if wrong:
                 raise RolloutProtocolError(
-                    server.url, self._endpoint,
-                    f"{len(wrong)} of {len(self._kept)} weights that were compared are not those that were sent: "
-                    f"{shortened(wrong)}; do other programs push to this server? If it holds them in a layout of its "
+                    server.url,
+                    self._endpoint,
+                    f"{len(wrong)} of {len(self._kept)} weights that were compared are not those that were "
+                    "sent: "
+                    f"{shortened(wrong)}; do other programs push to this server? If it holds them in a "
+                    "layout of its "
                     "own, use `verify_push` off",
                 )
             if unknown and server.layout not in self._warned_layouts:
                 self._warned_layouts.add(server.layout)
                 logger.warning(
-                    "%s: %d of %d weights are not verified, because the server's layout of them is not known: %s",
-                    server.url, len(unknown), len(self._kept), shortened(unknown),
+                    "%s: %d of %d weights are not verified, because the server's layout of them is not "
+                    "known: %s",
+                    server.url,
+                    len(unknown),
+                    len(self._kept),
+                    shortened(unknown),
                 )
         self._matched |= matching
         self.clear()
@@ -187,18 +196,26 @@ class PushVerifier:
     def _compare_drafts(self, servers: Sequence[ServerChecksums]) -> None:
         """A draft model of which other layers were sent than in the push before must have changed."""
         sent, before = self._drafts
-        self._drafts = (self._sent_drafts, {server.url: server.drafts for server in servers if any(server.drafts)})
+        self._drafts = (
+            self._sent_drafts,
+            {server.url: server.drafts for server in servers if any(server.drafts)},
+        )
         for url, drafts in self._drafts[1].items() if sent and self._sent_drafts not in ([], sent) else ():
             if before.get(url) == drafts:
                 raise RolloutProtocolError(
-                    url, self._endpoint,
-                    "its draft model has the weights of the push before, while other ones were sent to it: it would "
-                    "draft tokens that are rejected more and more often. Its engine does not update draft models on "
+                    url,
+                    self._endpoint,
+                    "its draft model has the weights of the push before, while other ones were sent to it: "
+                    "it would "
+                    "draft tokens that are rejected more and more often. Its engine does not update draft "
+                    "models on "
                     "this way: use another `weight_transport`, or start it without speculative decoding",
                 )
 
     def _matches(self, parts: dict[Part, Tensor], checksum: str, server: ServerChecksums, rank: int) -> bool:
-        """True if the checksum is of these parts, in a layout and a dtype that the server may hold them in."""
+        """True if the checksum is of these parts, in a layout and a dtype that the server
+        may hold them in.
+        """
         sent = next(iter(parts.values())).dtype
         others = [d for d in (torch.float32, torch.bfloat16, torch.float16) if d != sent]
         return any(
@@ -227,9 +244,11 @@ def check_agreement(servers: Sequence[ServerChecksums], endpoint: str) -> None:
             wrong += [name for name in mine if name in theirs and mine[name] != theirs[name]]
         if wrong:
             raise RolloutProtocolError(
-                server.url, endpoint,
+                server.url,
+                endpoint,
                 f"{len(wrong)} of its weights differ from those of {alike.url} after the same push: "
-                f"{shortened(wrong)}; is one of them being updated by another program? Restart both; if each holds "
+                f"{shortened(wrong)}; is one of them being updated by another program? Restart both; if each "
+                "holds "
                 "them in a layout of its own, use `verify_push` off",
             )
 

@@ -5,9 +5,13 @@ import pytest
 from megatron_rl_corr.config.run import RunConfig
 
 GIVEN = {
-    "urls": ("http://127.0.0.1:1",), "prompts": ("prompts.jsonl",), "hf_checkpoint": "model",
-    "reward_function": ("math",), "colocate": True, "weight_transport": "tensor",
-}  # fmt: skip
+    "urls": ("http://127.0.0.1:1",),
+    "prompts": ("prompts.jsonl",),
+    "hf_checkpoint": "model",
+    "reward_function": ("math",),
+    "colocate": True,
+    "weight_transport": "tensor",
+}
 
 
 def test_colocate_with_what_it_needs_then_accepted():
@@ -17,8 +21,14 @@ def test_colocate_with_what_it_needs_then_accepted():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"weight_transport": "distributed"}, "`weight_transport` distributed: .* give `weight_transport` tensor"),
-        ({"weight_transport": "disk", "weight_dir": "/shared"}, "`weight_transport` disk: .* give `weight_tra"),
+        (
+            {"weight_transport": "distributed"},
+            "`weight_transport` distributed: .* give `weight_transport` tensor",
+        ),
+        (
+            {"weight_transport": "disk", "weight_dir": "/shared"},
+            "`weight_transport` disk: .* give `weight_tra",
+        ),
         ({"max_lag": 1}, "`colocate` with `max_lag` 1: .* can't sample ahead; drop one"),
         ({"engine": "vllm"}, "`colocate` with `engine` vllm: .* use SGLang, or drop `colocate`"),
     ],

@@ -64,8 +64,12 @@ def message_of(call, *args, **kwargs) -> str:
         # verl writes every key out, its default threshold beside weights that are off too.
         (
             {
-                "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False,
-                "rollout_rs": None, "rollout_rs_threshold": None, "bypass_mode": False,
+                "rollout_is": None,
+                "rollout_is_threshold": 2.0,
+                "rollout_is_batch_normalize": False,
+                "rollout_rs": None,
+                "rollout_rs_threshold": None,
+                "bypass_mode": False,
                 "loss_type": "ppo_clip",
             },
             RolloutCorrectionConfig(),
@@ -118,11 +122,13 @@ def test_rollout_rs_when_named_as_verl_does_then_bounds_on_rho(
 def test_rollout_rs_when_a_list_then_a_threshold_each_or_one_for_all():
     one_each = from_dict({"rollout_rs": "token_k1, seq_mean_k3", "rollout_rs_threshold": "0.5_5.0, 0.01"})
     assert one_each.rollout_rs == (
-        RejectionRule("token", "ratio", 0.2, 2.0), RejectionRule("seq_mean", "k3", upper=0.01)
+        RejectionRule("token", "ratio", 0.2, 2.0),
+        RejectionRule("seq_mean", "k3", upper=0.01),
     )
     shared = from_dict({"rollout_rs": "token_k2,seq_max_k3,seq_sum_k1", "rollout_rs_threshold": 2.0})
     assert shared.rollout_rs == (
-        RejectionRule("token", "k2", upper=2.0), RejectionRule("seq_max", "k3", upper=2.0),
+        RejectionRule("token", "k2", upper=2.0),
+        RejectionRule("seq_max", "k3", upper=2.0),
         RejectionRule("seq_sum", "ratio", 0.5, 2.0),
     )
 
@@ -133,28 +139,53 @@ def test_rollout_rs_when_a_list_then_a_threshold_each_or_one_for_all():
         ("decoupled_token_is", {"rollout_is": "token", "rollout_is_threshold": 2.0}),
         ("decoupled_seq_is", {"rollout_is": "sequence", "rollout_is_threshold": 2.0}),
         ("decoupled_token_icepop", {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}),
-        ("decoupled_seq_is_rs", {
-            "rollout_is": "sequence", "rollout_is_threshold": 2.0,
-            "rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0",
-        }),
+        (
+            "decoupled_seq_is_rs",
+            {
+                "rollout_is": "sequence",
+                "rollout_is_threshold": 2.0,
+                "rollout_rs": "seq_sum_k1",
+                "rollout_rs_threshold": "0.5_2.0",
+            },
+        ),
         ("decoupled_geo_rs", {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}),
-        ("decoupled_geo_rs_seq_tis", {
-            "rollout_is": "sequence", "rollout_is_threshold": 2.0,
-            "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001",
-        }),
-        ("decoupled_geo_rs_token_tis", {
-            "rollout_is": "token", "rollout_is_threshold": 2.0,
-            "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001",
-        }),
+        (
+            "decoupled_geo_rs_seq_tis",
+            {
+                "rollout_is": "sequence",
+                "rollout_is_threshold": 2.0,
+                "rollout_rs": "seq_mean_k1",
+                "rollout_rs_threshold": "0.999_1.001",
+            },
+        ),
+        (
+            "decoupled_geo_rs_token_tis",
+            {
+                "rollout_is": "token",
+                "rollout_is_threshold": 2.0,
+                "rollout_rs": "seq_mean_k1",
+                "rollout_rs_threshold": "0.999_1.001",
+            },
+        ),
         ("decoupled_k3_rs", {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}),
-        ("decoupled_k3_rs_seq_tis", {
-            "rollout_is": "sequence", "rollout_is_threshold": 2.0,
-            "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01,
-        }),
-        ("decoupled_k3_rs_token_tis", {
-            "rollout_is": "token", "rollout_is_threshold": 2.0,
-            "rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01,
-        }),
+        (
+            "decoupled_k3_rs_seq_tis",
+            {
+                "rollout_is": "sequence",
+                "rollout_is_threshold": 2.0,
+                "rollout_rs": "seq_mean_k3",
+                "rollout_rs_threshold": 0.01,
+            },
+        ),
+        (
+            "decoupled_k3_rs_token_tis",
+            {
+                "rollout_is": "token",
+                "rollout_is_threshold": 2.0,
+                "rollout_rs": "seq_mean_k3",
+                "rollout_rs_threshold": 0.01,
+            },
+        ),
         ("disabled", {}),
     ],
 )
@@ -165,8 +196,14 @@ def test_preset_when_taken_then_what_verls_values_of_it_mean(preset, verl):
 def test_presets_when_listed_then_all_are_frozen_and_seven_have_neither_weights_nor_rules():
     without = [name for name, config in PRESETS.items() if not config.changes_gradient]
     assert without == [
-        "disabled", "bypass_ppo_clip", "slime_rollout_logprobs", "prime_rl", "dppo_binary_kl", "sapo", "dro",
-    ]  # fmt: skip
+        "disabled",
+        "bypass_ppo_clip",
+        "slime_rollout_logprobs",
+        "prime_rl",
+        "dppo_binary_kl",
+        "sapo",
+        "dro",
+    ]
     for config in PRESETS.values():
         with pytest.raises(dataclasses.FrozenInstanceError):
             config.rollout_is = "token"
@@ -178,11 +215,20 @@ def test_presets_when_listed_then_all_are_frozen_and_seven_have_neither_weights_
 @pytest.mark.parametrize(
     "key, flag, value, rule",
     [
-        ("rollout_token_veto_threshold", "--rollout-token-veto-threshold", "1e-4",
-         RejectionRule("seq_max", "ratio", 1e-4, 1e4)),
+        (
+            "rollout_token_veto_threshold",
+            "--rollout-token-veto-threshold",
+            "1e-4",
+            RejectionRule("seq_max", "ratio", 1e-4, 1e4),
+        ),
         ("rollout_opsm_delta", "--rollout-opsm-delta", 2e-4, RejectionRule("seq_mean", "opsm", upper=2e-4)),
         ("opsm_delta", "--rollout-opsm-delta", 2e-4, RejectionRule("seq_mean", "opsm", upper=2e-4)),
-        ("off_policy_sequence_mask_delta", "--rollout-opsm-delta", 0.5, RejectionRule("seq_mean", "opsm", upper=0.5)),
+        (
+            "off_policy_sequence_mask_delta",
+            "--rollout-opsm-delta",
+            0.5,
+            RejectionRule("seq_mean", "opsm", upper=0.5),
+        ),
         ("rollout_min_prob", "--rollout-min-prob", 1e-3, RejectionRule("token", "rollout_prob", lower=1e-3)),
     ],
 )
@@ -191,7 +237,8 @@ def test_shorthand_of_a_rule_when_given_then_the_rule_joins_the_others(key, flag
     both = dataclasses.replace(geo, rollout_rs=(*geo.rollout_rs, rule))
     assert from_dict({"preset": "decoupled_geo_rs", key: value}) == both
     assert from_flags("--rollout-correction-preset", "decoupled_geo_rs", flag, str(value)) == both
-    # A second value takes the first one's place; none takes it away, and null, as a peer writes it, adds nothing.
+    # A second value takes the first one's place; none takes it away, and null, as a peer writes
+    # it, adds nothing.
     name = rule.name if rule.name != "seq_max_ratio" else "seq_mean_exp_abs"
     old = {"rollout_rs": name, "rollout_rs_threshold": 1.01 if "exp" in name else 0.9}
     assert rule in from_dict({**old, key: value}).rollout_rs
@@ -203,9 +250,9 @@ def test_shorthand_when_none_then_a_presets_rule_goes(tmp_path):
     path.write_text("rollout_token_veto_threshold: 1e-4\nrollout_min_prob: 1e-3\n")
     yaml = ("--rollout-correction-config", str(path))
     assert [rule.name for rule in from_flags(*yaml).rollout_rs] == ["seq_max_ratio", "token_rollout_prob"]
-    assert from_flags(*yaml, "--rollout-token-veto-threshold", "none", "--rollout-min-prob", "0.01").rollout_rs == (
-        RejectionRule("token", "rollout_prob", lower=0.01),
-    )
+    assert from_flags(
+        *yaml, "--rollout-token-veto-threshold", "none", "--rollout-min-prob", "0.01"
+    ).rollout_rs == (RejectionRule("token", "rollout_prob", lower=0.01),)
 
 
 def test_mask_when_one_sided_then_allowed_since_nothing_lies_below_zero():
@@ -223,11 +270,17 @@ def test_mask_when_one_sided_then_allowed_since_nothing_lies_below_zero():
         ({"loss": "dapo"}, (0.2, 0.28), "token-mean", "grpo"),
         ({"loss": "gspo"}, (3e-4, 4e-4), "seq-mean-token-mean", "grpo"),
         ({"loss": "rloo"}, None, "seq-mean-token-sum", "rloo"),
-        ({"loss": "gspo", "clip_ratio_high": 1e-3, "loss_aggregation": "token-mean", "advantage": "raw"},
-         (3e-4, 1e-3), "token-mean", "raw"),
+        (
+            {"loss": "gspo", "clip_ratio_high": 1e-3, "loss_aggregation": "token-mean", "advantage": "raw"},
+            (3e-4, 1e-3),
+            "token-mean",
+            "raw",
+        ),
     ],
 )
-def test_loss_when_named_then_brings_its_own_clip_aggregation_and_advantage(settings, clip, aggregation, advantage):
+def test_loss_when_named_then_brings_its_own_clip_aggregation_and_advantage(
+    settings, clip, aggregation, advantage
+):
     config = from_dict(settings)
     assert clip is None or config.clip == clip
     assert (config.aggregation, config.advantage_kind) == (aggregation, advantage)
@@ -236,14 +289,30 @@ def test_loss_when_named_then_brings_its_own_clip_aggregation_and_advantage(sett
 # The same from every source
 
 EVERYTHING = RolloutCorrectionConfig(
-    rollout_is="geometric", rollout_is_mode="clip", rollout_is_lower=0.25, rollout_is_upper=4.0,
+    rollout_is="geometric",
+    rollout_is_mode="clip",
+    rollout_is_lower=0.25,
+    rollout_is_upper=4.0,
     rollout_is_batch_normalize=True,
     rollout_rs=(RejectionRule("token", "ratio", 0.2, 2.0), RejectionRule("seq_max", "k3", upper=1.5)),
-    rollout_m2_threshold=0.04, rollout_batch_filter_kl=0.01, diagnostics_only=True,
-    loss="dapo", clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=None,
-    loss_aggregation="seq-mean-token-sum-norm", loss_scale_length=512.0, loss_denominator="kept",
-    entropy_coef=1e-3, advantage="group_mean", kl_loss_coef=0.01, kl_loss_type="k3+", kl_reward_coef=0.02,
-    kl_reward_type="k2", sampler_kl_coef=0.03, sampler_kl_type="k3",
+    rollout_m2_threshold=0.04,
+    rollout_batch_filter_kl=0.01,
+    diagnostics_only=True,
+    loss="dapo",
+    clip_ratio_low=0.1,
+    clip_ratio_high=0.3,
+    clip_ratio_c=None,
+    loss_aggregation="seq-mean-token-sum-norm",
+    loss_scale_length=512.0,
+    loss_denominator="kept",
+    entropy_coef=1e-3,
+    advantage="group_mean",
+    kl_loss_coef=0.01,
+    kl_loss_type="k3+",
+    kl_reward_coef=0.02,
+    kl_reward_type="k2",
+    sampler_kl_coef=0.03,
+    sampler_kl_type="k3",
 )
 YAML_OURS = """
 rollout_is: geometric
@@ -302,15 +371,52 @@ rollout_correction:
   sampler_kl_type: k3
 """
 FLAGS = (
-    "--rollout-is", "geometric", "--rollout-is-mode", "clip", "--rollout-is-threshold", "0.25_4",
-    "--rollout-is-batch-normalize", "--rollout-rs", "token_k1,seq_max_k3",
-    "--rollout-rs-threshold", "0.5_5,1.5", "--rollout-m2-threshold", "0.04", "--rollout-batch-filter-kl", "0.01",
-    "--rollout-diagnostics-only", "--rollout-loss", "dapo", "--rollout-clip-ratio-low", "0.1",
-    "--rollout-clip-ratio-high", "0.3", "--rollout-clip-ratio-c", "none",
-    "--rollout-loss-aggregation", "seq-mean-token-sum-norm", "--rollout-loss-scale-length", "512",
-    "--rollout-loss-denominator", "kept", "--rollout-entropy-coef", "0.001", "--rollout-advantage", "group_mean",
-    "--rollout-kl-loss-coef", "0.01", "--rollout-kl-loss-type", "k3+", "--rollout-kl-reward-coef", "0.02",
-    "--rollout-kl-reward-type", "k2", "--rollout-sampler-kl-coef", "0.03", "--rollout-sampler-kl-type", "k3",
+    "--rollout-is",
+    "geometric",
+    "--rollout-is-mode",
+    "clip",
+    "--rollout-is-threshold",
+    "0.25_4",
+    "--rollout-is-batch-normalize",
+    "--rollout-rs",
+    "token_k1,seq_max_k3",
+    "--rollout-rs-threshold",
+    "0.5_5,1.5",
+    "--rollout-m2-threshold",
+    "0.04",
+    "--rollout-batch-filter-kl",
+    "0.01",
+    "--rollout-diagnostics-only",
+    "--rollout-loss",
+    "dapo",
+    "--rollout-clip-ratio-low",
+    "0.1",
+    "--rollout-clip-ratio-high",
+    "0.3",
+    "--rollout-clip-ratio-c",
+    "none",
+    "--rollout-loss-aggregation",
+    "seq-mean-token-sum-norm",
+    "--rollout-loss-scale-length",
+    "512",
+    "--rollout-loss-denominator",
+    "kept",
+    "--rollout-entropy-coef",
+    "0.001",
+    "--rollout-advantage",
+    "group_mean",
+    "--rollout-kl-loss-coef",
+    "0.01",
+    "--rollout-kl-loss-type",
+    "k3+",
+    "--rollout-kl-reward-coef",
+    "0.02",
+    "--rollout-kl-reward-type",
+    "k2",
+    "--rollout-sampler-kl-coef",
+    "0.03",
+    "--rollout-sampler-kl-type",
+    "k3",
 )
 
 
@@ -331,13 +437,28 @@ def test_every_field_when_set_from_yaml_flags_or_python_then_one_configuration(t
 @pytest.mark.parametrize(
     "yaml, flags, expected",
     [
-        ("loss: sapo\nsapo_temperature_pos: 0.5\nsapo_temperature_neg: 2",
-         ("--rollout-loss", "sapo", "--rollout-sapo-temperature-pos", "0.5", "--rollout-sapo-temperature-neg", "2"),
-         {"loss": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0}),
-        ("loss: dro\ndro_beta: 0.05", ("--rollout-loss", "dro", "--rollout-dro-beta", "0.05"),
-         {"loss": "dro", "dro_beta": 0.05}),
-        ("rollout_is: sequence\nrollout_is_mode: gamma", ("--rollout-is", "sequence", "--rollout-is-mode", "gamma"),
-         {"rollout_is": "sequence", "rollout_is_mode": "gamma"}),
+        (
+            "loss: sapo\nsapo_temperature_pos: 0.5\nsapo_temperature_neg: 2",
+            (
+                "--rollout-loss",
+                "sapo",
+                "--rollout-sapo-temperature-pos",
+                "0.5",
+                "--rollout-sapo-temperature-neg",
+                "2",
+            ),
+            {"loss": "sapo", "sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0},
+        ),
+        (
+            "loss: dro\ndro_beta: 0.05",
+            ("--rollout-loss", "dro", "--rollout-dro-beta", "0.05"),
+            {"loss": "dro", "dro_beta": 0.05},
+        ),
+        (
+            "rollout_is: sequence\nrollout_is_mode: gamma",
+            ("--rollout-is", "sequence", "--rollout-is-mode", "gamma"),
+            {"rollout_is": "sequence", "rollout_is_mode": "gamma"},
+        ),
     ],
 )
 def test_settings_of_one_loss_or_weight_when_set_from_yaml_flags_or_python_then_one_configuration(
@@ -379,9 +500,10 @@ def test_flags_when_over_a_preset_then_only_what_they_name_changes():
     assert from_flags(
         "--rollout-correction-preset", "decoupled_geo_rs_token_tis", "--rollout-is-threshold", "3"
     ) == dataclasses.replace(base, rollout_is_upper=3.0)
-    assert from_flags(
-        "--rollout-correction-preset", "decoupled_geo_rs_token_tis", "--rollout-rs", "none"
-    ) == PRESETS["decoupled_token_is"]
+    assert (
+        from_flags("--rollout-correction-preset", "decoupled_geo_rs_token_tis", "--rollout-rs", "none")
+        == PRESETS["decoupled_token_is"]
+    )
 
 
 def test_flags_when_weights_are_turned_off_then_the_presets_bounds_go_too():
@@ -509,8 +631,10 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
             {"rollout_rs": "seq_mean_k1,seq_mean_ratio", "rollout_rs_threshold": 2},
             "`rollout_rs` names seq_mean_ratio twice; give each rule once, with one pair of bounds",
         ),
-        ({"rollout_rs": " , ", "rollout_rs_threshold": 2},
-         "`rollout_rs` ' , ' names no rule; use `rollout_rs` none to disable rejection"),
+        (
+            {"rollout_rs": " , ", "rollout_rs_threshold": 2},
+            "`rollout_rs` ' , ' names no rule; use `rollout_rs` none to disable rejection",
+        ),
         ({"rollout_rs": 3}, "`rollout_rs` must name rules, or be none; got 3"),
         ({"rollout_rs": [3]}, "`rollout_rs`: a rule is a name or a mapping of its fields, got 3"),
         (
@@ -523,22 +647,26 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"rollout_is": "token", "rollout_is_mode": "gamma"},
-            "`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got `rollout_is` token; "
+            "`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got `rollout_is` "
+            "token; "
             "use `rollout_is` sequence, or another mode",
         ),
         (
             GAMMA | {"rollout_is_upper": 2.0},
-            "`rollout_is_upper` 2 has no effect with `rollout_is_mode` gamma, whose weights are at most 1.25 without a "
+            "`rollout_is_upper` 2 has no effect with `rollout_is_mode` gamma, whose weights are at most 1.25 "
+            "without a "
             "bound; drop it, and `rollout_is_threshold`, or use another mode",
         ),
         (
             GAMMA | {"rollout_is_threshold": "0.5_2"},
-            "`rollout_is_lower` 0.5 has no effect with `rollout_is_mode` gamma, whose weights are at most 1.25 without "
+            "`rollout_is_lower` 0.5 has no effect with `rollout_is_mode` gamma, whose weights are at most "
+            "1.25 without "
             "a bound; drop it, and `rollout_is_threshold`, or use another mode",
         ),
         (
             GAMMA | {"bypass_mode": True, "loss": "sapo"},
-            "`rollout_is` sequence in bypass mode would weigh twice: the ratio of `loss` sapo is pi_theta / pi_rollout "
+            "`rollout_is` sequence in bypass mode would weigh twice: the ratio of `loss` sapo is pi_theta / "
+            "pi_rollout "
             "already; use `rollout_is` none, or `loss` reinforce",
         ),
         (
@@ -551,14 +679,17 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"loss": "dro"},
-            "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and with it "
-            "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update pi_old is the "
+            "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and "
+            "with it "
+            "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update pi_old is "
+            "the "
             "policy itself",
         ),
         ({"dro_beta": 0.1}, "`dro_beta` 0.1 has no effect without `loss` dro; drop it, or add `loss` dro"),
         (
             {"loss": "dro", "dro_beta": 0.1, "clip_ratio_high": 0.2},
-            "`clip_ratio_high` has no effect with `loss` dro, which does not clip; drop it, or use `loss` ppo_clip",
+            "`clip_ratio_high` has no effect with `loss` dro, which does not clip; drop it, or use `loss` "
+            "ppo_clip",
         ),
         (
             {"loss": "ppo"},
@@ -581,21 +712,27 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"advantage": "otb", "bypass_mode": True},
-            "`advantage` otb needs the distributions of pi_old, of a pass that `bypass_mode` leaves out; drop that, or "
+            "`advantage` otb needs the distributions of pi_old, of a pass that `bypass_mode` leaves out; "
+            "drop that, or "
             "use `advantage` group_mean",
         ),
         (
             {"advantage": "otb", "rollout_opsm_delta": 1e-4},
-            "seq_mean_opsm needs the advantage of a whole response before the correction, and `advantage` otb gives "
+            "seq_mean_opsm needs the advantage of a whole response before the correction, and `advantage` "
+            "otb gives "
             "one a token, from the corrected weights; drop one of them",
         ),
         (
             {"advantage": "otb", "rollout_is": "sequence", "rollout_is_mode": "gamma"},
-            "rollout_is_mode gamma needs the advantage of a whole response before the correction, and `advantage` otb "
+            "rollout_is_mode gamma needs the advantage of a whole response before the correction, and "
+            "`advantage` otb "
             "gives one a token, from the corrected weights; drop one of them",
         ),
         ({"clip_ratio_low": 1.5}, "`clip_ratio_low` must be in (0, 1], got 1.5; 0.2 is usual for ppo_clip"),
-        ({"clip_ratio_high": 0}, "`clip_ratio_high` must be positive and finite, got 0; 0.2 is usual for ppo_clip"),
+        (
+            {"clip_ratio_high": 0},
+            "`clip_ratio_high` must be positive and finite, got 0; 0.2 is usual for ppo_clip",
+        ),
         (
             {"clip_ratio_high": "0.2"},
             "`clip_ratio_high` must be a number, got '0.2'",
@@ -620,21 +757,25 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"rollout_rs": "seq_mean_exp_abs", "rollout_rs_threshold": 0.9},
-            "`rollout_rs_threshold` for seq_mean_exp_abs must be at least 1, got 0.9: e^|D| is never below 1; "
+            "`rollout_rs_threshold` for seq_mean_exp_abs must be at least 1, got 0.9: e^|D| is never below "
+            "1; "
             "NeMo-RL uses 1.5",
         ),
         (
             {"rollout_rs": "token_rollout_prob", "rollout_rs_threshold": "0.1_0.5"},
-            "`rollout_rs_threshold` for token_rollout_prob takes one lower bound, got an upper bound of 0.5: it drops "
+            "`rollout_rs_threshold` for token_rollout_prob takes one lower bound, got an upper bound of 0.5: "
+            "it drops "
             "the tokens that the server found improbable; leave the upper bound out",
         ),
         (
             {"rollout_min_prob": 1},
-            "`rollout_rs_threshold` for token_rollout_prob must be a probability below 1, got 1; 1e-4 is usual",
+            "`rollout_rs_threshold` for token_rollout_prob must be a probability below 1, got 1; 1e-4 is "
+            "usual",
         ),
         (
             {"rollout_rs": "token_abs_diff", "rollout_rs_threshold": 1},
-            "`rollout_rs_threshold` for token_abs_diff must be below 1, got 1: a difference of probabilities is "
+            "`rollout_rs_threshold` for token_abs_diff must be below 1, got 1: a difference of probabilities "
+            "is "
             "never above it; use 0.2, for example",
         ),
         (
@@ -723,14 +864,21 @@ def test_setting_when_wrong_then_flag_rule_value_and_remedy(settings, words):
             "pi_rollout already; use `rollout_is` none, or `loss` reinforce",
         ),
         (
-            {"bypass_mode": True, "loss": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True},
-            "`rollout_is_batch_normalize` needs the whole batch, but bypass mode corrects one microbatch at a time, in "
+            {
+                "bypass_mode": True,
+                "loss": "reinforce",
+                "rollout_is": "token",
+                "rollout_is_batch_normalize": True,
+            },
+            "`rollout_is_batch_normalize` needs the whole batch, but bypass mode corrects one microbatch at "
+            "a time, in "
             "the loss; drop it, or `bypass_mode`",
         ),
         *[
             (
                 {"bypass_mode": True, **setting},
-                f"{flag} needs the whole batch, but bypass mode corrects one microbatch at a time, in the loss; drop "
+                f"{flag} needs the whole batch, but bypass mode corrects one microbatch at a time, in the "
+                "loss; drop "
                 "it, or `bypass_mode`",
             )
             for flag, setting in [
@@ -769,18 +917,38 @@ def test_flags_when_a_preset_and_a_file_both_start_then_refused(tmp_path):
     "level, divergence, lower, upper, words",
     [
         ("token", "opsm", None, 2.0, "`rollout_rs` token_opsm does not exist; use seq_mean_opsm"),
-        ("token", "routing", 0.1, 0.5,
-         "`rollout_rs_threshold` for token_routing takes one upper bound, got a lower bound of "
-         "0.1: it is 0 where both sides route alike; leave the lower bound out"),
-        ("token", "routing", None, 1.0,
-         "`rollout_rs_threshold` for token_routing must be a share below 1, got 1; use 0.5, for example"),
+        (
+            "token",
+            "routing",
+            0.1,
+            0.5,
+            "`rollout_rs_threshold` for token_routing takes one upper bound, got a lower bound of "
+            "0.1: it is 0 where both sides route alike; leave the lower bound out",
+        ),
+        (
+            "token",
+            "routing",
+            None,
+            1.0,
+            "`rollout_rs_threshold` for token_routing must be a share below 1, got 1; use 0.5, for example",
+        ),
         ("token", "k2", None, None, "`rollout_rs` token_k2 needs a bound; give `rollout_rs_threshold`"),
-        ("tokn", "k2", None, 1.0,
-         "`rollout_rs` level must be one of token, seq_sum, seq_mean, seq_max, turn_mean; got 'tokn'; "
-         "did you mean 'token'?"),
-        ("token", "k1", None, 1.0,
-         "`rollout_rs` divergence must be one of ratio, k2, k3, abs_diff, exp_abs, rollout_prob, opsm, "
-         "binary_kl, vaco, routing; got 'k1'"),
+        (
+            "tokn",
+            "k2",
+            None,
+            1.0,
+            "`rollout_rs` level must be one of token, seq_sum, seq_mean, seq_max, turn_mean; got 'tokn'; "
+            "did you mean 'token'?",
+        ),
+        (
+            "token",
+            "k1",
+            None,
+            1.0,
+            "`rollout_rs` divergence must be one of ratio, k2, k3, abs_diff, exp_abs, rollout_prob, opsm, "
+            "binary_kl, vaco, routing; got 'k1'",
+        ),
     ],
 )
 def test_rule_when_made_in_python_and_wrong_then_the_same_words(level, divergence, lower, upper, words):
@@ -805,10 +973,14 @@ def test_python_when_rules_are_names_then_refused():
     [
         ("- token\n", "must hold a mapping of settings, got list"),
         ("rollout_is: [token\n", "is not YAML: "),
-        ("rollout_is: token\nrollout_is_treshold: 3\n",
-         ": unknown key 'rollout_is_treshold'; did you mean 'rollout_is_threshold'?"),
-        ("rollout_is: token\nrollout_is_threshold: -1\n",
-         ": `rollout_is_threshold` upper bound must be positive, got -1; "),
+        (
+            "rollout_is: token\nrollout_is_treshold: 3\n",
+            ": unknown key 'rollout_is_treshold'; did you mean 'rollout_is_threshold'?",
+        ),
+        (
+            "rollout_is: token\nrollout_is_threshold: -1\n",
+            ": `rollout_is_threshold` upper bound must be positive, got -1; ",
+        ),
         ("!!python/object/apply:os.getcwd []\n", "is not YAML: could not determine a constructor"),
     ],
 )
@@ -824,5 +996,7 @@ def test_from_yaml_when_there_is_no_file_then_an_error_with_its_name(tmp_path):
 
 @pytest.mark.parametrize("bounds", [{"lower": 1.5, "upper": 3.0}, {"upper": 0.9}, {"lower": 2.0}])
 def test_veto_when_agreement_itself_is_out_of_bounds_then_refused(bounds):
-    assert "seq_max_ratio must hold 1 between its bounds" in message_of(RejectionRule, "seq_max", "ratio", **bounds)
+    assert "seq_max_ratio must hold 1 between its bounds" in message_of(
+        RejectionRule, "seq_max", "ratio", **bounds
+    )
     assert RejectionRule("seq_max", "ratio", lower=1e-4).upper is None  # one side alone is a veto too

@@ -1,4 +1,6 @@
-"""One field of a dataclass is the whole option: its flag, help, checks and rows of the reference pages come from it."""
+"""One field of a dataclass is the whole option: its flag, help, checks and rows of the reference
+pages come from it.
+"""
 
 import json
 import shutil
@@ -66,8 +68,10 @@ class Kitchen(Oven):
         ({"bread": 3}, "`bread` must be text, got 3"),
         ({"lamp": "yes"}, "`lamp` must be true or false, got 'yes'"),
         ({"fan_speed": 2}, "`fan_speed` 2 has no effect without `mode` fan; drop it, or add `mode` fan"),
-        ({"fan_speed": 2, "mode": "grill"},
-         "`fan_speed` 2 has no effect without `mode` fan; drop it, or add `mode` fan"),
+        (
+            {"fan_speed": 2, "mode": "grill"},
+            "`fan_speed` 2 has no effect without `mode` fan; drop it, or add `mode` fan",
+        ),
         ({"timer": 9}, "`timer` 9 has no effect without `mode`; drop it, or add `mode`"),
         ({"racks": 4}, "`racks` above 3 do not fit"),  # of the class that it inherits from
         ({"lamp": True, "heat": 301}, "`lamp` melts"),
@@ -88,10 +92,15 @@ def test_options_when_made_then_words_for_none_and_usual_values_are_put_in():
 def test_options_when_read_then_flags_docstrings_and_defaults():
     kitchen = options_of(Kitchen)
     assert (kitchen["fan_speed"].flag, kitchen["bread"].required, kitchen["heat"].default) == (
-        "--rollout-fan-speed", True, 220.0
+        "--rollout-fan-speed",
+        True,
+        220.0,
     )
     assert docs_of(Kitchen) == {
-        "bread": "Kind of bread.", "heat": "Degrees.", "mode": "What moves the air.", "lamp": "Light."
+        "bread": "Kind of bread.",
+        "heat": "Degrees.",
+        "mode": "What moves the air.",
+        "lamp": "Light.",
     }
 
 
@@ -127,19 +136,34 @@ OPTION = '''
 CODE = """
 import argparse, json, sys
 from megatron_rl_corr.config import flags
+
 sys.path.insert(0, "scripts")
 import generate_docs
+
+
 def parsed(*more):
     try:
         return flags.parse([*json.loads(sys.argv[1]), *more])[1]
     except ValueError as error:
         return str(error)
-text = " ".join(flags.add_flags(argparse.ArgumentParser(formatter_class=flags.HelpFormatter)).format_help().split())
-print(json.dumps({
-    "default": parsed().oven_heat, "given": parsed("--rollout-oven-heat", "90").oven_heat,
-    "range": parsed("--rollout-oven-heat", "-1"), "choice": parsed("--rollout-oven-mode", "fna"),
-    "typo": parsed("--rollout-oven-hea", "1"), "help": text, "page": generate_docs.flags_page(),
-}))
+
+
+text = " ".join(
+    flags.add_flags(argparse.ArgumentParser(formatter_class=flags.HelpFormatter)).format_help().split()
+)
+print(
+    json.dumps(
+        {
+            "default": parsed().oven_heat,
+            "given": parsed("--rollout-oven-heat", "90").oven_heat,
+            "range": parsed("--rollout-oven-heat", "-1"),
+            "choice": parsed("--rollout-oven-mode", "fna"),
+            "typo": parsed("--rollout-oven-hea", "1"),
+            "help": text,
+            "page": generate_docs.flags_page(),
+        }
+    )
+)
 """
 
 
@@ -151,11 +175,23 @@ def test_option_when_added_to_a_dataclass_then_flag_help_check_and_row_without_a
     anchor = "    def check(self) -> None:\n        wrong = [token for token in self.stop_token_ids"
     assert anchor in text
     changed.write_text(text.replace(anchor, OPTION.lstrip("\n") + "\n" + anchor))
-    required = ["--rollout-url", "http://a", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
-                "--rollout-reward-function", "r.py:r"]  # fmt: skip
+    required = [
+        "--rollout-url",
+        "http://a",
+        "--rollout-hf-checkpoint",
+        "m",
+        "--rollout-prompts",
+        "p",
+        "--rollout-reward-function",
+        "r.py:r",
+    ]
     done = subprocess.run(
-        [sys.executable, "-c", CODE, json.dumps(required)], cwd=tmp_path, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-c", CODE, json.dumps(required)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["default"], found["given"]) == (180.0, 90.0)

@@ -8,7 +8,8 @@ import torch
 from megatron_rl_corr.config.correction import PRESETS
 from megatron_rl_corr.core.correction import compute_correction
 
-# Sequence A: D = 0.0004, -0.0002. Sequence B: rho = 0.4, 0.8, 6, around a hole. Sequence C: rho = 3. E: rho = 0.6.
+# Sequence A: D = 0.0004, -0.0002. Sequence B: rho = 0.4, 0.8, 6, around a hole. Sequence C: rho =
+# 3. E: rho = 0.6.
 #   product of rho        A 1.0002   B 1.92    C 3      E 0.6
 #   geometric mean        A 1.0001   B 1.2429  C 3      E 0.6
 #   mean of k3            A 1e-7     B 1.18    C 0.90   E 0.11
@@ -26,7 +27,12 @@ ICEPOP = [A1, A2, 0.0, 0.0, 0.8, 0.0, 3.0, 0.6]
 # w^2 e^(3 (1 - w)) of A and C, w^3 e^(2 (1 - w)) of B and E, whose advantages are negative.
 GAMMA_B, GAMMA_E = 1.92**3 * math.exp(-1.84), 0.6**3 * math.exp(0.8)
 GAMMA = [math.exp(0.0004) * math.exp(3 * (1 - math.exp(0.0002)))] * 2 + [
-    GAMMA_B, 0.0, GAMMA_B, GAMMA_B, 9 * math.exp(-6), GAMMA_E
+    GAMMA_B,
+    0.0,
+    GAMMA_B,
+    GAMMA_B,
+    9 * math.exp(-6),
+    GAMMA_E,
 ]
 SEQ_MEAN = (math.exp(0.0002) + 1.92 + 2.0 + 0.6) / 4  # of A, B, C and E, however long each is
 ONES = MASK.float().tolist()
@@ -77,7 +83,8 @@ EXPECTED = {
     "nemo_rl_seq_logprob_error": (ONES, ONLY_A),
     "prime_rl": (ONES, ALL),
     "vespo": (GAMMA, ALL),
-    "trm": (ONES, ONLY_A),  # the largest binary KL: 0.063 in B, where 0.018 became 0.11; 0.176 in C, 0.10 in E
+    # the largest binary KL: 0.063 in B, where 0.018 became 0.11; 0.176 in C, 0.10 in E
+    "trm": (ONES, ONLY_A),
     "dppo_binary_kl": (ONES, ALL),
     # A D > 0 in the first two of B, in C and in E, whose means of |rho - 1| are 1.93, 2 and 0.4.
     "vaco": (ONES, "AAB"),
@@ -93,7 +100,12 @@ def test_preset_when_applied_to_a_batch_then_these_weights_and_tokens(preset):
     rollout = torch.tensor([-1.0, -2.0, -3.0, float("nan"), -1.0, -4.0, -2.0, -0.6])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0])
     correction = compute_correction(
-        rollout + torch.tensor(D), rollout, MASK, SEQ_IDS, num_sequences=4, config=PRESETS[preset],
+        rollout + torch.tensor(D),
+        rollout,
+        MASK,
+        SEQ_IDS,
+        num_sequences=4,
+        config=PRESETS[preset],
         advantages=advantages,
     )
     weights, kept = EXPECTED[preset]
@@ -101,13 +113,17 @@ def test_preset_when_applied_to_a_batch_then_these_weights_and_tokens(preset):
     tokens = ["A", "A", "B", "", "b", "B", "C", "E"]
     if "BBB" in kept:
         kept = kept.replace("BBB", "BbB")
-    assert "".join(token for token, keep in zip(tokens, correction.mask.tolist(), strict=True) if keep) == kept
+    assert (
+        "".join(token for token, keep in zip(tokens, correction.mask.tolist(), strict=True) if keep) == kept
+    )
 
 
 def test_presets_of_losses_when_taken_then_around_the_servers_policy_and_otb_is_a_baseline():
     assert {name: PRESETS[name].loss for name in ("sapo", "dro", "dppo_binary_kl")} == {
-        "sapo": "sapo", "dro": "dro", "dppo_binary_kl": "dppo_kl",
-    }  # fmt: skip
+        "sapo": "sapo",
+        "dro": "dro",
+        "dppo_binary_kl": "dppo_kl",
+    }
     assert PRESETS["sapo"].bypass_mode and PRESETS["dro"].bypass_mode and PRESETS["dro"].dro_beta == 0.05
     assert PRESETS["otb"].advantage_kind == "otb" and not PRESETS["otb"].bypass_mode
 
@@ -120,7 +136,11 @@ def test_icepop_when_weights_are_the_documented_ones_then_the_documented_numbers
     # Raw weights 0.4, 0.8, 6 with 0.5_5.0: 0, 0.8, 0; two of three out of bounds; ESS 1/3.
     log_ratio = torch.tensor([0.4, 0.8, 6.0]).log()
     correction = compute_correction(
-        log_ratio - 3, torch.full((3,), -3.0), torch.ones(3), torch.zeros(3, dtype=torch.int64), num_sequences=1,
+        log_ratio - 3,
+        torch.full((3,), -3.0),
+        torch.ones(3),
+        torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
         config=PRESETS["decoupled_token_icepop"],
     )
     assert correction.weights.tolist() == pytest.approx([0, 0.8, 0])

@@ -1,4 +1,6 @@
-"""Everything that is wrong is refused at once: the collector, the dataclasses that use it, whole command lines."""
+"""Everything that is wrong is refused at once: the collector, the dataclasses that use it,
+whole command lines.
+"""
 
 import itertools
 import pickle
@@ -66,7 +68,10 @@ def test_error_of_another_kind_when_a_check_raises_it_then_it_is_not_taken_for_a
 
 def test_values_when_each_is_checked_then_every_wrong_one_is_told():
     assert check_each(int, ["1", "2"]) == [1, 2]
-    assert problems_of(lambda: check_each(lambda one: one > 0 or refuse(f"{one}"), [-1, 2, -3])) == ["-1", "-3"]
+    assert problems_of(lambda: check_each(lambda one: one > 0 or refuse(f"{one}"), [-1, 2, -3])) == [
+        "-1",
+        "-3",
+    ]
     with pytest.raises(Unknown):  # nothing is wrong, but a result is missing
         check_each(lambda one: Nothing().size, [1])
 
@@ -104,16 +109,21 @@ class Oven(Options):
 
 def test_options_when_several_values_are_wrong_then_all_are_listed():
     assert problems_of(lambda: Oven(heat=-1, mode="of", racks=2.5)) == [
-        "`heat` must be positive, got -1", "`mode` must be one of fan, grill; got 'of'",
+        "`heat` must be positive, got -1",
+        "`mode` must be one of fan, grill; got 'of'",
         "`racks` must be a whole number, got 2.5",
-    ]  # fmt: skip
+    ]
     assert problems_of(lambda: Oven(racks=300, doors=("top", "left", "back"), speed=0)) == [
-        "`racks` above `heat`", "`doors` top", "`doors` back", "`speed` 0"
+        "`racks` above `heat`",
+        "`doors` top",
+        "`doors` back",
+        "`speed` 0",
     ]
 
 
 def test_check_when_it_reads_a_refused_value_then_it_is_left_out():
-    # 5 racks are above a heat of -1, and of a mode that is none it is not known whether a speed has an effect.
+    # 5 racks are above a heat of -1, and of a mode that is none it is not known whether a
+    # speed has an effect.
     assert problems_of(lambda: Oven(heat=-1, racks=5)) == ["`heat` must be positive, got -1"]
     assert problems_of(lambda: Oven(mode="of", speed=2)) == ["`mode` must be one of fan, grill; got 'of'"]
 
@@ -133,7 +143,9 @@ def test_options_when_made_in_part_then_refused_values_can_not_be_read_and_other
 
 
 REQUIRED = {
-    "--rollout-url": ["http://a:1"], "--rollout-hf-checkpoint": ["m"], "--rollout-prompts": ["p"],
+    "--rollout-url": ["http://a:1"],
+    "--rollout-hf-checkpoint": ["m"],
+    "--rollout-prompts": ["p"],
     "--rollout-reward-function": ["r.py:r"],
 }
 MISTAKES = {
@@ -141,21 +153,37 @@ MISTAKES = {
     "no value": ({"--rollout-top-k": []}, "--rollout-top-k: expected one argument"),
     "out of bounds": ({"--rollout-temperature": ["0"]}, "--rollout-temperature must be positive, got 0"),
     "unknown flag": ({"--rollout-los": ["dapo"]}, "unknown flag --rollout-los; did you mean --rollout-loss?"),
-    "address": ({"--rollout-url": ["http://a:1", "b:2"]},
-                "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT, got 'b:2'"),
+    "address": (
+        {"--rollout-url": ["http://a:1", "b:2"]},
+        "--rollout-url: a server address is http://HOST:PORT or https://HOST:PORT, got 'b:2'",
+    ),
     "required": ({"--rollout-prompts": None}, "--rollout-prompts is required; see --help"),
-    "rule": ({"--rollout-rs": ["token_k9"], "--rollout-rs-threshold": ["2"]}, "--rollout-rs: unknown rule 'token_k9'"),
-    "threshold": ({"--rollout-is": ["token"], "--rollout-is-threshold": ["two"]},
-                  "--rollout-is-threshold must be a number or LOWER_UPPER such as 0.5_5.0, got 'two'"),
+    "rule": (
+        {"--rollout-rs": ["token_k9"], "--rollout-rs-threshold": ["2"]},
+        "--rollout-rs: unknown rule 'token_k9'",
+    ),
+    "threshold": (
+        {"--rollout-is": ["token"], "--rollout-is-threshold": ["two"]},
+        "--rollout-is-threshold must be a number or LOWER_UPPER such as 0.5_5.0, got 'two'",
+    ),
     "coefficient": ({"--rollout-entropy-coef": ["-1"]}, "--rollout-entropy-coef must be at least 0, got -1"),
-    "no effect": ({"--rollout-max-turns": ["3"]}, "--rollout-max-turns 3 has no effect without --rollout-environment"),
-    "both topics": ({"--rollout-reference-reset": ["5"]},
-                    "--rollout-reference-reset 5 has no effect without a penalty"),
-    "two values": ({"--rollout-stop-token-ids": ["1", "a", "-2"]},
-                   "--rollout-stop-token-ids must be token ids, whole numbers of at least 0, got 'a'"),
-    "reward": ({"--rollout-reward-function": ["maths"]},
-               "--rollout-reward-function 'maths': there is no built-in reward of this name"),
-}  # fmt: skip
+    "no effect": (
+        {"--rollout-max-turns": ["3"]},
+        "--rollout-max-turns 3 has no effect without --rollout-environment",
+    ),
+    "both topics": (
+        {"--rollout-reference-reset": ["5"]},
+        "--rollout-reference-reset 5 has no effect without a penalty",
+    ),
+    "two values": (
+        {"--rollout-stop-token-ids": ["1", "a", "-2"]},
+        "--rollout-stop-token-ids must be token ids, whole numbers of at least 0, got 'a'",
+    ),
+    "reward": (
+        {"--rollout-reward-function": ["maths"]},
+        "--rollout-reward-function 'maths': there is no built-in reward of this name",
+    ),
+}
 """Name -> (its flags, the beginning of what is told of it)."""
 MORE = {"two values": 1}
 """Further problems of a mistake."""
@@ -186,31 +214,64 @@ def test_command_line_when_all_mistakes_are_in_it_then_each_is_told_once():
     "changed, told",
     [
         # What was meant is not missing, nor what it would be judged with.
-        ({"--rollout-prompts": None, "--rollout-prompt": ["p"]},
-         ["unknown flag --rollout-prompt; did you mean --rollout-prompts?"]),
+        (
+            {"--rollout-prompts": None, "--rollout-prompt": ["p"]},
+            ["unknown flag --rollout-prompt; did you mean --rollout-prompts?"],
+        ),
         ({"--rollout-url": []}, ["--rollout-url: expected at least one argument"]),
         ({"--rollout-url": None, "--rollout-replay": []}, ["--rollout-replay: expected one argument"]),
-        ({"--rollout-group-size": ["one"], "--rollout-group-filter": ["spread"]},
-         ["--rollout-group-size: invalid int value: 'one'"]),
-        ({"--rollout-updates-per-batch": ["0"], "--rollout-clip-ratio-low": ["0.1"]},
-         ["--rollout-updates-per-batch must be positive, got 0"]),
-        ({"--rollout-is": ["tokn"], "--rollout-max-lag": ["2"]},
-         ["--rollout-is must be one of token, sequence, geometric, turn, none; got 'tokn'; did you mean 'token'?"]),
-        ({"--rollout-correction-preset": ["decoupled_tokn_is"], "--rollout-is-threshold": ["3"],
-          "--rollout-max-lag": ["2"]},
-         ["--rollout-correction-preset: unknown preset 'decoupled_tokn_is'; did you mean 'decoupled_token_is'?"]),
-        ({"--router-replay": ["R4"], "--router-replay-min-agreement": ["0.5"]},
-         ["--router-replay must be one of off, R2, R3; got 'R4'"]),
-        ({"--rollout-max-new-tokens": ["many"], "--rollout-reward-function": ["overlong:cache=9"]},
-         ["--rollout-max-new-tokens: invalid int value: 'many'"]),
-        ({"--rollout-eval-prompts": ["p"], "--rollout-eval-temperature": ["-1"], "--rollout-eval-top-k": ["4"]},
-         ["--rollout-eval-temperature must be at least 0, got -1"]),
-        ({"--rollout-url": ["http://a:1", "--rollout-group-size", "x", "y"]},  # y is no server
-         ["--rollout-group-size: invalid int value: 'x'"]),
+        (
+            {"--rollout-group-size": ["one"], "--rollout-group-filter": ["spread"]},
+            ["--rollout-group-size: invalid int value: 'one'"],
+        ),
+        (
+            {"--rollout-updates-per-batch": ["0"], "--rollout-clip-ratio-low": ["0.1"]},
+            ["--rollout-updates-per-batch must be positive, got 0"],
+        ),
+        (
+            {"--rollout-is": ["tokn"], "--rollout-max-lag": ["2"]},
+            [
+                "--rollout-is must be one of token, sequence, geometric, turn, none; got 'tokn'; did you "
+                "mean 'token'?"
+            ],
+        ),
+        (
+            {
+                "--rollout-correction-preset": ["decoupled_tokn_is"],
+                "--rollout-is-threshold": ["3"],
+                "--rollout-max-lag": ["2"],
+            },
+            [
+                "--rollout-correction-preset: unknown preset 'decoupled_tokn_is'; did you mean "
+                "'decoupled_token_is'?"
+            ],
+        ),
+        (
+            {"--router-replay": ["R4"], "--router-replay-min-agreement": ["0.5"]},
+            ["--router-replay must be one of off, R2, R3; got 'R4'"],
+        ),
+        (
+            {"--rollout-max-new-tokens": ["many"], "--rollout-reward-function": ["overlong:cache=9"]},
+            ["--rollout-max-new-tokens: invalid int value: 'many'"],
+        ),
+        (
+            {
+                "--rollout-eval-prompts": ["p"],
+                "--rollout-eval-temperature": ["-1"],
+                "--rollout-eval-top-k": ["4"],
+            },
+            ["--rollout-eval-temperature must be at least 0, got -1"],
+        ),
+        (
+            {"--rollout-url": ["http://a:1", "--rollout-group-size", "x", "y"]},  # y is no server
+            ["--rollout-group-size: invalid int value: 'x'"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_command_line_when_a_value_is_refused_then_nothing_follows_from_it(changed, told):
-    words = [word for flag, given in (REQUIRED | changed).items() if given is not None for word in (flag, *given)]
+    words = [
+        word for flag, given in (REQUIRED | changed).items() if given is not None for word in (flag, *given)
+    ]
     found = problems_of(lambda: parse(words))
     assert found == told
 
@@ -219,13 +280,16 @@ def test_file_when_it_has_several_mistakes_then_all_are_told_with_its_name(tmp_p
     path = tmp_path / "correction.yaml"
     path.write_text("rollout_is: tokn\nentropy_coef: -1\nbogus_settings: 3\n")
     words = [*itertools.chain(*((flag, *given) for flag, given in REQUIRED.items()))]
-    found = problems_of(lambda: parse([*words, "--rollout-correction-config", str(path), "--rollout-loss", "dpo"]))
+    found = problems_of(
+        lambda: parse([*words, "--rollout-correction-config", str(path), "--rollout-loss", "dpo"])
+    )
     begins = f"--rollout-correction-config {path}: "
     assert all(text.startswith(begins) for text in found[:3])
     assert [text.removeprefix(begins).split("; ")[0] for text in found[:3]] == [
-        "unknown key 'bogus_settings'", "--rollout-entropy-coef must be at least 0, got -1",
+        "unknown key 'bogus_settings'",
+        "--rollout-entropy-coef must be at least 0, got -1",
         "--rollout-is must be one of token, sequence, geometric, turn, none",
-    ]  # fmt: skip
+    ]
     assert found[3].startswith("--rollout-loss must be one of ppo_clip") and len(found) == 4
 
 
@@ -233,12 +297,15 @@ def test_words_of_a_peer_when_something_beside_them_is_wrong_then_they_are_right
     wrong = {"tis_clp": 2, "loss": "vanilla", "kl_loss_type": "low_var_kl", "kl_loss_coef": -1}
     found = problems_of(lambda: RolloutCorrectionConfig.from_dict(wrong))
     assert [text.split(" must")[0] for text in found] == [
-        "unknown key 'tis_clp'; did you mean 'tis_clip'?", "`kl_loss_coef`"
+        "unknown key 'tis_clp'; did you mean 'tis_clip'?",
+        "`kl_loss_coef`",
     ]
 
 
 def test_key_when_it_is_a_misspelt_one_then_what_depends_on_the_right_one_is_not_judged():
-    found = problems_of(lambda: RolloutCorrectionConfig.from_dict({"rolout_rs": "token_k3", "rollout_rs_threshold": 2}))
+    found = problems_of(
+        lambda: RolloutCorrectionConfig.from_dict({"rolout_rs": "token_k3", "rollout_rs_threshold": 2})
+    )
     assert found == ["unknown key 'rolout_rs'; did you mean 'rollout_rs'?"]
 
 
@@ -250,4 +317,9 @@ def test_preset_when_a_setting_is_against_two_of_its_fields_then_told_once():
 def test_flags_of_megatrons_own_rl_when_several_are_wrong_then_all_are_told():
     words = ["--rollout-url", "http://a:1", "--rollout-loss", "sapo", "--rollout-is", "tokn"]
     found = problems_of(lambda: megatron_rl_hooks.parse(words))
-    assert [text.split(" ")[0] for text in found] == ["--rollout-url", "--perform-rl-step", "--rollout-is", "loss"]
+    assert [text.split(" ")[0] for text in found] == [
+        "--rollout-url",
+        "--perform-rl-step",
+        "--rollout-is",
+        "loss",
+    ]

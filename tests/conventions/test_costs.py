@@ -14,16 +14,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-RULE_INPUT = '''"doubt": RuleInput(
+RULE_INPUT = """"doubt": RuleInput(
         "how much a made-up judge doubts each token", of_batch=lambda batch: batch.flat(batch.tokens) / 10,
     ),
-    '''
-RULE = '''"judged": Divergence(
-        "a made-up judge's doubt", lambda ratios: ratios.inputs["doubt"], levels=("token", "seq_mean"), needs="doubt",
+    """
+RULE = """"judged": Divergence(
+        "a made-up judge's doubt", lambda ratios: ratios.inputs["doubt"],
+        levels=("token", "seq_mean"), needs="doubt",
         one_bound="it is 0 without a doubt", check=_below_one("doubt", "use 0.5, for example"),
     ),
-    '''
-USE_RULE = '''
+    """
+USE_RULE = """
 from megatron_rl_corr import RolloutCorrectionConfig, compute_correction
 from megatron_rl_corr.config.rules import RejectionRule, check_trainer_inputs
 from megatron_rl_corr.integrations.settings import check_settings
@@ -40,13 +41,19 @@ doubt = torch.tensor([0.1, 0.9, 0.5, 0.6])
 given = (logprobs, logprobs, torch.ones(4), ids)
 correction = compute_correction(*given, num_sequences=2, config=config, doubt=doubt)
 batch = dataclasses.replace(
-    RolloutBatch.empty(2, 2), tokens=torch.tensor([[1, 9], [5, 6]]), loss_mask=torch.ones(2, 2, dtype=torch.bool),
-    rollout_logprobs=logprobs.view(2, 2), rewards=torch.tensor([0.0, 1.0]),
+    RolloutBatch.empty(2, 2),
+    tokens=torch.tensor([[1, 9], [5, 6]]),
+    loss_mask=torch.ones(2, 2, dtype=torch.bool),
+    rollout_logprobs=logprobs.view(2, 2),
+    rewards=torch.tensor([0.0, 1.0]),
 )
 trained = make_loss_inputs(batch, logprobs, config, ParallelGroups(), group_size=2).correction
 shown = {
-    "help": help_text(), "docs": generate_docs.rules_page(), "mask": correction.mask.tolist(),
-    "trained": trained.mask.tolist(), "metrics": {name: metric.value() for name, metric in correction.metrics.items()},
+    "help": help_text(),
+    "docs": generate_docs.rules_page(),
+    "mask": correction.mask.tolist(),
+    "trained": trained.mask.tolist(),
+    "metrics": {name: metric.value() for name, metric in correction.metrics.items()},
     "level": refusal(RejectionRule, "seq_sum", "judged", upper=0.5),
     "bound": refusal(RejectionRule, "token", "judged", upper=1.5),
     "side": refusal(RejectionRule, "token", "judged", lower=0.5),
@@ -54,10 +61,12 @@ shown = {
     "bypass": refusal(check_trainer_inputs, config.rollout_rs, None, bypass_mode=True),
     "elsewhere": refusal(check_settings, config, "slime and miles"),
 }
-'''
+"""
 
-LOSS = '''"made_up": LossKind("made_up", "a made-up square", aggregation="seq-mean-token-sum", advantage="raw"),
-    '''
+LOSS = """"made_up": LossKind(
+        "made_up", "a made-up square", aggregation="seq-mean-token-sum", advantage="raw"
+    ),
+    """
 FORMULA = '''"""A made-up loss, for T tokens."""
 
 from megatron_rl_corr.core.losses.ratio import inside
@@ -67,7 +76,7 @@ def made_up(inputs, config, *, metrics=None):
     """(log pi_theta - A)^2 per token; [T], 0 outside the mask."""
     return inside(inputs.mask, (inputs.logprobs - inputs.advantages).square())
 '''
-USE_LOSS = '''
+USE_LOSS = """
 from megatron_rl_corr import RolloutCorrectionConfig, compute_correction, policy_loss
 
 config = RolloutCorrectionConfig.from_dict({"loss": "made_up"})
@@ -77,13 +86,16 @@ now = old.clone().requires_grad_()
 loss = policy_loss("made_up", now, old, torch.tensor([1.0, 0.0, 7.0]), correction, config)
 loss.sum().backward()
 shown = {
-    "help": help_text(), "docs": generate_docs.losses_page(), "loss": loss.tolist(), "gradient": now.grad.tolist(),
+    "help": help_text(),
+    "docs": generate_docs.losses_page(),
+    "loss": loss.tolist(),
+    "gradient": now.grad.tolist(),
     "settings": [config.aggregation, config.advantage_kind],
     "clip": refusal(RolloutCorrectionConfig, loss="made_up", clip_ratio_high=0.2),
 }
-'''
+"""
 
-BEFORE = '''
+BEFORE = """
 import argparse, dataclasses, importlib.util, json, sys
 from pathlib import Path
 import torch
@@ -105,7 +117,7 @@ def refusal(call, *args, **kwargs):
         call(*args, **kwargs)
     except ValueError as error:
         return str(error)
-'''
+"""
 
 
 @pytest.fixture
@@ -124,7 +136,10 @@ def insert(file: Path, after: str, text: str) -> None:
 def changed(copy: Path) -> list[str]:
     """Files of the copy that the package lacks, or has otherwise."""
     before, after = (
-        {path.relative_to(root).as_posix(): path.read_bytes() for path in (root / "megatron_rl_corr").rglob("*.py")}
+        {
+            path.relative_to(root).as_posix(): path.read_bytes()
+            for path in (root / "megatron_rl_corr").rglob("*.py")
+        }
         for root in (ROOT, copy)
     )
     assert before.keys() <= after.keys()
@@ -134,8 +149,11 @@ def changed(copy: Path) -> list[str]:
 def show(copy: Path, use: str) -> dict:
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", f"{BEFORE}{use}\nprint(json.dumps(shown))", str(copy)],
-        capture_output=True, text=True, cwd=copy, env=os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=copy,
+        env=os.environ | {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"},
+    )
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
@@ -148,14 +166,23 @@ def test_rule_with_an_input_when_added_then_one_file_and_it_is_shown_checked_eva
     shown = show(copy, USE_RULE)
     assert "{token,seq_mean}_judged (upper bound): a made-up judge's doubt" in shown["help"]
     assert "| `judged` | `token`, `seq_mean` | " in shown["docs"]
-    assert "| `doubt` | how much a made-up judge doubts each token | `judged` | not bypass mode |" in shown["docs"]
+    assert (
+        "| `doubt` | how much a made-up judge doubts each token | `judged` | not bypass mode |"
+        in shown["docs"]
+    )
     assert shown["mask"] == shown["trained"] == [True, False, False, False]
     metrics = shown["metrics"]
-    assert metrics["rejected_fraction/token_judged"] == 0.25 and metrics["rejected_fraction/seq_mean_judged"] == 0.5
+    assert (
+        metrics["rejected_fraction/token_judged"] == 0.25
+        and metrics["rejected_fraction/seq_mean_judged"] == 0.5
+    )
     assert "seq_sum_judged does not exist; use token_judged or seq_mean_judged" in shown["level"]
     assert "must be a doubt below 1, got 1.5; use 0.5, for example" in shown["bound"]
     assert "takes one upper bound, got a lower bound of 0.5: it is 0 without a doubt" in shown["side"]
-    missing = "token_judged needs doubt, how much a made-up judge doubts each token; pass doubt, or use another rule"
+    missing = (
+        "token_judged needs doubt, how much a made-up judge doubts each token; pass doubt, or use "
+        "another rule"
+    )
     assert shown["missing"] == missing
     assert "`rollout_rs` token_judged looks at how much a made-up judge doubts each token" in shown["bypass"]
     assert "which slime and miles do not give; use another rule" in shown["elsewhere"]
@@ -167,7 +194,10 @@ def test_loss_when_added_then_two_files_and_it_is_shown_and_computed(copy):
     assert changed(copy) == ["megatron_rl_corr/config/losses.py", "megatron_rl_corr/core/losses/made_up.py"]
     shown = show(copy, USE_LOSS)
     assert "made_up: a made-up square;" in shown["help"]
-    assert "| `made_up` | a made-up square | `made_up` | none |  | `seq-mean-token-sum` | `raw` |" in shown["docs"]
+    assert (
+        "| `made_up` | a made-up square | `made_up` | none |  | `seq-mean-token-sum` | `raw` |"
+        in shown["docs"]
+    )
     # (-1 - 1)^2 and (-2 - 0)^2, with gradients 2 (-2); the third token is outside the mask.
     assert shown["loss"] == [4.0, 4.0, 0.0] and shown["gradient"] == [-4.0, -4.0, 0.0]
     assert shown["settings"] == ["seq-mean-token-sum", "raw"]

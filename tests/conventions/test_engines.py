@@ -15,7 +15,9 @@ FOLDERS = "megatron_rl_corr.engines."
 ENDPOINT = re.compile(r"(/[a-z0-9]+(_[a-z0-9]+|\.json)*)+")
 
 MAY_NAME = ("config/run.py", "doctor/", "planner/", "integrations/slime.py")
-"""The list of engines, texts of the doctor and planner for users, and the hook of a trainer that has its own SGLang."""
+"""The list of engines, texts of the doctor and planner for users, and the hook of a trainer that
+has its own SGLang.
+"""
 
 
 def engine_of(module: str) -> str | None:
@@ -31,7 +33,9 @@ def named_in_code(text: str) -> set[str]:
     """
     tree = ast.parse(text)
     documentation = {
-        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
     words = []
     for node in ast.walk(tree):
@@ -67,9 +71,10 @@ def endpoints(text: str) -> set[str]:
 
 def test_package_when_read_then_an_engines_folder_is_imported_by_itself_alone():
     found = {
-        module for module in set(MODULES) - {"config/run.py"}  # where the one list of engines is
+        module
+        for module in set(MODULES) - {"config/run.py"}  # where the one list of engines is
         if imported_folders((PACKAGE / module).read_text(encoding="utf-8")) - {engine_of(module)}
-    }  # fmt: skip
+    }
     assert found == set()
 
 
@@ -83,10 +88,11 @@ def test_package_when_read_then_endpoints_stand_in_the_folders_of_engines():
 
 def test_package_when_read_then_an_engine_is_named_by_its_own_folder_alone():
     found = {
-        module for module in MODULES
+        module
+        for module in MODULES
         if not module.startswith(MAY_NAME)
         and named_in_code((PACKAGE / module).read_text(encoding="utf-8")) - {engine_of(module)}
-    }  # fmt: skip
+    }
     assert found == set()
 
 
@@ -98,20 +104,29 @@ def test_engines_when_listed_then_each_is_one_folder():
 
 def test_rule_when_broken_then_it_says_so():
     for text in (
-        "from megatron_rl_corr.engines.sglang import requests", "import sglang", 'url + "/sglang/x"',
-        "sglang_info(x)", 'f"use SGLang {version}"', "class SGLangThing: pass",
-    ):  # fmt: skip
+        "from megatron_rl_corr.engines.sglang import requests",
+        "import sglang",
+        'url + "/sglang/x"',
+        "sglang_info(x)",
+        'f"use SGLang {version}"',
+        "class SGLangThing: pass",
+    ):
         assert named_in_code(text) == {"sglang"}, text
 
 
 def test_rule_of_imports_when_broken_then_it_says_so():
     for text in (
-        "from megatron_rl_corr.engines.sglang import requests", "from megatron_rl_corr.engines import sglang",
+        "from megatron_rl_corr.engines.sglang import requests",
+        "from megatron_rl_corr.engines import sglang",
         "def f():\n    import megatron_rl_corr.engines.sglang.requests",
         'importlib.import_module("megatron_rl_corr.engines.sglang")',
-    ):  # fmt: skip
+    ):
         assert imported_folders(text) == {"sglang"}, text
-    for text in ("from megatron_rl_corr.engines import load_engine", "import sglang", 'load_engine("sglang")'):
+    for text in (
+        "from megatron_rl_corr.engines import load_engine",
+        "import sglang",
+        'load_engine("sglang")',
+    ):
         assert imported_folders(text) == set(), text
 
 

@@ -19,9 +19,27 @@ MODULES = sorted(path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.
 TOOLS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tools").rglob("*.py"))
 
 FLOORS = [
-    "files", "tables", "events",
-    "config", "models", "engines", "core", "parallel", "logprobs", "data", "rollout", "weight_sync", "doctor",
-    "planner", "moe", "mcore", "observability", "integrations", "plugin", "launch", "cli",
+    "files",
+    "tables",
+    "events",
+    "config",
+    "models",
+    "engines",
+    "core",
+    "parallel",
+    "logprobs",
+    "data",
+    "rollout",
+    "weight_sync",
+    "doctor",
+    "planner",
+    "moe",
+    "mcore",
+    "observability",
+    "integrations",
+    "plugin",
+    "launch",
+    "cli",
 ]
 """A folder imports only from itself and from those before it; no files import each other in a circle."""
 
@@ -56,7 +74,9 @@ def source(module: str) -> str:
 
 
 def place(module: str) -> str:
-    """The folder or top-level module that a file belongs to: core, launch, tools; '' for the package's __init__."""
+    """The folder or top-level module that a file belongs to: core, launch, tools; '' for the
+    package's __init__.
+    """
     path = Path(module)
     first = path.parts[0] if path.parts[0] == "tools" else path.relative_to("megatron_rl_corr").parts[0]
     return first.removesuffix(".py").removeprefix("__init__")
@@ -106,7 +126,9 @@ def wrong_floors(module: str, text: str) -> list[str]:
         other = place(name.replace(".", "/"))
         known = (module.removeprefix("megatron_rl_corr/"), other) in KNOWN_CLIMBS
         if FLOORS.index(other) > FLOORS.index(mine) and not known:
-            wrong.append(f"{module} (floor {FLOORS.index(mine)}) imports {name} (floor {FLOORS.index(other)})")
+            wrong.append(
+                f"{module} (floor {FLOORS.index(mine)}) imports {name} (floor {FLOORS.index(other)})"
+            )
     return wrong
 
 
@@ -150,9 +172,11 @@ def wrong_frameworks(module: str, text: str) -> list[str]:
     for name in imported(text):
         if name.split(".")[0] == "megatron" and mine not in ("moe", "mcore", "integrations"):
             wrong.append(f"{module} imports {name}: only moe/, mcore/ and integrations/ may know Megatron")
-        if name.startswith("torch.distributed") and mine not in (
-            "parallel", "logprobs", "weight_sync", "moe", "mcore", "integrations"
-        ) and "/worker/" not in module:  # which runs inside a server
+        if (
+            name.startswith("torch.distributed")
+            and mine not in ("parallel", "logprobs", "weight_sync", "moe", "mcore", "integrations")
+            and "/worker/" not in module
+        ):  # which runs inside a server
             wrong.append(f"{module} imports {name}: only parallel/ and above may know process groups")
         if mine == "config" and name.split(".")[0] in ("torch", "numpy"):
             wrong.append(f"{module} imports {name}: the configuration is read before anything heavy")
@@ -192,15 +216,19 @@ def unsafe_yaml(module: str, text: str) -> list[str]:
     """Any reading of YAML but by safe_load, or by a loader that this file derives from SafeLoader."""
     tree = ast.parse(text)
     safe = {"yaml.SafeLoader"} | {
-        node.name for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["yaml.SafeLoader"]
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+        and [ast.unparse(base) for base in node.bases] == ["yaml.SafeLoader"]
     }
     wrong = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("yaml."):
             name, loaders = ast.unparse(node.func), [k.value for k in node.keywords if k.arg == "Loader"]
-            if "load" in name and name != "yaml.safe_load" and not (
-                name == "yaml.load" and loaders and ast.unparse(loaders[0]) in safe
+            if (
+                "load" in name
+                and name != "yaml.safe_load"
+                and not (name == "yaml.load" and loaders and ast.unparse(loaders[0]) in safe)
             ):
                 wrong.append(f"{module}:{node.lineno} {name} is not safe")
     return wrong
@@ -211,7 +239,10 @@ def hidden_collectives(module: str, text: str) -> list[str]:
     wrong = []
     collective = re.compile(r"(^|\.)(dist|distributed)\.(all_|broadcast|reduce|barrier|gather|scatter)")
     for function in functions(text):
-        if re.search(r"all_reduce|gather|broadcast|scatter", function.name) or function.name in ("forward", "backward"):
+        if re.search(r"all_reduce|gather|broadcast|scatter", function.name) or function.name in (
+            "forward",
+            "backward",
+        ):
             continue
         for node in ast.walk(function):
             if isinstance(node, ast.Call) and collective.search(ast.unparse(node.func)):
@@ -224,7 +255,9 @@ def guessed_arguments(module: str, text: str) -> list[str]:
     return [
         f"{module}:{node.lineno} {ast.unparse(node)}"
         for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr" and len(node.args) == 3
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "getattr"
+        and len(node.args) == 3
         and ast.unparse(node.args[0]) in ("args", "values", "settings", "options", "config")
     ]
 
@@ -247,8 +280,15 @@ def undocumented(module: str, text: str) -> list[str]:
 
 
 EVERYWHERE = [
-    wrong_floors, wrong_frameworks, broad_excepts, unsafe_yaml, hidden_collectives, guessed_arguments, vague_names,
-    too_long, undocumented,
+    wrong_floors,
+    wrong_frameworks,
+    broad_excepts,
+    unsafe_yaml,
+    hidden_collectives,
+    guessed_arguments,
+    vague_names,
+    too_long,
+    undocumented,
 ]
 
 
@@ -267,16 +307,23 @@ def test_tools_when_checked_then_no_file_breaks_the_rules_of_style():
 
 def test_files_when_they_import_each_other_then_in_no_circle():
     texts = {
-        module.removeprefix("megatron_rl_corr/").removesuffix(".py").replace("/", ".").removesuffix(".__init__"):
-        source(module) for module in MODULES if module != "megatron_rl_corr/__init__.py"
-    }  # fmt: skip
+        module.removeprefix("megatron_rl_corr/")
+        .removesuffix(".py")
+        .replace("/", ".")
+        .removesuffix(".__init__"): source(module)
+        for module in MODULES
+        if module != "megatron_rl_corr/__init__.py"
+    }
     assert [circle for circle in circles(texts) if circle not in KNOWN_CIRCLES] == []
-    assert circles({"a": "from megatron_rl_corr.b import c", "b": "import megatron_rl_corr.a", "c": ""}) == [{"a", "b"}]
+    assert circles({"a": "from megatron_rl_corr.b import c", "b": "import megatron_rl_corr.a", "c": ""}) == [
+        {"a", "b"}
+    ]
 
 
 def test_classes_when_named_then_each_name_occurs_once_in_the_package():
     repeated = repeated_classes({module: source(module) for module in MODULES})
-    assert sorted(repeated) == sorted(KNOWN_HOMONYMS), repeated  # an entry that is not needed any more goes too
+    # an entry that is not needed any more goes too
+    assert sorted(repeated) == sorted(KNOWN_HOMONYMS), repeated
     assert repeated_classes({"a": "class X:\n    class Y: pass", "b": "class X: pass"}) == {"X": ["a", "b"]}
 
 
@@ -311,7 +358,11 @@ PACKAGE_HOSTS = {"pypi.org", "files.pythonhosted.org", "download.pytorch.org", "
 def machine_traces(name: str, text: str) -> list[str]:
     """Paths of one machine; in what installs packages, hosts that are not everybody's."""
     wrong = [f"{name}: {match.group()}" for match in MACHINE_PATH.finditer(text)]
-    if name.startswith(("requirements/", "scripts/", ".ci/")) or name in ("setup.py", "pyproject.toml", "Makefile"):
+    if name.startswith(("requirements/", "scripts/", ".ci/")) or name in (
+        "setup.py",
+        "pyproject.toml",
+        "Makefile",
+    ):
         wrong += [f"{name}: {match.group()}" for match in ANOTHER_INDEX.finditer(text)]
         wrong += [f"{name}: {host}" for host in URL_HOST.findall(text) if host not in PACKAGE_HOSTS]
     return wrong
@@ -373,7 +424,11 @@ def test_rule_when_broken_then_it_says_so(rule, module, text):
 @pytest.mark.parametrize(
     "rule, module, text",
     [
-        (wrong_floors, CORE, "if TYPE_CHECKING:\n    from megatron_rl_corr.parallel.collectives import ParallelGroups"),
+        (
+            wrong_floors,
+            CORE,
+            "if TYPE_CHECKING:\n    from megatron_rl_corr.parallel.collectives import ParallelGroups",
+        ),
         (wrong_floors, MCORE, "from megatron_rl_corr.weight_sync import push"),
         (host_reads, "megatron_rl_corr/core/metrics.py", "def value(x):\n    return x.tolist()"),
         (broad_excepts, CORE, "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),

@@ -1,4 +1,6 @@
-"""What may run code, and what may write files: each place in the package is known, and is here with its reason."""
+"""What may run code, and what may write files: each place in the package is known, and is here
+with its reason.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_rl_corr"
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 RUNS_CODE = {
-    "data/loading.py": {"exec"},  # a file of functions that the user names, read once, before anything is asked for
+    # a file of functions that the user names, read once, before anything is asked for
+    "data/loading.py": {"exec"},
     "mcore/deal.py": {"pickle.loads"},  # samples from another rank of the run
     "config/yaml_file.py": {"yaml.load"},  # by a subclass of SafeLoader
 }
 """Calls that can run what they read."""
 WRITES = {
-    "files.py": "files that are replaced in one move, a probe, and files that are added to, none through a link",
+    "files.py": "files that are replaced in one move, a probe, and files that are added to, none through a "
+    "link",
     "events.py": "opened without following a link",
     "models/hf_folder.py": "in a new folder beside its place, which may be no link",
     "weight_sync/transports/disk.py": "in a new folder in --rollout-weight-dir, which may be no link",
@@ -26,7 +30,16 @@ WRITES = {
     "cli.py": "opens /dev/null",
 }
 """Modules that open files to write them; others go through `files.py`."""
-LOADS = {"eval", "exec", "pickle.load", "pickle.loads", "torch.load", "yaml.load", "marshal.loads", "joblib.load"}
+LOADS = {
+    "eval",
+    "exec",
+    "pickle.load",
+    "pickle.loads",
+    "torch.load",
+    "yaml.load",
+    "marshal.loads",
+    "joblib.load",
+}
 MODES = {"'w'", "'wb'", "'a'", "'ab'", "'w+'", "'a+'", "'x'", "'r+b'", "'r+'"}
 METHODS = {"write_text", "write_bytes", "touch", "symlink_to", "hardlink_to"}
 
@@ -47,7 +60,9 @@ def calls(text: str) -> list[tuple[str, ast.Call]]:
 
 
 def may_run_code(text: str) -> list[str]:
-    """Calls that may load a model's own code: `from_pretrained` without trust_remote_code=False, and True anywhere."""
+    """Calls that may load a model's own code: `from_pretrained` without trust_remote_code=False,
+    and True anywhere.
+    """
     found = []
     for name, call in calls(text):
         given = {keyword.arg: keyword.value for keyword in call.keywords}
@@ -62,7 +77,10 @@ def loads(text: str) -> set[str]:
     """Names of calls that can run what they read."""
     found = {name for name, _ in calls(text) if name in LOADS}
     for name, call in calls(text):
-        if any(keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False" for keyword in call.keywords):
+        if any(
+            keyword.arg == "allow_pickle" and ast.unparse(keyword.value) != "False"
+            for keyword in call.keywords
+        ):
             found.add(f"{name} allow_pickle")
     return found
 
@@ -72,7 +90,9 @@ def writes(text: str) -> list[str]:
     found = []
     for name, call in calls(text):
         last = name.rpartition(".")[2]
-        words = [ast.unparse(value) for value in (*call.args[:2], *(keyword.value for keyword in call.keywords))]
+        words = [
+            ast.unparse(value) for value in (*call.args[:2], *(keyword.value for keyword in call.keywords))
+        ]
         opens = last == "open" and (MODES.intersection(words) or "O_WRONLY" in ast.unparse(call))
         if opens or last in METHODS or last == "save_file":
             found.append(f"line {call.lineno}: {name}")
@@ -90,10 +110,12 @@ def test_modules_then_they_run_no_code_of_a_model_and_load_and_write_only_where_
 @pytest.mark.parametrize(
     "text",
     [
-        "AutoModel.from_pretrained(folder)", "AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)",
-        "load(folder, trust_remote_code=True)", "transformers.AutoConfig.from_pretrained(f, **{})",
+        "AutoModel.from_pretrained(folder)",
+        "AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)",
+        "load(folder, trust_remote_code=True)",
+        "transformers.AutoConfig.from_pretrained(f, **{})",
     ],
-)  # fmt: skip
+)
 def test_rule_when_a_models_code_may_run_then_found(text):
     assert may_run_code(text)
     assert not may_run_code("AutoModel.from_pretrained(folder, trust_remote_code=False)")
@@ -101,10 +123,19 @@ def test_rule_when_a_models_code_may_run_then_found(text):
 
 def test_rules_when_something_is_loaded_or_written_then_found():
     assert loads("torch.load(f); pickle.loads(b); exec(t); numpy.load(f, allow_pickle=True)") == {
-        "torch.load", "pickle.loads", "exec", "numpy.load allow_pickle",
-    }  # fmt: skip
+        "torch.load",
+        "pickle.loads",
+        "exec",
+        "numpy.load allow_pickle",
+    }
     assert loads("numpy.load(f, allow_pickle=False); json.loads(t); re.compile(t)") == set()
-    for text in ("open(p, 'w')", "p.open('ab')", "p.write_text(t)", "os.open(p, os.O_WRONLY)", "save_file(t, p)",
-                 "path.open(mode='a')"):  # fmt: skip
+    for text in (
+        "open(p, 'w')",
+        "p.open('ab')",
+        "p.write_text(t)",
+        "os.open(p, os.O_WRONLY)",
+        "save_file(t, p)",
+        "path.open(mode='a')",
+    ):
         assert writes(text), text
     assert not writes("open(p); open(p, 'rb'); p.open(); json.dumps(w)")

@@ -15,9 +15,12 @@ LOW, HIGH = -10.999983298020256, 2.610868638149876
 LONGEST = math.log(100)
 EDGES = sorted([*(digit * 10.0**power for power in range(-6, 2) for digit in (1, 2, 5)), 100.0, math.log(2)])
 BANDS = {
-    "below_1e-4": (0.0, 1e-4), "1e-4_to_1e-3": (1e-4, 1e-3), "1e-3_to_1e-2": (1e-3, 1e-2),
-    "1e-2_to_1e-1": (1e-2, 1e-1), "above_1e-1": (1e-1, math.inf),
-}  # fmt: skip
+    "below_1e-4": (0.0, 1e-4),
+    "1e-4_to_1e-3": (1e-4, 1e-3),
+    "1e-3_to_1e-2": (1e-3, 1e-2),
+    "1e-2_to_1e-1": (1e-2, 1e-1),
+    "above_1e-1": (1e-1, math.inf),
+}
 
 
 @dataclass
@@ -76,7 +79,12 @@ class Token:
     """One valid token and all that is derived from it alone."""
 
     def __init__(self, batch: Batch, t: int):
-        self.t, self.seq, self.turn, self.advantage = t, batch.seq_ids[t], batch.turn_ids[t], batch.advantages[t]
+        self.t, self.seq, self.turn, self.advantage = (
+            t,
+            batch.seq_ids[t],
+            batch.turn_ids[t],
+            batch.advantages[t],
+        )
         self.train, self.rollout = batch.train[t], batch.rollout[t]
         self.routing = None if batch.routing is None else batch.routing[t]
         self.exact = single(self.train - self.rollout)
@@ -93,8 +101,13 @@ class Token:
         if kind == "rollout_prob":
             return self.rollout  # its bound is compared in log space
         return {
-            "ratio": self.exact, "opsm": -self.exact, "k2": self.exact**2 / 2, "k3": self.k3,
-            "abs_diff": abs(self.prob_diff), "exp_abs": math.exp(abs(self.d)), "vaco": abs(math.exp(self.d) - 1),
+            "ratio": self.exact,
+            "opsm": -self.exact,
+            "k2": self.exact**2 / 2,
+            "k3": self.k3,
+            "abs_diff": abs(self.prob_diff),
+            "exp_abs": math.exp(abs(self.d)),
+            "vaco": abs(math.exp(self.d) - 1),
             "binary_kl": bernoulli_kl(self.rollout, self.train),
         }[kind]
 
@@ -139,7 +152,9 @@ def passes(rule: RejectionRule, token: Token, sequence: list[Token]) -> bool:
 
 
 def within_second_moment(tokens: list[Token], bound: float) -> set[int]:
-    """Tokens in the bins of D^2, 4096 in 54 octaves from 2^-40, up to the last whose running mean is within bound."""
+    """Tokens in the bins of D^2, 4096 in 54 octaves from 2^-40, up to the last whose running mean
+    is within bound.
+    """
     bins: dict[int, list[Token]] = {}
     for token in tokens:
         exponent = math.log2(token.exact**2) if token.exact else -math.inf
@@ -218,14 +233,18 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
     metrics["nonfinite_tokens"] = sum(batch.mask) - len(tokens)
     metrics["padded_tokens"] = len(batch.mask) - sum(batch.mask)
     metrics["kept_fraction"] = mean(t in kept for t, inside in enumerate(batch.mask) if inside)
-    metrics |= {f"rejected_fraction/{name}": n / len(tokens) if tokens else math.nan for name, n in rejected.items()}
+    metrics |= {
+        f"rejected_fraction/{name}": n / len(tokens) if tokens else math.nan for name, n in rejected.items()
+    }
     for band, (low, high) in BANDS.items():
         # Edges as float32 log-probs have them.
         low, high = single(math.log(low)) if low else -math.inf, single(math.log(high))
         metrics |= part_metrics(f"by_prob/{band}", [token for token in tokens if low <= token.rollout < high])
     for lag, ages in (("0", {0}), ("1", {1}), ("2+", set(batch.lags or ()) - {0, 1})):
         if batch.lags is not None:
-            metrics |= part_metrics(f"by_lag/{lag}", [token for token in tokens if batch.lags[token.t] in ages])
+            metrics |= part_metrics(
+                f"by_lag/{lag}", [token for token in tokens if batch.lags[token.t] in ages]
+            )
     if with_turns:
         metrics |= part_metrics("by_turn/first", [token for token in tokens if token.turn == 0])
         metrics |= part_metrics("by_turn/later", [token for token in tokens if token.turn != 0])
@@ -256,11 +275,19 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
         metrics["batch_filtered"] = float(filtered)
         kept_tokens = 0 if filtered else kept_tokens
     if config.diagnostics_only:
-        weights, kept, kept_sequences = dict.fromkeys(valid, 1.0), valid, [bool(sequence) for sequence in sequences]
+        weights, kept, kept_sequences = (
+            dict.fromkeys(valid, 1.0),
+            valid,
+            [bool(sequence) for sequence in sequences],
+        )
         kept_tokens = len(valid)
     positions = range(len(batch.train))
     return Answer(
-        [weights.get(t, 0.0) for t in positions], [t in kept for t in positions], kept_sequences, kept_tokens, metrics
+        [weights.get(t, 0.0) for t in positions],
+        [t in kept for t in positions],
+        kept_sequences,
+        kept_tokens,
+        metrics,
     )
 
 

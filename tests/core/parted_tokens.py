@@ -15,6 +15,11 @@ SAMPLES = torch.tensor([0, 0, 1, 1, 1])
 def metrics(places=slice(None), **named):
     """Of the tokens at these places, without a correction."""
     return compute_correction(
-        TRAIN[places], ROLLOUT[places], MASK[places], SAMPLES[places], num_sequences=2,
-        config=RolloutCorrectionConfig(), **named,
-    ).metrics  # fmt: skip
+        TRAIN[places],
+        ROLLOUT[places],
+        MASK[places],
+        SAMPLES[places],
+        num_sequences=2,
+        config=RolloutCorrectionConfig(),
+        **named,
+    ).metrics

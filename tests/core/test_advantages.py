@@ -52,7 +52,9 @@ def test_group_when_every_row_is_rejected_then_zero(kind):
 
 
 def test_kind_when_unknown_then_named():
-    with pytest.raises(ValueError, match="advantage must be one of grpo, group_mean, rloo, raw, .*, got .gae."):
+    with pytest.raises(
+        ValueError, match="advantage must be one of grpo, group_mean, rloo, raw, .*, got .gae."
+    ):
         group_advantages(REWARDS, GROUPS, num_groups=2, kind="gae")
 
 
@@ -68,7 +70,8 @@ def test_rloo_when_a_row_is_rejected_then_it_is_nobodys_other(rejected_reward):
     rewards[4] = rejected_reward
     kept = torch.tensor([True, False, True, True, False])
     advantages = group_advantages(rewards, GROUPS, num_groups=2, kind="rloo", in_baseline=kept)
-    # Group 1: 1 - 2 and 2 - 1; group 0 has 5 alone, with nothing to compare; the rejected 3 is held against 5.
+    # Group 1: 1 - 2 and 2 - 1; group 0 has 5 alone, with nothing to compare; the rejected 3
+    # is held against 5.
     assert advantages[:4].tolist() == [-1.0, -2.0, 1.0, 0.0]
 
 
@@ -80,7 +83,8 @@ def test_raw_when_rows_are_rejected_then_rewards_as_they_are():
 
 @pytest.mark.parametrize("kind", ["grpo", "group_mean", "rloo"])
 def test_advantages_when_all_rewards_of_a_group_are_equal_then_exactly_0_whatever_their_sum_rounds_to(kind):
-    # 0.1 has no exact binary form: a mean in float32 would leave 7e-9 / 1e-6. Float64 holds a float32 times the size.
+    # 0.1 has no exact binary form: a mean in float32 would leave 7e-9 / 1e-6. Float64 holds a
+    # float32 times the size.
     for size, reward in itertools.product((3, 5, 6, 7, 12), (0.1, 0.3, -0.7, 123.456)):
         rewards = torch.full((2 * size,), reward)
         rewards[size] = torch.nextafter(rewards[size], torch.tensor(1e9))
@@ -105,34 +109,48 @@ def test_advantages_when_a_group_is_parted_and_a_row_rejected_then_those_of_one_
         return table
 
     for half in halves:
-        group_advantages(rewards[half], ids[half], num_groups=2, kind=kind, in_baseline=kept[half], all_reduce=keep)
+        group_advantages(
+            rewards[half], ids[half], num_groups=2, kind=kind, in_baseline=kept[half], all_reduce=keep
+        )
     assert len(tables) == (0 if kind == "raw" else 2)
     parts = [
         group_advantages(
-            rewards[half], ids[half], num_groups=2, kind=kind, in_baseline=kept[half],
+            rewards[half],
+            ids[half],
+            num_groups=2,
+            kind=kind,
+            in_baseline=kept[half],
             all_reduce=lambda table: sum(tables),
         )
         for half in halves
-    ]  # fmt: skip
+    ]
     torch.testing.assert_close(torch.cat(parts), whole, equal_nan=True, rtol=1e-6, atol=1e-7)
 
 
 def test_reinforce_plus_plus_when_computed_by_hand_then_over_tokens_of_the_whole_batch():
-    # Rewards 1, 3, 2, 5, 6 with 1, 2, 1, 0, 1 tokens: 1, 3, 3, 2, 6, of mean 3 and variance (4 + 0 + 0 + 1 + 9) / 4.
+    # Rewards 1, 3, 2, 5, 6 with 1, 2, 1, 0, 1 tokens: 1, 3, 3, 2, 6, of mean 3 and variance (4 + 0
+    # + 0 + 1 + 9) / 4.
     tokens = torch.tensor([1.0, 2.0, 1.0, 0.0, 1.0], dtype=torch.float64)
     found = group_advantages(REWARDS, GROUPS, num_groups=2, kind="reinforce_plus_plus", tokens=tokens)
     deviation = math.sqrt(14 / 4)
-    assert found.tolist() == pytest.approx([-2 / deviation, 0.0, -1 / deviation, 2 / deviation, 3 / deviation])
+    assert found.tolist() == pytest.approx(
+        [-2 / deviation, 0.0, -1 / deviation, 2 / deviation, 3 / deviation]
+    )
     # Less the groups' means, 3 and 4: 1 - 3, 3 - 4 on two tokens, 2 - 3 and 6 - 3, of mean -0.4.
     values, mean = [-2.0, -1.0, -1.0, -1.0, 3.0], -0.4
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / 4)
-    found = group_advantages(REWARDS, GROUPS, num_groups=2, kind="reinforce_plus_plus_baseline", tokens=tokens)
+    found = group_advantages(
+        REWARDS, GROUPS, num_groups=2, kind="reinforce_plus_plus_baseline", tokens=tokens
+    )
     assert found.tolist() == pytest.approx([(v - mean) / deviation for v in (-2.0, -1.0, -1.0, 1.0, 3.0)])
 
 
 @pytest.mark.parametrize("kind", WHITENED)
 def test_reinforce_plus_plus_when_a_row_is_rejected_then_nothing_of_it_is_counted(kind):
-    tokens, kept = torch.tensor([3.0, 1.0, 2.0, 4.0, 5.0], dtype=torch.float64), torch.tensor([1, 1, 1, 1, 0]).bool()
+    tokens, kept = (
+        torch.tensor([3.0, 1.0, 2.0, 4.0, 5.0], dtype=torch.float64),
+        torch.tensor([1, 1, 1, 1, 0]).bool(),
+    )
     few = group_advantages(REWARDS[:4], GROUPS[:4], num_groups=2, kind=kind, tokens=tokens[:4])
     for rejected_reward in (6.0, 1e30, NAN):
         rewards = torch.cat([REWARDS[:4], torch.tensor([rejected_reward])])
@@ -154,11 +172,15 @@ def test_reinforce_plus_plus_when_all_rewards_of_the_batch_are_equal_then_exactl
 def test_reinforce_plus_plus_when_tokens_are_missing_or_none_then_refused_or_finite(kind):
     with pytest.raises(ValueError, match=f"advantage {kind} is whitened over tokens; pass tokens"):
         group_advantages(REWARDS, GROUPS, num_groups=2, kind=kind)
-    found = group_advantages(REWARDS, GROUPS, num_groups=2, kind=kind, tokens=torch.zeros(5, dtype=torch.float64))
+    found = group_advantages(
+        REWARDS, GROUPS, num_groups=2, kind=kind, tokens=torch.zeros(5, dtype=torch.float64)
+    )
     assert found.isfinite().all()  # no token is left to train
 
 
 def test_reinforce_plus_plus_when_groups_have_one_sample_then_against_the_batch():
     rewards, tokens = torch.tensor([1.0, 0.0, 0.0, 1.0]), torch.ones(4, dtype=torch.float64)
-    found = group_advantages(rewards, torch.arange(4), num_groups=4, kind="reinforce_plus_plus", tokens=tokens)
+    found = group_advantages(
+        rewards, torch.arange(4), num_groups=4, kind="reinforce_plus_plus", tokens=tokens
+    )
     assert found.tolist() == pytest.approx([0.5 * 3**0.5, -(0.5 * 3**0.5), -(0.5 * 3**0.5), 0.5 * 3**0.5])

@@ -38,8 +38,8 @@ def config_of(aggregation: str, denominator: str = "valid") -> RolloutCorrection
 @pytest.mark.parametrize(
     "aggregation, denominator, first, last",
     [
-        # first: of sequence 0's kept tokens; last: of sequence 3's. 6 valid tokens, 4 kept; 3 sequences have valid
-        # tokens (3, 1 and 2 of them), 2 have kept ones (2 each).
+        # first: of sequence 0's kept tokens; last: of sequence 3's. 6 valid tokens, 4 kept; 3 sequences have
+        # valid tokens (3, 1 and 2 of them), 2 have kept ones (2 each).
         ("token-mean", "valid", "1/6", "1/6"),
         ("token-mean", "kept", "1/4", "1/4"),
         ("seq-mean-token-mean", "valid", "1/9", "1/6"),
@@ -51,7 +51,9 @@ def config_of(aggregation: str, denominator: str = "valid") -> RolloutCorrection
     ],
 )
 def test_coefficients_when_sequences_are_of_unlike_length_then_by_hand(aggregation, denominator, first, last):
-    coefficients = token_coefficients(correction_of(denominator), SEQ_IDS, config_of(aggregation, denominator))
+    coefficients = token_coefficients(
+        correction_of(denominator), SEQ_IDS, config_of(aggregation, denominator)
+    )
     first, last = float(Fraction(first)), float(Fraction(last))
     assert coefficients.tolist() == pytest.approx([first, 0, 0, 0, last, first, last])
     assert coefficients.dtype == torch.float32 and not coefficients.requires_grad
@@ -72,7 +74,13 @@ def test_coefficients_when_nothing_is_kept_or_there_is_no_token_then_zero(aggreg
         config = config_of(aggregation, denominator)
         assert token_coefficients(rejected, SEQ_IDS, config).tolist() == [0.0] * 7
     empty = Correction(
-        torch.zeros(0), none[:0], none[:0], none[:0], zero, zero, Lengths(denominator, zero.expand(0), zero),
+        torch.zeros(0),
+        none[:0],
+        none[:0],
+        none[:0],
+        zero,
+        zero,
+        Lengths(denominator, zero.expand(0), zero),
         zero.expand(0),
     )
     assert token_coefficients(empty, SEQ_IDS[:0], config_of(aggregation, denominator)).tolist() == []
@@ -88,13 +96,16 @@ def test_coefficients_when_sequences_are_split_over_cp_then_lengths_of_the_whole
 
 def test_coefficients_when_the_correction_counted_the_other_tokens_then_refused():
     for made, asked in (("valid", "kept"), ("kept", "valid")):
-        with pytest.raises(ValueError, match=f"denominator` {asked} with .* the correction counted {made} tokens"):
+        with pytest.raises(
+            ValueError, match=f"denominator` {asked} with .* the correction counted {made} tokens"
+        ):
             token_coefficients(correction_of(made), SEQ_IDS, config_of("seq-mean-token-sum", asked))
         # The mean over tokens has both counts.
         token_coefficients(correction_of(made), SEQ_IDS, config_of("token-mean", asked))
 
 
-# Sequence 0: D = 0.1, 3, 0.2 and a hole; 1: only a hole; 2: 3; 3: 0.2, -0.1, of which -0.1 in turn 1; 4: -2, -2.
+# Sequence 0: D = 0.1, 3, 0.2 and a hole; 1: only a hole; 2: 3; 3: 0.2, -0.1, of which -0.1 in
+# turn 1; 4: -2, -2.
 LOG_RATIO = torch.tensor([0.1, 3.0, 9.0, 0.2, 9.0, 3.0, 0.2, -0.1, -2.0, -2.0])
 IDS = torch.tensor([0, 0, 0, 0, 1, 2, 3, 3, 4, 4])
 TURNS = torch.tensor([0, 0, 0, 1, 0, 0, 0, 1, 0, 0])
@@ -122,10 +133,20 @@ def test_lengths_when_rules_of_every_level_reject_then_what_is_left_of_each_sequ
     denominator, rules, m2, tokens, sequences
 ):
     config = RolloutCorrectionConfig(
-        rollout_rs=rules, rollout_m2_threshold=m2, loss_denominator=denominator, loss_aggregation="seq-mean-token-sum"
+        rollout_rs=rules,
+        rollout_m2_threshold=m2,
+        loss_denominator=denominator,
+        loss_aggregation="seq-mean-token-sum",
     )
     found = compute_correction(
-        LOG_RATIO - 1, torch.full((10,), -1.0), MASK, IDS, num_sequences=5, config=config, turn_ids=TURNS, num_turns=2,
+        LOG_RATIO - 1,
+        torch.full((10,), -1.0),
+        MASK,
+        IDS,
+        num_sequences=5,
+        config=config,
+        turn_ids=TURNS,
+        num_turns=2,
     ).lengths
     if denominator == "valid":
         tokens, sequences = [3, 0, 1, 2, 2], 4

@@ -32,7 +32,10 @@ def test_mismatch_of_each_engine_then_its_numbers_are_those_by_hand():
 
 def test_mismatch_of_each_engine_when_tokens_are_split_then_the_parts_add_up():
     whole = numbers(metrics(engine_ids=BY, engines=ENGINES))
-    parts = [metrics(part, engine_ids=BY[part], engines=ENGINES) for part in (slice(0, 1), slice(1, 3), slice(3, 5))]
+    parts = [
+        metrics(part, engine_ids=BY[part], engines=ENGINES)
+        for part in (slice(0, 1), slice(1, 3), slice(3, 5))
+    ]
     found = numbers(merge(parts))
     assert found.keys() == whole.keys()
     for name, value in whole.items():

@@ -1,4 +1,6 @@
-"""The mismatch of tokens by how many pushes ago they were sampled: by hand, naively, and however they are split."""
+"""The mismatch of tokens by how many pushes ago they were sampled: by hand, naively, and
+however they are split.
+"""
 
 import math
 import random
@@ -52,20 +54,31 @@ def test_metrics_when_parted_by_lag_and_turn_then_all_of_the_naive_correction(wi
     batch = naive.Batch(
         train=[naive.single(-draw.random() * 6) for _ in range(tokens)],
         rollout=[naive.single(-draw.random() * 6) for _ in range(tokens)],
-        mask=[draw.random() < 0.8 for _ in range(tokens)], seq_ids=[draw.randrange(6) for _ in range(tokens)],
-        num_sequences=6, turn_ids=[draw.randrange(3) for _ in range(tokens)], advantages=[1.0] * tokens,
+        mask=[draw.random() < 0.8 for _ in range(tokens)],
+        seq_ids=[draw.randrange(6) for _ in range(tokens)],
+        num_sequences=6,
+        turn_ids=[draw.randrange(3) for _ in range(tokens)],
+        advantages=[1.0] * tokens,
         lags=[draw.randrange(5) for _ in range(tokens)],
-    )  # fmt: skip
+    )
     batch.rollout[7] = batch.train[7]
     batch.mask[7] = True
     config = RolloutCorrectionConfig()
     expected = naive.correct(batch, config, with_turns=with_turns).metrics
     found = compute_correction(
-        torch.tensor(batch.train), torch.tensor(batch.rollout), torch.tensor(batch.mask), torch.tensor(batch.seq_ids),
-        num_sequences=6, config=config, turn_ids=torch.tensor(batch.turn_ids) if with_turns else None,
+        torch.tensor(batch.train),
+        torch.tensor(batch.rollout),
+        torch.tensor(batch.mask),
+        torch.tensor(batch.seq_ids),
+        num_sequences=6,
+        config=config,
+        turn_ids=torch.tensor(batch.turn_ids) if with_turns else None,
         token_lags=torch.tensor(batch.lags),
     ).metrics
-    numbers = {name: value for key, metric in found.items() for name, value in metric.numbers(
-        key, metric.values.tolist()).items()}  # fmt: skip
+    numbers = {
+        name: value
+        for key, metric in found.items()
+        for name, value in metric.numbers(key, metric.values.tolist()).items()
+    }
     assert numbers == pytest.approx(expected, rel=1e-6, abs=1e-9, nan_ok=True)
     assert numbers["exact_fraction"] > 0 and 1 / 6 <= numbers["ess_sequences"] < 1

@@ -14,20 +14,30 @@ NAN, INF = float("nan"), float("inf")
 TOKEN_IS = PRESETS["decoupled_token_is"]
 ICEPOP = PRESETS["decoupled_token_icepop"]
 EVERY_PART = RolloutCorrectionConfig(
-    rollout_is="sequence", rollout_is_mode="clip", rollout_is_lower=0.5, rollout_is_upper=2.0,
+    rollout_is="sequence",
+    rollout_is_mode="clip",
+    rollout_is_lower=0.5,
+    rollout_is_upper=2.0,
     rollout_is_batch_normalize=True,
     rollout_rs=(
-        RejectionRule("token", "ratio", 0.25, 4.0), RejectionRule("seq_mean", "k3", upper=0.6),
+        RejectionRule("token", "ratio", 0.25, 4.0),
+        RejectionRule("seq_mean", "k3", upper=0.6),
         RejectionRule("seq_max", "k2", upper=2.0),
     ),
 )
 
 EVERY_NEW_RULE = RolloutCorrectionConfig(
-    rollout_is="turn", rollout_is_upper=2.0, rollout_m2_threshold=2.0, rollout_batch_filter_kl=0.5,
+    rollout_is="turn",
+    rollout_is_upper=2.0,
+    rollout_m2_threshold=2.0,
+    rollout_batch_filter_kl=0.5,
     rollout_rs=(
-        RejectionRule("seq_max", "ratio", 0.02, 50.0), RejectionRule("turn_mean", "ratio", 0.3, 3.0),
-        RejectionRule("turn_mean", "k3", upper=2.0), RejectionRule("seq_mean", "abs_diff", upper=0.5),
-        RejectionRule("seq_mean", "exp_abs", upper=4.0), RejectionRule("token", "rollout_prob", lower=1e-2),
+        RejectionRule("seq_max", "ratio", 0.02, 50.0),
+        RejectionRule("turn_mean", "ratio", 0.3, 3.0),
+        RejectionRule("turn_mean", "k3", upper=2.0),
+        RejectionRule("seq_mean", "abs_diff", upper=0.5),
+        RejectionRule("seq_mean", "exp_abs", upper=4.0),
+        RejectionRule("token", "rollout_prob", lower=1e-2),
         RejectionRule("seq_mean", "opsm", upper=0.2),
     ),
 )
@@ -37,9 +47,12 @@ def correct(log_ratio: list[float], *, mask=None, seq_ids=None, config=TOKEN_IS)
     count = len(log_ratio)
     seq_ids = [0] * count if seq_ids is None else seq_ids
     return compute_correction(
-        torch.tensor(log_ratio) - 1, torch.full((count,), -1.0),
+        torch.tensor(log_ratio) - 1,
+        torch.full((count,), -1.0),
         torch.ones(count) if mask is None else torch.tensor(mask),
-        torch.tensor(seq_ids, dtype=torch.int64), num_sequences=3, config=config,
+        torch.tensor(seq_ids, dtype=torch.int64),
+        num_sequences=3,
+        config=config,
     )
 
 
@@ -49,8 +62,12 @@ def correct(log_ratio: list[float], *, mask=None, seq_ids=None, config=TOKEN_IS)
 def test_weights_when_truncated_at_2_then_the_published_numbers():
     # old [-1, -1.5, -0.5] against rollout [-1.5, -1, -1.5]: e^0.5, e^-0.5, e^1 = 2.718 -> 2.
     correction = compute_correction(
-        torch.tensor([-1.0, -1.5, -0.5]), torch.tensor([-1.5, -1.0, -1.5]), torch.ones(3),
-        torch.zeros(3, dtype=torch.int64), num_sequences=1, config=TOKEN_IS,
+        torch.tensor([-1.0, -1.5, -0.5]),
+        torch.tensor([-1.5, -1.0, -1.5]),
+        torch.ones(3),
+        torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        config=TOKEN_IS,
     )
     assert correction.weights.tolist() == pytest.approx([1.6487, 0.6065, 2.0], abs=1e-4)
 
@@ -63,12 +80,15 @@ def test_weights_when_icepop_zeroes_them_then_the_tokens_are_not_rejected():
     assert correction.kept_tokens.item() == 3
 
 
-@pytest.mark.parametrize("level, expected", [
-    # Sequence 0: D = 0.1, (masked 5), 0.3; sequence 2: D = -0.2.
-    ("token", [math.exp(0.1), 0.0, math.exp(-0.2), math.exp(0.3)]),
-    ("sequence", [math.exp(0.4), 0.0, math.exp(-0.2), math.exp(0.4)]),
-    ("geometric", [math.exp(0.2), 0.0, math.exp(-0.2), math.exp(0.2)]),
-])
+@pytest.mark.parametrize(
+    "level, expected",
+    [
+        # Sequence 0: D = 0.1, (masked 5), 0.3; sequence 2: D = -0.2.
+        ("token", [math.exp(0.1), 0.0, math.exp(-0.2), math.exp(0.3)]),
+        ("sequence", [math.exp(0.4), 0.0, math.exp(-0.2), math.exp(0.4)]),
+        ("geometric", [math.exp(0.2), 0.0, math.exp(-0.2), math.exp(0.2)]),
+    ],
+)
 def test_weights_when_a_sequence_has_a_hole_then_it_counts_for_nothing(level, expected):
     config = dataclasses.replace(TOKEN_IS, rollout_is=level)
     correction = correct([0.1, 5.0, -0.2, 0.3], mask=[1, 0, 1, 1], seq_ids=[0, 0, 2, 0], config=config)
@@ -90,18 +110,23 @@ def test_batch_normalize_when_a_token_is_masked_then_the_mean_is_over_valid_toke
     assert correction.metrics["weight_mean"].value() == pytest.approx(1.0, rel=1e-6)
 
 
-@pytest.mark.parametrize("level, weights, mean", [
-    # rho of sequence 0: 1.5 in turn 0, 0.8 and one without a log-prob in turn 1; of 2: 2, 2; of 3: 0.5; 1 is empty.
-    ("token", [1.5, 0.8, 2.0, 2.0, 0.5], 6.8 / 5),
-    ("sequence", [1.2, 1.2, 2.0, 2.0, 0.5], (1.2 + 2.0 + 0.5) / 3),  # 1.5 * 0.8, 2 (of 4), 0.5
-    ("geometric", [1.2**0.5, 1.2**0.5, 2.0, 2.0, 0.5], (1.2**0.5 + 2.0 + 0.5) / 3),
-    ("turn", [1.5, 0.8, 2.0, 2.0, 0.5], (1.5 + 0.8 + 2.0 + 0.5) / 4),
-])
+@pytest.mark.parametrize(
+    "level, weights, mean",
+    [
+        # rho of sequence 0: 1.5 in turn 0, 0.8 and one without a log-prob in turn 1; of 2: 2, 2; of 3:
+        # 0.5; 1 is empty.
+        ("token", [1.5, 0.8, 2.0, 2.0, 0.5], 6.8 / 5),
+        ("sequence", [1.2, 1.2, 2.0, 2.0, 0.5], (1.2 + 2.0 + 0.5) / 3),  # 1.5 * 0.8, 2 (of 4), 0.5
+        ("geometric", [1.2**0.5, 1.2**0.5, 2.0, 2.0, 0.5], (1.2**0.5 + 2.0 + 0.5) / 3),
+        ("turn", [1.5, 0.8, 2.0, 2.0, 0.5], (1.5 + 0.8 + 2.0 + 0.5) / 4),
+    ],
+)
 @pytest.mark.parametrize("rejects", [False, True])
 def test_batch_normalize_when_of_a_level_then_the_mean_is_over_its_units_before_rejection(
     level, weights, mean, rejects
 ):
-    # As verl's rollout_is_batch_normalize: bounded weights, each unit with a valid token once, rejected ones too.
+    # As verl's rollout_is_batch_normalize: bounded weights, each unit with a valid token once,
+    # rejected ones too.
     rule = RejectionRule("seq_sum", "ratio", 0.6, 10.0)
     config = dataclasses.replace(
         TOKEN_IS, rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=(rule,) * rejects
@@ -109,8 +134,14 @@ def test_batch_normalize_when_of_a_level_then_the_mean_is_over_its_units_before_
     rho = [1.5, 0.8, NAN, 2.0, 2.0, 0.5]
     train = torch.tensor(rho).log() - 1
     correction = compute_correction(
-        train, torch.full((6,), -1.0), torch.ones(6), torch.tensor([0, 0, 0, 2, 2, 3]), num_sequences=4,
-        config=config, turn_ids=torch.tensor([0, 1, 1, 0, 0, 0]), num_turns=2,
+        train,
+        torch.full((6,), -1.0),
+        torch.ones(6),
+        torch.tensor([0, 0, 0, 2, 2, 3]),
+        num_sequences=4,
+        config=config,
+        turn_ids=torch.tensor([0, 1, 1, 0, 0, 0]),
+        num_turns=2,
     )
     expected = [weight / mean for weight in weights[:2]] + [0.0] + [weight / mean for weight in weights[2:]]
     assert correction.weights.tolist() == pytest.approx(expected, rel=1e-6)
@@ -132,7 +163,11 @@ def test_batch_normalize_when_every_weight_is_zero_then_they_stay_zero(level):
 def test_outputs_when_inputs_carry_a_gradient_then_they_do_not():
     train = torch.tensor([-1.0, -2.0], requires_grad=True)
     correction = compute_correction(
-        train, torch.tensor([-1.5, -1.0]), torch.ones(2), torch.tensor([0, 1]), num_sequences=2,
+        train,
+        torch.tensor([-1.5, -1.0]),
+        torch.ones(2),
+        torch.tensor([0, 1]),
+        num_sequences=2,
         config=EVERY_PART,
     )
     tensors = [correction.weights, correction.valid_tokens, correction.kept_tokens]
@@ -166,7 +201,14 @@ def test_nan_when_outside_the_mask_then_every_bit_is_as_without_it(config):
 
     def everything(train, rollout, advantages) -> list[torch.Tensor]:
         c = compute_correction(
-            train, rollout, mask, seq_ids, num_sequences=6, config=config, turn_ids=torch.arange(40) % 3, num_turns=3,
+            train,
+            rollout,
+            mask,
+            seq_ids,
+            num_sequences=6,
+            config=config,
+            turn_ids=torch.arange(40) % 3,
+            num_turns=3,
             advantages=advantages,
         )
         fields = [c.weights, c.mask, c.valid, c.kept_sequences, c.valid_tokens, c.kept_tokens]
@@ -174,7 +216,8 @@ def test_nan_when_outside_the_mask_then_every_bit_is_as_without_it(config):
 
     clean = everything(*(torch.where(mask, side, 0.0) for side in (train, rollout, advantages)))
     dirty = everything(
-        torch.where(mask, train, garbage), torch.where(mask, rollout, garbage.flip(0)),
+        torch.where(mask, train, garbage),
+        torch.where(mask, rollout, garbage.flip(0)),
         torch.where(mask, advantages, garbage),
     )
     for left, right in zip(clean, dirty, strict=True):
@@ -184,12 +227,15 @@ def test_nan_when_outside_the_mask_then_every_bit_is_as_without_it(config):
 
 @pytest.mark.parametrize("side", ["train", "rollout"])
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-@pytest.mark.parametrize("level, weight", [
-    # Without the token D = 0.1, 0.3 are left of sequence 0.
-    ("token", [math.exp(0.1), 0.0, math.exp(-0.2), math.exp(0.3)]),
-    ("sequence", [math.exp(0.4), 0.0, math.exp(-0.2), math.exp(0.4)]),
-    ("geometric", [math.exp(0.2), 0.0, math.exp(-0.2), math.exp(0.2)]),
-])
+@pytest.mark.parametrize(
+    "level, weight",
+    [
+        # Without the token D = 0.1, 0.3 are left of sequence 0.
+        ("token", [math.exp(0.1), 0.0, math.exp(-0.2), math.exp(0.3)]),
+        ("sequence", [math.exp(0.4), 0.0, math.exp(-0.2), math.exp(0.4)]),
+        ("geometric", [math.exp(0.2), 0.0, math.exp(-0.2), math.exp(0.2)]),
+    ],
+)
 def test_token_when_a_log_prob_inside_the_mask_is_not_finite_then_dropped_and_counted(
     side, value, level, weight
 ):
@@ -213,13 +259,22 @@ def test_token_when_a_log_prob_inside_the_mask_is_not_finite_then_dropped_and_co
 )
 @pytest.mark.parametrize("size", [1e4, 1e30, 3e38])
 def test_log_prob_when_finite_but_huge_then_weights_and_metrics_stay_finite(config, size):
-    # The second token of sequence 0 and the first of 1 are impossible on one side; their squares are 1e8 to 9e76.
+    # The second token of sequence 0 and the first of 1 are impossible on one side; their squares
+    # are 1e8 to 9e76.
     correction = compute_correction(
-        torch.tensor([-1.0, -size, -1.0, -0.5, -2.0]), torch.tensor([-1.1, -1.0, -size, -0.6, -2.2]), torch.ones(5),
-        torch.tensor([0, 0, 1, 1, 2]), num_sequences=3, config=config, turn_ids=torch.tensor([0, 0, 0, 0, 1]),
-        num_turns=2, advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0]),
+        torch.tensor([-1.0, -size, -1.0, -0.5, -2.0]),
+        torch.tensor([-1.1, -1.0, -size, -0.6, -2.2]),
+        torch.ones(5),
+        torch.tensor([0, 0, 1, 1, 2]),
+        num_sequences=3,
+        config=config,
+        turn_ids=torch.tensor([0, 0, 0, 0, 1]),
+        num_turns=2,
+        advantages=torch.tensor([-1.0, -1.0, -1.0, -1.0, 1.0]),
     )
-    assert correction.mask.tolist() == [False, False, False, False, True] and correction.weights.isfinite().all()
+    assert (
+        correction.mask.tolist() == [False, False, False, False, True] and correction.weights.isfinite().all()
+    )
     bad = [name for name, metric in correction.metrics.items() if not math.isfinite(metric.value())]
     assert [name for name in bad if not name.startswith("by_prob/")] == []
 
@@ -227,8 +282,12 @@ def test_log_prob_when_finite_but_huge_then_weights_and_metrics_stay_finite(conf
 def test_gradient_when_a_rollout_log_prob_is_nan_then_finite_and_nothing_from_its_token():
     train = torch.tensor([-1.0, -2.0, -0.5])
     correction = compute_correction(
-        train, torch.tensor([-1.2, NAN, -0.4]), torch.ones(3), torch.zeros(3, dtype=torch.int64),
-        num_sequences=1, config=dataclasses.replace(TOKEN_IS, rollout_is="sequence"),
+        train,
+        torch.tensor([-1.2, NAN, -0.4]),
+        torch.ones(3),
+        torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        config=dataclasses.replace(TOKEN_IS, rollout_is="sequence"),
     )
     now = train.clone().requires_grad_()
     policy_loss("ppo_clip", now, train, torch.ones(3), correction, TOKEN_IS).sum().backward()
@@ -242,7 +301,9 @@ def test_gradient_when_a_rollout_log_prob_is_nan_then_finite_and_nothing_from_it
 
 def test_everything_when_rejected_then_zero_loss_zero_gradient_and_no_nan():
     config = RolloutCorrectionConfig(
-        rollout_is="token", rollout_is_upper=2.0, rollout_is_batch_normalize=True,
+        rollout_is="token",
+        rollout_is_upper=2.0,
+        rollout_is_batch_normalize=True,
         rollout_rs=(RejectionRule("seq_mean", "ratio", 0.999, 1.001),),
     )
     correction = correct([0.5, 0.25, -0.5], seq_ids=[0, 0, 2], config=config)
@@ -266,9 +327,15 @@ def test_everything_when_rejected_then_zero_loss_zero_gradient_and_no_nan():
 @pytest.mark.parametrize("tokens, sequences", [(5, 2), (0, 2), (0, 0)])
 def test_everything_when_padding_or_absent_then_zero_weights_and_no_nan(config, tokens, sequences):
     correction = compute_correction(
-        torch.full((tokens,), NAN), torch.full((tokens,), -INF), torch.zeros(tokens),
-        torch.zeros(tokens, dtype=torch.int64), num_sequences=sequences, config=config,
-        turn_ids=torch.zeros(tokens, dtype=torch.int64), num_turns=1, advantages=torch.full((tokens,), NAN),
+        torch.full((tokens,), NAN),
+        torch.full((tokens,), -INF),
+        torch.zeros(tokens),
+        torch.zeros(tokens, dtype=torch.int64),
+        num_sequences=sequences,
+        config=config,
+        turn_ids=torch.zeros(tokens, dtype=torch.int64),
+        num_turns=1,
+        advantages=torch.full((tokens,), NAN),
     )
     assert correction.weights.tolist() == [0.0] * tokens
     assert not correction.mask.any() and correction.kept_sequences.tolist() == [False] * sequences
@@ -307,12 +374,14 @@ def test_padded_rows_when_flattened_then_as_packed():
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     values, flat_mask, seq_ids, rows = flatten_padded(log_ratio, mask)
     config = dataclasses.replace(TOKEN_IS, rollout_is="geometric")
-    padded = compute_correction(
-        values, torch.zeros(6), flat_mask, seq_ids, num_sequences=rows, config=config
-    )
+    padded = compute_correction(values, torch.zeros(6), flat_mask, seq_ids, num_sequences=rows, config=config)
     packed = compute_correction(
-        torch.tensor([0.1, -0.2, 0.4, 0.3]), torch.zeros(4), torch.ones(4), torch.tensor([0, 0, 0, 1]),
-        num_sequences=2, config=config,
+        torch.tensor([0.1, -0.2, 0.4, 0.3]),
+        torch.zeros(4),
+        torch.ones(4),
+        torch.tensor([0, 0, 0, 1]),
+        num_sequences=2,
+        config=config,
     )
     assert padded.weights[padded.mask].tolist() == packed.weights.tolist()
     assert packed.weights.tolist() == pytest.approx([math.exp(0.1)] * 3 + [math.exp(0.3)], rel=1e-6)
@@ -321,11 +390,16 @@ def test_padded_rows_when_flattened_then_as_packed():
 def test_inputs_when_of_unlike_lengths_then_all_shapes_are_named():
     with pytest.raises(ValueError) as raised:
         compute_correction(
-            torch.zeros(3), torch.zeros(2), torch.ones(3), torch.zeros(3, dtype=torch.int64),
-            num_sequences=1, config=TOKEN_IS,
+            torch.zeros(3),
+            torch.zeros(2),
+            torch.ones(3),
+            torch.zeros(3, dtype=torch.int64),
+            num_sequences=1,
+            config=TOKEN_IS,
         )
     assert str(raised.value) == (
-        "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, advantages, "
+        "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, "
+        "advantages, "
         "routing) of one shape [T], got (3,), (2,), (3,), (3,); flatten_padded turns rows [B, L] into [T]"
     )
     with pytest.raises(ValueError, match="of one shape"):

@@ -29,74 +29,96 @@ def metrics_of(train, rollout, mask, seq_ids, *, num_sequences, config=CONFIG) -
     return all_reduce_metrics(correction.metrics, None)
 
 
-EXPECTED = {
-    "valid_tokens": 3,
-    "nonfinite_tokens": 1,
-    "padded_tokens": 1,
-    # k2 = D^2 / 2 = 0.240, 0, 0.961: the third token is over 0.5.
-    "kept_fraction": 2 / 4,  # of the mask's four tokens: the fourth has no finite log-prob
-    "rejected_fraction/token_k2": 1 / 3,
-    "kl": LN2 / 3,  # mean(-D) = (-1 + 0 + 2) ln 2 / 3
-    # e^D - 1 - D = 2 - 1 - ln 2, 0, 1/4 - 1 + 2 ln 2, sum 1/4 + ln 2
-    "k3_kl": (0.25 + LN2) / 3,
-    "log_ratio_abs_mean": LN2,  # (1 + 0 + 2) ln 2 / 3
-    "log_ratio_abs_max": 2 * LN2,
-    "exact_fraction": 1 / 3,  # D = 0 of the second token
-    "log_ratio_large_fraction": 1 / 3,  # |D| above ln 2: a ratio of 2 is not
-    "token_mult_prob_error": (2 + 1 + 4) / 3,
-    "chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
-    # Half of the tokens have |D| at most ln 2, all at most 2.
-    "log_ratio_abs_p50": LN2, "log_ratio_abs_p99": 2, "log_ratio_abs_p999": 2,
-    # rho = 2: [2 ln(4/3) + ln(2/3)] / 2; rho = 1: 0; rho = 1/4: [ln(0.5/1.25) / 4 + ln(2/1.25)] / 2
-    "jsd": (math.log(32 / 27) + math.log(0.4) / 4 + math.log(1.6)) / 6,
-    # pi_train - pi_rollout = 0.25, 0, -0.6
-    "prob_diff_abs_mean": 0.85 / 3,
-    "prob_diff_abs_max": 0.6,
-    "prob_diff_std": math.sqrt(0.4225 / 3 - (0.35 / 3) ** 2),
-    # x = .5, .25, .2 and y = .25, .25, .8; deviations .18333, -.06667, -.11667 and -.18333, -.18333, .36667:
-    # cov -.0641667, variances .0516667 and .2016667 (all times 3)
-    "pearson": -0.0641667 / math.sqrt(0.0516667 * 0.2016667),
-    # w = min(rho, 1.5) = 1.5, 1, 0.25
-    "weight_mean": 2.75 / 3,
-    "weight_std": math.sqrt(3.3125 / 3 - (2.75 / 3) ** 2),
-    "weight_max": 1.5,
-    "weight_min": 0.25,
-    "ess": 2.75**2 / (3 * 3.3125),
-    "weight_out_of_bounds": 1 / 3,  # rho = 2
-    "sequences": 2,
-    "kept_sequence_fraction": 1,  # no rule took a whole sequence
-    "training_ppl": (math.sqrt(8) + 5) / 2,  # (1/2 * 1/4)^(-1/2) and 5
-    "rollout_ppl": (4 + 1.25) / 2,
-    "training_log_ppl": (1.5 * LN2 + math.log(5)) / 2,
-    "rollout_log_ppl": (2 * LN2 + math.log(1.25)) / 2,
-    # mean(-D) of a sequence: -ln 2 / 2 and 2 ln 2
-    "log_ppl_diff": (-LN2 / 2 + 2 * LN2) / 2,
-    "log_ppl_diff_abs": (LN2 / 2 + 2 * LN2) / 2,
-    "log_ppl_diff_max": 2 * LN2,
-    "log_ppl_diff_min": -LN2 / 2,
-    "ppl_ratio": (1 / math.sqrt(2) + 4) / 2,
-    "chi2_seq": (4 + 1 / 16) / 2 - 1,  # products 2 and 1/4
-    "ess_sequences": (2 + 1 / 4) ** 2 / (2 * (4 + 1 / 16)),  # of the products, whatever the token weights are
-    "chi2_geo": (2 + 1 / 16) / 2 - 1,  # geometric means sqrt 2 and 1/4
-    # Every pi_rollout is above 0.1.
-    "by_prob/above_1e-1/tokens": 3,
-    "by_prob/above_1e-1/kl": LN2 / 3,
-    "by_prob/above_1e-1/k3_kl": (0.25 + LN2) / 3,
-    "by_prob/above_1e-1/log_ratio_abs_mean": LN2,
-} | {
-    f"by_prob/{band}/{name}": 0 if name == "tokens" else NAN
-    for band in ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1")
-    for name in ("tokens", "kl", "k3_kl", "log_ratio_abs_mean")
-} | {
-    # |D| = ln 2, 0, 2 ln 2
-    f"log_ratio_abs_bin/{label}": (label in ("upto_0.693", "upto_1e-06", "upto_2")) / 3 for label in LABELS
-}
+EXPECTED = (
+    {
+        "valid_tokens": 3,
+        "nonfinite_tokens": 1,
+        "padded_tokens": 1,
+        # k2 = D^2 / 2 = 0.240, 0, 0.961: the third token is over 0.5.
+        "kept_fraction": 2 / 4,  # of the mask's four tokens: the fourth has no finite log-prob
+        "rejected_fraction/token_k2": 1 / 3,
+        "kl": LN2 / 3,  # mean(-D) = (-1 + 0 + 2) ln 2 / 3
+        # e^D - 1 - D = 2 - 1 - ln 2, 0, 1/4 - 1 + 2 ln 2, sum 1/4 + ln 2
+        "k3_kl": (0.25 + LN2) / 3,
+        "log_ratio_abs_mean": LN2,  # (1 + 0 + 2) ln 2 / 3
+        "log_ratio_abs_max": 2 * LN2,
+        "exact_fraction": 1 / 3,  # D = 0 of the second token
+        "log_ratio_large_fraction": 1 / 3,  # |D| above ln 2: a ratio of 2 is not
+        "token_mult_prob_error": (2 + 1 + 4) / 3,
+        "chi2_token": (4 + 1 + 1 / 16) / 3 - 1,
+        # Half of the tokens have |D| at most ln 2, all at most 2.
+        "log_ratio_abs_p50": LN2,
+        "log_ratio_abs_p99": 2,
+        "log_ratio_abs_p999": 2,
+        # rho = 2: [2 ln(4/3) + ln(2/3)] / 2; rho = 1: 0; rho = 1/4: [ln(0.5/1.25) / 4 + ln(2/1.25)] / 2
+        "jsd": (math.log(32 / 27) + math.log(0.4) / 4 + math.log(1.6)) / 6,
+        # pi_train - pi_rollout = 0.25, 0, -0.6
+        "prob_diff_abs_mean": 0.85 / 3,
+        "prob_diff_abs_max": 0.6,
+        "prob_diff_std": math.sqrt(0.4225 / 3 - (0.35 / 3) ** 2),
+        # x = .5, .25, .2 and y = .25, .25, .8; deviations .18333, -.06667, -.11667 and -.18333, -.18333,
+        # .36667: cov -.0641667, variances .0516667 and .2016667 (all times 3)
+        "pearson": -0.0641667 / math.sqrt(0.0516667 * 0.2016667),
+        # w = min(rho, 1.5) = 1.5, 1, 0.25
+        "weight_mean": 2.75 / 3,
+        "weight_std": math.sqrt(3.3125 / 3 - (2.75 / 3) ** 2),
+        "weight_max": 1.5,
+        "weight_min": 0.25,
+        "ess": 2.75**2 / (3 * 3.3125),
+        "weight_out_of_bounds": 1 / 3,  # rho = 2
+        "sequences": 2,
+        "kept_sequence_fraction": 1,  # no rule took a whole sequence
+        "training_ppl": (math.sqrt(8) + 5) / 2,  # (1/2 * 1/4)^(-1/2) and 5
+        "rollout_ppl": (4 + 1.25) / 2,
+        "training_log_ppl": (1.5 * LN2 + math.log(5)) / 2,
+        "rollout_log_ppl": (2 * LN2 + math.log(1.25)) / 2,
+        # mean(-D) of a sequence: -ln 2 / 2 and 2 ln 2
+        "log_ppl_diff": (-LN2 / 2 + 2 * LN2) / 2,
+        "log_ppl_diff_abs": (LN2 / 2 + 2 * LN2) / 2,
+        "log_ppl_diff_max": 2 * LN2,
+        "log_ppl_diff_min": -LN2 / 2,
+        "ppl_ratio": (1 / math.sqrt(2) + 4) / 2,
+        "chi2_seq": (4 + 1 / 16) / 2 - 1,  # products 2 and 1/4
+        "ess_sequences": (2 + 1 / 4) ** 2
+        / (2 * (4 + 1 / 16)),  # of the products, whatever the token weights are
+        "chi2_geo": (2 + 1 / 16) / 2 - 1,  # geometric means sqrt 2 and 1/4
+        # Every pi_rollout is above 0.1.
+        "by_prob/above_1e-1/tokens": 3,
+        "by_prob/above_1e-1/kl": LN2 / 3,
+        "by_prob/above_1e-1/k3_kl": (0.25 + LN2) / 3,
+        "by_prob/above_1e-1/log_ratio_abs_mean": LN2,
+    }
+    | {
+        f"by_prob/{band}/{name}": 0 if name == "tokens" else NAN
+        for band in ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1")
+        for name in ("tokens", "kl", "k3_kl", "log_ratio_abs_mean")
+    }
+    | {
+        # |D| = ln 2, 0, 2 ln 2
+        f"log_ratio_abs_bin/{label}": (label in ("upto_0.693", "upto_1e-06", "upto_2")) / 3
+        for label in LABELS
+    }
+)
 CLAMPED = {
-    "kl", "k3_kl", "chi2_token", "jsd", "token_mult_prob_error", "log_ratio_abs_mean", "log_ppl_diff",
-    "log_ppl_diff_abs", "training_log_ppl", "rollout_log_ppl", "training_ppl", "rollout_ppl", "ppl_ratio", "chi2_geo",
+    "kl",
+    "k3_kl",
+    "chi2_token",
+    "jsd",
+    "token_mult_prob_error",
+    "log_ratio_abs_mean",
+    "log_ppl_diff",
+    "log_ppl_diff_abs",
+    "training_log_ppl",
+    "rollout_log_ppl",
+    "training_ppl",
+    "rollout_ppl",
+    "ppl_ratio",
+    "chi2_geo",
     "chi2_seq",
 }
-"""The means that a single token could run away with: each has its clamped variant, and nothing here is beyond one."""
+"""The means that a single token could run away with: each has its clamped variant, and nothing
+here is beyond one.
+"""
 EXPECTED |= {f"{name}_clamped": value for name, value in EXPECTED.items() if name.split("/")[-1] in CLAMPED}
 
 
@@ -108,8 +130,17 @@ def test_metrics_when_worked_out_by_hand_then_all_equal():
 def test_metrics_when_the_policies_agree_then_their_neutral_values():
     logprobs = torch.tensor([0.5, 0.25, 0.8]).log()
     metrics = metrics_of(logprobs, logprobs, MASK[:3], SEQ_IDS[:3], num_sequences=2)
-    for name in ("kl", "k3_kl", "log_ratio_abs_mean", "log_ratio_abs_max", "chi2_token", "weight_std",
-                 "log_ppl_diff", "weight_out_of_bounds", "nonfinite_tokens"):
+    for name in (
+        "kl",
+        "k3_kl",
+        "log_ratio_abs_mean",
+        "log_ratio_abs_max",
+        "chi2_token",
+        "weight_std",
+        "log_ppl_diff",
+        "weight_out_of_bounds",
+        "nonfinite_tokens",
+    ):
         assert metrics[name] == 0, name
     for name in ("exact_fraction", "ess_sequences"):
         assert metrics[name] == 1, name
@@ -123,8 +154,12 @@ def test_weight_metrics_when_weights_are_those_of_icepop_then_the_published_numb
     # Raw weights 0.4, 0.8, 6.0 with bounds 0.5_5.0 become 0, 0.8, 0.
     config = PRESETS["decoupled_token_icepop"]
     metrics = metrics_of(
-        torch.tensor([0.4, 0.8, 6.0]).log(), torch.zeros(3), torch.ones(3), torch.zeros(3, dtype=torch.int64),
-        num_sequences=1, config=config,
+        torch.tensor([0.4, 0.8, 6.0]).log(),
+        torch.zeros(3),
+        torch.ones(3),
+        torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        config=config,
     )
     assert metrics["weight_out_of_bounds"] == pytest.approx(2 / 3)
     assert metrics["weight_std"] == pytest.approx(0.3771236, abs=1e-6)
@@ -132,8 +167,12 @@ def test_weight_metrics_when_weights_are_those_of_icepop_then_the_published_numb
     assert metrics["weight_min"] == 0 and metrics["kept_fraction"] == 1
     # D = -0.5, -1, -0.2: 0.6065307, 0 (0.368 is below 0.5), 0.8187308.
     metrics = metrics_of(
-        torch.tensor([-0.5, -1.0, -0.2]), torch.zeros(3), torch.ones(3), torch.zeros(3, dtype=torch.int64),
-        num_sequences=1, config=config,
+        torch.tensor([-0.5, -1.0, -0.2]),
+        torch.zeros(3),
+        torch.ones(3),
+        torch.zeros(3, dtype=torch.int64),
+        num_sequences=1,
+        config=config,
     )
     assert metrics["weight_out_of_bounds"] == pytest.approx(1 / 3)
     assert metrics["weight_mean"] == pytest.approx((0.6065307 + 0.8187308) / 3, rel=1e-6)
@@ -144,8 +183,12 @@ def test_metrics_when_one_token_is_an_outlier_then_finite_and_its_size_is_told()
     def outlier(d: float) -> dict[str, float]:
         train = torch.tensor([-1.0, -2.0])
         return metrics_of(
-            train, train - torch.tensor([0.0, d]), torch.ones(2), torch.zeros(2, dtype=torch.int64),
-            num_sequences=1, config=PRESETS["decoupled_token_is"],
+            train,
+            train - torch.tensor([0.0, d]),
+            torch.ones(2),
+            torch.zeros(2, dtype=torch.int64),
+            num_sequences=1,
+            config=PRESETS["decoupled_token_is"],
         )
 
     metrics = outlier(15)
@@ -171,21 +214,27 @@ def test_metrics_when_one_token_is_an_outlier_then_finite_and_its_size_is_told()
 
 
 def test_clamped_metrics_when_one_token_is_extreme_then_they_hardly_move():
-    # 1000 sequences of one token of D = 0.01, of which one is replaced by D = 100, -100 or a log-prob of -1e4.
+    # 1000 sequences of one token of D = 0.01, of which one is replaced by D = 100, -100 or a
+    # log-prob of -1e4.
     rollout = torch.full((1000,), -1.0)
     ids = torch.arange(1000)
 
     def measured(train: float, rollout_too: float = -1.0) -> dict[str, float]:
         both = [side.clone() for side in (rollout + 0.01, rollout)]
         both[0][7], both[1][7] = train, rollout_too
-        return metrics_of(*both, torch.ones(1000), ids, num_sequences=1000, config=PRESETS["decoupled_token_is"])
+        return metrics_of(
+            *both, torch.ones(1000), ids, num_sequences=1000, config=PRESETS["decoupled_token_is"]
+        )
 
     usual = measured(-0.99)
     for train, other in ((-101.0, -1.0), (-1.0, -101.0), (-1e4, -1.0), (-1.0, -1e4), (-1e4, -1e4)):
         extreme = measured(train, other)
-        assert all(math.isfinite(v) for n, v in extreme.items() if not n.startswith("by_prob/") and n != "pearson")
+        assert all(
+            math.isfinite(v) for n, v in extreme.items() if not n.startswith("by_prob/") and n != "pearson"
+        )
         for name in CLAMPED:
-            # k3 = 10 of one in a thousand is 0.01; rho = 13.6 has a square of 185; a perplexity of 100 is 0.1.
+            # k3 = 10 of one in a thousand is 0.01; rho = 13.6 has a square of 185; a
+            # perplexity of 100 is 0.1.
             moved = abs(extreme[f"{name}_clamped"] - usual[f"{name}_clamped"])
             assert moved < (0.19 if "chi2" in name else 0.1), name
             assert usual[f"{name}_clamped"] == pytest.approx(usual[name], rel=1e-9, abs=1e-12)
@@ -217,7 +266,9 @@ def test_histogram_when_sizes_are_on_the_ends_of_bins_then_in_the_bin_below():
     mask = torch.ones(len(sizes) + 2)
     mask[-2] = 0  # a hole; the last has no log-prob
     train = torch.cat([sizes * signs, torch.tensor([3.0, NAN])])
-    metrics = metrics_of(train, torch.zeros(len(train)), mask, torch.zeros(len(train)).long(), num_sequences=1)
+    metrics = metrics_of(
+        train, torch.zeros(len(train)), mask, torch.zeros(len(train)).long(), num_sequences=1
+    )
     shares = [metrics[f"log_ratio_abs_bin/{label}"] for label in LABELS]
     assert shares == pytest.approx([2 / len(sizes)] * (len(LABELS) - 1) + [1 / len(sizes)])
     # Seven ends are above ln 2 (1, 2, 5, ..., 100), and eight tokens just above an end.
@@ -228,7 +279,11 @@ def test_percentiles_when_tokens_are_few_or_many_then_the_end_of_the_bin_that_th
     def of(*log_ratios: float) -> list[float]:
         train = torch.tensor(log_ratios)
         metrics = metrics_of(
-            train, torch.zeros(len(train)), torch.ones(len(train)), torch.zeros(len(train)).long(), num_sequences=1
+            train,
+            torch.zeros(len(train)),
+            torch.ones(len(train)),
+            torch.zeros(len(train)).long(),
+            num_sequences=1,
         )
         return [metrics[f"log_ratio_abs_{name}"] for name in ("p50", "p99", "p999")]
 
@@ -257,7 +312,9 @@ def test_metrics_by_probability_when_each_band_has_its_tokens_then_each_its_own(
         "above_1e-1": (2, LN2 / 2, (LN2 - 0.5) / 2, LN2 / 2),
     }
     for band, values in expected.items():
-        found = [metrics[f"by_prob/{band}/{name}"] for name in ("tokens", "kl", "k3_kl", "log_ratio_abs_mean")]
+        found = [
+            metrics[f"by_prob/{band}/{name}"] for name in ("tokens", "kl", "k3_kl", "log_ratio_abs_mean")
+        ]
         assert found == pytest.approx(values, rel=1e-5, abs=1e-6), band
 
 
@@ -307,8 +364,13 @@ def test_sequence_metrics_when_another_rank_owns_the_sequences_then_nothing_is_c
             return totals
 
     correction = compute_correction(
-        torch.tensor([-1000.0, -1.0]), torch.tensor([-1000.0, -1.0]), torch.ones(2), torch.tensor([0, 1]),
-        num_sequences=2, config=CONFIG, groups=SecondRank(),
+        torch.tensor([-1000.0, -1.0]),
+        torch.tensor([-1000.0, -1.0]),
+        torch.ones(2),
+        torch.tensor([0, 1]),
+        num_sequences=2,
+        config=CONFIG,
+        groups=SecondRank(),
     )
     for name in ("sequences", "kept_sequence_fraction", "training_ppl", "rollout_ppl", "log_ppl_diff"):
         assert correction.metrics[name].values.count_nonzero() == 0, name
@@ -318,8 +380,12 @@ def test_sequence_metrics_when_another_rank_owns_the_sequences_then_nothing_is_c
 @pytest.mark.parametrize("tokens, sequences", [(0, 0), (0, 2), (4, 2)])
 def test_metrics_when_there_is_nothing_valid_then_the_same_names_and_no_number(config, tokens, sequences):
     metrics = metrics_of(
-        torch.full((tokens,), NAN), torch.full((tokens,), NAN), torch.zeros(tokens),
-        torch.zeros(tokens, dtype=torch.int64), num_sequences=sequences, config=config,
+        torch.full((tokens,), NAN),
+        torch.full((tokens,), NAN),
+        torch.zeros(tokens),
+        torch.zeros(tokens, dtype=torch.int64),
+        num_sequences=sequences,
+        config=config,
     )
     some = metrics_of(TRAIN, ROLLOUT, MASK, SEQ_IDS, num_sequences=3, config=config)
     # Ranks pack their metrics by name: one without tokens must not lack any.
@@ -337,13 +403,20 @@ def test_ess_of_sequences_when_products_leave_all_bounds_then_clamped_and_no_dig
     train = rollout - torch.tensor([1.8, 1.9]).repeat_interleave(10)
     seq_ids = torch.arange(2).repeat_interleave(10)
     metrics = metrics_of(train, rollout, torch.ones(20), seq_ids, num_sequences=2)
-    assert metrics["ess_sequences"] == pytest.approx((1 + math.exp(-1)) ** 2 / (2 * (1 + math.exp(-2))), rel=1e-5)
-    # -180 and -190: (1 + e^-10)^2 / (2 (1 + e^-20)) = 0.50005. Long responses that all lie far off are not equal.
+    assert metrics["ess_sequences"] == pytest.approx(
+        (1 + math.exp(-1)) ** 2 / (2 * (1 + math.exp(-2))), rel=1e-5
+    )
+    # -180 and -190: (1 + e^-10)^2 / (2 (1 + e^-20)) = 0.50005. Long responses that all lie far
+    # off are not equal.
     far = rollout + 10 * (train - rollout)
     metrics = metrics_of(far, rollout, torch.ones(20), seq_ids, num_sequences=2)
-    assert metrics["ess_sequences"] == pytest.approx((1 + math.exp(-10)) ** 2 / (2 * (1 + math.exp(-20))), rel=1e-3)
+    assert metrics["ess_sequences"] == pytest.approx(
+        (1 + math.exp(-10)) ** 2 / (2 * (1 + math.exp(-20))), rel=1e-3
+    )
     # -360 and -380 are both -340: equal weights. One of e^300 beside e^-300 is alone: 1 / n.
     metrics = metrics_of(rollout + 20 * (train - rollout), rollout, torch.ones(20), seq_ids, num_sequences=2)
     assert metrics["ess_sequences"] == 1
     train = torch.where(seq_ids == 0, rollout + 30, rollout - 30)
-    assert metrics_of(train, rollout, torch.ones(20), seq_ids, num_sequences=2)["ess_sequences"] == pytest.approx(0.5)
+    assert metrics_of(train, rollout, torch.ones(20), seq_ids, num_sequences=2)[
+        "ess_sequences"
+    ] == pytest.approx(0.5)

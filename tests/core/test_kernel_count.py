@@ -1,4 +1,5 @@
-"""Operators that launch a kernel, counted on a batch of ordinary size; and that none of them reads the device.
+"""Operators that launch a kernel, counted on a batch of ordinary size; and that none of them
+reads the device.
 
 What counts, and what does not, is said in benchmarks/operators.py. 64 sequences of 2048 tokens.
 """
@@ -20,15 +21,17 @@ WEIGHTS = {"rollout_is_mode": "mask", "rollout_is_lower": 0.5, "rollout_is_upper
 THREE_RULES = {
     "token": [RejectionRule("token", kind, upper=2.0) for kind in ("ratio", "k2", "k3")],
     "sequence": [
-        RejectionRule("seq_max", "ratio", 1e-4, 1e4), RejectionRule("seq_mean", "opsm", upper=0.1),
+        RejectionRule("seq_max", "ratio", 1e-4, 1e4),
+        RejectionRule("seq_mean", "opsm", upper=0.1),
         RejectionRule("seq_sum", "k3", upper=2.0),
     ],
     "geometric": [
-        RejectionRule("seq_mean", "exp_abs", upper=2.0), RejectionRule("token", "rollout_prob", lower=1e-4),
+        RejectionRule("seq_mean", "exp_abs", upper=2.0),
+        RejectionRule("token", "rollout_prob", lower=1e-4),
         RejectionRule("seq_max", "abs_diff", upper=0.9),
     ],
     "turn": [RejectionRule("turn_mean", kind, upper=0.9) for kind in ("k2", "k3", "abs_diff")],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,9 @@ def batch() -> dict[str, torch.Tensor]:
     }
 
 
-def counted(batch: dict[str, torch.Tensor], config: RolloutCorrectionConfig) -> tuple[OperatorCount, Correction]:
+def counted(
+    batch: dict[str, torch.Tensor], config: RolloutCorrectionConfig
+) -> tuple[OperatorCount, Correction]:
     """The operators of one correction, after one that made the constants."""
     sizes = {"num_sequences": SEQUENCES, "num_turns": LENGTH // 512}
     compute_correction(**batch, **sizes, config=config)
@@ -58,7 +63,9 @@ def counted(batch: dict[str, torch.Tensor], config: RolloutCorrectionConfig) -> 
 
 @pytest.mark.parametrize("turns", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
-def test_correction_when_of_a_preset_then_at_most_150_kernels_no_host_read_and_64_bytes_a_token(name, turns, batch):
+def test_correction_when_of_a_preset_then_at_most_150_kernels_no_host_read_and_64_bytes_a_token(
+    name, turns, batch
+):
     given = batch if turns else {k: v for k, v in batch.items() if k != "turn_ids"}
     count, _ = counted(given, PRESETS[name])
     sizes = {"num_sequences": SEQUENCES, "num_turns": LENGTH // 512}
@@ -72,7 +79,10 @@ def test_correction_when_of_a_preset_then_at_most_150_kernels_no_host_read_and_6
 @pytest.mark.parametrize("level", THREE_RULES)
 def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_180_kernels(level, batch):
     config = RolloutCorrectionConfig(
-        rollout_is=level, rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES[level]), **WEIGHTS,
+        rollout_is=level,
+        rollout_is_batch_normalize=True,
+        rollout_rs=tuple(THREE_RULES[level]),
+        **WEIGHTS,
         rollout_batch_filter_kl=0.1,
     )
     """No preset has three rules and normalised weights at once: 146 to 179 kernels were counted for these."""
@@ -86,7 +96,10 @@ def test_correction_when_of_three_rules_and_normalised_weights_then_at_most_180_
 
 def test_correction_when_there_are_more_tokens_then_as_many_kernels_and_at_most_64_bytes_each():
     config = RolloutCorrectionConfig(
-        rollout_is="turn", rollout_is_batch_normalize=True, rollout_rs=tuple(THREE_RULES["sequence"]), **WEIGHTS,
+        rollout_is="turn",
+        rollout_is_batch_normalize=True,
+        rollout_rs=tuple(THREE_RULES["sequence"]),
+        **WEIGHTS,
         rollout_m2_threshold=0.1,
     )
 
@@ -94,9 +107,13 @@ def test_correction_when_there_are_more_tokens_then_as_many_kernels_and_at_most_
         generator = torch.Generator().manual_seed(0)
         train, ids = -torch.rand(tokens, generator=generator), torch.arange(tokens)
         return {
-            "train_logprobs": train, "rollout_logprobs": train * 1.01, "loss_mask": train < -0.1,
-            "seq_ids": ids // LENGTH, "turn_ids": ids % LENGTH // 512, "advantages": train + 0.5,
-        }  # fmt: skip
+            "train_logprobs": train,
+            "rollout_logprobs": train * 1.01,
+            "loss_mask": train < -0.1,
+            "seq_ids": ids // LENGTH,
+            "turn_ids": ids % LENGTH // 512,
+            "advantages": train + 0.5,
+        }
 
     peaks, counts = {}, {}
     for tokens in (1 << 17, 1 << 18, 3 << 18):
@@ -115,7 +132,10 @@ def test_correction_when_there_are_more_tokens_then_as_many_kernels_and_at_most_
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_when_run_forward_then_few_kernels_and_no_host_read(name, with_metrics, batch):
     config = RolloutCorrectionConfig(
-        loss=name, loss_scale_length=2048.0 if name == "dr_grpo" else None, rollout_is="token", rollout_is_upper=2.0,
+        loss=name,
+        loss_scale_length=2048.0 if name == "dr_grpo" else None,
+        rollout_is="token",
+        rollout_is_upper=2.0,
         dro_beta=0.1 if name == "dro" else None,
     )
     correction = compute_correction(**batch, num_sequences=SEQUENCES, config=config)
@@ -123,9 +143,16 @@ def test_loss_when_run_forward_then_few_kernels_and_no_host_read(name, with_metr
 
     def forward(metrics):
         return policy_loss(
-            name, now, batch["train_logprobs"], batch["advantages"], correction, config,
-            seq_ids=batch["seq_ids"], num_sequences=SEQUENCES, metrics=metrics,
-        )  # fmt: skip
+            name,
+            now,
+            batch["train_logprobs"],
+            batch["advantages"],
+            correction,
+            config,
+            seq_ids=batch["seq_ids"],
+            num_sequences=SEQUENCES,
+            metrics=metrics,
+        )
 
     forward({} if with_metrics else None)
     with OperatorCount() as count:

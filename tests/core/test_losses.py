@@ -1,4 +1,6 @@
-"""Every policy loss by hand: where it cuts and where it does not, weights, masks, penalties, metrics, gradients."""
+"""Every policy loss by hand: where it cuts and where it does not, weights, masks, penalties,
+metrics, gradients.
+"""
 
 import math
 from dataclasses import replace
@@ -38,8 +40,15 @@ def loss_and_gradient(ratios, advantages, weights, mask=None, metrics=None, conf
     logprobs = (torch.tensor(ratios).log() - 2).requires_grad_()
     seq_ids = torch.zeros(len(ratios), dtype=torch.int64) if seq_ids is None else torch.tensor(seq_ids)
     losses = policy_loss(
-        config.loss, logprobs, torch.full((len(ratios),), -2.0), torch.tensor(advantages),
-        correction_of(weights, mask), config, metrics=metrics, seq_ids=seq_ids, num_sequences=4,
+        config.loss,
+        logprobs,
+        torch.full((len(ratios),), -2.0),
+        torch.tensor(advantages),
+        correction_of(weights, mask),
+        config,
+        metrics=metrics,
+        seq_ids=seq_ids,
+        num_sequences=4,
     )
     losses.sum().backward()
     return losses.tolist(), logprobs.grad.tolist()
@@ -85,7 +94,9 @@ def test_dapo_when_no_clip_is_given_then_its_own_upper_bound():
         (0.1, 2.0, 3.0, -0.2, -0.2),
     ],
 )
-def test_dual_clip_when_a_bad_token_grew_beyond_c_then_its_loss_stops_there(ratio, advantage, c, loss, gradient):
+def test_dual_clip_when_a_bad_token_grew_beyond_c_then_its_loss_stops_there(
+    ratio, advantage, c, loss, gradient
+):
     config = RolloutCorrectionConfig(clip_ratio_c=c)
     metrics = {}
     losses, gradients = loss_and_gradient([ratio], [advantage], [1.0], config=config, metrics=metrics)
@@ -142,8 +153,13 @@ def test_reinforce_when_weighted_then_minus_w_a_log_pi(loss_name):
 def test_dppo_tv_when_a_probability_moved_too_far_then_its_token_is_left_out(now, old, advantage, gradient):
     logprobs = torch.tensor([now]).log().requires_grad_()
     losses = policy_loss(
-        "dppo_tv", logprobs, torch.tensor([old]).log(), torch.tensor([advantage]), correction_of([1.0], [True]),
-        config_of("dppo_tv"), metrics=(metrics := {}),
+        "dppo_tv",
+        logprobs,
+        torch.tensor([old]).log(),
+        torch.tensor([advantage]),
+        correction_of([1.0], [True]),
+        config_of("dppo_tv"),
+        metrics=(metrics := {}),
     )
     losses.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx([gradient], rel=1e-5)
@@ -165,15 +181,23 @@ def test_dppo_tv_when_a_probability_moved_too_far_then_its_token_is_left_out(now
         (0.9, 0.5, 0.0, None, None, 0.0),
         # 1e-4 ln 0.01 + 0.9999 ln(0.9999 / 0.99) = -0.00046 + 0.00994 = 0.0095; r = 100: 20 at most
         (0.01, 0.0001, 2.0, None, None, -40.0),
-        # 0.99 ln(0.99 / 0.8) + 0.01 ln(0.01 / 0.2) = 0.211 - 0.030 = 0.18: r = 0.81 passes PPO's clip, and this not
+        # 0.99 ln(0.99 / 0.8) + 0.01 ln(0.01 / 0.2) = 0.211 - 0.030 = 0.18: r = 0.81 passes PPO's
+        # clip, and this not
         (0.8, 0.99, -2.0, None, None, 0.0),
     ],
 )
-def test_dppo_kl_when_a_token_moved_outwards_too_far_then_it_is_left_out(now, old, advantage, low, high, gradient):
+def test_dppo_kl_when_a_token_moved_outwards_too_far_then_it_is_left_out(
+    now, old, advantage, low, high, gradient
+):
     logprobs = torch.tensor([now]).log().requires_grad_()
     losses = policy_loss(
-        "dppo_kl", logprobs, torch.tensor([old]).log(), torch.tensor([advantage]), correction_of([1.0], [True]),
-        config_of("dppo_kl", clip_ratio_low=low, clip_ratio_high=high), metrics=(metrics := {}),
+        "dppo_kl",
+        logprobs,
+        torch.tensor([old]).log(),
+        torch.tensor([advantage]),
+        correction_of([1.0], [True]),
+        config_of("dppo_kl", clip_ratio_low=low, clip_ratio_high=high),
+        metrics=(metrics := {}),
     )
     losses.sum().backward()
     assert logprobs.grad.tolist() == pytest.approx([gradient], rel=1e-5)
@@ -211,10 +235,14 @@ def test_sapo_when_no_temperature_is_given_then_1_and_1_05():
 
 
 def test_dro_when_the_policy_moved_then_advantage_times_log_prob_and_a_squared_pull_back():
-    # log pi_old = -2; beta = 0.5. Loss -w (A log pi - 0.25 d^2), gradient -w (A - 0.5 d), d = log r = 0, 0.4, -1, 2.
+    # log pi_old = -2; beta = 0.5. Loss -w (A log pi - 0.25 d^2), gradient -w (A - 0.5 d), d = log r
+    # = 0, 0.4, -1, 2.
     config = config_of("dro", dro_beta=0.5)
     losses, gradients = loss_and_gradient(
-        [1.0, math.exp(0.4), math.exp(-1.0), math.exp(2.0)], [2.0, 2.0, 0.0, 1.0], [1.0, 0.25, 3.0, 1.0], config=config
+        [1.0, math.exp(0.4), math.exp(-1.0), math.exp(2.0)],
+        [2.0, 2.0, 0.0, 1.0],
+        [1.0, 0.25, 3.0, 1.0],
+        config=config,
     )
     assert losses == pytest.approx([4.0, 0.25 * (3.2 + 0.04), 3 * 0.25, 1.0], rel=1e-5, abs=1e-6)
     # The last one is where it pulls as much as the advantage pushes: d = A / beta.
@@ -222,12 +250,17 @@ def test_dro_when_the_policy_moved_then_advantage_times_log_prob_and_a_squared_p
 
 
 def test_gspo_when_sequences_interleave_then_one_ratio_and_one_clip_for_each():
-    # Sequence 0: ratios 2, 0.5, and 4 at a hole: geometric mean 1. Sequence 2: 1.5, 1.5 -> 1.5. Sequence 3: 0.5, one
-    # token. Sequence 1 is empty.
+    # Sequence 0: ratios 2, 0.5, and 4 at a hole: geometric mean 1. Sequence 2: 1.5, 1.5 -> 1.5. Sequence 3:
+    # 0.5, one token. Sequence 1 is empty.
     config, metrics = config_of("gspo", clip_ratio_low=0.2, clip_ratio_high=0.3), {}
     losses, gradients = loss_and_gradient(
-        [2.0, 1.5, 4.0, 0.5, 1.5, 0.5], [1.0, 1.0, NAN, 1.0, -1.0, -1.0], [1.0, 1.0, NAN, 1.0, 2.0, 1.0],
-        mask=[True, True, False, True, True, True], config=config, metrics=metrics, seq_ids=[0, 2, 0, 0, 2, 3],
+        [2.0, 1.5, 4.0, 0.5, 1.5, 0.5],
+        [1.0, 1.0, NAN, 1.0, -1.0, -1.0],
+        [1.0, 1.0, NAN, 1.0, 2.0, 1.0],
+        mask=[True, True, False, True, True, True],
+        config=config,
+        metrics=metrics,
+        seq_ids=[0, 2, 0, 0, 2, 3],
     )
     # A token's own ratio of 2 or 0.5 does not matter: s = 1. 1.5 is clipped where A > 0, 0.5 where A < 0.
     assert losses == pytest.approx([-1.0, -1.3, 0.0, -1.0, 3.0, 0.8], rel=1e-5)
@@ -248,9 +281,16 @@ def test_loss_when_a_masked_token_holds_garbage_then_loss_and_gradient_are_zero_
     entropy = torch.tensor([0.5, bad, 0.25], requires_grad=True)
     config = config_of(loss_name, kl_loss_coef=0.5, entropy_coef=0.1)
     losses = policy_loss(
-        loss_name, now, torch.tensor([-1.0, bad, -2.0]), torch.tensor([1.0, bad, -1.0]),
-        correction_of([2.0, bad, 0.5], mask.tolist()), config, metrics=(metrics := {}),
-        seq_ids=torch.tensor([0, 0, 0]), num_sequences=1, ref_logprobs=torch.tensor([-1.0, bad, -2.0]),
+        loss_name,
+        now,
+        torch.tensor([-1.0, bad, -2.0]),
+        torch.tensor([1.0, bad, -1.0]),
+        correction_of([2.0, bad, 0.5], mask.tolist()),
+        config,
+        metrics=(metrics := {}),
+        seq_ids=torch.tensor([0, 0, 0]),
+        num_sequences=1,
+        ref_logprobs=torch.tensor([-1.0, bad, -2.0]),
         entropy=entropy,
     )
     losses.sum().backward()
@@ -268,9 +308,15 @@ def test_loss_when_a_masked_token_holds_garbage_then_loss_and_gradient_are_zero_
 def test_loss_when_everything_is_rejected_or_there_is_nothing_then_zero(loss_name, tokens):
     now = torch.full((tokens,), -1.0, requires_grad=True)
     losses = policy_loss(
-        loss_name, now, torch.full((tokens,), -2.0), torch.ones(tokens),
-        correction_of([1.0] * tokens, [False] * tokens), config_of(loss_name), metrics=(metrics := {}),
-        seq_ids=torch.zeros(tokens, dtype=torch.int64), num_sequences=2,
+        loss_name,
+        now,
+        torch.full((tokens,), -2.0),
+        torch.ones(tokens),
+        correction_of([1.0] * tokens, [False] * tokens),
+        config_of(loss_name),
+        metrics=(metrics := {}),
+        seq_ids=torch.zeros(tokens, dtype=torch.int64),
+        num_sequences=2,
     )
     losses.sum().backward()
     assert losses.tolist() == [0.0] * tokens and now.grad.tolist() == [0.0] * tokens
@@ -295,9 +341,15 @@ def test_loss_when_the_policy_ran_away_then_finite(loss_name):
     metrics = {}
     now = torch.tensor([-1.0, -200.0], requires_grad=True)
     losses = policy_loss(
-        loss_name, now, torch.tensor([-200.0, -1.0]), torch.tensor([-1.0, 1.0]),
-        correction_of([1.0, 1.0], [True, True]), config_of(loss_name), metrics=metrics,
-        seq_ids=torch.tensor([0, 1]), num_sequences=2,
+        loss_name,
+        now,
+        torch.tensor([-200.0, -1.0]),
+        torch.tensor([-1.0, 1.0]),
+        correction_of([1.0, 1.0], [True, True]),
+        config_of(loss_name),
+        metrics=metrics,
+        seq_ids=torch.tensor([0, 1]),
+        num_sequences=2,
     )
     losses.sum().backward()
     assert losses.isfinite().all() and now.grad.isfinite().all()
@@ -307,8 +359,15 @@ def test_loss_when_the_policy_ran_away_then_finite(loss_name):
 @pytest.mark.parametrize("loss_name", LOSSES)
 def test_loss_metrics_when_a_token_became_impossible_then_its_divergence_is_not_clamped(loss_name):
     losses = policy_loss(
-        loss_name, torch.tensor([-30.0]), torch.tensor([-1.0]), torch.tensor([1.0]), correction_of([1.0], [True]),
-        config_of(loss_name), metrics=(metrics := {}), seq_ids=torch.tensor([0]), num_sequences=1,
+        loss_name,
+        torch.tensor([-30.0]),
+        torch.tensor([-1.0]),
+        torch.tensor([1.0]),
+        correction_of([1.0], [True]),
+        config_of(loss_name),
+        metrics=(metrics := {}),
+        seq_ids=torch.tensor([0]),
+        num_sequences=1,
     )
     # e^-29 - 1 + 29: the exponent alone is clamped, at -20.
     assert metrics["old_new_k3_kl"].value() == pytest.approx(28.0, rel=1e-6) and losses.isfinite().all()
@@ -320,8 +379,13 @@ def test_gspo_when_one_token_moved_beyond_20_then_the_mean_takes_it_whole():
     old = torch.tensor([-1.0, -15.0, -15.0, -15.0])
     now = torch.tensor([-41.0, -1.6, -1.6, -1.6], requires_grad=True)
     losses = policy_loss(
-        "gspo", now, old, torch.ones(4), correction_of([1.0] * 4, [True] * 4),
-        config_of("gspo", clip_ratio_low=0.2, clip_ratio_high=0.3), seq_ids=torch.zeros(4, dtype=torch.int64),
+        "gspo",
+        now,
+        old,
+        torch.ones(4),
+        correction_of([1.0] * 4, [True] * 4),
+        config_of("gspo", clip_ratio_low=0.2, clip_ratio_high=0.3),
+        seq_ids=torch.zeros(4, dtype=torch.int64),
         num_sequences=1,
     )
     assert losses.tolist() == pytest.approx([-math.exp(0.05)] * 4, rel=1e-5)
@@ -330,8 +394,12 @@ def test_gspo_when_one_token_moved_beyond_20_then_the_mean_takes_it_whole():
 def test_ppo_clip_when_there_is_no_dual_clip_then_the_ratio_stops_at_e20():
     now = torch.tensor([-1.0, -200.0], requires_grad=True)
     losses = policy_loss(
-        "ppo_clip", now, torch.tensor([-200.0, -1.0]), torch.tensor([-1.0, 1.0]),
-        correction_of([1.0, 1.0], [True, True]), CONFIG,
+        "ppo_clip",
+        now,
+        torch.tensor([-200.0, -1.0]),
+        torch.tensor([-1.0, 1.0]),
+        correction_of([1.0, 1.0], [True, True]),
+        CONFIG,
     )
     assert losses.tolist() == pytest.approx([math.exp(20), -math.exp(-20)], rel=1e-5)
 
@@ -376,9 +444,19 @@ def test_reference_kl_when_policies_differ_then_by_hand(kind, difference, value,
 
 def test_penalties_when_coefficients_are_set_then_added_unweighted():
     config = RolloutCorrectionConfig(kl_loss_coef=0.1, kl_loss_type="k2", entropy_coef=0.01)
-    arguments = (torch.tensor([-1.0]), torch.tensor([-1.0]), torch.tensor([2.0]), correction_of([3.0], [True]), config)
+    arguments = (
+        torch.tensor([-1.0]),
+        torch.tensor([-1.0]),
+        torch.tensor([2.0]),
+        correction_of([3.0], [True]),
+        config,
+    )
     losses = policy_loss(
-        "ppo_clip", *arguments, ref_logprobs=torch.tensor([-3.0]), entropy=torch.tensor([5.0]), metrics=(metrics := {})
+        "ppo_clip",
+        *arguments,
+        ref_logprobs=torch.tensor([-3.0]),
+        entropy=torch.tensor([5.0]),
+        metrics=(metrics := {}),
     )
     # -3 * 2 + 0.1 * 2^2 / 2 - 0.01 * 5
     assert losses.tolist() == pytest.approx([-6 + 0.2 - 0.05])
@@ -391,11 +469,17 @@ def test_penalties_when_coefficients_are_set_then_added_unweighted():
 
 @pytest.mark.parametrize(
     "kind, difference, value, gradient",
-    [("squared", 0.5, 0.25, 1.0), ("squared", -20.0, 400.0, -40.0), ("squared", -30.0, 400.0, 0.0),
-     ("k3", 0.5, math.exp(0.5) - 1.5, math.exp(0.5) - 1),
-     ("k3", -2.0, math.exp(-2.0) + 1, math.exp(-2.0) - 1), ("k3", 2.6, math.exp(2.6) - 3.6, math.exp(2.6) - 1),
-     ("k3", 3.0, 10.0, 0.0), ("k3", -12.0, 10.0, 0.0)],
-)  # fmt: skip
+    [
+        ("squared", 0.5, 0.25, 1.0),
+        ("squared", -20.0, 400.0, -40.0),
+        ("squared", -30.0, 400.0, 0.0),
+        ("k3", 0.5, math.exp(0.5) - 1.5, math.exp(0.5) - 1),
+        ("k3", -2.0, math.exp(-2.0) + 1, math.exp(-2.0) - 1),
+        ("k3", 2.6, math.exp(2.6) - 3.6, math.exp(2.6) - 1),
+        ("k3", 3.0, 10.0, 0.0),
+        ("k3", -12.0, 10.0, 0.0),
+    ],
+)
 def test_sampler_kl_when_the_policy_has_moved_then_by_hand(kind, difference, value, gradient):
     logprobs = torch.tensor([difference - 1.0, 0.0], requires_grad=True)  # D = log pi_theta - log pi_rollout
     kl = sampler_kl(logprobs, torch.tensor([-1.0, math.nan]), torch.tensor([True, False]), kind)
@@ -412,9 +496,14 @@ def test_unbiased_kl_when_older_weights_have_sampled_then_weighed_by_the_whole_r
     for settings, weight in ((config, 3.0), (replace(config, bypass_mode=True), 1.0)):
         metrics, now = {}, given[0].clone().requires_grad_()
         losses = policy_loss(
-            "ppo_clip", now, *given[1:], correction_of([3.0] * 3, [True, False, True]), settings,
-            ref_logprobs=reference, metrics=metrics,
-        )  # fmt: skip
+            "ppo_clip",
+            now,
+            *given[1:],
+            correction_of([3.0] * 3, [True, False, True]),
+            settings,
+            ref_logprobs=reference,
+            metrics=metrics,
+        )
         losses.sum().backward()
         ratio = math.exp(0.2) * weight
         assert losses.tolist() == pytest.approx([0.1 * ratio * k3, 0.0, 0.0], rel=1e-5)
@@ -442,12 +531,15 @@ def test_kl_estimates_when_averaged_over_samples_then_their_gradient_is_that_of_
     for kind, expected in (("k1", torch.zeros(7)), ("k2", kl), ("k3+", kl), ("k3", other_way)):
         assert mean_of(kind).tolist() == pytest.approx(expected.tolist(), rel=1e-5, abs=1e-6)
 
-    # Older weights have sampled: unbiased, weighed by pi_theta / pi_older, still has the KL's gradient; k3+ has not.
+    # Older weights have sampled: unbiased, weighed by pi_theta / pi_older, still has the KL's
+    # gradient; k3+ has not.
     older = torch.randn(7, generator=generator, dtype=torch.float64).log_softmax(0)
 
     def mean_of_older(kind):
         ratio, all_ids = (logits.log_softmax(0) - older).exp(), torch.ones(7, dtype=torch.bool)
-        return gradient(lambda own: (older.exp() * reference_kl(own, theirs, all_ids, kind, ratio=ratio)).sum())
+        return gradient(
+            lambda own: (older.exp() * reference_kl(own, theirs, all_ids, kind, ratio=ratio)).sum()
+        )
 
     assert mean_of_older("unbiased").tolist() == pytest.approx(kl.tolist(), rel=1e-5, abs=1e-6)
     assert (mean_of_older("k3+") - kl).abs().max() > 0.1
@@ -466,7 +558,12 @@ def test_reward_kl_when_log_probs_are_missing_then_the_rest_is_summed():
     # Beyond the cap a token of k3 costs 10, and no more: d = -3 and 12, where k3 is 16.1 and 11.
     config = RolloutCorrectionConfig(kl_reward_coef=0.1, kl_reward_type="k3")
     [taken] = reward_kl(
-        torch.tensor([-4.0, -1.0]), torch.tensor([-1.0, -13.0]), mask[:2], ids[:2], num_sequences=1, config=config,
+        torch.tensor([-4.0, -1.0]),
+        torch.tensor([-1.0, -13.0]),
+        mask[:2],
+        ids[:2],
+        num_sequences=1,
+        config=config,
         groups=ParallelGroups(),
     )
     assert taken == pytest.approx(0.1 * 20)
@@ -486,8 +583,12 @@ def test_policy_loss_when_the_name_is_unknown_or_sequences_are_missing_then_told
 def test_loss_when_tensors_hold_no_data_then_it_runs_since_nothing_is_read(loss_name, aggregation):
     norm = aggregation == "seq-mean-token-sum-norm"
     config = RolloutCorrectionConfig(
-        loss=loss_name, loss_aggregation=aggregation, loss_scale_length=4 if norm else None, kl_loss_coef=0.1,
-        entropy_coef=0.1, dro_beta=0.5 if loss_name == "dro" else None,
+        loss=loss_name,
+        loss_aggregation=aggregation,
+        loss_scale_length=4 if norm else None,
+        kl_loss_coef=0.1,
+        entropy_coef=0.1,
+        dro_beta=0.5 if loss_name == "dro" else None,
     )
     now, old, advantages, reference, entropy, weights = torch.zeros(6, 5, device="meta").unbind()
     now.requires_grad_()
@@ -496,8 +597,17 @@ def test_loss_when_tensors_hold_no_data_then_it_runs_since_nothing_is_read(loss_
     lengths = Lengths("valid", count.expand(2), count)
     correction = Correction(weights, mask, mask, mask[:2], count, count, lengths, torch.ones(2).double())
     losses = policy_loss(
-        loss_name, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=2,
-        ref_logprobs=reference, entropy=entropy, metrics={},
+        loss_name,
+        now,
+        old,
+        advantages,
+        correction,
+        config,
+        seq_ids=seq_ids,
+        num_sequences=2,
+        ref_logprobs=reference,
+        entropy=entropy,
+        metrics={},
     )
     (losses * token_coefficients(correction, seq_ids, config)).sum().backward()
     assert now.grad.device.type == "meta"

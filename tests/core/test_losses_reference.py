@@ -1,8 +1,9 @@
 """Every loss, penalty and aggregation against autograd of a naive one: float64, one sequence after the other.
 
-Log-probs are multiples of 2^-16 below 64, so that float32 subtracts them exactly, as float64 does: what differs is the
-formulas' own rounding. Errors are shares of the sum of the sizes of all terms and not of their sum: where terms of
-unlike signs cancel, as e^-d and 1 in k3's gradient or A and b log r in dro's, float32 has lost the digits below.
+Log-probs are multiples of 2^-16 below 64, so that float32 subtracts them exactly, as float64 does: what
+differs is the formulas' own rounding. Errors are shares of the sum of the sizes of all terms and not of
+their sum: where terms of unlike signs cancel, as e^-d and 1 in k3's gradient or A and b log r in dro's,
+float32 has lost the digits below.
 """
 
 import math
@@ -78,10 +79,12 @@ def bounded_k3(d):
 
 
 def naive_reference_kl(now, t, case, config):
-    """Terms. k1, k2, k3 as they read; the gradients of k3+ and unbiased through the probability of the token itself.
+    """Terms. k1, k2, k3 as they read; the gradients of k3+ and unbiased through the probability of
+    the token itself.
 
-    The score function of an expectation: grad (pi k3) = pi (k3 + 1 - e^-d) psi = pi d psi, with pi / sg(pi) = 1 for k3+
-    and pi over the policy that sampled for unbiased. The bound of 10 is on values, and leaves their gradients alone.
+    The score function of an expectation: grad (pi k3) = pi (k3 + 1 - e^-d) psi = pi d psi, with pi /
+    sg(pi) = 1 for k3+ and pi over the policy that sampled for unbiased. The bound of 10 is on values, and
+    leaves their gradients alone.
     """
     d = now - case["reference"][t]
     if config.kl_loss_type in ("k1", "k2", "k3"):
@@ -114,7 +117,8 @@ def naive_total(now, case, config):
         inside = [t for t, i in enumerate(ids) if i == s and kept[t]]
         length = sum(counted[t] for t, i in enumerate(ids) if i == s)
         divisor = {
-            "token-mean": max(sum(counted), 1), "seq-mean-token-mean": max(length, 1) * max(len(sequences), 1),
+            "token-mean": max(sum(counted), 1),
+            "seq-mean-token-mean": max(length, 1) * max(len(sequences), 1),
         }.get(config.aggregation, max(len(sequences), 1) * (config.loss_scale_length or 1))
         total += [term / divisor for term in naive_terms(inside, now, case, config)]
     return total
@@ -122,7 +126,9 @@ def naive_total(now, case, config):
 
 @st.composite
 def cases(draw):
-    """Interleaved sequences of unlike lengths with holes and rejected tokens; NaN wherever nothing may be read."""
+    """Interleaved sequences of unlike lengths with holes and rejected tokens; NaN wherever
+    nothing may be read.
+    """
     generator = random.Random(draw(st.integers(0, 2**32)))
     lengths = draw(st.lists(st.integers(0, 7), min_size=1, max_size=4))
     spread, hole = draw(st.sampled_from([0.05, 0.3, 1.5])), draw(st.sampled_from([0.0, 0.3, 1.0]))
@@ -138,7 +144,9 @@ def cases(draw):
         old = -generator.expovariate(0.5) - 0.01
         values = {
             "old": old,
-            **{name: min(old + generator.gauss(0, spread), -1e-3) for name in ("now", "reference", "rollout")},
+            **{
+                name: min(old + generator.gauss(0, spread), -1e-3) for name in ("now", "reference", "rollout")
+            },
             "advantages": of_sequence[s][0],
             "weights": of_sequence[s][1] if one_weight else generator.expovariate(1),
         }
@@ -157,15 +165,23 @@ def loss_configs(draw):
     kl, pull = draw(st.sampled_from([0.0, 0.2])), draw(st.sampled_from([0.0, 0.3]))
     own = {"dro_beta": draw(st.sampled_from([0.05, 1.5]))} if loss == "dro" else {}
     if loss == "sapo":
-        own = dict.fromkeys(["sapo_temperature_pos", "sapo_temperature_neg"], draw(st.sampled_from([0.7, 1.3])))
+        own = dict.fromkeys(
+            ["sapo_temperature_pos", "sapo_temperature_neg"], draw(st.sampled_from([0.7, 1.3]))
+        )
         own |= {"sapo_temperature_neg": draw(st.sampled_from([1.05, 2.5]))}
     bypass = draw(st.booleans())
     return RolloutCorrectionConfig(
-        loss=loss, loss_aggregation=aggregation, loss_scale_length=5 if norm else None, bypass_mode=bypass,
-        loss_denominator="valid" if bypass else draw(st.sampled_from(["valid", "kept"])), kl_loss_coef=kl,
-        kl_loss_type=draw(st.sampled_from(KL_TYPES)) if kl else "k3", sampler_kl_coef=pull,
+        loss=loss,
+        loss_aggregation=aggregation,
+        loss_scale_length=5 if norm else None,
+        bypass_mode=bypass,
+        loss_denominator="valid" if bypass else draw(st.sampled_from(["valid", "kept"])),
+        kl_loss_coef=kl,
+        kl_loss_type=draw(st.sampled_from(KL_TYPES)) if kl else "k3",
+        sampler_kl_coef=pull,
         sampler_kl_type=draw(st.sampled_from(["squared", "k3"])) if pull else "squared",
-        entropy_coef=draw(st.sampled_from([0.0, 0.1])), **own,
+        entropy_coef=draw(st.sampled_from([0.0, 0.1])),
+        **own,
     )
 
 
@@ -181,7 +197,10 @@ def test_loss_and_gradient_when_configured_at_random_then_autograd_of_the_naive_
 @given(case=cases())
 def test_reference_penalty_when_of_each_kind_then_autograd_of_the_naive_one(kind, bypass_mode, case):
     assert_as_naive(
-        case, RolloutCorrectionConfig(loss="reinforce", kl_loss_coef=2.0, kl_loss_type=kind, bypass_mode=bypass_mode)
+        case,
+        RolloutCorrectionConfig(
+            loss="reinforce", kl_loss_coef=2.0, kl_loss_type=kind, bypass_mode=bypass_mode
+        ),
     )
 
 
@@ -189,12 +208,15 @@ def test_reference_penalty_when_of_each_kind_then_autograd_of_the_naive_one(kind
 @settings(max_examples=25, deadline=None, derandomize=True, database=None)
 @given(case=cases())
 def test_pull_to_the_sampler_when_of_each_kind_then_autograd_of_the_naive_one(kind, case):
-    assert_as_naive(case, RolloutCorrectionConfig(loss="reinforce", sampler_kl_coef=2.0, sampler_kl_type=kind))
+    assert_as_naive(
+        case, RolloutCorrectionConfig(loss="reinforce", sampler_kl_coef=2.0, sampler_kl_type=kind)
+    )
 
 
 def assert_as_naive(case, config):
     if config.loss == "gspo" and not case["one_weight"]:
-        # With unequal weights inside a sequence the two forms differ: the token form weighs each gradient by its own.
+        # With unequal weights inside a sequence the two forms differ: the token form weighs each
+        # gradient by its own.
         case["weights"] = [0.5] * len(case["weights"])
     naive = torch.tensor(case["now"], dtype=torch.float64, requires_grad=True)
     terms = naive_total(naive, case, config)
@@ -223,14 +245,28 @@ def packed(case, config):
     counted = valid if config.loss_denominator == "valid" else mask
     tokens = torch.zeros(sequences, dtype=torch.float64).index_add_(0, seq_ids, counted.double())
     correction = Correction(
-        torch.tensor(case["weights"]), mask, valid, torch.ones(sequences, dtype=torch.bool), valid.sum().double(),
-        mask.sum().double(), Lengths(config.loss_denominator, tokens, (tokens > 0).sum().double()),
+        torch.tensor(case["weights"]),
+        mask,
+        valid,
+        torch.ones(sequences, dtype=torch.bool),
+        valid.sum().double(),
+        mask.sum().double(),
+        Lengths(config.loss_denominator, tokens, (tokens > 0).sum().double()),
         torch.ones(sequences).double(),
     )
     losses = policy_loss(
-        config.loss, now, torch.tensor(case["old"]), torch.tensor(case["advantages"]), correction, config,
-        seq_ids=seq_ids, num_sequences=sequences, ref_logprobs=torch.tensor(case["reference"]),
-        rollout_logprobs=torch.tensor(case["rollout"]), entropy=torch.where(mask, now, 0.0).square(), metrics={},
+        config.loss,
+        now,
+        torch.tensor(case["old"]),
+        torch.tensor(case["advantages"]),
+        correction,
+        config,
+        seq_ids=seq_ids,
+        num_sequences=sequences,
+        ref_logprobs=torch.tensor(case["reference"]),
+        rollout_logprobs=torch.tensor(case["rollout"]),
+        entropy=torch.where(mask, now, 0.0).square(),
+        metrics={},
     )
     total = (losses * token_coefficients(correction, seq_ids, config)).sum()
     total.backward()

@@ -41,7 +41,8 @@ from megatron_rl_corr.core.metrics import (
         (EffectiveSampleSize, [6.0, 18.0, 3.0], 2 / 3),
         # rho = 0.5, 1, 2: e = -0.5, 0, 1, their squares sum to 1.25; mean(rho^2) = 5.25 / 3
         (Chi2, [1.25, 0.5, 3.0], 0.75),
-        # rho = 2: [2 ln(4/3) + ln(2/3)] / 2 = ln(4/3) / 2 + ln(8/9) / 2; e = 1, L = ln(3/2), D = ln 2, one token
+        # rho = 2: [2 ln(4/3) + ln(2/3)] / 2 = ln(4/3) / 2 + ln(8/9) / 2; e = 1, L = ln(3/2), D
+        # = ln 2, one token
         (JensenShannon, [math.log(1.5), math.log(2), math.log(1.5), math.log(2), 1.0], math.log(32 / 27) / 2),
         (Difference, [7.0, 5.0], 2.0),
         (NegativeMean, [6.0, 4.0], -1.5),
@@ -65,9 +66,17 @@ def test_finish_when_values_are_known_then_the_formulas_number(kind, values, exp
 @pytest.mark.parametrize(
     "kind, values",
     [
-        (Mean, [0.0, 0.0]), (Std, [0.0, 0.0, 0.0]), (EffectiveSampleSize, [0.0, 0.0, 0.0]),
-        (Chi2, [0.0, 0.0, 0.0]), (Pearson, [0.0] * 6), (Max, [-math.inf]), (Min, [math.inf]),
-        (JensenShannon, [0.0] * 5), (NegativeMean, [0.0, 0.0]), (MeanPlusOne, [0.0, 0.0]), (LeftOut, [0.0, 0.0]),
+        (Mean, [0.0, 0.0]),
+        (Std, [0.0, 0.0, 0.0]),
+        (EffectiveSampleSize, [0.0, 0.0, 0.0]),
+        (Chi2, [0.0, 0.0, 0.0]),
+        (Pearson, [0.0] * 6),
+        (Max, [-math.inf]),
+        (Min, [math.inf]),
+        (JensenShannon, [0.0] * 5),
+        (NegativeMean, [0.0, 0.0]),
+        (MeanPlusOne, [0.0, 0.0]),
+        (LeftOut, [0.0, 0.0]),
         (MeanOfDifference, [0.0, 0.0, 0.0]),
         # Weights that are all 0 carry nothing: no effective sample either.
         (EffectiveSampleSize, [0.0, 0.0, 5.0]),
@@ -81,13 +90,22 @@ def test_value_when_one_rank_alone_then_its_own_number():
     assert Mean(torch.tensor([3.0, 2.0], dtype=torch.float64)).value() == 1.5
 
 
-@pytest.mark.parametrize(("served", "kept"), [
-    ([-1.0, -1.0, -1.0, -1.0], 1.0), ([-1.0, -1.0, math.nan, math.nan], 0.5), ([-1.0, math.inf, -1.0, -math.inf], 0.5),
-    ([math.nan] * 4, 0.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("served", "kept"),
+    [
+        ([-1.0, -1.0, -1.0, -1.0], 1.0),
+        ([-1.0, -1.0, math.nan, math.nan], 0.5),
+        ([-1.0, math.inf, -1.0, -math.inf], 0.5),
+        ([math.nan] * 4, 0.0),
+    ],
+)
 def test_kept_when_log_probs_are_null_then_their_tokens_lower_the_share(served, kept):
     correction = compute_correction(
-        torch.full((5,), -1.0), torch.tensor([*served, math.nan]), torch.tensor([1, 1, 1, 1, 0]),
-        torch.tensor([0, 0, 1, 1, 1]), num_sequences=2, config=RolloutCorrectionConfig(),
+        torch.full((5,), -1.0),
+        torch.tensor([*served, math.nan]),
+        torch.tensor([1, 1, 1, 1, 0]),
+        torch.tensor([0, 0, 1, 1, 1]),
+        num_sequences=2,
+        config=RolloutCorrectionConfig(),
     )
     assert correction.metrics["kept_fraction"].value() == kept

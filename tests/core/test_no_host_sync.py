@@ -1,6 +1,8 @@
-"""Nothing between the log-probs and the gradient reads the device: it runs on tensors that hold no data at all.
+"""Nothing between the log-probs and the gradient reads the device: it runs on tensors that
+hold no data at all.
 
-On the meta device a value cannot be read, so .item(), .tolist(), .cpu(), `if tensor:` and boolean indexing raise.
+On the meta device a value cannot be read, so .item(), .tolist(), .cpu(), `if tensor:` and
+boolean indexing raise.
 """
 
 import contextlib
@@ -46,8 +48,12 @@ def test_step_scale_when_tensors_hold_no_data_or_are_watched_then_its_sums_read_
 @pytest.mark.parametrize(
     "read",
     [
-        lambda x: x.sum().item(), lambda x: x.tolist(), lambda x: bool(x.sum() > 0), lambda x: x[x > 0],
-        lambda x: x.cpu().numpy(), lambda x: torch.repeat_interleave(x.long()),
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: bool(x.sum() > 0),
+        lambda x: x[x > 0],
+        lambda x: x.cpu().numpy(),
+        lambda x: torch.repeat_interleave(x.long()),
     ],
 )
 def test_the_watch_when_code_does_read_then_one_of_the_two_notices(read):

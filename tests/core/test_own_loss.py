@@ -1,4 +1,6 @@
-"""A loss of the user's own: what it is given, what it may return, and that it equals ours where it is the same."""
+"""A loss of the user's own: what it is given, what it may return, and that it equals ours
+where it is the same.
+"""
 
 import math
 
@@ -18,12 +20,15 @@ ADVANTAGES = torch.tensor([2.0, 2.0, 2.0, -1.0, -1.0, NAN])
 
 
 def made(formula, now=TRAIN + 0.1, **settings):
-    """(losses, gradient, metrics) of six tokens: the fourth has no rollout log-prob, the last is not in the mask."""
+    """(losses, gradient, metrics) of six tokens: the fourth has no rollout log-prob, the last is
+    not in the mask.
+    """
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=1.05, **settings)
     correction = compute_correction(TRAIN, ROLLOUT, MASK, SEQ_IDS, num_sequences=2, config=config)
     now, metrics = now.clone().requires_grad_(), {}
-    losses = policy_loss(formula, now, TRAIN, ADVANTAGES, correction, config, seq_ids=SEQ_IDS, num_sequences=2,
-                         metrics=metrics)  # fmt: skip
+    losses = policy_loss(
+        formula, now, TRAIN, ADVANTAGES, correction, config, seq_ids=SEQ_IDS, num_sequences=2, metrics=metrics
+    )
     losses.sum().backward()
     return losses.detach(), now.grad, {name: metric.value() for name, metric in metrics.items()}
 
@@ -72,7 +77,8 @@ def test_loss_when_it_adds_other_metrics_than_at_first_then_refused_since_ranks_
     names = iter(["share", "share", "other"])
 
     def fickle(inputs, config, *, metrics):
-        metrics[next(names)] = Mean((inputs.logprobs.sum() * torch.ones(2)).float())  # with a gradient, which is cut
+        # with a gradient, which is cut
+        metrics[next(names)] = Mean((inputs.logprobs.sum() * torch.ones(2)).float())
         return -inputs.advantages * inputs.logprobs
 
     made(fickle), made(fickle)
@@ -80,13 +86,25 @@ def test_loss_when_it_adds_other_metrics_than_at_first_then_refused_since_ranks_
         made(fickle)
 
 
-@pytest.mark.parametrize(("loss", "words"), [
-    (lambda inputs, config: 3.0, "must return a tensor, got float"),
-    (lambda inputs, config: inputs.logprobs.sum(), r"shape \[6\] on cpu, got torch.float32 \[\] on cpu"),
-    (lambda inputs, config: inputs.mask, r"a floating-point tensor of shape \[6\] on cpu, got torch.bool"),
-    (lambda inputs, config, metrics: metrics.update(share=0.5) or inputs.logprobs, "adds 'share' to metrics, .* 0.5"),
-    (lambda inputs, config, metrics: metrics.update(policy=Mean(TRAIN)) or inputs.logprobs, "adds 'policy'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda inputs, config: 3.0, "must return a tensor, got float"),
+        (lambda inputs, config: inputs.logprobs.sum(), r"shape \[6\] on cpu, got torch.float32 \[\] on cpu"),
+        (
+            lambda inputs, config: inputs.mask,
+            r"a floating-point tensor of shape \[6\] on cpu, got torch.bool",
+        ),
+        (
+            lambda inputs, config, metrics: metrics.update(share=0.5) or inputs.logprobs,
+            "adds 'share' to metrics, .* 0.5",
+        ),
+        (
+            lambda inputs, config, metrics: metrics.update(policy=Mean(TRAIN)) or inputs.logprobs,
+            "adds 'policy'",
+        ),
+    ],
+)
 def test_loss_when_it_returns_what_is_no_loss_then_refused_with_what_it_should_be(loss, words):
     with pytest.raises(ValueError, match=f"`loss` .*{words}"):
         made(loss)
@@ -94,5 +112,7 @@ def test_loss_when_it_returns_what_is_no_loss_then_refused_with_what_it_should_b
 
 def test_loss_when_a_sequence_is_rejected_then_its_tokens_have_none():
     rule = RejectionRule("seq_mean", "ratio", 0.999, 1.001)
-    losses, gradient, _ = made(lambda inputs, config: -inputs.advantages * inputs.logprobs, rollout_rs=(rule,))
+    losses, gradient, _ = made(
+        lambda inputs, config: -inputs.advantages * inputs.logprobs, rollout_rs=(rule,)
+    )
     assert losses[4] == 0 and gradient[4] == 0

@@ -28,7 +28,15 @@ def test_binary_kl_when_of_two_coins_then_by_hand(mu, p, kl):
 
 @pytest.mark.parametrize(
     "log_mu, log_p",
-    [(-1e-6, -2.0), (-2.0, -1e-6), (-1e-5, -1e-3), (-60.0, -61.0), (-60.0, -1.0), (-1.0, -60.0), (-1.0, -1.00001)],
+    [
+        (-1e-6, -2.0),
+        (-2.0, -1e-6),
+        (-1e-5, -1e-3),
+        (-60.0, -61.0),
+        (-60.0, -1.0),
+        (-1.0, -60.0),
+        (-1.0, -1.00001),
+    ],
 )
 def test_binary_kl_when_a_probability_is_near_0_or_1_then_its_digits_stay(log_mu, log_p):
     log_mu, log_p = torch.tensor([log_mu]), torch.tensor([log_p])

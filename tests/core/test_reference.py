@@ -21,10 +21,16 @@ from tests.core.naive import Batch, correct
 RULES = [(level, kind) for kind, row in DIVERGENCES.items() for level in row.levels]
 # Bounds with many digits: a random value is never on one.
 UPPER = {
-    "ratio": [1.0317, 1.413, 3.171], "k2": [0.01131, 0.917], "k3": [0.01131, 0.917], "abs_diff": [0.0317, 0.4113],
-    "exp_abs": [1.0517, 2.0713], "opsm": [0.00517, 0.3117],
-    "routing": [0.1117, 0.6171], "binary_kl": [0.00517, 0.2117], "vaco": [0.0117, 0.6117],
-}  # fmt: skip
+    "ratio": [1.0317, 1.413, 3.171],
+    "k2": [0.01131, 0.917],
+    "k3": [0.01131, 0.917],
+    "abs_diff": [0.0317, 0.4113],
+    "exp_abs": [1.0517, 2.0713],
+    "opsm": [0.00517, 0.3117],
+    "routing": [0.1117, 0.6171],
+    "binary_kl": [0.00517, 0.2117],
+    "vaco": [0.0117, 0.6117],
+}
 LOWER = {"ratio": [0.3117, 0.9513], "rollout_prob": [0.00217, 0.2713]}
 
 
@@ -48,9 +54,12 @@ def configs(draw) -> RolloutCorrectionConfig:
         mode = draw(st.sampled_from(["truncate", "clip", "mask"]))
         lower = [None] if mode == "truncate" else [0.3117, 0.9171] + [None] * (mode == "mask")
         fields = {
-            "rollout_is": level, "rollout_is_mode": mode, "rollout_is_upper": draw(st.sampled_from([1.3117, 5.171])),
-            "rollout_is_lower": draw(st.sampled_from(lower)), "rollout_is_batch_normalize": draw(st.booleans()),
-        }  # fmt: skip
+            "rollout_is": level,
+            "rollout_is_mode": mode,
+            "rollout_is_upper": draw(st.sampled_from([1.3117, 5.171])),
+            "rollout_is_lower": draw(st.sampled_from(lower)),
+            "rollout_is_batch_normalize": draw(st.booleans()),
+        }
     if level == "sequence" and draw(st.booleans()):
         fields = {"rollout_is": level, "rollout_is_mode": "gamma"}
     return RolloutCorrectionConfig(
@@ -66,7 +75,9 @@ def configs(draw) -> RolloutCorrectionConfig:
 
 @st.composite
 def batches(draw) -> Batch:
-    """Packed tokens in random order: unlike lengths, empty sequences, holes, outliers, NaN and infinities anywhere."""
+    """Packed tokens in random order: unlike lengths, empty sequences, holes, outliers, NaN and
+    infinities anywhere.
+    """
     lengths = draw(st.lists(st.integers(0, 9), max_size=6))
     generator = random.Random(draw(st.integers(0, 2**32)))
     spread = draw(st.sampled_from([1e-3, 0.02, 0.4, 3.0]))
@@ -87,7 +98,11 @@ def batches(draw) -> Batch:
     per_sequence = [generator.choice([-1.5, -0.25, 0.0, 0.75]) for _ in lengths]
     as_float32 = [torch.tensor(side, dtype=torch.float32).tolist() for side in (train, rollout)]
     return Batch(
-        *as_float32, mask, seq_ids, len(lengths), turn_ids=[generator.choice([0, 0, 1, 5]) for _ in seq_ids],
+        *as_float32,
+        mask,
+        seq_ids,
+        len(lengths),
+        turn_ids=[generator.choice([0, 0, 1, 5]) for _ in seq_ids],
         advantages=[per_sequence[s] for s in seq_ids],
         routing=[generator.choice([0, 0, 0.25, 0.5, 1.0]) for _ in seq_ids],
     )
@@ -95,11 +110,16 @@ def batches(draw) -> Batch:
 
 def packed(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool = True) -> Correction:
     return compute_correction(
-        torch.tensor(batch.train), torch.tensor(batch.rollout), torch.tensor(batch.mask, dtype=torch.bool),
-        torch.tensor(batch.seq_ids, dtype=torch.int64), num_sequences=batch.num_sequences, config=config,
+        torch.tensor(batch.train),
+        torch.tensor(batch.rollout),
+        torch.tensor(batch.mask, dtype=torch.bool),
+        torch.tensor(batch.seq_ids, dtype=torch.int64),
+        num_sequences=batch.num_sequences,
+        config=config,
         turn_ids=torch.tensor(batch.turn_ids, dtype=torch.int64) if with_turns else None,
         num_turns=6,
-        advantages=torch.tensor(batch.advantages), routing=torch.tensor(batch.routing, dtype=torch.float32),
+        advantages=torch.tensor(batch.advantages),
+        routing=torch.tensor(batch.routing, dtype=torch.float32),
     )
 
 
@@ -132,7 +152,9 @@ def test_correction_when_configured_at_random_then_the_naive_one(batch, config, 
     assert correction.kept_tokens.item() == expected.kept_tokens
     if config.aggregation != "token-mean":
         counted = expected.mask if config.loss_denominator == "kept" else correction.valid.tolist()
-        lengths = [sum(batch.seq_ids[t] == s for t, c in enumerate(counted) if c) for s in range(batch.num_sequences)]
+        lengths = [
+            sum(batch.seq_ids[t] == s for t, c in enumerate(counted) if c) for s in range(batch.num_sequences)
+        ]
         assert correction.lengths.tokens.tolist() == lengths
         assert correction.lengths.sequences.item() == sum(length > 0 for length in lengths)
     assert_same_metrics(all_reduce_metrics(correction.metrics, None), expected.metrics)
@@ -159,7 +181,9 @@ def test_gradient_when_configured_at_random_then_autograd_of_the_naive_loss(batc
     old = batch.train
     moved = [logprob + generator.gauss(0, 0.3) for logprob in old]
     expected = correct(batch, config)
-    denominator = expected.metrics["valid_tokens"] if config.loss_denominator == "valid" else expected.kept_tokens
+    denominator = (
+        expected.metrics["valid_tokens"] if config.loss_denominator == "valid" else expected.kept_tokens
+    )
 
     naive = torch.tensor(moved, dtype=torch.float64, requires_grad=True)
     naive_total = naive_loss(

@@ -19,7 +19,8 @@ NAN = float("nan")
     [
         # D = [0, -15, -30] - (-1) = 1, -14, -29, so that k1 = -D = -1, 14, 29; k2 = D^2 / 2.
         ("k2", [0.5, 98.0, 420.5]),
-        # e^D - 1 - D: e - 2, and e^D is nothing beside 1 for the others; its clamp at e^-20 is nothing either.
+        # e^D - 1 - D: e - 2, and e^D is nothing beside 1 for the others; its clamp at e^-20
+        # is nothing either.
         ("k3", [0.7182818, 13.0, 28.0]),
         # |1 - e^-1|, |e^-15 - e^-1|, e^-1
         ("abs_diff", [0.6321206, 0.3678791, 0.3678794]),
@@ -34,7 +35,12 @@ def test_token_divergence_when_the_bound_is_at_it_then_kept_and_below_it_dropped
         for bound, kept in ((value * 1.0001, True), (value * 0.9999, False)):
             config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("token", name, upper=bound),))
             found = compute_correction(
-                train, torch.full((3,), -1.0), torch.ones(3), torch.tensor([0, 1, 1]), num_sequences=2, config=config
+                train,
+                torch.full((3,), -1.0),
+                torch.ones(3),
+                torch.tensor([0, 1, 1]),
+                num_sequences=2,
+                config=config,
             )
             assert found.mask[i].item() is kept, (name, bound)
 
@@ -99,8 +105,13 @@ def test_sequence_rule_when_its_bound_passes_the_value_then_the_whole_sequence_g
     "lower, upper, kept",
     [
         # rho = 1.105, 0.8187, 1.4918 at the valid tokens of sequence 0.
-        (0.81, None, True), (0.82, None, False), (None, 1.5, True), (None, 1.49, False),
-        (0.81, 1.5, True), (0.82, 1.5, False), (0.81, 1.49, False),
+        (0.81, None, True),
+        (0.82, None, False),
+        (None, 1.5, True),
+        (None, 1.49, False),
+        (0.81, 1.5, True),
+        (0.82, 1.5, False),
+        (0.81, 1.49, False),
     ],
 )
 def test_veto_when_one_token_is_outside_on_either_side_then_its_sequence_goes(lower, upper, kept):
@@ -120,19 +131,27 @@ def test_veto_when_one_token_in_a_thousand_is_catastrophic_then_the_mean_does_no
         (RejectionRule("seq_max", "ratio", lower=4e-5), [True, True]),
     ]:
         correction = compute_correction(
-            log_ratio - 11, torch.full((2000,), -11.0), torch.ones(2000), seq_ids, num_sequences=2,
+            log_ratio - 11,
+            torch.full((2000,), -11.0),
+            torch.ones(2000),
+            seq_ids,
+            num_sequences=2,
             config=RolloutCorrectionConfig(rollout_rs=(rule,)),
         )
         assert correction.kept_sequences.tolist() == kept, rule
         assert correction.kept_tokens.item() == 1000 * sum(kept)
 
 
-def test_low_probability_rule_when_the_server_found_a_token_improbable_then_it_goes_and_on_the_bound_it_stays():
+def test_low_probability_rule_when_a_token_is_below_the_bound_then_masked_and_on_it_kept():
     # pi_train is 0.5 everywhere: it does not matter. The last token has no pi_rollout.
     rollout = torch.tensor([0.5, 1e-3, 0.999e-3, 1e-5, NAN]).log()
     config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("token", "rollout_prob", lower=1e-3),))
     correction = compute_correction(
-        torch.full((5,), 0.5).log(), rollout, torch.ones(5), torch.zeros(5, dtype=torch.int64), num_sequences=1,
+        torch.full((5,), 0.5).log(),
+        rollout,
+        torch.ones(5),
+        torch.zeros(5, dtype=torch.int64),
+        num_sequences=1,
         config=config,
     )
     assert correction.mask.tolist() == [True, True, False, False, False]
@@ -141,10 +160,13 @@ def test_low_probability_rule_when_the_server_found_a_token_improbable_then_it_g
 
 
 @pytest.mark.parametrize(
-    "level, kept", [("token", [1, 0, 1, 1, 0, 0, 1]), ("seq_mean", [1, 1, 1, 1, 1, 0, 1])], ids=["token", "seq_mean"]
+    "level, kept",
+    [("token", [1, 0, 1, 1, 0, 0, 1]), ("seq_mean", [1, 1, 1, 1, 1, 0, 1])],
+    ids=["token", "seq_mean"],
 )
 def test_routing_when_above_the_bound_then_the_token_or_its_sequence_is_rejected(level, kept):
-    # Means of sequences 0, 1, 2, 3: 0.25, 0, 0.375 of valid tokens, 0.75; the bound of 0.4 is on shares of experts.
+    # Means of sequences 0, 1, 2, 3: 0.25, 0, 0.375 of valid tokens, 0.75; the bound of 0.4 is on
+    # shares of experts.
     routing = torch.tensor([0.0, 0.5, 0.0, 0.25, 0.5, 0.75, NAN])
     seq_ids, mask = torch.tensor([0, 0, 1, 2, 2, 3, 2]), torch.tensor([1, 1, 1, 1, 1, 1, 0])
     config = RolloutCorrectionConfig(rollout_rs=(RejectionRule(level, "routing", upper=0.4),))
@@ -159,7 +181,8 @@ def test_routing_when_above_the_bound_then_the_token_or_its_sequence_is_rejected
         compute_correction(logprobs, logprobs, mask, seq_ids, num_sequences=4, config=config)
 
 
-# rho = 1.5, 0.5, 2 and a hole in sequence 0, 3 in sequence 1, 1.01 and 0.99 in sequence 2, 0.4 in 3, which has A = 0.
+# rho = 1.5, 0.5, 2 and a hole in sequence 0, 3 in sequence 1, 1.01 and 0.99 in sequence 2, 0.4 in 3,
+# which has A = 0.
 # |rho - 1|: means 2/3, 2, 0.01, 0.6.
 VACO_RHO = torch.tensor([1.5, 0.5, NAN, 2.0, 3.0, 1.01, 0.99, 0.4])
 VACO_IDS = torch.tensor([0, 0, 0, 0, 1, 2, 2, 3])
@@ -181,7 +204,9 @@ def test_vaco_when_a_sequence_is_far_then_it_loses_the_tokens_that_move_further_
     advantage, bound, kept, denominator
 ):
     config = RolloutCorrectionConfig(
-        rollout_rs=(RejectionRule("seq_mean", "vaco", upper=bound),), loss="grpo", loss_denominator=denominator
+        rollout_rs=(RejectionRule("seq_mean", "vaco", upper=bound),),
+        loss="grpo",
+        loss_denominator=denominator,
     )
     logprobs, rollout, mask = VACO_RHO.log() - 2, torch.full((8,), -2.0), torch.ones(8)
     advantages = torch.where(VACO_IDS == 3, 0.0, advantage)
@@ -194,19 +219,32 @@ def test_vaco_when_a_sequence_is_far_then_it_loses_the_tokens_that_move_further_
     assert correction.metrics["kept_sequence_fraction"].value() == 1
     assert correction.metrics["rejected_fraction/seq_mean_vaco"].value() == pytest.approx(1 - sum(kept) / 7)
     assert (correction.valid_tokens, correction.kept_tokens) == (7, sum(kept))
-    lengths = [sum(kept[:4]), kept[4], kept[5] + kept[6], kept[7], 0] if denominator == "kept" else [3, 1, 2, 1, 0]
+    lengths = (
+        [sum(kept[:4]), kept[4], kept[5] + kept[6], kept[7], 0] if denominator == "kept" else [3, 1, 2, 1, 0]
+    )
     assert correction.lengths.tokens.tolist() == lengths
     assert correction.lengths.sequences == sum(length > 0 for length in lengths)
 
 
 def test_vaco_when_other_rules_reject_too_then_lengths_count_what_all_of_them_keep():
-    # The token rule drops rho 2 and 3; the sequence rule rejects sequence 3; vaco then drops 1.5 of sequence 0.
-    config = RolloutCorrectionConfig(rollout_rs=(
-        RejectionRule("token", "ratio", 0.3, 1.9), RejectionRule("seq_mean", "vaco", upper=0.5),
-        RejectionRule("seq_sum", "ratio", 0.5, 9.0),
-    ), loss="grpo", loss_denominator="kept")  # fmt: skip
+    # The token rule drops rho 2 and 3; the sequence rule rejects sequence 3; vaco then drops
+    # 1.5 of sequence 0.
+    config = RolloutCorrectionConfig(
+        rollout_rs=(
+            RejectionRule("token", "ratio", 0.3, 1.9),
+            RejectionRule("seq_mean", "vaco", upper=0.5),
+            RejectionRule("seq_sum", "ratio", 0.5, 9.0),
+        ),
+        loss="grpo",
+        loss_denominator="kept",
+    )
     correction = compute_correction(
-        VACO_RHO.log() - 2, torch.full((8,), -2.0), torch.ones(8), VACO_IDS, num_sequences=5, config=config,
+        VACO_RHO.log() - 2,
+        torch.full((8,), -2.0),
+        torch.ones(8),
+        VACO_IDS,
+        num_sequences=5,
+        config=config,
         advantages=torch.ones(8),
     )
     assert correction.mask.int().tolist() == [0, 1, 0, 0, 0, 1, 1, 0]
@@ -216,12 +254,15 @@ def test_vaco_when_other_rules_reject_too_then_lengths_count_what_all_of_them_ke
 
 def test_vaco_when_advantages_are_missing_then_it_asks_for_them():
     config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.5),))
-    with pytest.raises(ValueError, match="seq_mean_vaco needs advantages, the advantage of .*; pass advantages"):
+    with pytest.raises(
+        ValueError, match="seq_mean_vaco needs advantages, the advantage of .*; pass advantages"
+    ):
         compute_correction(VACO_RHO, VACO_RHO, VACO_RHO, VACO_IDS, num_sequences=4, config=config)
 
 
 def test_rules_that_drop_some_tokens_when_counted_then_one_at_one_level_of_sequences():
-    # Kept lengths are summed for one such rule: with two, the tokens that either drops would be counted twice.
+    # Kept lengths are summed for one such rule: with two, the tokens that either drops would
+    # be counted twice.
     [row] = [row for row in DIVERGENCES.values() if row.drops is not None]
     assert row.levels == ("seq_mean",)
 
@@ -235,13 +276,21 @@ def test_off_policy_sequence_mask_when_far_and_bad_then_rejected_whole_and_else_
     mask = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0])
     config = RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "opsm", upper=0.1),))
     correction = compute_correction(
-        log_ratio - 1, torch.full((8,), -1.0), mask, seq_ids, num_sequences=5, config=config, advantages=advantages
+        log_ratio - 1,
+        torch.full((8,), -1.0),
+        mask,
+        seq_ids,
+        num_sequences=5,
+        config=config,
+        advantages=advantages,
     )
     # Its second token, more probable in training, goes with the first: one decision per sequence.
     assert correction.mask.tolist() == [False, False, True, True, True, True, True, False]
     assert correction.kept_sequences.tolist() == [False, True, True, True, False]
     assert correction.metrics["rejected_fraction/seq_mean_opsm"].value() == pytest.approx(2 / 7)
-    with pytest.raises(ValueError, match="seq_mean_opsm needs advantages, the advantage of .*; pass advantages"):
+    with pytest.raises(
+        ValueError, match="seq_mean_opsm needs advantages, the advantage of .*; pass advantages"
+    ):
         compute_correction(log_ratio, log_ratio, mask, seq_ids, num_sequences=5, config=config)
 
 
@@ -268,7 +317,10 @@ def test_token_rule_when_tokens_of_a_sequence_differ_then_each_its_own(name, low
 def test_rules_when_one_divergence_is_summed_averaged_and_maximised_then_each_has_its_own_value():
     # k2 of sequence 0: sum 0.105, mean 0.035, maximum 0.08; each bound lets one of them pass only.
     for level, upper, kept in [
-        ("seq_sum", 0.104, False), ("seq_mean", 0.036, True), ("seq_max", 0.081, True), ("seq_max", 0.079, False),
+        ("seq_sum", 0.104, False),
+        ("seq_mean", 0.036, True),
+        ("seq_max", 0.081, True),
+        ("seq_max", 0.079, False),
     ]:
         others = [RejectionRule(o, "k2", upper=9.0) for o in ("seq_sum", "seq_mean", "seq_max") if o != level]
         correction = correct(*others, RejectionRule(level, "k2", upper=upper))
@@ -291,8 +343,12 @@ ON_THE_BOUND = [
     (level, *rest)
     for level in ("token", "seq_sum", "seq_mean", "seq_max")
     for rest in [
-        ("ratio", "upper", 2.0), ("ratio", "upper", 1.001), ("ratio", "lower", 0.5), ("ratio", "lower", 0.999),
-        ("k2", "upper", 0.125), ("k3", "upper", 0.08),
+        ("ratio", "upper", 2.0),
+        ("ratio", "upper", 1.001),
+        ("ratio", "lower", 0.5),
+        ("ratio", "lower", 0.999),
+        ("k2", "upper", 0.125),
+        ("k3", "upper", 0.08),
     ]
     if (level, rest[0]) != ("seq_max", "ratio")
 ]

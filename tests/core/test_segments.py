@@ -11,7 +11,9 @@ COLUMNS = torch.tensor([[16.0, 1, 2, 8, 32, 4], [0.5, 0.25, 0.75, 0, 1, 0.5]])
 
 
 def sums_of(columns: torch.Tensor, ids: torch.Tensor, segments: int) -> torch.Tensor:
-    return segment_sums({str(i): lambda column=column: column for i, column in enumerate(columns)}, ids, segments)
+    return segment_sums(
+        {str(i): lambda column=column: column for i, column in enumerate(columns)}, ids, segments
+    )
 
 
 def test_segment_sums_when_sequences_interleave_and_one_is_empty_then_each_its_own():

@@ -1,4 +1,6 @@
-"""The optimal token baseline by hand and against a plain loop; its energies, and proxies of a gradient's variance."""
+"""The optimal token baseline by hand and against a plain loop; its energies, and proxies of a
+gradient's variance.
+"""
 
 import math
 
@@ -33,7 +35,15 @@ def test_advantages_when_computed_by_hand_then_rewards_less_those_weighed_by_ene
     # Group 0: rewards 1 and 0. B at position 0: (1 x 0.5 + 0 x 1.5) / 2 = 0.25; at 1: (1 x 2 + 0) / 4 = 0.5.
     # Group 1: rewards 2 and 6 with equal energies: B = 4.
     found = advantages_of([1.0, 0.0, 2.0, 6.0], [[0.5, 2.0, 2.5], [1.5, 2.0], [1.0], [1.0]], [0, 0, 1, 1])
-    expected = {(0, 0): 0.75, (0, 1): 0.5, (0, 2): 1.0, (1, 0): -0.25, (1, 1): -0.5, (2, 0): -2.0, (3, 0): 2.0}
+    expected = {
+        (0, 0): 0.75,
+        (0, 1): 0.5,
+        (0, 2): 1.0,
+        (1, 0): -0.25,
+        (1, 1): -0.5,
+        (2, 0): -2.0,
+        (3, 0): 2.0,
+    }
     # The last token of row 0 has its position to itself: no baseline.
     assert found == pytest.approx(expected, abs=1e-7)
 
@@ -79,7 +89,9 @@ def test_advantages_when_no_token_has_energy_then_against_the_plain_mean():
 
 
 def verl(rewards, steps, groups):
-    """verl's estimator of responses without a gap, in plain Python: zero baseline where the longest is alone."""
+    """verl's estimator of responses without a gap, in plain Python: zero baseline where the
+    longest is alone.
+    """
     made = {}
     for group in set(groups):
         rows = [row for row, other in enumerate(groups) if other == group]
@@ -112,7 +124,8 @@ def test_energies_then_the_squared_norm_of_the_gradient_that_autograd_finds():
 
 
 def test_energies_when_a_token_is_almost_certain_then_their_digits_stay_and_none_is_negative():
-    # p = 1 - 2^-10, the rest on one other: 2 x 2^-20. 1 - 2 p + sum p^2 in float32 has the rounding of 1, 6e-8.
+    # p = 1 - 2^-10, the rest on one other: 2 x 2^-20. 1 - 2 p + sum p^2 in float32 has the
+    # rounding of 1, 6e-8.
     p = torch.tensor([1 - 2.0**-10], dtype=torch.float64)
     found = gradient_energies(p.log().float(), (p.square() + (1 - p).square()).float())
     assert found.item() == pytest.approx(2 * 2.0**-20, rel=0.05)
@@ -121,7 +134,8 @@ def test_energies_when_a_token_is_almost_certain_then_their_digits_stay_and_none
 
 
 def test_total_power_when_by_hand_then_the_mean_over_sequences_of_their_tokens():
-    # (1 x 2)^2 x 0.5 = 2; (0.5 x 2)^2 x 1 = 1; a token outside the loss may hold anything: 3 over two sequences.
+    # (1 x 2)^2 x 0.5 = 2; (0.5 x 2)^2 x 1 = 1; a token outside the loss may hold anything: 3
+    # over two sequences.
     energies, advantages = torch.tensor([0.5, 1.0, math.nan]), torch.tensor([2.0, 2.0, 7.0])
     given = energies, advantages, torch.tensor([1.0, 0.5, math.nan]), torch.tensor([True, True, False])
     [(name, metric)] = total_power(*given, torch.tensor([True, True, False]), owner=True).items()

@@ -9,8 +9,8 @@ from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionC
 from megatron_rl_corr.core.correction import compute_correction
 
 NAN = float("nan")
-# Sequence 0: D = 0.1, -0.2 in turn 0 (interrupted by turn 1 and a masked token), 0.4 in turn 1, and turn 2 without a
-# finite log-prob; sequence 1: nothing but a masked token; sequence 2: D = 0.01 in turn 0.
+# Sequence 0: D = 0.1, -0.2 in turn 0 (interrupted by turn 1 and a masked token), 0.4 in turn 1, and turn 2
+# without a finite log-prob; sequence 1: nothing but a masked token; sequence 2: D = 0.01 in turn 0.
 LOG_RATIO = torch.tensor([0.1, 0.4, -0.2, 9.0, NAN, NAN, 0.01])
 SEQ_IDS = torch.tensor([0, 0, 0, 0, 0, 1, 2])
 TURN_IDS = torch.tensor([0, 1, 0, 0, 2, 0, 0])
@@ -19,7 +19,13 @@ MASK = torch.tensor([True, True, True, False, True, False, True])
 
 def correct(config: RolloutCorrectionConfig, turn_ids=TURN_IDS, **inputs):
     return compute_correction(
-        LOG_RATIO - 1, torch.full((7,), -1.0), MASK, SEQ_IDS, num_sequences=3, config=config, turn_ids=turn_ids,
+        LOG_RATIO - 1,
+        torch.full((7,), -1.0),
+        MASK,
+        SEQ_IDS,
+        num_sequences=3,
+        config=config,
+        turn_ids=turn_ids,
         **({"num_turns": 3} | inputs),
     )
 
@@ -33,19 +39,34 @@ def correct(config: RolloutCorrectionConfig, turn_ids=TURN_IDS, **inputs):
         ("k2", 0.0125, 0.08),
         # e^D - 1 - D: (0.0051709 + 0.0187308) / 2 and 0.0918247
         ("k3", 0.01195085, 0.0918247),
-        # pi_rollout = 0.3678794, pi_train = 0.4065697, 0.3011942, 0.5488116: (0.0386903 + 0.0666852) / 2 and 0.1809322
+        # pi_rollout = 0.3678794, pi_train = 0.4065697, 0.3011942, 0.5488116: (0.0386903 + 0.0666852)
+        # / 2 and 0.1809322
         ("abs_diff", 0.05268775, 0.1809322),
     ],
 )
-def test_turn_rule_when_its_bound_lies_between_two_turns_then_one_goes_and_its_sequence_stays(name, first, second):
+def test_turn_rule_when_its_bound_lies_between_two_turns_then_one_goes_and_its_sequence_stays(
+    name, first, second
+):
     for bound, kept_first, kept_second in [
-        (second * 1.0001, True, True), (second * 0.9999, True, False), (first * 1.0001, True, False),
+        (second * 1.0001, True, True),
+        (second * 0.9999, True, False),
+        (first * 1.0001, True, False),
         (first * 0.9999, False, False),
     ]:
-        correction = correct(RolloutCorrectionConfig(rollout_rs=(RejectionRule("turn_mean", name, upper=bound),)))
+        correction = correct(
+            RolloutCorrectionConfig(rollout_rs=(RejectionRule("turn_mean", name, upper=bound),))
+        )
         # ln 0.95 is below sequence 2's D as well.
         third = name != "ratio" or bound > 1.0100502
-        assert correction.mask.tolist() == [kept_first, kept_second, kept_first, False, False, False, third], bound
+        assert correction.mask.tolist() == [
+            kept_first,
+            kept_second,
+            kept_first,
+            False,
+            False,
+            False,
+            third,
+        ], bound
         # A turn that goes takes no sequence away.
         assert correction.kept_sequences.tolist() == [True, False, True]
         gone = 4 - 2 * kept_first - kept_second - third
@@ -63,19 +84,24 @@ def test_metrics_by_turn_when_worked_out_by_hand_then_equal():
     metrics = {name: metric.value() for name, metric in correct(RolloutCorrectionConfig()).metrics.items()}
     found = {name: value for name, value in metrics.items() if name.startswith("by_turn/")}
     clamped = [name for name in found if name.endswith("_clamped")]
-    assert len(clamped) == 6 and all(found.pop(name) == found[name.removesuffix("_clamped")] for name in clamped)
-    assert found == pytest.approx({
-        # D = 0.1, -0.2, 0.01
-        "by_turn/first/tokens": 3,
-        "by_turn/first/kl": 0.09 / 3,
-        "by_turn/first/k3_kl": (0.0051709 + 0.0187308 + 0.00005017) / 3,
-        "by_turn/first/log_ratio_abs_mean": 0.31 / 3,
-        # D = 0.4
-        "by_turn/later/tokens": 1,
-        "by_turn/later/kl": -0.4,
-        "by_turn/later/k3_kl": 0.0918247,
-        "by_turn/later/log_ratio_abs_mean": 0.4,
-    }, rel=1e-5)
+    assert len(clamped) == 6 and all(
+        found.pop(name) == found[name.removesuffix("_clamped")] for name in clamped
+    )
+    assert found == pytest.approx(
+        {
+            # D = 0.1, -0.2, 0.01
+            "by_turn/first/tokens": 3,
+            "by_turn/first/kl": 0.09 / 3,
+            "by_turn/first/k3_kl": (0.0051709 + 0.0187308 + 0.00005017) / 3,
+            "by_turn/first/log_ratio_abs_mean": 0.31 / 3,
+            # D = 0.4
+            "by_turn/later/tokens": 1,
+            "by_turn/later/kl": -0.4,
+            "by_turn/later/k3_kl": 0.0918247,
+            "by_turn/later/log_ratio_abs_mean": 0.4,
+        },
+        rel=1e-5,
+    )
 
 
 def test_metrics_by_turn_when_there_is_one_turn_only_then_the_other_is_no_number():
@@ -90,8 +116,13 @@ def test_outlier_when_in_the_first_turn_then_the_later_ones_keep_their_digits():
     # D = 20 in turn 0, -0.001 in turn 1: e^-0.001 - 1 + 0.001 = 4.998e-7 beside 4.85e8.
     train, rollout = torch.tensor([-1.0, -1.001]), torch.tensor([-21.0, -1.0])
     metrics = compute_correction(
-        train, rollout, torch.ones(2), torch.zeros(2, dtype=torch.int64), num_sequences=1,
-        config=RolloutCorrectionConfig(), turn_ids=torch.tensor([0, 1]),
+        train,
+        rollout,
+        torch.ones(2),
+        torch.zeros(2, dtype=torch.int64),
+        num_sequences=1,
+        config=RolloutCorrectionConfig(),
+        turn_ids=torch.tensor([0, 1]),
     ).metrics
     d = (train - rollout)[1].item()
     assert metrics["by_turn/later/k3_kl"].value() == pytest.approx(math.expm1(d) - d, rel=1e-6)

@@ -22,7 +22,13 @@ def weights_of(rho, level="token", mode="truncate", lower=None, upper=1e9, seq_i
     rollout = torch.full_like(rho, -1.0)
     seq_ids = torch.zeros(len(rho), dtype=torch.int64) if seq_ids is None else seq_ids
     return compute_correction(
-        rho.log() - 1, rollout, torch.ones(len(rho)), seq_ids, num_sequences=3, config=config, turn_ids=turn_ids,
+        rho.log() - 1,
+        rollout,
+        torch.ones(len(rho)),
+        seq_ids,
+        num_sequences=3,
+        config=config,
+        turn_ids=turn_ids,
         num_turns=2,
     )
 
@@ -52,11 +58,18 @@ def test_weights_when_a_long_product_leaves_float32_then_it_is_clamped_not_infin
 
 @pytest.mark.parametrize("level", ["sequence", "turn"])
 def test_normalized_products_when_all_are_below_the_clamp_of_single_weights_then_still_unlike(level):
-    # log w = -25, -26, -30: e^0, e^-1 and e^-5 after the common factor e^-25; their mean is 1.3746 / 3 = 0.4582.
+    # log w = -25, -26, -30: e^0, e^-1 and e^-5 after the common factor e^-25; their mean is
+    # 1.3746 / 3 = 0.4582.
     config = RolloutCorrectionConfig(rollout_is=level, rollout_is_upper=2.0, rollout_is_batch_normalize=True)
     correction = compute_correction(
-        torch.tensor([-12.0, -13.0, -26.0, -30.0]), torch.zeros(4), torch.ones(4), torch.tensor([0, 0, 1, 2]),
-        num_sequences=3, config=config, turn_ids=torch.zeros(4, dtype=torch.int64), num_turns=2,
+        torch.tensor([-12.0, -13.0, -26.0, -30.0]),
+        torch.zeros(4),
+        torch.ones(4),
+        torch.tensor([0, 0, 1, 2]),
+        num_sequences=3,
+        config=config,
+        turn_ids=torch.zeros(4, dtype=torch.int64),
+        num_turns=2,
     )
     expected = [1 / 0.4582057, 1 / 0.4582057, math.exp(-1) / 0.4582057, math.exp(-5) / 0.4582057]
     assert correction.weights.tolist() == pytest.approx(expected, rel=1e-6)
@@ -64,10 +77,15 @@ def test_normalized_products_when_all_are_below_the_clamp_of_single_weights_then
 
 
 def test_normalized_products_when_far_beyond_float32_then_finite_and_bounded():
-    # log w = 300 and 400 are cut to the bound, 2; -300 and -400 (as -340) are 0 beside them: 2, 2, 0, 0 by their mean.
-    config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_upper=2.0, rollout_is_batch_normalize=True)
+    # log w = 300 and 400 are cut to the bound, 2; -300 and -400 (as -340) are 0 beside them: 2, 2, 0,
+    # 0 by their mean.
+    config = RolloutCorrectionConfig(
+        rollout_is="sequence", rollout_is_upper=2.0, rollout_is_batch_normalize=True
+    )
     d = torch.tensor([300.0, 400.0, -300.0, -400.0])
-    correction = compute_correction(d, torch.zeros(4), torch.ones(4), torch.arange(4), num_sequences=4, config=config)
+    correction = compute_correction(
+        d, torch.zeros(4), torch.ones(4), torch.arange(4), num_sequences=4, config=config
+    )
     assert correction.weights.tolist() == [2.0, 2.0, 0.0, 0.0]
     assert correction.metrics["weight_out_of_bounds"].value() == 0.5
     # Of the last two alone: e^-300 and e^-340.
@@ -102,8 +120,13 @@ def gamma_of(rho, advantages, seq_ids=None, **settings):
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="gamma", **settings)
     seq_ids = torch.arange(len(rho)) if seq_ids is None else seq_ids
     return compute_correction(
-        rho.log() - 1, torch.full_like(rho, -1.0), torch.ones(len(rho)), seq_ids, num_sequences=len(rho),
-        config=config, advantages=torch.tensor(advantages),
+        rho.log() - 1,
+        torch.full_like(rho, -1.0),
+        torch.ones(len(rho)),
+        seq_ids,
+        num_sequences=len(rho),
+        config=config,
+        advantages=torch.tensor(advantages),
     )
 
 
@@ -116,7 +139,9 @@ def gamma_of(rho, advantages, seq_ids=None, **settings):
         (-0.5, [27 * math.exp(-4), 0.015625 * math.exp(1.5)]),
     ],
 )
-def test_gamma_when_computed_by_hand_then_one_weight_a_sequence_by_the_sign_of_its_advantage(advantage, expected):
+def test_gamma_when_computed_by_hand_then_one_weight_a_sequence_by_the_sign_of_its_advantage(
+    advantage, expected
+):
     correction = gamma_of(RHO, [advantage] * 4, SEQ_IDS)
     assert correction.weights.tolist() == pytest.approx([expected[0]] * 3 + [expected[1]], rel=1e-6)
     assert correction.mask.all() and correction.weights.dtype == torch.float32
@@ -150,12 +175,21 @@ def test_gamma_when_a_sequence_is_long_then_its_length_does_not_matter():
 
 
 def test_gamma_when_normalised_then_refused():
-    with pytest.raises(ValueError, match="`rollout_is_batch_normalize` with `rollout_is_mode` gamma: .*; drop it"):
-        RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="gamma", rollout_is_batch_normalize=True)
+    with pytest.raises(
+        ValueError, match="`rollout_is_batch_normalize` with `rollout_is_mode` gamma: .*; drop it"
+    ):
+        RolloutCorrectionConfig(
+            rollout_is="sequence", rollout_is_mode="gamma", rollout_is_batch_normalize=True
+        )
 
 
 def test_gamma_when_the_unbiased_kl_would_be_weighed_by_it_then_refused():
-    given = {"rollout_is": "sequence", "rollout_is_mode": "gamma", "kl_loss_coef": 0.1, "kl_loss_type": "unbiased"}
+    given = {
+        "rollout_is": "sequence",
+        "rollout_is_mode": "gamma",
+        "kl_loss_coef": 0.1,
+        "kl_loss_type": "unbiased",
+    }
     with pytest.raises(ValueError, match="`kl_loss_type` unbiased with `rollout_is_mode` gamma: .*k3\\+"):
         RolloutCorrectionConfig(**given)
     RolloutCorrectionConfig(**given, bypass_mode=True, loss="reinforce")
@@ -163,5 +197,7 @@ def test_gamma_when_the_unbiased_kl_would_be_weighed_by_it_then_refused():
 
 def test_gamma_when_advantages_are_missing_then_it_asks_for_them():
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_is_mode="gamma")
-    with pytest.raises(ValueError, match="rollout_is_mode gamma needs advantages, the advantage of .*; pass advantage"):
+    with pytest.raises(
+        ValueError, match="rollout_is_mode gamma needs advantages, the advantage of .*; pass advantage"
+    ):
         compute_correction(RHO, RHO, RHO, SEQ_IDS, num_sequences=3, config=config)

@@ -15,7 +15,10 @@ LOG_RATIO = torch.tensor([0.1, 9.0, -0.2, NAN])
 MASK = torch.tensor([1, 0, 1, 1])
 SEQ_IDS = torch.tensor([0, 0, 1, 1])
 REJECTING = RolloutCorrectionConfig(
-    rollout_is="token", rollout_is_mode="mask", rollout_is_lower=0.9, rollout_is_upper=2.0,
+    rollout_is="token",
+    rollout_is_mode="mask",
+    rollout_is_lower=0.9,
+    rollout_is_upper=2.0,
     rollout_rs=(RejectionRule("seq_mean", "ratio", 0.9, 1.1),),
 )
 
@@ -39,7 +42,10 @@ def test_batch_filter_when_it_rejects_then_it_looks_at_all_valid_tokens_not_at_t
     # The rule leaves neither: e^0.1 = 1.105 and e^-0.2 = 0.819. The KL is of both all the same.
     config = dataclasses.replace(REJECTING, rollout_batch_filter_kl=0.0119)
     assert correct(config).metrics["batch_filtered"].value() == 1
-    assert correct(dataclasses.replace(config, rollout_batch_filter_kl=0.012)).metrics["batch_filtered"].value() == 0
+    assert (
+        correct(dataclasses.replace(config, rollout_batch_filter_kl=0.012)).metrics["batch_filtered"].value()
+        == 0
+    )
 
 
 def test_batch_filter_when_nothing_is_valid_then_nothing_to_filter():

@@ -13,8 +13,18 @@ from megatron_rl_corr.data.reward_worker import LENGTH_BYTES, frame
 from megatron_rl_corr.data.sources import open_rows
 
 WHOLE = [
-    0, 2**63 - 1, 2**63, 2**64 - 1, 2**64, 2**64 + 1, 10**30 + 7, 10**400 + 3, -(2**63), -(2**63) - 1, -(10**25) - 9
-]  # fmt: skip
+    0,
+    2**63 - 1,
+    2**63,
+    2**64 - 1,
+    2**64,
+    2**64 + 1,
+    10**30 + 7,
+    10**400 + 3,
+    -(2**63),
+    -(2**63) - 1,
+    -(10**25) - 9,
+]
 
 
 @pytest.mark.parametrize("number", WHOLE)
@@ -23,7 +33,11 @@ def test_loads_when_a_whole_number_has_any_size_then_every_digit(number):
     for text in (spaced, f'{{"a":[{number},{{"b":{number}}}]}}'):
         value = json_text.loads(text.encode())
         assert value == json_text.loads(text) and value["a"] == [number, {"b": number}]
-        assert type(value["a"][0]) is int and value.get("d", 1.5) == 1.5 and value.get("c", str(number)) == str(number)
+        assert (
+            type(value["a"][0]) is int
+            and value.get("d", 1.5) == 1.5
+            and value.get("c", str(number)) == str(number)
+        )
     assert json_text.loads(json_text.dumps({"a": number, "b": "é"})) == {"a": number, "b": "é"}
 
 
@@ -47,7 +61,10 @@ def test_loads_when_a_writer_wrote_nan_or_infinity_then_error_has_the_remedy(for
     [
         ('{"a": 1e400}', "1e400 is too large for a 64-bit float; write it as text"),
         ('{"a": -1e999, "b": 123456789012345678901}', "-1e999 is too large"),
-        ('{"a": ' + "9" * 400 + ', "b": NaN}', "NaN is not a number in JSON; write null, or leave its key out"),
+        (
+            '{"a": ' + "9" * 400 + ', "b": NaN}',
+            "NaN is not a number in JSON; write null, or leave its key out",
+        ),
         ('{"a": ' + "9" * 5000 + "}", "a number has 5000 digits; write one of more than 4300 as text"),
         ('{"a": nancy}', "expected 'null': line 1 column 7 .char 6.$"),
         ('{"a": "NaN" x}', r"line 1 column 13 .char 12.$"),
@@ -59,16 +76,25 @@ def test_loads_when_it_can_not_be_read_whole_then_error(text, named):
 
 
 TWICE = [
-    '{"a":1,"a":1}', '{"a": 1, "b": {"c": [1, {"d": 2, "e": 3, "d": 2}]}}', '{"a" : 1, "a": 2, "b": "x"}',
-    '{"a":1,"b":"say \\":","a" :2}', '[[{"k":1,"k":2}]]', '{"b":1, "a":{"b":1}, "c\\u0000":3,\n"a"\t:4}',
-    '{"n": 123456789012345678901, "a": 1, "a": 2}', '{"\\u0061":1,"a":2}', '[1, {"a":1,"a":2}]',
-    '[null,[{"a":1,"a":2}]]', '{"":1,"":2}',
-]  # fmt: skip
+    '{"a":1,"a":1}',
+    '{"a": 1, "b": {"c": [1, {"d": 2, "e": 3, "d": 2}]}}',
+    '{"a" : 1, "a": 2, "b": "x"}',
+    '{"a":1,"b":"say \\":","a" :2}',
+    '[[{"k":1,"k":2}]]',
+    '{"b":1, "a":{"b":1}, "c\\u0000":3,\n"a"\t:4}',
+    '{"n": 123456789012345678901, "a": 1, "a": 2}',
+    '{"\\u0061":1,"a":2}',
+    '[1, {"a":1,"a":2}]',
+    '[null,[{"a":1,"a":2}]]',
+    '{"":1,"":2}',
+]
 
 
 @pytest.mark.parametrize("text", TWICE)
 def test_loads_when_a_key_comes_twice_in_an_object_then_error_names_it(text):
-    with pytest.raises(ValueError, match='the key ".?" comes twice in an object, whose readers take different ones'):
+    with pytest.raises(
+        ValueError, match='the key ".?" comes twice in an object, whose readers take different ones'
+    ):
         json_text.loads(text)
     assert json_text.loads(text, unique_keys=False) == json.loads(text)
 
@@ -81,12 +107,23 @@ def test_loads_when_a_key_comes_twice_and_a_value_is_none_then_error():
 @pytest.mark.parametrize(
     "value",
     [
-        {"a": {"a": {"a": 1}}, "b": [{"a": 1}, {"a": 2}]}, {"text": '{"a":1,"a":2}', "b": '":":":'}, [], {}, 1, "a",
-        {"a :": 1, "a": " :", ":": '"'}, [[], [{"a": 1}], 3, {"a": 1}], {"A": 1, "a": 2}, {"é": 1, "e\u0301": 2},
-        {"n": 2**70, "m": {"n": 2**70}}, {"a\"": 1, "a": {'":': 2}},
+        {"a": {"a": {"a": 1}}, "b": [{"a": 1}, {"a": 2}]},
+        {"text": '{"a":1,"a":2}', "b": '":":":'},
+        [],
+        {},
+        1,
+        "a",
+        {"a :": 1, "a": " :", ":": '"'},
+        [[], [{"a": 1}], 3, {"a": 1}],
+        {"A": 1, "a": 2},
+        {"é": 1, "e\u0301": 2},
+        {"n": 2**70, "m": {"n": 2**70}},
+        {'a"': 1, "a": {'":': 2}},
     ],
-)  # fmt: skip
-@pytest.mark.parametrize("form", [{}, {"indent": 1}, {"separators": (",", ":")}, {"separators": (" , ", " : ")}])
+)
+@pytest.mark.parametrize(
+    "form", [{}, {"indent": 1}, {"separators": (",", ":")}, {"separators": (" , ", " : ")}]
+)
 def test_loads_when_each_key_comes_once_then_the_value_however_it_is_written(value, form):
     assert json_text.loads(json.dumps(value, **form)) == value
 
@@ -109,10 +146,15 @@ def test_rows_when_labels_and_metadata_are_large_whole_numbers_then_they_reach_t
     row = {"input_ids": [1], "label": 2**64 + 1, "reward_model": {"ground_truth": [-(2**65)]}}
     path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"label": float("nan")}) + "\n")
     prompts = open_prompts([str(path)], PromptFormat()).rows
-    assert prompts[0].label == 18446744073709551617 and prompts[0].metadata["reward_model"] == row["reward_model"]
+    assert (
+        prompts[0].label == 18446744073709551617
+        and prompts[0].metadata["reward_model"] == row["reward_model"]
+    )
     sent = frame({"samples": [vars(prompts[0])]})
     assert int.from_bytes(sent[:LENGTH_BYTES], "big") == len(sent) - LENGTH_BYTES
     received = json_text.loads(sent[LENGTH_BYTES:])["samples"][0]
     assert Prompt(**received) == prompts[0]
-    with pytest.raises(ValueError, match="p.jsonl:2: not JSON: .*; NaN is not a number in JSON: write null, or leave"):
+    with pytest.raises(
+        ValueError, match="p.jsonl:2: not JSON: .*; NaN is not a number in JSON: write null, or leave"
+    ):
         open_rows(path).read(1)

@@ -21,7 +21,9 @@ UNREAD = [2, 6, 7, 8]
 
 
 def data(labels=LABELS):
-    return PromptDataset([Prompt(row, [1], label=label) for row, label in enumerate(labels)], warn=lambda line: None)
+    return PromptDataset(
+        [Prompt(row, [1], label=label) for row, label in enumerate(labels)], warn=lambda line: None
+    )
 
 
 def checked(labels=LABELS, reward="math", workers=None, **how):
@@ -44,8 +46,10 @@ def test_labels_when_not_read_whole_then_counted_and_named(workers):
         checked(workers=workers, drop=False)
     said = str(raised.value)
     assert said.startswith(
-        "--rollout-prompts: `reward_function` math can't read the label of 4 of the 10 rows that were looked at; row 2 "
-        "has the label '12 34': there is nothing between the numbers '12' and '34'; row 6 has the label '12 34': "
+        "--rollout-prompts: `reward_function` math can't read the label of 4 of the 10 rows that were looked "
+        "at; row 2 "
+        "has the label '12 34': there is nothing between the numbers '12' and '34'; row 6 has the label '12 "
+        "34': "
     )
     assert "row 7 has the label ['1', 'x2']: a digit stands behind a letter in 'x2'" in said
     assert "row 8 has the label True: " in said
@@ -54,7 +58,9 @@ def test_labels_when_not_read_whole_then_counted_and_named(workers):
 
 def test_labels_when_dropped_then_a_line_and_never_drawn(capsys):
     prompts = checked(workers=1, drop=True)
-    assert "of 4 of the 10 rows" in (line := capsys.readouterr().err) and "--rollout-unread-labels drop" in line
+    assert (
+        "of 4 of the 10 rows" in (line := capsys.readouterr().err) and "--rollout-unread-labels drop" in line
+    )
     kept = {prompts.index_at(number) for number in range(11) if prompts.can_be_drawn(number)}
     assert kept == set(range(11)) - set(UNREAD)
     assert prompts.skipped.since_last()["skipped_label"] == 4
@@ -107,8 +113,11 @@ def test_labels_when_there_are_more_rows_than_are_read_then_those_drawn_first(mo
 
 def test_labels_when_in_files_then_read_without_their_prompts(tmp_path):
     path = tmp_path / "p.jsonl"
-    rows = [{"prompt": 5, "reward": {"truth": "1/2"}}, {"input_ids": [1], "reward": {"truth": "x2"}},
-            {"input_ids": [1]}]  # fmt: skip
+    rows = [
+        {"prompt": 5, "reward": {"truth": "1/2"}},
+        {"input_ids": [1], "reward": {"truth": "x2"}},
+        {"input_ids": [1]},
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = open_prompts([str(path)], PromptFormat(label_key="reward.truth"))
 
@@ -120,9 +129,19 @@ def test_labels_when_in_files_then_read_without_their_prompts(tmp_path):
 
 
 def test_flag_when_no_reward_reads_labels_then_without_effect():
-    given = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-max-new-tokens", "8",
-             "--rollout-prompts", "p.jsonl", "--rollout-unread-labels", "drop",
-             "--rollout-reward-function"]  # fmt: skip
+    given = [
+        "--rollout-url",
+        "http://127.0.0.1:9",
+        "--rollout-hf-checkpoint",
+        "m",
+        "--rollout-max-new-tokens",
+        "8",
+        "--rollout-prompts",
+        "p.jsonl",
+        "--rollout-unread-labels",
+        "drop",
+        "--rollout-reward-function",
+    ]
     assert parse([*given, "math"])[1].unread_labels == "drop"
     with pytest.raises(ValueError, match="unread.labels.* drop has no effect without .*math"):
         parse([*given, "exact"])

@@ -1,4 +1,6 @@
-"""Rows of JSON lines, Parquet and datasets folders: what they say, in which order they come, and what is refused."""
+"""Rows of JSON lines, Parquet and datasets folders: what they say, in which order they come, and
+what is refused.
+"""
 
 import json
 import shutil
@@ -41,11 +43,14 @@ def drawn(data, numbers):
 @pytest.mark.parametrize(
     "text",
     [
-        b'{"a": 1}\n{"a": 2}\n', b'{"a": 1}\n{"a": 2}', b'{"a": 1}\r\n{"a": 2}\r\n',
+        b'{"a": 1}\n{"a": 2}\n',
+        b'{"a": 1}\n{"a": 2}',
+        b'{"a": 1}\r\n{"a": 2}\r\n',
         b'\xef\xbb\xbf{"a": 1}\n{"a": 2}\n',
-        b'\n\n {"a": 1}\n\r\n \t \n{"a": 2}\n\n', b'\xef\xbb\xbf\n{"a": 1}\n{"a": 2}\n \t  ',
+        b'\n\n {"a": 1}\n\r\n \t \n{"a": 2}\n\n',
+        b'\xef\xbb\xbf\n{"a": 1}\n{"a": 2}\n \t  ',
     ],
-)  # fmt: skip
+)
 def test_json_lines_when_lines_end_or_are_blank_in_any_way_then_the_rows_and_their_lines(
     tmp_path, monkeypatch, text, chunk
 ):
@@ -92,10 +97,14 @@ def test_saved_dataset_when_read_then_its_rows_in_its_order():
     rows = [found.read(row) for row in range(len(found))]
     assert [row["extra_info"]["index"] for row in rows] == [5, 0, 1, 4, 2, 6, 3]
     assert rows[1] == {
-        "prompt": [{"content": "Answer with a number.", "role": "system"}, {"content": "0 + 1 =", "role": "user"}],
-        "data_source": "sums", "reward_model": {"ground_truth": "1", "style": "rule"},
+        "prompt": [
+            {"content": "Answer with a number.", "role": "system"},
+            {"content": "0 + 1 =", "role": "user"},
+        ],
+        "data_source": "sums",
+        "reward_model": {"ground_truth": "1", "style": "rule"},
         "extra_info": {"index": 0, "split": "train"},
-    }  # fmt: skip
+    }
     assert found.where(6) == f"{SAVED / 'train'}: row 6"
 
 
@@ -135,7 +144,8 @@ def test_parquet_when_larger_than_a_window_then_its_row_groups_are_shuffled_and_
     windows = [set(decoded[start : start + 60]) for start in range(0, 400, 60)]
     assert all(len(window) == 3 for window in windows[:-1]) and len(windows[-1]) == 2
     assert set.union(*windows) == set(range(20))  # so no window has a group of another one
-    assert any(first > second for first, second in zip(decoded[:60], decoded[1:60], strict=False))  # and is mixed
+    # and is mixed
+    assert any(first > second for first, second in zip(decoded[:60], decoded[1:60], strict=False))
     again = open_prompts([path], IDS, seed=5)
     assert drawn(again, [799, 0, 430]) == [epochs[1][399], epochs[0][0], epochs[1][30]]
     other = open_prompts([parquet(tmp_path / "other", range(400), 40)], IDS, seed=5)
@@ -158,7 +168,8 @@ def test_parquet_when_a_column_has_no_json_values_then_it_is_left_out_with_a_lin
     lines = []
     data = open_prompts([str(tmp_path / "p.parquet")], IDS, warn=lines.append)
     assert data.at(0).metadata == {} and lines == [
-        f"{tmp_path / 'p.parquet'}: columns and fields that JSON has no values for are left out: image (struct<bytes: "
+        f"{tmp_path / 'p.parquet'}: columns and fields that JSON has no values for are left out: image "
+        "(struct<bytes: "
         "binary, at: timestamp[ms]>), at (timestamp[ms])"
     ]
 
@@ -172,33 +183,51 @@ def test_parquet_when_numbers_have_4_bytes_or_2_then_they_are_as_they_were_writt
 
 
 def test_order_when_there_are_several_sources_then_every_row_of_all_comes_once_an_epoch(tmp_path):
-    paths = [jsonl(tmp_path / "a", range(30)), parquet(tmp_path / "b", range(30, 40)), jsonl(tmp_path / "c", [40])]
+    paths = [
+        jsonl(tmp_path / "a", range(30)),
+        parquet(tmp_path / "b", range(30, 40)),
+        jsonl(tmp_path / "c", [40]),
+    ]
     data = open_prompts(paths, IDS, seed=1)
     epochs = [drawn(data, range(epoch * 41, epoch * 41 + 41)) for epoch in range(3)]
     assert all(sorted(epoch) == list(range(41)) for epoch in epochs) and len(set(map(tuple, epochs))) == 3
-    assert drawn(open_prompts(paths, IDS, seed=1), [122, 5, 50]) == [epochs[2][40], epochs[0][5], epochs[1][9]]
+    assert drawn(open_prompts(paths, IDS, seed=1), [122, 5, 50]) == [
+        epochs[2][40],
+        epochs[0][5],
+        epochs[1][9],
+    ]
     assert drawn(open_prompts(paths, IDS, seed=2), range(41)) != epochs[0]
     # Mixed: of the first half about half of each.
     assert 8 <= sum(row < 30 for row in epochs[0][:20]) <= 20
     assert data.identity == "30 + 10 + 1"
 
 
-def test_order_when_sources_have_weights_then_each_has_its_share_of_every_thousand_and_goes_through_its_own_epochs(
+def test_order_when_sources_have_weights_then_each_has_its_share_and_its_own_epochs(
     tmp_path,
 ):
-    paths = [jsonl(tmp_path / "a", range(300)), jsonl(tmp_path / "b", range(300, 310)), jsonl(tmp_path / "c", [310])]
+    paths = [
+        jsonl(tmp_path / "a", range(300)),
+        jsonl(tmp_path / "b", range(300, 310)),
+        jsonl(tmp_path / "c", [310]),
+    ]
     data = open_prompts(paths, IDS, seed=1, weights=[1, 2, 0.01])
     # 1000 / 3.01 = 332.2, 664.5 and 3.3: the largest remainder is b's.
     assert data.identity == "300 + 10 + 1, shares 332:665:3"
     of_all = drawn(data, range(2000))
     for thousand in (of_all[:1000], of_all[1000:]):
-        assert Counter(0 if row < 300 else 1 if row < 310 else 2 for row in thousand) == {0: 332, 1: 665, 2: 3}
+        assert Counter(0 if row < 300 else 1 if row < 310 else 2 for row in thousand) == {
+            0: 332,
+            1: 665,
+            2: 3,
+        }
     of_a, of_b = [row for row in of_all if row < 300], [row for row in of_all if 300 <= row < 310]
     assert sorted(of_a[:300]) == sorted(of_a[300:600]) == list(range(300)) and of_a[:300] != of_a[300:600]
     assert all(sorted(of_b[start : start + 10]) == list(range(300, 310)) for start in range(0, 1330, 10))
     assert drawn(open_prompts(paths, IDS, seed=1, weights=[100, 200, 1]), [1999, 3, 1000]) == [
-        of_all[1999], of_all[3], of_all[1000]
-    ]  # fmt: skip
+        of_all[1999],
+        of_all[3],
+        of_all[1000],
+    ]
     # Every replica of 2 draws both: sources do not alternate with the numbers.
     assert 130 < sum(row < 300 for row in of_all[:1000:2]) < 200
 
@@ -242,9 +271,18 @@ def cached(tmp_path):
     "made, named",
     [
         (lambda at: at / "none", "none: there is no such file or folder"),
-        (lambda at: at, "neither Parquet files .* nor a folder of datasets' save_to_disk .*; give a file, or such"),
-        (lambda at: SAVED, "saved_dataset: holds the splits train, test; give one of them: .*/saved_dataset/train"),
-        (lambda at: folder_of(at, "train-0.parquet", "test-0.parquet"), "holds the splits test, train; name the files"),
+        (
+            lambda at: at,
+            "neither Parquet files .* nor a folder of datasets' save_to_disk .*; give a file, or such",
+        ),
+        (
+            lambda at: SAVED,
+            "saved_dataset: holds the splits train, test; give one of them: .*/saved_dataset/train",
+        ),
+        (
+            lambda at: folder_of(at, "train-0.parquet", "test-0.parquet"),
+            "holds the splits test, train; name the files",
+        ),
         (cached, "a cache of datasets, which has no state.json; write the data set with save_to_disk"),
         (lambda at: written(at, b"\x1f\x8b\x08\x00"), "p: is compressed with gzip; gunzip it"),
         (lambda at: written(at, '{"a": 1}'.encode("utf-16")), "p: is UTF-16; save it as UTF-8"),
@@ -261,7 +299,9 @@ def test_open_rows_when_it_is_no_data_then_error_names_it_and_the_remedy(tmp_pat
 def test_parquet_folder_when_a_shard_has_other_columns_then_error_names_both(tmp_path):
     parquet(tmp_path / "a.parquet", [1])
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match=r"b.parquet: has not the columns of .*a.parquet \(input_ids, text\)"):
+    with pytest.raises(
+        ValueError, match=r"b.parquet: has not the columns of .*a.parquet \(input_ids, text\)"
+    ):
         open_rows(tmp_path)
 
 
@@ -286,7 +326,9 @@ def test_digest_when_worked_out_by_hand_then_size_and_crc_of_all_small_files_and
 
 
 @pytest.mark.parametrize("form", ["json lines", "parquet", "datasets"])
-def test_digest_when_one_byte_of_the_data_is_another_then_another_and_the_same_in_another_folder(tmp_path, form):
+def test_digest_when_one_byte_of_the_data_is_another_then_another_and_the_same_in_another_folder(
+    tmp_path, form
+):
     found = []
     for folder, last in (("a", 2), ("b", 2), ("edited", 3)):
         at = tmp_path / folder

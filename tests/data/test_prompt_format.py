@@ -1,4 +1,6 @@
-"""A row becomes a prompt: its keys, messages in the tokenizer's own template, and every way to be a bad row."""
+"""A row becomes a prompt: its keys, messages in the tokenizer's own template, and every way
+to be a bad row.
+"""
 
 import json
 from pathlib import Path
@@ -18,7 +20,9 @@ SAVED = Path(__file__).parent / "saved_dataset"
 TEMPLATE = """
 {%- for message in messages %}
 {%- if message.role == "refused" %}{{ raise_exception("no such role here") }}{% endif %}
-{%- if message.role == "tool" and "name" in message and not message.name is string %}{{ 1 + message.name }}{% endif %}
+{%- if message.role == "tool" and "name" in message and not message.name is string %}
+{{- 1 + message.name }}
+{%- endif %}
 {{- "<" + message.role + ">" + message.content + "#" }}
 {%- for call in message.tool_calls or [] %}{{ call.function.name }}{% endfor %}
 {%- endfor %}
@@ -30,12 +34,16 @@ USER = {"role": "user", "content": "1+1"}
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    """Name -> tokenizer: with a template, without one, one that begins every text and template with <eos>, and one that
-    ends texts with it."""
+    """Name -> tokenizer: with a template, without one, one that begins every text and template with <eos>,
+    and one that ends texts with it.
+    """
     found = {}
     for name, template in (
-        ("template", TEMPLATE), ("plain", None), ("bos", "{{ bos_token }}" + TEMPLATE), ("eos", TEMPLATE)
-    ):  # fmt: skip
+        ("template", TEMPLATE),
+        ("plain", None),
+        ("bos", "{{ bos_token }}" + TEMPLATE),
+        ("eos", TEMPLATE),
+    ):
         folder = tmp_path_factory.mktemp(name)
         made = make_tokenizer()
         made.chat_template = template
@@ -44,7 +52,8 @@ def tokenizers(tmp_path_factory):
 
             made.bos_token = "<eos>" if name == "bos" else None
             made.backend_tokenizer.post_processor = TemplateProcessing(
-                single="<eos> $A" if name == "bos" else "$A <eos>", special_tokens=[("<eos>", made.eos_token_id)]
+                single="<eos> $A" if name == "bos" else "$A <eos>",
+                special_tokens=[("<eos>", made.eos_token_id)],
             )
         made.save_pretrained(folder)
         found[name] = Tokenizer.from_folder(folder)
@@ -60,7 +69,9 @@ def test_prompt_when_rows_hold_ids_or_text_then_their_other_keys_are_metadata(to
     assert (found.input_ids, found.text, found.label) == ([3, 1], None, "4")
     assert found.metadata == {"label": "4", "level": 2}
     found = prompt({"prompt": "ab", "level": 2}, tokenizers["template"])
-    assert found.text == "ab" and tokenizers["template"].decode(found.input_ids) == "ab" and found.label is None
+    assert (
+        found.text == "ab" and tokenizers["template"].decode(found.input_ids) == "ab" and found.label is None
+    )
     assert found.metadata == {"prompt": "ab", "level": 2}
 
 
@@ -78,7 +89,7 @@ def test_prompt_when_rows_hold_messages_then_the_ids_are_those_of_transformers(t
             messages, tools=[{"name": "f"}], think=True, add_generation_prompt=True, return_dict=False
         )
         assert found.input_ids == expected and len(found.input_ids) > 20
-        assert found.text.endswith('<user>1+1#f False!<answer>')
+        assert found.text.endswith("<user>1+1#f False!<answer>")
 
 
 def test_prompt_when_text_and_template_have_a_first_token_then_it_is_there_once(tokenizers):
@@ -102,7 +113,10 @@ def test_prompt_when_given_in_other_projects_formats_then_keys_are_enough(tokeni
         assert second.metadata["data_source"] == "sums"
     slime = PromptFormat(chat, input_key="prompt", label_key="label", apply_chat_template=True)
     (tmp_path / "slime.jsonl").write_text(
-        json.dumps({"prompt": "1+1", "label": "2"}) + "\n" + json.dumps({"prompt": [USER], "label": "2"}) + "\n"
+        json.dumps({"prompt": "1+1", "label": "2"})
+        + "\n"
+        + json.dumps({"prompt": [USER], "label": "2"})
+        + "\n"
     )
     data = open_prompts([str(tmp_path / "slime.jsonl")], slime)
     assert [(row.text, row.label) for row in data.rows] == [("<user>1+1#<answer>", "2")] * 2
@@ -138,39 +152,95 @@ def test_prompt_when_the_users_code_changes_a_copy_then_the_row_stays(tokenizers
     copy = found.copied()
     copy.metadata["messages"][0]["content"], copy.label[0] = "x", "y"
     copy.input_ids.append(0)
-    assert found.metadata["messages"] == [USER] and found.label == ["a"] and len(copy.input_ids) > len(found.input_ids)
+    assert (
+        found.metadata["messages"] == [USER]
+        and found.label == ["a"]
+        and len(copy.input_ids) > len(found.input_ids)
+    )
 
 
 BAD = {
     "not JSON": ('{"input_ids": [1]', {}, "not JSON: "),
     "pretty JSON": ("{", {}, "not JSON: .*; write each row on one line"),
     "an array": ("[1, 2]", {}, "expected a JSON object, got list; write its objects on lines of their own"),
-    "no key": ({"text": "a"}, {}, r"expected one of input_ids, prompt, messages, got the keys \['text'\]; `input_key`"),
-    "two keys": ({"prompt": "a", "input_ids": [1]}, {}, r"expected one of .* got the keys \['input_ids', 'prompt'\]"),
+    "no key": (
+        {"text": "a"},
+        {},
+        r"expected one of input_ids, prompt, messages, got the keys \['text'\]; `input_key`",
+    ),
+    "two keys": (
+        {"prompt": "a", "input_ids": [1]},
+        {},
+        r"expected one of .* got the keys \['input_ids', 'prompt'\]",
+    ),
     "missing key": ({"a": {"b": "x"}}, {"input_key": "a.c"}, r'no key "a.c"; the row has \[\'a\'\]'),
     "missing label": ({"prompt": "a"}, {"label_key": "reward_model.ground_truth"}, 'no key "reward_model.gr'),
     "null label": ({"prompt": "a", "x": None}, {"label_key": "x"}, '"x" is null'),
     "a number": ({"prompt": 5}, {}, '"prompt" must be text, a list of ids or of messages, got int'),
-    "columns of messages": ({"prompt": {"role": ["user"], "content": ["a"]}}, {}, '"prompt" must be .* got dict; a'),
+    "columns of messages": (
+        {"prompt": {"role": ["user"], "content": ["a"]}},
+        {},
+        '"prompt" must be .* got dict; a',
+    ),
     "no ids": ({"input_ids": []}, {}, '"input_ids" must be a non-empty list of integers of at least 0, got'),
     "a negative id": ({"input_ids": [1, -1]}, {}, "integers of at least 0"),
     "ids as numbers": ({"input_ids": [1.0]}, {}, "integers of at least 0"),
     "a bool": ({"input_ids": [True]}, {}, "integers of at least 0"),
     "empty text": ({"prompt": ""}, {}, '"prompt" has no tokens'),
     "unknown character": ({"prompt": "a\u00e4"}, {}, "the tokenizer of .* can't encode 'a\u00e4': "),
-    "messages as text": ({"prompt": json.dumps([USER])}, {}, '"prompt" is messages as JSON text; store the list'),
-    "no role": ({"messages": [{"from": "user"}]}, {}, r"message 0 of \"messages\" must be an object .* got \['from'\]"),
-    "another role": ({"messages": [{"role": "human", "content": "a"}]}, {}, 'has the role "human"; call it "user"'),
-    "parts": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}, "list; parts, such .*image.*: l"),
-    "no content": ({"messages": [{"role": "user", "content": None}]}, {}, "must have text as its content, got None"),
-    "an answer": ({"messages": [USER, {"role": "assistant", "content": "2"}]}, {}, "is the assistant's, which is to"),
-    "template refuses": ({"messages": [{"role": "refused", "content": "a"}]}, {}, "refuses the messages: no such role"),
-    "template breaks": ({"messages": [{"role": "tool", "content": "a", "name": []}]}, {}, "refuses the messages: uns"),
+    "messages as text": (
+        {"prompt": json.dumps([USER])},
+        {},
+        '"prompt" is messages as JSON text; store the list',
+    ),
+    "no role": (
+        {"messages": [{"from": "user"}]},
+        {},
+        r"message 0 of \"messages\" must be an object .* got \['from'\]",
+    ),
+    "another role": (
+        {"messages": [{"role": "human", "content": "a"}]},
+        {},
+        'has the role "human"; call it "user"',
+    ),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {},
+        "list; parts, such .*image.*: l",
+    ),
+    "no content": (
+        {"messages": [{"role": "user", "content": None}]},
+        {},
+        "must have text as its content, got None",
+    ),
+    "an answer": (
+        {"messages": [USER, {"role": "assistant", "content": "2"}]},
+        {},
+        "is the assistant's, which is to",
+    ),
+    "template refuses": (
+        {"messages": [{"role": "refused", "content": "a"}]},
+        {},
+        "refuses the messages: no such role",
+    ),
+    "template breaks": (
+        {"messages": [{"role": "tool", "content": "a", "name": []}]},
+        {},
+        "refuses the messages: uns",
+    ),
     "tools": ({"messages": [USER], "t": "{"}, {"tools_key": "t"}, '"t" is text and not JSON'),
     "no tools": ({"messages": [USER], "t": [3]}, {"tools_key": "t"}, '"t" must be a list of objects'),
-    "system without messages": ({"prompt": "a"}, {"system_prompt": "b"}, "`system_prompt` has no effect on .* text"),
-    "template of ids": ({"input_ids": [1]}, {"apply_chat_template": True}, "`apply_chat_template` has no effect .* id"),
-}  # fmt: skip
+    "system without messages": (
+        {"prompt": "a"},
+        {"system_prompt": "b"},
+        "`system_prompt` has no effect on .* text",
+    ),
+    "template of ids": (
+        {"input_ids": [1]},
+        {"apply_chat_template": True},
+        "`apply_chat_template` has no effect .* id",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -186,16 +256,46 @@ def test_row_when_it_is_malformed_then_error_names_file_line_key_and_remedy(tmp_
 @pytest.mark.parametrize(
     "name, row, how, named",
     [
-        ("plain", {"messages": [USER]}, {},
-         '"messages": the tokenizer of .*plain.* has no chat template; put the model\'s chat_template.jinja there, or '
-         "give rows of text"),
-        ("plain", {"prompt": "a"}, {"apply_chat_template": True}, '"prompt": the tokenizer of .* has no chat template'),
-        (None, {"messages": [USER]}, {}, '"messages" is messages and there is no tokenizer in --rollout-hf-checkpoint'),
-        (None, {"prompt": "a"}, {}, '"prompt" is text and there is no tokenizer in --rollout-hf-checkpoint; put one'),
-        ("bos", {"prompt": "<eos>1+1"}, {}, '"prompt" begins with the token that the tokenizer puts before every text'),
-        ("eos", {"prompt": "1+1"}, {}, '"prompt" gets the end token, which the tokenizer puts behind every text, and'),
+        (
+            "plain",
+            {"messages": [USER]},
+            {},
+            '"messages": the tokenizer of .*plain.* has no chat template; put the model\'s '
+            "chat_template.jinja there, or "
+            "give rows of text",
+        ),
+        (
+            "plain",
+            {"prompt": "a"},
+            {"apply_chat_template": True},
+            '"prompt": the tokenizer of .* has no chat template',
+        ),
+        (
+            None,
+            {"messages": [USER]},
+            {},
+            '"messages" is messages and there is no tokenizer in --rollout-hf-checkpoint',
+        ),
+        (
+            None,
+            {"prompt": "a"},
+            {},
+            '"prompt" is text and there is no tokenizer in --rollout-hf-checkpoint; put one',
+        ),
+        (
+            "bos",
+            {"prompt": "<eos>1+1"},
+            {},
+            '"prompt" begins with the token that the tokenizer puts before every text',
+        ),
+        (
+            "eos",
+            {"prompt": "1+1"},
+            {},
+            '"prompt" gets the end token, which the tokenizer puts behind every text, and',
+        ),
     ],
-)  # fmt: skip
+)
 def test_row_when_the_tokenizer_can_not_make_a_prompt_of_it_then_error(tokenizers, name, row, how, named):
     with pytest.raises(BadRow, match=f"^p.jsonl:1: {named}"):
         prompt(row, tokenizers.get(name), **how)
@@ -208,8 +308,16 @@ def test_row_when_the_template_drops_what_it_is_given_then_error(tokenizers, tmp
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert prompt({"messages": [USER]}, tokenizer).text == "1+1?"
     for messages, how, named in (
-        ([USER, {"role": "user", "content": "2+2"}], {}, 'leaves out message 1, whose role is "user"; use a '),
-        ([USER], {"system_prompt": "be brief"}, "leaves out the system message of `system_prompt`; put it into"),
+        (
+            [USER, {"role": "user", "content": "2+2"}],
+            {},
+            'leaves out message 1, whose role is "user"; use a ',
+        ),
+        (
+            [USER],
+            {"system_prompt": "be brief"},
+            "leaves out the system message of `system_prompt`; put it into",
+        ),
     ):
         with pytest.raises(BadRow, match=f'"messages": the chat template .*{named}'):
             prompt({"messages": messages}, tokenizer, **how)
@@ -234,12 +342,15 @@ def config(**given):
 @pytest.mark.parametrize(
     "name, given, named",
     [
-        ("template", {"chat_template_kwargs": '{"thinks": true}'},
-         "has thinks, which the chat template of .* does not use; drop it, or use .*think"),
+        (
+            "template",
+            {"chat_template_kwargs": '{"thinks": true}'},
+            "has thinks, which the chat template of .* does not use; drop it, or use .*think",
+        ),
         ("plain-tools", {"tools_key": "tools"}, "`tools_key`: the chat template of .* does not show tools"),
         ("broken", {"tools_key": "t"}, "the chat template of .* cannot be used"),
     ],
-)  # fmt: skip
+)
 def test_format_when_the_template_has_no_place_for_an_option_then_refused_at_the_start(
     tmp_path, tokenizers, name, given, named
 ):
@@ -258,7 +369,10 @@ def test_format_when_the_template_has_no_place_for_an_option_then_refused_at_the
     [
         ({"chat_template_kwargs": "{"}, "`chat_template_kwargs` is not JSON"),
         ({"chat_template_kwargs": "[1]"}, "`chat_template_kwargs` must be an object"),
-        ({"chat_template_kwargs": '{"tools": []}'}, "`chat_template_kwargs` can't set tools; use `tools_key`"),
+        (
+            {"chat_template_kwargs": '{"tools": []}'},
+            "`chat_template_kwargs` can't set tools; use `tools_key`",
+        ),
         ({"prompts_weights": ("1",)}, "`prompts_weights` has no effect with one of `prompts`; drop it"),
         ({"prompts_weights": ("1", "2")}, "`prompts_weights` has 2 numbers for 1 of `prompts`"),
         ({"prompts_weights": ("0",)}, "`prompts_weights` must be positive numbers, got 0"),
@@ -272,16 +386,25 @@ def test_config_when_an_option_is_wrong_then_error(given, named):
 
 
 def test_config_when_a_path_is_given_twice_then_error():
-    with pytest.raises(ValueError, match="`prompts` names a path twice; to draw one more often, use `prompts_weights`"):
+    with pytest.raises(
+        ValueError, match="`prompts` names a path twice; to draw one more often, use `prompts_weights`"
+    ):
         PromptsConfig(prompts=("p", "q", "p"))
 
 
 def test_tokenizer_when_it_comes_with_code_then_it_is_not_run(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]},
-    }))  # fmt: skip
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "Evil",
+                "auto_map": {"AutoTokenizer": ["evil.Evil", None]},
+            }
+        )
+    )
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
-    with pytest.raises(ValueError, match=r"its tokenizer cannot be loaded \(code that comes with a checkpoint is not"):
+    with pytest.raises(
+        ValueError, match=r"its tokenizer cannot be loaded \(code that comes with a checkpoint is not"
+    ):
         Tokenizer.from_folder(tmp_path)
     assert not (tmp_path / "ran").exists()

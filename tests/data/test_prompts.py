@@ -81,19 +81,26 @@ def drawn(data, numbers):
 
 def test_can_be_drawn_when_rows_are_bad_or_too_long_then_they_are_counted_by_cause_and_named_once():
     lines = []
-    rows = Rows(10, {3: BadRow("p:4: not JSON"), 5: LongPrompt("p:6: 9 tokens"), 6: LongPrompt("p:7: 8 tokens")})
+    rows = Rows(
+        10, {3: BadRow("p:4: not JSON"), 5: LongPrompt("p:6: 9 tokens"), 6: LongPrompt("p:7: 8 tokens")}
+    )
     data = PromptDataset(rows, seed=1, warn=lines.append)
     order = [data.index_at(number) for number in range(30)]
     assert drawn(data, range(20)) == [number for number in range(20) if order[number] not in (3, 5, 6)]
     first_long = next(index for index in order if index in (5, 6))
-    assert sorted(lines) == sorted([
-        "p:4: not JSON; the row is left out",
-        f"{rows.errors[first_long]}; the row is left out; further ones are only counted",
-    ])  # fmt: skip
+    assert sorted(lines) == sorted(
+        [
+            "p:4: not JSON; the row is left out",
+            f"{rows.errors[first_long]}; the row is left out; further ones are only counted",
+        ]
+    )
     assert data.skipped.since_last() == {"skipped_bad": 2, "skipped_long": 4, "skipped_label": 0}
     assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0, "skipped_label": 0}
     drawn(data, range(20, 30))
-    assert data.skipped.since_last() == {"skipped_bad": 1, "skipped_long": 2, "skipped_label": 0} and len(lines) == 2
+    assert (
+        data.skipped.since_last() == {"skipped_bad": 1, "skipped_long": 2, "skipped_label": 0}
+        and len(lines) == 2
+    )
 
 
 def test_at_when_the_prompt_was_drawn_then_its_row_is_not_read_again():
@@ -104,15 +111,22 @@ def test_at_when_the_prompt_was_drawn_then_its_row_is_not_read_again():
 
 def test_can_be_drawn_when_more_than_half_of_the_rows_are_bad_then_the_run_ends_with_the_last():
     lines = []
-    data = PromptDataset(Rows(1000, {i: BadRow(f"p:{i + 1}: not JSON") for i in range(0, 1000, 3)}), warn=lines.append)
+    data = PromptDataset(
+        Rows(1000, {i: BadRow(f"p:{i + 1}: not JSON") for i in range(0, 1000, 3)}), warn=lines.append
+    )
     drawn(data, range(1000))  # a third: never
     data.at(0 if data.index_at(0) % 3 else 1)
-    assert len(lines) == NAMED_ROWS and lines[-1].endswith("; the row is left out; further ones are only counted")
+    assert len(lines) == NAMED_ROWS and lines[-1].endswith(
+        "; the row is left out; further ones are only counted"
+    )
     bad = {i: BadRow(f"p:{i + 1}: not JSON") for i in range(1000) if i % 3}
     data = PromptDataset(Rows(1000, bad), warn=lines.append)
     number = next(n for n in range(1000) if data.can_be_drawn(n) and n >= 99)
-    with pytest.raises(TooManyBadRows, match=r"of the last 100 prompts drawn are bad rows; the last: p:\d+: not JSON; "
-                                             r"mend the data, or the flags"):  # fmt: skip
+    with pytest.raises(
+        TooManyBadRows,
+        match=r"of the last 100 prompts drawn are bad rows; the last: p:\d+: not JSON; "
+        r"mend the data, or the flags",
+    ):
         data.at(number)
 
 
@@ -121,7 +135,9 @@ def test_can_be_drawn_when_all_rows_are_too_long_then_the_run_ends_after_an_epoc
     rows = Rows(size, {i: LongPrompt("p: 9 tokens") for i in range(size)})
     data = PromptDataset(rows, warn=lambda line: None)
     assert drawn(data, range(read)) == [read - 1]
-    with pytest.raises(TooManyBadRows, match=f"the last {read} prompts drawn were all left out; the last: p: 9 tokens"):
+    with pytest.raises(
+        TooManyBadRows, match=f"the last {read} prompts drawn were all left out; the last: p: 9 tokens"
+    ):
         data.at(read - 1)
 
 
@@ -132,7 +148,9 @@ def test_can_be_drawn_when_the_label_can_not_be_read_then_counted_apart_and_no_e
     drawn_rows = {data.index_at(number) for number in drawn(data, range(1000))}
     assert drawn_rows == {row for row in range(1000) if row % 3} and drawn_rows == set(rows.made)
     assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0, "skipped_label": 334}
-    assert len(lines) == 1 and lines[0].endswith("'x2': why; the row is left out; further ones are only counted")
+    assert len(lines) == 1 and lines[0].endswith(
+        "'x2': why; the row is left out; further ones are only counted"
+    )
     data.leave_out(dict.fromkeys(range(1000), "why"))
     drawn(data, range(1000))
     with pytest.raises(TooManyBadRows, match="the last 1000 prompts drawn were all left out"):
@@ -148,6 +166,8 @@ def test_label_when_asked_for_then_no_prompt_is_made():
 def test_can_be_drawn_when_a_file_was_changed_then_it_is_told_where_the_prompt_is_used():
     data = PromptDataset(Rows(4, dict.fromkeys(range(4), ChangedFile("p.jsonl"))))
     assert data.can_be_drawn(0)  # the queue draws where nobody would see an error
-    with pytest.raises(ChangedFile, match="p.jsonl changed while the run reads it: .*; restore it, or start anew"):
+    with pytest.raises(
+        ChangedFile, match="p.jsonl changed while the run reads it: .*; restore it, or start anew"
+    ):
         data.at(0)
     assert data.skipped.since_last() == {"skipped_bad": 0, "skipped_long": 0, "skipped_label": 0}

@@ -1,4 +1,6 @@
-"""Rewards that see text: the three forms of a function, several with weights, dicts of parts, and how each may fail."""
+"""Rewards that see text: the three forms of a function, several with weights, dicts of parts, and
+how each may fail.
+"""
 
 import asyncio
 
@@ -29,23 +31,35 @@ OF_TEXT = Prompt(12, [8, 9], {"messages": [{"role": "user", "content": "hi"}]}, 
 FILE = """
 import os, asyncio, json
 
+
 def reward(sample):
     assert sample.row in (11, 12) and sample.finish_reason == "length"
-    told = [sample.prompt, sample.response, sample.label, sample.metadata, sample.prompt_ids, sample.output_ids]
+    told = [
+        sample.prompt,
+        sample.response,
+        sample.label,
+        sample.metadata,
+        sample.prompt_ids,
+        sample.output_ids,
+    ]
     open(os.environ["TOLD"], "a").write(json.dumps(told) + "\\n")
     sample.metadata["changed"] = 1
     return len(sample.response)
+
 
 async def waits(sample):
     await asyncio.sleep(0.01)
     return {"score": len(sample.prompt), "vowels": sample.response.count("a"), "ok": True}
 
+
 def rewards(samples):
     best = max(len(sample.response) for sample in samples)
     return [len(sample.response) == best for sample in samples]
 
+
 async def best_of(samples):
     return [{"score": len(samples), "place": place} for place, _ in enumerate(samples)]
+
 
 def with_ids(prompt, output_ids, finish_reason):
     return prompt.metadata["kind"] == "x" and len(output_ids)
@@ -54,9 +68,16 @@ def with_ids(prompt, output_ids, finish_reason):
 
 def sample(ids, prompt=OF_IDS, index=0):
     return Trajectory(
-        0, index, torch.tensor(prompt.input_ids), torch.tensor(ids), torch.zeros(len(ids)), "length",
-        (VersionSpan("v", 0, len(ids)),), 0, "http://a:1",
-    )  # fmt: skip
+        0,
+        index,
+        torch.tensor(prompt.input_ids),
+        torch.tensor(ids),
+        torch.zeros(len(ids)),
+        "length",
+        (VersionSpan("v", 0, len(ids)),),
+        0,
+        "http://a:1",
+    )
 
 
 def run(specs, scenario, weights=(), **options):
@@ -84,18 +105,32 @@ def file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 0])
 def test_rewards_when_of_all_forms_then_weighted_sums_of_text_ids_and_groups(file, tmp_path, workers, capsys):
-    specs = [f"long={file}:reward", f"{file}:waits", f"{file}:rewards", f"{file}:best_of", f"{file}:with_ids",
-             "exact", "overlong:cache=4"]  # fmt: skip
+    specs = [
+        f"long={file}:reward",
+        f"{file}:waits",
+        f"{file}:rewards",
+        f"{file}:best_of",
+        f"{file}:with_ids",
+        "exact",
+        "overlong:cache=4",
+    ]
     weights = [0.5, 2, 10, 0, 1, 100, 4]
 
     async def scenario(rewards):
         assert rewards.compares
         group = [sample([3, 1, 2, 0]), sample([1, 1, 1, 1, 1, 1], index=1)]
         alone = [await rewards.of_sample(OF_IDS, one) for one in group]
-        # "cab": 0.5 x 3 + 2 x 2 ("hi") + 4 ids + 100 (it is the label); "aaaaaa": 0.5 x 6 + 4 + 6 + 4 x -(6 - 4) / 4
+        # "cab": 0.5 x 3 + 2 x 2 ("hi") + 4 ids + 100 (it is the label); "aaaaaa": 0.5 x 6 + 4 + 6 +
+        # 4 x -(6 - 4) / 4
         assert [one.reward for one in alone] == [109.5, 11.0]
         assert alone[1].parts == {
-            "long": 6, "waits": 2, "waits/vowels": 6, "waits/ok": 1, "with_ids": 6, "exact": 0, "overlong": -0.5
+            "long": 6,
+            "waits": 2,
+            "waits/vowels": 6,
+            "waits/ok": 1,
+            "with_ids": 6,
+            "exact": 0,
+            "overlong": -0.5,
         }
         whole = await rewards.of_group(OF_IDS, group, alone)
         assert [one.reward for one in whole] == [109.5, 21.0]  # the longest gets 10, best_of counts 0
@@ -114,7 +149,9 @@ def test_rewards_when_of_all_forms_then_weighted_sums_of_text_ids_and_groups(fil
 
 def test_evaluation_when_all_rewards_compare_then_refused(file):
     async def scenario(rewards):
-        with pytest.raises(ValueError, match="compares the samples of a group, and an evaluation has none; add a rewa"):
+        with pytest.raises(
+            ValueError, match="compares the samples of a group, and an evaluation has none; add a rewa"
+        ):
             rewards.check_alone("--rollout-eval-prompts")
 
     run(f"{file}:rewards", scenario, workers=0)
@@ -139,7 +176,9 @@ def test_sum_when_in_float32_then_each_product_and_sum_is_rounded_to_it(tmp_path
         assert score == Score(16777216.0, {"a": 16777216.0, "b": 1.0})  # 2^24 + 1 has no place in float32
 
     async def overflows(rewards):
-        with pytest.raises(SampleFailure, match=r"the weighted sum of the rewards is inf in float32") as error:
+        with pytest.raises(
+            SampleFailure, match=r"the weighted sum of the rewards is inf in float32"
+        ) as error:
             await rewards.of_sample(OF_IDS, sample([1]))
         assert error.value.cause == "reward_error"
 
@@ -150,25 +189,53 @@ def test_sum_when_in_float32_then_each_product_and_sum_is_rounded_to_it(tmp_path
 FAILING = {
     "raises": ("def reward(sample): return sample.metadata['answer']", "reward_error", "KeyError: 'answer'"),
     "none": ("def reward(sample): pass", "reward_error", "{path}:reward must return a number, got None"),
-    "nan": ("def reward(sample): return float('nan')", "reward_error",
-            "{path}:reward must return a number that is finite in float32, got nan"),
-    "length": ("def reward(samples): return [1.0]", "reward_error",
-               "{path}:reward must return a list of 2 rewards, one for each sample, got 1 values"),
-    "sorts": ("def reward(samples): samples.sort(key=len); return [1.0] * 2", "reward_error",
-              "AttributeError: 'tuple' object has no attribute 'sort'"),
-    "hangs": ("import time\ndef reward(sample): time.sleep(60)", "reward_timeout",
-              "{path}:reward: it took longer than 0.7 s; make it faster, or raise `reward_timeout_s`"),
-    "dies": ("import os\ndef reward(sample): os._exit(7)", "reward_error",
-             "{path}:reward: its process ended with exit status 7; a reward function must return or raise"),
-    "no json": ("def reward(sample): return 1.0", "reward_error",
-                "{path}:reward: the row's metadata holds what no worker can be given (Type is not JSON serializable: "
-                "set); leave it out of the row, or use `reward_workers` 0"),
-    "keys": ("def reward(sample): return {'acc': 1.0}", "reward_error",
-             "{path}:reward must return a number or a dict with \"score\", the reward, got a dict with ['acc']"),
-    "text": ("def reward(sample): return {'score': 1.0, 'pred': '42'}", "reward_error",
-             "{path}:reward: \"pred\" must return a number, got '42' (str)"),
-    "label": ("", "reward_error", "row 11 of the data set has the label None; it must be text, a number, or a list"),
-}  # fmt: skip
+    "nan": (
+        "def reward(sample): return float('nan')",
+        "reward_error",
+        "{path}:reward must return a number that is finite in float32, got nan",
+    ),
+    "length": (
+        "def reward(samples): return [1.0]",
+        "reward_error",
+        "{path}:reward must return a list of 2 rewards, one for each sample, got 1 values",
+    ),
+    "sorts": (
+        "def reward(samples): samples.sort(key=len); return [1.0] * 2",
+        "reward_error",
+        "AttributeError: 'tuple' object has no attribute 'sort'",
+    ),
+    "hangs": (
+        "import time\ndef reward(sample): time.sleep(60)",
+        "reward_timeout",
+        "{path}:reward: it took longer than 0.7 s; make it faster, or raise `reward_timeout_s`",
+    ),
+    "dies": (
+        "import os\ndef reward(sample): os._exit(7)",
+        "reward_error",
+        "{path}:reward: its process ended with exit status 7; a reward function must return or raise",
+    ),
+    "no json": (
+        "def reward(sample): return 1.0",
+        "reward_error",
+        "{path}:reward: the row's metadata holds what no worker can be given (Type is not JSON serializable: "
+        "set); leave it out of the row, or use `reward_workers` 0",
+    ),
+    "keys": (
+        "def reward(sample): return {'acc': 1.0}",
+        "reward_error",
+        "{path}:reward must return a number or a dict with \"score\", the reward, got a dict with ['acc']",
+    ),
+    "text": (
+        "def reward(sample): return {'score': 1.0, 'pred': '42'}",
+        "reward_error",
+        "{path}:reward: \"pred\" must return a number, got '42' (str)",
+    ),
+    "label": (
+        "",
+        "reward_error",
+        "row 11 of the data set has the label None; it must be text, a number, or a list",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", FAILING)
@@ -193,20 +260,29 @@ def test_reward_when_it_fails_then_the_failure_names_flag_file_rule_and_remedy(t
 @pytest.mark.parametrize(
     ("signature", "form"),
     [
-        ("sample", "sample"), ("anything", "sample"), ("samples", "group"), ("a, b, c", "ids"),
-        ("prompt, output_ids, finish_reason", "ids"), ("sample, *, k=1", "sample"), ("sample, k=1", "sample"),
+        ("sample", "sample"),
+        ("anything", "sample"),
+        ("samples", "group"),
+        ("a, b, c", "ids"),
+        ("prompt, output_ids, finish_reason", "ids"),
+        ("sample, *, k=1", "sample"),
+        ("sample, k=1", "sample"),
         ("samples, /", "group"),
-        ("*given", "both one argument and three"), ("sample, k=1, m=2", "both one argument and three"),
-        ("prompt, response", "neither one argument nor three"), ("", "neither one argument nor three"),
+        ("*given", "both one argument and three"),
+        ("sample, k=1, m=2", "both one argument and three"),
+        ("prompt, response", "neither one argument nor three"),
+        ("", "neither one argument nor three"),
         ("sample, *, k", "neither one argument nor three"),
     ],
-)  # fmt: skip
+)
 def test_form_when_read_from_the_signature_then_one_of_three_or_an_error_that_shows_them(signature, form):
     function = eval(f"lambda {signature}: 0")
     if form in ("sample", "group", "ids"):
         assert form_of(function, "f") == form
     else:
-        with pytest.raises(ValueError, match=f"takes {form}; write .*reward.sample.*rewards.samples.*output_ids"):
+        with pytest.raises(
+            ValueError, match=f"takes {form}; write .*reward.sample.*rewards.samples.*output_ids"
+        ):
             form_of(function, "f")
 
 
@@ -216,15 +292,21 @@ def test_text_when_there_is_no_tokenizer_then_no_empty_text_but_an_error(file, t
             await rewards.score(OF_IDS, sample([1]))
 
     run(f"{file}:reward", scenario, tokenizer=None)
-    with pytest.raises(ValueError, match="^`reward_function` exact needs the responses' text, and `hf_checkpoint` has"):
+    with pytest.raises(
+        ValueError, match="^`reward_function` exact needs the responses' text, and `hf_checkpoint` has"
+    ):
         run("exact", scenario, tokenizer=None)
-    with pytest.raises(AttributeError, match="a sample has no 'answer'; it has prompt, response, label, metadata"):
+    with pytest.raises(
+        AttributeError, match="a sample has no 'answer'; it has prompt, response, label, metadata"
+    ):
         _ = RewardInput("p", "r").answer
 
 
 def test_labels_when_the_first_rows_have_none_then_the_start_ends_with_the_row_and_the_remedy():
     prompts = PromptDataset([Prompt(row, [1], label=None if row == 2 else "x") for row in range(4)])
-    found = "^`reward_function` exact compares with a label, and row 2 of prompts.jsonl has none; name the key"
+    found = (
+        "^`reward_function` exact compares with a label, and row 2 of prompts.jsonl has none; name the key"
+    )
     with pytest.raises(ValueError, match=found):
         Rewards("exact", limit_s=1.0).check_labels(prompts, "prompts.jsonl")
     Rewards("length", limit_s=1.0).check_labels(prompts, "prompts.jsonl")
@@ -233,7 +315,8 @@ def test_labels_when_the_first_rows_have_none_then_the_start_ends_with_the_row_a
 def test_group_when_given_up_then_a_sample_with_two_running_calls_is_counted_once(tmp_path):
     path, late = tmp_path / "slow.py", []
     path.write_text(
-        "import time\ndef a(sample): time.sleep(0.4); return 1\ndef b(sample): time.sleep(0.2); return {}[1]\n"
+        "import time\ndef a(sample): time.sleep(0.4); return 1\ndef b(sample): time.sleep(0.2); return "
+        "{}[1]\n"
     )
 
     async def scenario(rewards):

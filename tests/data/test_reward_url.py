@@ -1,4 +1,6 @@
-"""Rewards from an address: a real server on a loop of its own, in good health and with every fault that we know."""
+"""Rewards from an address: a real server on a loop of its own, in good health and with every
+fault that we know.
+"""
 
 import asyncio
 import gzip
@@ -24,9 +26,16 @@ TOKENIZER = SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))
 
 def sample(*ids):
     return Trajectory(
-        0, 0, torch.tensor([1, 2]), torch.tensor(ids), torch.zeros(len(ids)), "stop", (VersionSpan("v", 0, len(ids)),),
-        0, "http://a:1",
-    )  # fmt: skip
+        0,
+        0,
+        torch.tensor([1, 2]),
+        torch.tensor(ids),
+        torch.zeros(len(ids)),
+        "stop",
+        (VersionSpan("v", 0, len(ids)),),
+        0,
+        "http://a:1",
+    )
 
 
 class Server:
@@ -47,8 +56,11 @@ class Server:
             self.failures -= 1
             return web.Response(status=500, text="out of memory")
         found = {
-            "short": values[1:], "dict": {"rewards": values}, "nan": [*values[1:], float("nan")],
-            "null": [None, *values[1:]], "large": ["x" * (1 << 20)] * 8,
+            "short": values[1:],
+            "dict": {"rewards": values},
+            "nan": [*values[1:], float("nan")],
+            "null": [None, *values[1:]],
+            "large": ["x" * (1 << 20)] * 8,
             "parts": [{"score": one / 2, "judge": one} for one in values],
         }.get(fault, values)
         if fault == "slow":
@@ -63,7 +75,9 @@ class Server:
             return web.Response(status=418, text=f"no {request.headers.get('Authorization')}")
         if fault == "packed":
             assert request.headers["Accept-Encoding"] == "identity"
-            return web.Response(body=gzip.compress(json.dumps(found).encode()), headers={"Content-Encoding": "gzip"})
+            return web.Response(
+                body=gzip.compress(json.dumps(found).encode()), headers={"Content-Encoding": "gzip"}
+            )
         if fault in ("quotes", "babbles"):
             key = request.headers["Authorization"]
             text = json.dumps({"key": key, "query": request.query_string})
@@ -92,13 +106,16 @@ def server():
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(reward_url.random, "uniform", lambda low, high: -0.45)  # attempts follow after 0.05 s, 0.55 s
+    # attempts follow after 0.05 s, 0.55 s
+    monkeypatch.setattr(reward_url.random, "uniform", lambda low, high: -0.45)
 
 
 def run(url, scenario, *, functions=(), weights=(), **options):
     async def inner():
         specs = parse_rewards(functions, [url], weights, max_new_tokens=4)
-        rewards = Rewards(specs, workers=0, **({"limit_s": 5.0, "tokenizer": TOKENIZER, "url_batch": 3} | options))
+        rewards = Rewards(
+            specs, workers=0, **({"limit_s": 5.0, "tokenizer": TOKENIZER, "url_batch": 3} | options)
+        )
         try:
             await rewards.start()
             return await asyncio.wait_for(scenario(rewards), 30)
@@ -128,9 +145,15 @@ def test_samples_when_posted_then_in_batches_with_text_and_added_to_other_reward
     assert sorted(len(batch) for batch in server.batches) == [1, 3, 3]  # they may arrive in any order
     [first] = [sample for batch in server.batches for sample in batch if sample["response"] == "1 9"]
     assert first == {
-        "prompt": "two", "response": "1 9", "label": 7, "metadata": {"kind": "x"}, "prompt_ids": [1, 2],
-        "output_ids": [1, 9], "finish_reason": "stop", "row": 5,
-    }  # fmt: skip
+        "prompt": "two",
+        "response": "1 9",
+        "label": 7,
+        "metadata": {"kind": "x"},
+        "prompt_ids": [1, 2],
+        "output_ids": [1, 9],
+        "finish_reason": "stop",
+        "row": 5,
+    }
 
 
 def test_sample_when_its_label_has_more_than_64_bits_then_the_server_gets_every_digit(server):
@@ -169,13 +192,17 @@ FAULTS = {
     "dict": "it must answer a list of 2 rewards, one for each sample, got",
     "html": "its answer is no JSON (Expecting value: line 1 column 1 (char 0)): <html>busy</html>",
     "deep": "its answer is no JSON (maximum recursion depth exceeded",
-    "large": "its answer has more than the 4194304 bytes that an answer to this request can have; it must be a list",
-    "packed": "its answer is compressed (gzip), which it was asked not to do: how long is it?; it must be a list of",
-    "quotes": "it must answer a list of 2 rewards, one for each sample, got \"{'key': 'Bearer ***', 'query': '***'}\"",
+    "large": "its answer has more than the 4194304 bytes that an answer to this request can have; it must be "
+    "a list",
+    "packed": "its answer is compressed (gzip), which it was asked not to do: how long is it?; it must be a "
+    "list of",
+    "quotes": "it must answer a list of 2 rewards, one for each sample, got \"{'key': 'Bearer ***', 'query': "
+    "'***'}\"",
     "babbles": "its answer is no JSON (Expecting value: line 1 column 1 (char 0)): Bearer *** ***",
-    "moved": "it answered HTTP 307: 307: Temporary Redirect; a redirect is not followed: give the address that it",
+    "moved": "it answered HTTP 307: 307: Temporary Redirect; a redirect is not followed: give the address "
+    "that it",
     "teapot": "it answered HTTP 418: no Bearer ***; see its server's log",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -195,7 +222,9 @@ def test_batch_when_its_answer_is_wrong_then_all_its_samples_fail_and_the_next_b
     run(f"{server.url}/{fault}?token=secret", scenario, api_key="s3cret")
 
 
-@pytest.mark.parametrize("fault, expected", [("nan", "finite in float32, got nan"), ("null", "a number, got None")])
+@pytest.mark.parametrize(
+    "fault, expected", [("nan", "finite in float32, got nan"), ("null", "a number, got None")]
+)
 def test_value_when_one_is_no_number_then_its_sample_fails_alone(server, fault, expected):
     async def scenario(rewards):
         found = await scored(rewards)
@@ -211,7 +240,10 @@ def test_server_when_it_is_slow_then_reward_timeout_and_the_loop_goes_on(server)
         for _ in range(10):
             await asyncio.sleep(0.01)
         assert not call.done()  # the loop went round ten times meanwhile
-        text = f"`reward_url` {server.url}/slow: no answer within 2 s; make it faster, or raise `reward_timeout_s`"
+        text = (
+            f"`reward_url` {server.url}/slow: no answer within 2 s; make it faster, or raise "
+            "`reward_timeout_s`"
+        )
         assert await call == [("reward_timeout", text)] * 2
 
     run(f"{server.url}/slow", scenario, limit_s=2.0)
@@ -233,7 +265,11 @@ def test_group_when_given_up_before_its_batch_is_sent_then_its_sample_is_left_ou
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("", "it does not answer: Cannot connect to host 127.0.0.1:1 .*; start its server first, or give its right"),
+        (
+            "",
+            "it does not answer: Cannot connect to host 127.0.0.1:1 .*; start its server first, or give its "
+            "right",
+        ),
         ("/a/b", "answered HTTP 404: 404: Not Found; is the path right, and does it take POST"),
         ("/key", "answered HTTP 401: .*; give the key that it wants in an environment variable with"),
     ],

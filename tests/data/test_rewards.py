@@ -15,17 +15,31 @@ import torch
 from megatron_rl_corr.data import worker_pool
 from megatron_rl_corr.data.loading import load
 from megatron_rl_corr.data.reward_value import checked_reward
-from megatron_rl_corr.rollout import Prompt, Rewards, SampleFailure, Trajectory, VersionSpan, blocking, load_function
+from megatron_rl_corr.rollout import (
+    Prompt,
+    Rewards,
+    SampleFailure,
+    Trajectory,
+    VersionSpan,
+    blocking,
+    load_function,
+)
 from tests.faults.drills import drill
 
 
 def trajectory(output_ids, finish_reason="stop", environment_reward=None):
     return Trajectory(
-        prompt_index=0, sample_index=0, prompt_ids=torch.tensor([1, 2]),
-        output_ids=torch.tensor(output_ids, dtype=torch.int64), rollout_logprobs=torch.zeros(len(output_ids)),
-        finish_reason=finish_reason, weight_versions=(VersionSpan("v", 0, len(output_ids)),), cached_tokens=0,
-        server="http://a:1", environment_reward=environment_reward,
-    )  # fmt: skip
+        prompt_index=0,
+        sample_index=0,
+        prompt_ids=torch.tensor([1, 2]),
+        output_ids=torch.tensor(output_ids, dtype=torch.int64),
+        rollout_logprobs=torch.zeros(len(output_ids)),
+        finish_reason=finish_reason,
+        weight_versions=(VersionSpan("v", 0, len(output_ids)),),
+        cached_tokens=0,
+        server="http://a:1",
+        environment_reward=environment_reward,
+    )
 
 
 PROMPT = Prompt(11, [1, 2], {"answer": 7, "text": "\u00e4\n", "nested": {"a": [1.5, None]}})
@@ -173,10 +187,13 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         many = [rewards.score(PROMPT, trajectory([81, n])) for n in range(6)]
         assert await asyncio.gather(*many) == [11082.0 + n for n in range(6)]  # two at a time
         assert await failure_of(rewards, [93]) == (
-            "reward_error", f"`reward_function` {file}:reward must return a number that is finite in float32, got nan"
+            "reward_error",
+            f"`reward_function` {file}:reward must return a number that is finite in float32, got nan",
         )
         cause, text = await failure_of(rewards, [94])
-        assert cause == "reward_error" and "KeyError: 94" in text and "if first == 94: return {}[first]" in text
+        assert (
+            cause == "reward_error" and "KeyError: 94" in text and "if first == 94: return {}[first]" in text
+        )
         cause, text = await failure_of(rewards, [92])
         assert cause == "reward_error" and "SystemExit: enough" in text
         cause, text = await failure_of(rewards, [97])
@@ -188,8 +205,9 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
             text = f"`reward_function` {file}:reward: it took longer than 1 s; {FASTER}"
             assert hangs == [("reward_timeout", text)] * 2
         assert await failure_of(rewards, [91]) == (
-            "reward_error", f"`reward_function` {file}:reward: its process ended with exit status 3; a reward function "
-            "must return or raise"
+            "reward_error",
+            f"`reward_function` {file}:reward: its process ended with exit status 3; a reward function "
+            "must return or raise",
         )
         assert await rewards.score(PROMPT, trajectory([80])) == 1  # the first call of a new one
         await until_set_up(2 + 10 + 1)
@@ -215,21 +233,28 @@ async def waits(prompt, output_ids, finish_reason):
 
 
 @pytest.mark.parametrize("name, workers", [("reward", 1), ("reward", 0), ("waits", None)])
-def test_reward_when_the_function_changes_its_prompt_then_the_next_call_has_the_data_sets(tmp_path, name, workers):
+def test_reward_when_the_function_changes_its_prompt_then_the_next_call_has_the_data_sets(
+    tmp_path, name, workers
+):
     (tmp_path / "changes.py").write_text(CHANGES)
     prompt = Prompt(3, [1, 2], {"answer": 50, "tests": [7]})
 
     async def scenario(rewards):
-        assert [await rewards.score(prompt, trajectory([4, 5, 6])) for _ in range(3)] == [57.0] * 3  # 50 + 2 + 5
+        # 50 + 2 + 5
+        assert [await rewards.score(prompt, trajectory([4, 5, 6])) for _ in range(3)] == [57.0] * 3
         assert prompt == Prompt(3, [1, 2], {"answer": 50, "tests": [7]})
 
     run(scenario, f"{tmp_path}/changes.py:{name}", workers=workers)
 
 
 @pytest.mark.parametrize("later", ["def reward(sample): return -1", None])
-def test_reward_when_its_file_is_edited_during_the_run_then_a_new_worker_scores_as_the_others(tmp_path, later):
+def test_reward_when_its_file_is_edited_during_the_run_then_a_new_worker_scores_as_the_others(
+    tmp_path, later
+):
     spec = tmp_path / "edited.py"
-    spec.write_text("import time\ndef reward(prompt, ids, reason): return time.sleep(60) if ids == [9] else 1\n")
+    spec.write_text(
+        "import time\ndef reward(prompt, ids, reason): return time.sleep(60) if ids == [9] else 1\n"
+    )
 
     async def scenario(rewards):
         spec.unlink() if later is None else spec.write_text(later)
@@ -249,7 +274,9 @@ def reward(prompt, output_ids, finish_reason):
 """
 
 
-def test_reward_when_the_function_forks_and_the_child_comes_out_of_it_then_no_answer_is_taken_for_another(tmp_path):
+def test_reward_when_the_function_forks_and_the_child_comes_out_of_it_then_no_answer_is_taken_for_another(
+    tmp_path,
+):
     (tmp_path / "forks.py").write_text(FORKS)
 
     async def scenario(rewards):
@@ -263,12 +290,21 @@ def test_reward_when_the_function_forks_and_the_child_comes_out_of_it_then_no_an
 def test_worker_when_the_users_variables_are_called_like_torchruns_then_it_has_them_and_not_torchruns(
     tmp_path, monkeypatch
 ):
-    names = ["LOCAL_MODEL_DIR", "RANKER_URL", "GROUP_ID", "ROLE_PROMPT", "MASTER_KEY", "LOCAL_RANK", "TORCHELASTIC_A"]
+    names = [
+        "LOCAL_MODEL_DIR",
+        "RANKER_URL",
+        "GROUP_ID",
+        "ROLE_PROMPT",
+        "MASTER_KEY",
+        "LOCAL_RANK",
+        "TORCHELASTIC_A",
+    ]
     for name in names:
         monkeypatch.setenv(name, "1")
     monkeypatch.setattr(sys, "path", [*sys.path, tmp_path])  # a Path there is one that Python never looks at
     (tmp_path / "reads.py").write_text(
-        f"import os\ndef reward(sample):\n    return sum(2**n for n, one in enumerate({names}) if one in os.environ)\n"
+        f"import os\ndef reward(sample):\n    return sum(2**n for n, one in enumerate({names}) if one in "
+        "os.environ)\n"
     )
 
     async def scenario(rewards):
@@ -331,7 +367,9 @@ def test_start_when_the_users_file_calls_exit_then_refused_and_the_loop_thread_g
     (tmp_path / "leaves.py").write_text("import sys\nsys.exit('no licence')\n")
     with blocking.LoopThread() as loop:
         rewards = Rewards(f"{tmp_path}/leaves.py:reward", workers=0, limit_s=1.0)
-        with pytest.raises(ValueError, match=r"leaves.py:reward called exit\('no licence'\) while it was loaded"):
+        with pytest.raises(
+            ValueError, match=r"leaves.py:reward called exit\('no licence'\) while it was loaded"
+        ):
             loop.call(rewards.start(), timeout=20)
 
 
@@ -347,7 +385,9 @@ def test_reward_when_an_environment_leaves_an_object_in_the_metadata_then_that_s
     run(scenario, f"{file}:in_a_thread", workers=1)
 
 
-def test_reward_when_its_group_is_given_up_then_a_running_call_ends_and_is_told_and_one_in_line_is_not_begun(file):
+def test_reward_when_its_group_is_given_up_then_a_running_call_ends_and_is_told_and_one_in_line_is_not_begun(
+    file,
+):
     told = []
 
     async def scenario(rewards):
@@ -372,12 +412,15 @@ def test_reward_when_in_the_trainers_process_then_as_in_workers_and_the_loop_goe
             await asyncio.sleep(0)
         assert not hang.done()  # the loop went round ten times meanwhile
         assert await hang == (
-            "reward_timeout", f"`reward_function` {file}:{name}: it took longer than 1 s; {FASTER}"
+            "reward_timeout",
+            f"`reward_function` {file}:{name}: it took longer than 1 s; {FASTER}",
         )
         assert await rewards.score(PROMPT, trajectory([5])) == 5
         causes = [await failure_of(rewards, [n]) for n in (92, 93, 94, 97)]
         assert {cause for cause, _ in causes} == {"reward_error"}
-        assert "SystemExit: enough" in causes[0][1] and "finite" in causes[1][1] and "KeyError" in causes[2][1]
+        assert (
+            "SystemExit: enough" in causes[0][1] and "finite" in causes[1][1] and "KeyError" in causes[2][1]
+        )
         assert "Foreign: no Exception" in causes[3][1]
         if name == "waits":
             cause, text = await failure_of(rewards, [96])  # its own TimeoutError is an exception like another
@@ -396,7 +439,9 @@ def test_reward_when_the_environment_scores_then_its_own_and_exactly_one_of_the_
         assert text.endswith("gave none, and `reward_function` is not given; give one of them")
 
     async def beside(rewards):
-        with pytest.raises(SampleFailure, match="gave 0.25, and `reward_function` is given; drop one of them"):
+        with pytest.raises(
+            SampleFailure, match="gave 0.25, and `reward_function` is given; drop one of them"
+        ):
             await rewards.score(PROMPT, trajectory([1], environment_reward=0.25))
 
     run(alone, None)
@@ -425,11 +470,15 @@ def test_load_of_a_file_then_its_module_has_a_name_that_python_can_import(tmp_pa
 
 
 def test_start_when_setup_fails_or_workers_are_given_for_an_async_function_then_refused(tmp_path, file):
-    (tmp_path / "broken.py").write_text("def setup():\n    open('/no/such')\ndef reward(sample):\n    return 0\n")
+    (tmp_path / "broken.py").write_text(
+        "def setup():\n    open('/no/such')\ndef reward(sample):\n    return 0\n"
+    )
     with pytest.raises(ValueError, match=r"broken.py:reward could not be loaded:\n(.*\n)*FileNotFoundError"):
         run(None, f"{tmp_path}/broken.py:reward", workers=2)
     (tmp_path / "ends.py").write_text("import os\nos._exit(5)\n")
-    with pytest.raises(ValueError, match="could not be loaded in a worker: its process ended with exit status 5"):
+    with pytest.raises(
+        ValueError, match="could not be loaded in a worker: its process ended with exit status 5"
+    ):
         run(None, f"{tmp_path}/ends.py:reward", workers=1)
     with pytest.raises(ValueError, match="`reward_workers` 3 has no effect on .*:waits, an async function"):
         run(None, f"{file}:waits", workers=3)

@@ -18,16 +18,19 @@ class Letters:
 
 
 def prompt(own, **row):
-    form = PromptFormat(tokenizer=Letters(), sampling_key="meta.sampling", limits=PromptLimits(30, max_new_tokens=8))
+    form = PromptFormat(
+        tokenizer=Letters(), sampling_key="meta.sampling", limits=PromptLimits(30, max_new_tokens=8)
+    )
     return form.prompt({"prompt": "abc", "meta": {"sampling": own}, **row}, 4, "p.jsonl:5")
 
 
 def test_sampling_of_a_row_when_it_sets_some_then_these_beside_those_of_the_run():
     run = SamplingParams(8, temperature=0.7, stop=("x",), stop_token_ids=(1,))
-    own = prompt({"max_new_tokens": 3, "stop": "yz", "stop_token_ids": [2], "seed": None})  # Parquet writes nulls
+    # Parquet writes nulls
+    own = prompt({"max_new_tokens": 3, "stop": "yz", "stop_token_ids": [2], "seed": None})
     assert sampling_of_row(run, own) == SamplingParams(
         3, temperature=0.7, stop=("x", "yz"), stop_token_ids=(1, 2)
-    )  # fmt: skip
+    )
     assert sampling_of_row(run, prompt({"stop": ["a", "b"]})).stop == ("x", "a", "b")
     for none in (None, {}, {"stop": None}):
         assert sampling_of_row(run, prompt(none)) is run
@@ -37,12 +40,18 @@ def test_sampling_of_a_row_when_it_sets_some_then_these_beside_those_of_the_run(
     ("own", "named"),
     [
         ("greedy", '"meta.sampling" must be an object of settings, got str'),
-        ({"temperature": 0.5}, 'can not set temperature: the training log-probs of a batch are of one temperature'),
+        (
+            {"temperature": 0.5},
+            "can not set temperature: the training log-probs of a batch are of one temperature",
+        ),
         ({"top_p": 0.5}, "can not set top_p: the training samples every prompt from one distribution"),
         ({"min_p": 0.5}, "can not set min_p"),
         ({"ignore_eos": True}, "can not set ignore_eos: the end of a response is the policy's to learn"),
         ({"seed": 3}, "can not set seed: seeds are made from --seed and the place of the prompt"),
-        ({"max_tokens": 3}, "has 'max_tokens', which is no setting; a row may have max_new_tokens, stop, stop_token"),
+        (
+            {"max_tokens": 3},
+            "has 'max_tokens', which is no setting; a row may have max_new_tokens, stop, stop_token",
+        ),
         ({"max_new_tokens": 9}, "max_new_tokens must be a whole number from 1 to that of the run, 8, got 9"),
         ({"max_new_tokens": True}, "got True"),
         ({"stop": ["a", ""]}, "stop must be a text or a list of texts, none of them empty"),

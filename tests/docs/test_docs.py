@@ -20,7 +20,9 @@ IN_ORDER = ["docs/guides/own_fork.md"]
 """Pages whose commands need each other's results: a test of their own runs them in their order."""
 PROGRAMS = r"make|torchrun|python|\.venv/bin/python|(?:\.venv/bin/)?megatron-rl-corr"
 NEEDS_MORE = ("doctor", "correct", "model-flags", "patch", "export", "rollout", "plan")
-"""Subcommands that need a live server, kept samples or a model: tested elsewhere, here their flags are parsed."""
+"""Subcommands that need a live server, kept samples or a model: tested elsewhere, here their
+flags are parsed.
+"""
 
 OUR_FLAGS = r"--(?:rollout|router-replay|expert-statistics)[a-z0-9-]*[a-z0-9]"
 OTHER_FLAGS = {"--rollout-corr-describe", "--rollout-corr-check"}
@@ -34,7 +36,9 @@ def name(page: Path) -> str:
 
 
 def commands(page: Path) -> list[str]:
-    """Indented lines of a page that start a program of ours; continued ones joined, `$(...)` and `<...>` left out."""
+    """Indented lines of a page that start a program of ours; continued ones joined, `$(...)` and
+    `<...>` left out.
+    """
     text = page.read_text().replace("\\\n", " ")
     found = re.findall(rf"^    ((?:{PROGRAMS}) .*)$", text, re.MULTILINE)
     without = [re.sub(r"\$\([^)]*\)|<[^>]*>", "", command) for command in found]
@@ -55,8 +59,10 @@ def all_commands() -> list[tuple[str, str]]:
 def anchors(page: Path) -> set[str]:
     """The fragments that GitHub gives a page's headings."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
-            for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}  # fmt: skip
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+        for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    }
 
 
 def links(page: Path) -> list[tuple[str, str]]:
@@ -71,7 +77,9 @@ def test_generated_pages_when_made_anew_then_unchanged():
     generate_docs = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate_docs)
     for path, page in generate_docs.PAGES.items():
-        assert (ROOT / path).read_text() == page(), f"run python scripts/generate_docs.py: {path} is out of date"
+        assert (ROOT / path).read_text() == page(), (
+            f"run python scripts/generate_docs.py: {path} is out of date"
+        )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -102,9 +110,15 @@ def test_metrics_on_pages_then_the_catalogue_has_them():
 
 def test_source_files_that_pages_name_then_exist():
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
-    named = {(name(page), path) for page in pages for path in re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", page.read_text())}
+    named = {
+        (name(page), path)
+        for page in pages
+        for path in re.findall(r"`([a-z_/]+/[a-z_]+\.py)`", page.read_text())
+    }
     roots = [ROOT, ROOT / "megatron_rl_corr"]
-    ours = {(page, path) for page, path in named if (ROOT / path.split("/")[0]).exists() or page in OF_THE_CODE}
+    ours = {
+        (page, path) for page, path in named if (ROOT / path.split("/")[0]).exists() or page in OF_THE_CODE
+    }
     missing = {(page, path) for page, path in ours if not any((root / path).exists() for root in roots)}
     assert ours and missing - {("docs/guides/own_fork.md", "megatron/training/__init__.py")} == set()
 
@@ -134,7 +148,8 @@ def test_command_of_a_page_then_runs(page, command, tmp_path):
         script = words.index("megatron_rl_corr.launch") + 1
         code = (  # its files are the reader's own
             "import sys; from megatron_rl_corr.mcore.early_checks import EarlyChecks; "
-            "EarlyChecks.collect = lambda *_: None; from megatron_rl_corr.plugin import prepare; prepare(sys.argv[1:])"
+            "EarlyChecks.collect = lambda *_: None; from megatron_rl_corr.plugin import prepare; "
+            "prepare(sys.argv[1:])"
         )
         flags = words[script + 1 :]
         run = subprocess.run([sys.executable, "-c", code, *flags], cwd=ROOT, capture_output=True, text=True)

@@ -1,6 +1,8 @@
-"""docs/get_started/first_gpu_run.md: its commands run in order, as one script, with recorders for what needs GPUs.
+"""docs/get_started/first_gpu_run.md: its commands run in order, as one script, with recorders for
+what needs GPUs.
 
-The flags that the recipes give to servers and trainer are parsed by every parser in tests/examples/test_recipes.py.
+The flags that the recipes give to servers and trainer are parsed by every parser in
+tests/examples/test_recipes.py.
 """
 
 import json
@@ -75,12 +77,22 @@ def calls(tmp_path_factory):
     script = "set -eu\n" + "\n".join(re.sub("<[^>]*>", "checkout", command) for command in COMMANDS)
     variables = {
         # The first commands come before the page's own PATH.
-        "PATH": f"{binaries}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT), "PYTHON": str(binaries / "python"),
-        "CALLS": str(folder / "calls"), "RECORD": str(folder / "record"), "INPUTS": str(inputs), "SKIP_PLAN": "1",
+        "PATH": f"{binaries}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHON": str(binaries / "python"),
+        "CALLS": str(folder / "calls"),
+        "RECORD": str(folder / "record"),
+        "INPUTS": str(inputs),
+        "SKIP_PLAN": "1",
         "PORT": str(free_port(4)),
-    }  # fmt: skip
+    }
     run = subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=os.environ | variables, capture_output=True, text=True, timeout=600
+        ["bash", "-c", script],
+        cwd=folder,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     lines = {name: (folder / name).read_text().splitlines() for name in ("calls", "record")}
@@ -91,12 +103,19 @@ def test_commands_of_the_page_when_run_in_their_order_then_every_one_succeeds(ca
     asked, recorded, run = calls
     programs = [shlex.split(re.sub("<[^>]*>", "", command))[0] for command in COMMANDS]
     assert set(programs) <= {
-        "git", "make", "export", "hf", "megatron-rl-corr", "examples/qwen3_4b/run.sh", "examples/qwen3_30b_a3b/run.sh",
+        "git",
+        "make",
+        "export",
+        "hf",
+        "megatron-rl-corr",
+        "examples/qwen3_4b/run.sh",
+        "examples/qwen3_30b_a3b/run.sh",
         "NODES=2",
-    }  # fmt: skip
+    }
     for name in ("git", "make", "hf", "megatron-rl-corr"):
         assert [call[0] for call in asked].count(name) == programs.count(name)
-    assert run.stdout.count("The best layout that fits") == 2  # the page's own plans; the recipes' are left out
+    # the page's own plans; the recipes' are left out
+    assert run.stdout.count("The best layout that fits") == 2
 
 
 def test_recipes_of_the_page_then_both_models_are_checked_and_trained_with_their_data(calls):
@@ -123,7 +142,9 @@ def test_plans_of_the_page_then_the_memory_that_it_states(calls):
 
 def test_downloads_of_the_page_then_huggingface_hubs_command_has_their_flags(calls):
     help_text = subprocess.run(
-        [Path(sys.executable).parent / "hf", "download", "--help"], capture_output=True, text=True,
+        [Path(sys.executable).parent / "hf", "download", "--help"],
+        capture_output=True,
+        text=True,
         env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1"},
     ).stdout
     used = {word for call in calls[0] if call[0] == "hf" for word in call[1] if word.startswith("--")}

@@ -1,5 +1,6 @@
-"""docs/guides/own_fork.md as a new user meets it: every command of the page, in its order, against a real server;
-and the flags of slime_miles.md and megatron_rl.md."""
+"""docs/guides/own_fork.md as a new user meets it: every command of the page, in its order, against a real
+server; and the flags of slime_miles.md and megatron_rl.md.
+"""
 
 import argparse
 import importlib
@@ -56,20 +57,37 @@ def server(sglang_server_fp32, tiny_moe_dir):
         yield sglang_server_fp32
 
 
-def test_page_when_its_commands_are_run_in_order_then_a_fork_takes_corrected_steps(server, tiny_moe_dir, tmp_path):
-    fork, stock = copied_tree(tmp_path / "fork"), (tmp_path / "fork/megatron/training/__init__.py").read_bytes()
+def test_page_when_its_commands_are_run_in_order_then_a_fork_takes_corrected_steps(
+    server, tiny_moe_dir, tmp_path
+):
+    fork, stock = (
+        copied_tree(tmp_path / "fork"),
+        (tmp_path / "fork/megatron/training/__init__.py").read_bytes(),
+    )
     (tmp_path / "my_reward.py").write_text(blocks("python")[0])
     (tmp_path / "prompts.jsonl").write_text(blocks("json")[0])
     environment = process_environment() | {
-        "PLUGIN": str(ROOT), "MEGATRON": str(fork), "SCRIPT": str(ROOT / "tests/matrix/pretrain_any.py"),
-        "FLAGS": shlex.join(cpu_flags(tiny_moe_dir)), "MODEL": str(tiny_moe_dir), "SERVER": server.url,
-        "PATH": os.pathsep.join([str(command(tmp_path / "bin")), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PLUGIN": str(ROOT),
+        "MEGATRON": str(fork),
+        "SCRIPT": str(ROOT / "tests/matrix/pretrain_any.py"),
+        "FLAGS": shlex.join(cpu_flags(tiny_moe_dir)),
+        "MODEL": str(tiny_moe_dir),
+        "SERVER": server.url,
+        "PATH": os.pathsep.join(
+            [str(command(tmp_path / "bin")), str(Path(sys.executable).parent), os.environ["PATH"]]
+        ),
         "PET_MASTER_PORT": str(local_server.free_port()),  # torchrun's own would be everybody's
-    }  # fmt: skip
+    }
     # The CPU's replacements are on the path before the page puts its own there.
     script = "\n".join(line.replace('="$PLUGIN', '="$PYTHONPATH:$PLUGIN') for line in shell_commands())
-    done = subprocess.run(["bash", "-ex", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True,
-                          timeout=250)  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-ex", "-c", script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     steps = [json.loads(line) for line in (tmp_path / "runs/first/metrics.jsonl").read_text().splitlines()]
     assert [step["weight_version"] for step in steps] == [1, 2]
@@ -77,7 +95,9 @@ def test_page_when_its_commands_are_run_in_order_then_a_fork_takes_corrected_ste
     [header] = [line.strip() for line in PAGE.splitlines() if SHOWN in line]
     assert header.split() in [line.split() for line in done.stdout.splitlines()]
     assert (tmp_path / "runs/first/report.html").is_file()
-    assert (fork / "megatron/training/__init__.py").read_bytes() == stock, "the last command takes the lines away"
+    assert (fork / "megatron/training/__init__.py").read_bytes() == stock, (
+        "the last command takes the lines away"
+    )
 
 
 def test_page_then_its_commands_are_all_there_are():

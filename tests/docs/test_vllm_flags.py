@@ -35,14 +35,20 @@ print("\\n" + json.dumps({"taken": taken, "flags": list(parser._option_string_ac
 def commands() -> list[list[str]]:
     """The words of each `vllm serve` on a page, with the variables before it."""
     pages = [page.read_text().replace("\\\n", " ") for page in sorted((ROOT / "docs").rglob("*.md"))]
-    return [shlex.split(line) for page in pages for line in re.findall(r"^    (.*vllm serve .*)$", page, re.MULTILINE)]
+    return [
+        shlex.split(line)
+        for page in pages
+        for line in re.findall(r"^    (.*vllm serve .*)$", page, re.MULTILINE)
+    ]
 
 
 def test_command_of_the_page_then_it_is_what_tests_start_and_vllm_has_its_flags(tmp_path):
     [words] = commands()
     serve, program = words.index("vllm"), PROGRAMS["vllm"]
     assert dict(word.split("=") for word in words[:serve]) == dict(program.variables)
-    assert [word for word in (*program.arguments, *shlex.split(EXTENSION)) if word not in words] == [FOR_COUNTS]
+    assert [word for word in (*program.arguments, *shlex.split(EXTENSION)) if word not in words] == [
+        FOR_COUNTS
+    ]
     if gpu_available():
         pytest.skip("make setup-vllm installs vLLM without a GPU only")
     (tmp_path / "parse.py").write_text(PARSE)
@@ -51,5 +57,7 @@ def test_command_of_the_page_then_it_is_what_tests_start_and_vllm_has_its_flags(
     found = json.loads(run.stdout.splitlines()[-1])
     assert found["taken"] == [words[serve + 2], "127.0.0.1", "processed_logprobs", EXTENSION_CLASS]
     page = (ROOT / "docs/get_started/install.md").read_text()
-    named = {flag for row in page.splitlines() if row.startswith("| `--") for flag in re.findall(r"--[a-z-]+", row)}
+    named = {
+        flag for row in page.splitlines() if row.startswith("| `--") for flag in re.findall(r"--[a-z-]+", row)
+    }
     assert named - set(found["flags"]) == OF_A_RUN and FOR_COUNTS in named

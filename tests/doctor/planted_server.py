@@ -1,6 +1,7 @@
 """An SGLang server with defects that files switch on, in the folder that PLANTED_DEFECTS names.
 
-Its command line is sglang.launch_server's. Run in a fork that has SGLang, so it reads again what is read at an import.
+Its command line is sglang.launch_server's. Run in a fork that has SGLang, so it reads again what is
+read at an import.
 """
 
 import os
@@ -17,7 +18,9 @@ def planted(name):
 
 
 def plant_in_sampler(module):
-    """ignore_temperature: sampling and log-probs at temperature 1, whatever is asked for. seed_42: one seed for all."""
+    """ignore_temperature: sampling and log-probs at temperature 1, whatever is asked for. seed_42:
+    one seed for all.
+    """
     forward = module.Sampler.forward
 
     def planted_forward(self, logits_output, sampling_info, *args, **kwargs):
@@ -31,7 +34,9 @@ def plant_in_sampler(module):
 
 
 def plant_in_scheduler(module):
-    """keep_cache: a flush that says it has flushed. slow_loop: answers leave 50 ms before their batch is over."""
+    """keep_cache: a flush that says it has flushed. slow_loop: answers leave 50 ms before
+    their batch is over.
+    """
     flush_cache, process_batch_result = module.Scheduler.flush_cache, module.Scheduler.process_batch_result
 
     def planted_flush_cache(self, *args, **kwargs):

@@ -18,12 +18,26 @@ from tests.preloaded import run_preloaded
 
 ROOT = Path(__file__).resolve().parents[2]
 UNEQUAL = ("repeats", "prefix cache")
-"""Whether two runs are bit-equal is the machine's affair, and whether a prompt is cached that of the test before."""
+"""Whether two runs are bit-equal is the machine's affair, and whether a prompt is cached that of
+the test before.
+"""
 RIGHT = [
-    "version", "model", "weight updates", "temperature", "top-p", "precision", "decode and prefill",
-    "model difference", "tokenizer", "pause abort", "pause in_place", "pause retract", "version spans, retract",
-    "update", "restored",
-]  # fmt: skip
+    "version",
+    "model",
+    "weight updates",
+    "temperature",
+    "top-p",
+    "precision",
+    "decode and prefill",
+    "model difference",
+    "tokenizer",
+    "pause abort",
+    "pause in_place",
+    "pause retract",
+    "version spans, retract",
+    "update",
+    "restored",
+]
 """Rows that are "ok" on a right server of each engine."""
 OTHER = {
     "sglang": {
@@ -71,7 +85,9 @@ def ask(url, folder, scenario):
     return asyncio.run(inner())
 
 
-def test_full_when_the_server_is_right_then_every_row_is_what_its_engine_can_do(engine_server, doctor, tiny_moe_dir):
+def test_full_when_the_server_is_right_then_every_row_is_what_its_engine_can_do(
+    engine_server, doctor, tiny_moe_dir
+):
     engine, server = engine_server
     answer = doctor(
         server.url, "--full", "--model", tiny_moe_dir, "--expect-dtype", "float32", "--expect-routed-experts"
@@ -81,7 +97,9 @@ def test_full_when_the_server_is_right_then_every_row_is_what_its_engine_can_do(
     for check, (status, words) in OTHER[engine].items():
         assert rows[check]["status"] == status and words in rows[check]["message"], check
     notes = {"log-probs at temperature 2", "log-probs at top-p 0.5"}
-    assert set(rows) == {*RIGHT, *OTHER[engine], *notes} and all(rows[check]["status"] == "note" for check in notes)
+    assert set(rows) == {*RIGHT, *OTHER[engine], *notes} and all(
+        rows[check]["status"] == "note" for check in notes
+    )
     remedies = load_engine(engine).remedies
     assert [(f["name"], f["kind"], f["remedy"]) for f in answer.findings] == [
         (name, DEFECTS[name].kind, remedies[name]) for name in FOUND[engine]
@@ -120,8 +138,9 @@ def test_model_when_two_experts_of_one_layer_are_exchanged_then_the_weights_diff
     server, checkpoint = engine_server[1], HFCheckpoint(tiny_moe_dir)
     names = [
         f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"
-        for expert in range(8) for part in ("gate", "up", "down")
-    ]  # fmt: skip
+        for expert in range(8)
+        for part in ("gate", "up", "down")
+    ]
     right = {name: checkpoint.tensor(name) for name in names}
     swapped = {**right}
     for part in ("gate", "up", "down"):
@@ -149,11 +168,15 @@ def test_model_when_two_experts_of_one_layer_are_exchanged_then_the_weights_diff
     assert name == "another_checkpoint" and numbers["max"] > 1e-2
 
 
-def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_cache(engine_server, tiny_moe_dir):
+def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_cache(
+    engine_server, tiny_moe_dir
+):
     engine, server = engine_server
 
     async def scenario(probe):
-        weights = TemporaryWeights(probe, read_tensors(tiny_moe_dir, [FIRST_NORM]), ranks=1, version="default")
+        weights = TemporaryWeights(
+            probe, read_tensors(tiny_moe_dir, [FIRST_NORM]), ranks=1, version="default"
+        )
         before = await quick_check(probe.client)  # leaves the probe prompt in the cache
         await probe.pause_generation("in_place")  # which keeps the cache
         async with weights.scaled(FIRST_NORM, 4.0, "pushed", flush=False):
@@ -164,7 +187,8 @@ def test_quick_check_when_the_cache_is_older_than_the_weights_then_stale_prefix_
     before, during, after = ask(server.url, tiny_moe_dir, scenario)
     assert before == after == []
     [finding] = [finding for finding in during if finding.name == "stale_prefix_cache"]
-    # Of 83 ids: one time in ten another prompt of the check begins as one that is cached, and is decoded on stale keys.
+    # Of 83 ids: one time in ten another prompt of the check begins as one that is cached, and is
+    # decoded on stale keys.
     assert {finding.name for finding in during} <= {"stale_prefix_cache", "decode_prefill_difference"}
     assert finding.kind == "objective" and finding.remedy == load_engine(engine).remedies[finding.name]
 
@@ -176,5 +200,7 @@ def test_servers_when_one_command_asks_both_engines_then_each_in_its_words_and_t
     assert cli.main(["doctor", "--json", *(word for url in urls for word in ("--url", url))]) == 0
     servers = json.loads(capsys.readouterr().out)["servers"]
     first, second = ({row["check"]: row for row in server["rows"]} for server in servers)
-    assert first["version"]["message"].startswith("SGLang ") and second["version"]["message"].startswith("vLLM ")
+    assert first["version"]["message"].startswith("SGLang ") and second["version"]["message"].startswith(
+        "vLLM "
+    )
     assert second["servers"]["status"] == "ok" and second["servers"]["numbers"]["max"] < 1e-5

@@ -31,7 +31,9 @@ finally:
     print("loaded", [name for name in ("torch", "numpy", "aiohttp", "transformers") if name in sys.modules])
 """
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert "--expect-routed-experts" in result.stdout and "loaded []" in result.stdout
 
@@ -51,8 +53,14 @@ def test_doctor_when_nobody_listens_then_2_and_the_url_and_endpoint_but_no_key(c
     "flags, words",
     [
         (["--timeout", "0"], "--timeout must be positive, got 0"),
-        (["--api-key-env", "DOCTOR_NO_SUCH"], "--api-key-env names DOCTOR_NO_SUCH, which is not set; export it"),
-        (["--model", "/nowhere"], "--model: /nowhere is not a Hugging Face model folder: it has no config.json"),
+        (
+            ["--api-key-env", "DOCTOR_NO_SUCH"],
+            "--api-key-env names DOCTOR_NO_SUCH, which is not set; export it",
+        ),
+        (
+            ["--model", "/nowhere"],
+            "--model: /nowhere is not a Hugging Face model folder: it has no config.json",
+        ),
         (["--temperature", "-1"], "`temperature` must be 0 (greedy) or positive"),
         (["--top-p", "0.9", "--engine", "sglang"], "`top_p` below 1 needs a `top_k`"),
         (["--url", "http://127.0.0.1:1"], "a server address is given twice"),
@@ -139,7 +147,9 @@ def scored(ids, **changes):
 
 
 def ask(faulty, answer, question):
-    """`await question(probe)` where every /generate is answered with `answer`; the request is in answer["sent"]."""
+    """`await question(probe)` where every /generate is answered with `answer`; the request is
+    in answer["sent"].
+    """
 
     async def handle(request):
         answer["sent"] = await request.json()
@@ -150,14 +160,20 @@ def ask(faulty, answer, question):
 
 def test_generate_when_answered_well_then_logprobs_and_likeliest_in_order(faulty):
     answer = sampled()
-    got = ask(faulty, answer, lambda probe: probe.generate([1], 2, temperature=2.0, top_p=0.5, request_id="x"))
+    got = ask(
+        faulty, answer, lambda probe: probe.generate([1], 2, temperature=2.0, top_p=0.5, request_id="x")
+    )
     assert got.output == [3, 9] and got.logprobs.tolist() == [-1, -2]
     assert got.top.tolist() == [[-0.5], [-2]] and got.top_ids.tolist() == [[4], [9]]
     sent = answer["sent"]
     assert sent["rid"] == "x" and sent["return_logprob"] is True
-    assert {"temperature": 2.0, "top_p": 0.5, "top_k": -1, "repetition_penalty": 1.0, "min_p": 0.0}.items() <= (
-        sent["sampling_params"].items()
-    )
+    assert {
+        "temperature": 2.0,
+        "top_p": 0.5,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "min_p": 0.0,
+    }.items() <= (sent["sampling_params"].items())
 
 
 @pytest.mark.parametrize(
@@ -177,7 +193,9 @@ def test_generate_when_logprobs_are_of_something_else_then_error_names_the_endpo
 
 
 def test_generate_when_the_request_failed_then_server_error_and_an_empty_abort_is_an_answer(faulty):
-    failed = sampled(finish_reason={"type": "abort", "status_code": 400, "err_type": "BadRequest", "message": "no"})
+    failed = sampled(
+        finish_reason={"type": "abort", "status_code": 400, "err_type": "BadRequest", "message": "no"}
+    )
     with pytest.raises(RolloutServerError, match="BadRequest"):
         ask(faulty, failed, lambda probe: probe.generate([1], 2))
     empty = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
@@ -219,7 +237,10 @@ def test_prompts_when_made_then_inside_the_vocabulary_and_the_fixed_one_the_same
 
 def test_read_tensors_when_a_weight_is_missing_then_its_name(tiny_moe_dir, tmp_path):
     name = "model.norm.weight"
-    assert list(read_tensors(tiny_moe_dir, [name])) == [name] and read_tensors(tiny_moe_dir, [name])[name].numel() == 64
+    assert (
+        list(read_tensors(tiny_moe_dir, [name])) == [name]
+        and read_tensors(tiny_moe_dir, [name])[name].numel() == 64
+    )
     with pytest.raises(ValueError, match="no.such.weight"):
         read_tensors(tiny_moe_dir, ["no.such.weight"])
     with pytest.raises(ValueError, match="has no config.json"):

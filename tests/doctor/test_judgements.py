@@ -103,8 +103,10 @@ def test_by_probability_when_tokens_lie_in_three_buckets_then_the_empty_ones_are
     measured = np.log(array(5e-5, 2e-3, 5e-3, 0.5))
     buckets = by_probability(measured, measured + array(0, 1, 2, 4))
     assert {name: (b.tokens, b.mean) for name, b in buckets.items()} == {
-        "<0.0001": (1, 0), "<0.01": (2, pytest.approx(1.5)), ">=0.1": (1, pytest.approx(4)),
-    }  # fmt: skip
+        "<0.0001": (1, 0),
+        "<0.01": (2, pytest.approx(1.5)),
+        ">=0.1": (1, pytest.approx(4)),
+    }
 
 
 def test_slope_when_the_softmax_is_scaled_then_one_over_the_temperature():
@@ -123,8 +125,8 @@ def test_slope_when_only_the_likeliest_were_sampled_then_no_evidence():
 
 @pytest.mark.parametrize("bits, step", [(8, 2**-7), (6, 2**-5)])
 def test_grid_step_when_logits_are_rounded_then_the_step_of_the_smallest(bits, step):
-    # Logits in [1, 2) with `bits` significant bits are multiples of 2^(1 - bits); the log-softmax adds one constant.
-    # All their differences are multiples too, and one of them is the step itself.
+    # Logits in [1, 2) with `bits` significant bits are multiples of 2^(1 - bits); the log-softmax adds one
+    # constant. All their differences are multiples too, and one of them is the step itself.
     units = 2 ** (bits - 1)
     logits = torch.arange(units, 2 * units, dtype=torch.float32) / units
     logprobs = torch.log_softmax(logits, 0).double().numpy()
@@ -184,17 +186,25 @@ def test_temperature_when_the_model_is_certain_then_it_cannot_be_told():
     assert row.status == "note" and "unknown: " in row.message
 
 
-@pytest.mark.parametrize("rise, defect", [(0.0, None), (0.05, None), (math.log(2), "logprobs_of_another_set")])
+@pytest.mark.parametrize(
+    "rise, defect", [(0.0, None), (0.05, None), (math.log(2), "logprobs_of_another_set")]
+)
 def test_top_p_when_logprobs_rise_by_the_kept_half_then_filtered(rise, defect):
-    assert judge_top_p(answer([-2 + rise, -3 + rise]), scores([-2, -3]), half=False, matters=True).defect == defect
+    assert (
+        judge_top_p(answer([-2 + rise, -3 + rise]), scores([-2, -3]), half=False, matters=True).defect
+        == defect
+    )
 
 
 def masked(logprob, mask=(7, 9), output=7):
     # p(7) = 0.4, p(9) = 0.2, p(5) = 0.1: on {7, 9} id 7 has 2/3.
     return answer(
-        [math.log(0.4)], top=[np.log([0.4, 0.2, 0.1])], top_ids=[[7, 9, 5]], output=[output],
+        [math.log(0.4)],
+        top=[np.log([0.4, 0.2, 0.1])],
+        top_ids=[[7, 9, 5]],
+        output=[output],
         kept=KeptIds([list(mask)], [logprob]),
-    )  # fmt: skip
+    )
 
 
 def test_mask_when_logprobs_are_renormalised_on_it_then_ok_and_else_found():
@@ -203,7 +213,9 @@ def test_mask_when_logprobs_are_renormalised_on_it_then_ok_and_else_found():
     assert judge_mask(masked(math.log(2 / 3), mask=(7, 11)), needed=True).defect == "sampling_mask_wrong"
     assert judge_mask(masked(math.log(2 / 3), output=5), needed=True).defect == "sampling_mask_wrong"
     assert judge_mask(masked(None), needed=True).defect == "sampling_mask_wrong"
-    assert judge_mask(answer([-1.0], kept=KeptIds([None], [-1.0])), needed=True).defect == "sampling_mask_wrong"
+    assert (
+        judge_mask(answer([-1.0], kept=KeptIds([None], [-1.0])), needed=True).defect == "sampling_mask_wrong"
+    )
     assert judge_mask(masked(math.log(2 / 3), mask=()), needed=True).defect == "sampling_mask_wrong"
 
 
@@ -211,7 +223,6 @@ def test_mask_when_logprobs_are_renormalised_on_it_then_ok_and_else_found():
 def test_mask_when_missing_then_found_only_where_it_is_needed(reply):
     assert judge_mask(reply, needed=True).defect == "sampling_mask_missing"
     assert judge_mask(reply, needed=False).status == "note"
-
 
 
 # Seeds
@@ -224,7 +235,10 @@ def seeded(*outputs, logprob=-3.0):
 
 def test_seeds_when_responses_differ_and_one_repeats_then_a_run_can_be_drawn_again():
     row = judge_seeds(seeded("abcd", "abce", "xbcd"), *seeded("abcd"))
-    assert (row.status, row.message) == ("ok", "3 seeds gave 3 responses of 4 tokens, one seed twice gave one")
+    assert (row.status, row.message) == (
+        "ok",
+        "3 seeds gave 3 responses of 4 tokens, one seed twice gave one",
+    )
 
 
 def test_seeds_when_one_seed_gives_two_responses_then_ignored_is_a_note():
@@ -232,10 +246,13 @@ def test_seeds_when_one_seed_gives_two_responses_then_ignored_is_a_note():
     assert row.status == "note" and row.message.startswith("seeds are ignored: 3 seeds gave 3 responses")
 
 
-# 4 tokens of -3.5 nats: a response of probability e^-14 = 8e-7 is drawn twice once in a million; e^-13.6 = 1.2e-6.
+# 4 tokens of -3.5 nats: a response of probability e^-14 = 8e-7 is drawn twice once in a million;
+# e^-13.6 = 1.2e-6.
 @pytest.mark.parametrize("outputs", [("abcd", "abcd", "abcd"), ("abcd", "xyzw", "xyzw")])
 @pytest.mark.parametrize("logprob, status", [(-3.5, "finding"), (-3.4, "note"), (-0.01, "note")])
-def test_seeds_when_two_responses_are_one_then_an_error_only_where_chance_cannot_explain_it(outputs, logprob, status):
+def test_seeds_when_two_responses_are_one_then_an_error_only_where_chance_cannot_explain_it(
+    outputs, logprob, status
+):
     row = judge_seeds(seeded(*outputs, logprob=logprob), *seeded("abcd", logprob=logprob))
     assert row.status == status and row.defect == ("one_response" if status == "finding" else None)
     assert status == "finding" or row.message.startswith("unknown: ")
@@ -278,13 +295,17 @@ def test_precision_when_report_or_grid_contradict_the_trainer_then_found(reporte
         ("auto", None, False, False),
     ],
 )
-def test_is_half_when_the_report_is_auto_then_the_grid_or_a_float32_head_shows_it(reported, step, float32_head, half):
+def test_is_half_when_the_report_is_auto_then_the_grid_or_a_float32_head_shows_it(
+    reported, step, float32_head, half
+):
     assert is_half(reported, step, float32_head) is half
 
 
 def test_decode_when_a_sampled_logprob_is_not_the_scored_one_then_found():
     assert judge_decode(answer([-1, -2]), scores([-1, -2.0005]), half=False).status == "ok"
-    assert judge_decode(answer([-1, -2]), scores([-1, -2.1]), half=False).defect == "decode_prefill_difference"
+    assert (
+        judge_decode(answer([-1, -2]), scores([-1, -2.1]), half=False).defect == "decode_prefill_difference"
+    )
 
 
 def test_repeats_when_bit_equal_rounded_or_different_then_ok_note_or_found():
@@ -308,11 +329,15 @@ def test_repeats_when_an_id_differs_then_what_follows_does_not_count():
 def test_repeats_when_the_first_id_differs_then_found_unless_rounding_explains_it(lead, half, status):
     first = answer([-1, -2], output=[3, 4], top=[[-1, -1 - lead], [-2, -9]])
     row = judge_repeats(first, answer([-1, -2], output=[6, 4]), half)
-    assert row.status == status and row.numbers["lead"] == pytest.approx(lead) and row.numbers["same_ids"] == 0
+    assert (
+        row.status == status and row.numbers["lead"] == pytest.approx(lead) and row.numbers["same_ids"] == 0
+    )
 
 
 def kept_top_p(rises, likeliest, half=False, matters=True):
-    """The row of answers whose log-probs lie above their scores by `rises`, at tokens whose likeliest id has these."""
+    """The row of answers whose log-probs lie above their scores by `rises`, at tokens whose
+    likeliest id has these.
+    """
     scored = scores([-3.0] * len(rises), top=np.log(np.array(likeliest))[:, None])
     return judge_top_p_kept(answer([-3.0 + rise for rise in rises]), scored, half, matters)
 
@@ -320,7 +345,8 @@ def kept_top_p(rises, likeliest, half=False, matters=True):
 @pytest.mark.parametrize(
     "rises, likeliest, status, words",
     [
-        # The likeliest has 0.2: kept are 0.5 to 0.7, so log-probs rise by 0.357 to 0.693. It has 0.8: alone, by 0.223.
+        # The likeliest has 0.2: kept are 0.5 to 0.7, so log-probs rise by 0.357 to 0.693. It has 0.8:
+        # alone, by 0.223.
         ([0.36, 0.69], [0.2, 0.2], "ok", "rise by"),
         ([0.5, -math.log(0.8)], [0.2, 0.8], "ok", "rise by"),
         ([0.34, 0.69], [0.2, 0.2], "finding", "50% of the log-probs"),
@@ -344,7 +370,8 @@ def test_top_p_when_log_probs_are_raw_and_the_run_does_not_truncate_then_a_note(
 
 
 def test_temperature_when_the_engine_has_a_lowest_one_then_the_gap_is_measured_in_it():
-    # At 0.01 a sample 0.9 nats (at temperature 1) below the likeliest has a chance of e^-90, one of 1.1 nats e^-110.
+    # At 0.01 a sample 0.9 nats (at temperature 1) below the likeliest has a chance of e^-90, one of
+    # 1.1 nats e^-110.
     raw, best = array(-3, -2, -4), array(-1, -1, -1)
     hot = answer(raw / 2, top=(best / 2)[:, None])
     for gap, defect in ((0.9, None), (1.1, "temperature_ignored")):
@@ -355,7 +382,9 @@ def test_temperature_when_the_engine_has_a_lowest_one_then_the_gap_is_measured_i
 
 def test_cache_when_cached_scores_differ_then_stale_and_without_cache_nothing_is_said():
     assert judge_cache(answer([-1], cached_tokens=9), scores([-1]), half=False).status == "ok"
-    assert judge_cache(answer([-1], cached_tokens=9), scores([-1.1]), half=False).defect == "stale_prefix_cache"
+    assert (
+        judge_cache(answer([-1], cached_tokens=9), scores([-1.1]), half=False).defect == "stale_prefix_cache"
+    )
     assert judge_cache(answer([-1], cached_tokens=0), scores([-1.1]), half=False).status == "note"
 
 
@@ -394,14 +423,20 @@ def test_endpoints_when_listed_then_the_transports_and_whether_there_is_a_sessio
     row = judged("/begin_weight_update", "/update_weights_from_disk", "/update_weights_from_distributed")
     assert row.status == "ok" and row.message == "distributed, disk, in a session"
     assert row.numbers == {"transports": ["distributed", "disk"], "session": True}
-    assert judged("/update_weights_from_distributed").message == "distributed, without a session (SGLang <= 0.5.20)"
+    assert (
+        judged("/update_weights_from_distributed").message
+        == "distributed, without a session (SGLang <= 0.5.20)"
+    )
     assert judged("/update_weights_from_disk").defect == "no_weight_updates"
     support = SGLANG.update_support("u", {"paths": {"/update_weights_from_distributed": {}}}, {})
     assert judge_updates(support, BlockFP8("ue8m0", frozenset({"mlp"}))).message.endswith(
         "; weights in FP8 with ue8m0 scales, 1 modules spared, and so are pushes"
     )
     refused = judge_updates(support, "its weights are quantised (awq)")
-    assert (refused.defect, refused.message) == ("quantisation_unsupported", "its weights are quantised (awq)")
+    assert (refused.defect, refused.message) == (
+        "quantisation_unsupported",
+        "its weights are quantised (awq)",
+    )
     assert judge_updates("HTTP 404").message == "the server does not list its endpoints: HTTP 404"
     with pytest.raises(RolloutProtocolError, match="no paths in /openapi.json"):
         SGLANG.update_support("u", {}, {})
@@ -434,7 +469,9 @@ def test_routes_when_of_three_tokens_then_two_rows_of_the_models_shape(routes, s
 
 
 @pytest.mark.parametrize("refused", [False, True])
-def test_routes_when_the_server_says_that_it_leaves_some_out_then_found_though_a_new_prompts_are_whole(refused):
+def test_routes_when_the_server_says_that_it_leaves_some_out_then_found_though_a_new_prompts_are_whole(
+    refused,
+):
     sample = answer([-1], routed_ids=12)
     problem = VLLM.routes_problem(
         {"vllm_config": {"aux_output_config": {"enable_omit_prefix_routed_experts": True}}}
@@ -506,7 +543,12 @@ def test_update_when_logprobs_stay_or_the_cache_is_old_then_found():
 
 @pytest.mark.parametrize(
     "d, defect",
-    [(5e-4, None), (0.03, "model_difference"), (0.05, "another_checkpoint"), (math.nan, "another_checkpoint")],
+    [
+        (5e-4, None),
+        (0.03, "model_difference"),
+        (0.05, "another_checkpoint"),
+        (math.nan, "another_checkpoint"),
+    ],
 )
 def test_model_when_bfloat16_moves_it_by_a_hundredth_then_four_times_that_is_rounding(d, defect):
     reference = array(-1, -2)
@@ -515,15 +557,18 @@ def test_model_when_bfloat16_moves_it_by_a_hundredth_then_four_times_that_is_rou
 
 
 @pytest.mark.parametrize("d, defect", [(2e-3, "model_difference"), (3e-3, "another_checkpoint")])
-def test_model_when_the_server_is_in_float32_then_a_quarter_of_what_bfloat16_does_is_another_checkpoint(d, defect):
+def test_model_when_the_server_is_in_float32_then_a_quarter_of_what_bfloat16_does_is_another_checkpoint(
+    d, defect
+):
     reference = array(-1, -2)
-    measured = reference - array(0, d)  # as one expert of many makes them differ: few tokens, by much less than 16 bits
+    # as one expert of many makes them differ: few tokens, by much less than 16 bits
+    measured = reference - array(0, d)
     assert judge_model(measured, reference, reference + 0.01, half=False).defect == defect
 
 
 def test_hypotheses_when_the_answer_is_of_one_then_its_mean_is_zero():
-    # z = ln [0.5, 0.3, 0.2]. At T = 2 p ~ sqrt: id 1 has 0.5477 / (0.7071 + 0.5477 + 0.4472). Top-p 0.6 keeps 0
-    # and 1, for 0.5 <= 0.6 < 0.8: id 1 has 0.3 / 0.8.
+    # z = ln [0.5, 0.3, 0.2]. At T = 2 p ~ sqrt: id 1 has 0.5477 / (0.7071 + 0.5477 + 0.4472). Top-p 0.6 keeps
+    # 0 and 1, for 0.5 <= 0.6 < 0.8: id 1 has 0.3 / 0.8.
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.2]]))
     hot = math.sqrt(0.3) / (math.sqrt(0.5) + math.sqrt(0.3) + math.sqrt(0.2))
     means = hypotheses("", answer([math.log(hot)], output=[1]), logits, 2.0, 1.0).numbers
@@ -558,7 +603,9 @@ def test_exit_status_when_something_could_not_be_asked_then_2_before_1(rows, sta
 def test_table_when_one_server_is_wrong_and_one_is_gone_then_findings_by_kind_with_what_mends_them():
     wrong = found("precision", "dtype_differs", "reports bfloat16")
     remedies = {"dtype_differs": "another --dtype"}
-    table = as_table([Examination("http://a:1", [OK, wrong, FOUND], remedies), Examination("http://b:2", [FAILED])])
+    table = as_table(
+        [Examination("http://a:1", [OK, wrong, FOUND], remedies), Examination("http://b:2", [FAILED])]
+    )
     assert table.splitlines() == [
         "http://a:1",
         "  ok      a          fine",
@@ -590,7 +637,10 @@ def test_json_when_a_number_is_not_finite_then_null():
     (server,) = answer["servers"]
     (finding,) = server["findings"]
     assert (finding["name"], finding["kind"]) == ("stale_prefix_cache", "objective")
-    assert finding["numbers"] == {"worst": None} and [row["status"] for row in server["rows"]] == ["ok", "finding"]
+    assert finding["numbers"] == {"worst": None} and [row["status"] for row in server["rows"]] == [
+        "ok",
+        "finding",
+    ]
 
 
 def test_update_when_one_address_hides_replicas_then_a_note_says_so_and_no_weights_change(tiny_moe_dir):

@@ -1,4 +1,6 @@
-"""The doctor on real SGLang servers: silent about a right one, and finds every defect that is planted in one."""
+"""The doctor on real SGLang servers: silent about a right one, and finds every defect that
+is planted in one.
+"""
 
 import asyncio
 import importlib.util
@@ -44,21 +46,28 @@ class PlantedServer(PreloadedServer):
 
 @pytest.fixture(scope="module")
 def servers(tiny_moe_dir, tmp_path_factory):
-    """right: float32 and every flag that training wants, with defects that sleep; wrong: bfloat16, raw log-probs."""
+    """right: float32 and every flag that training wants, with defects that sleep; wrong:
+    bfloat16, raw log-probs.
+    """
     if importlib.util.find_spec("sglang") is None:
         pytest.skip("sglang is not installed; make setup installs it")
     folder = tmp_path_factory.mktemp("doctor")
     plants = folder / "plants"
     plants.mkdir()
     right = PlantedServer(
-        tiny_moe_dir, dtype="float32", log_path=folder / "right.log",
+        tiny_moe_dir,
+        dtype="float32",
+        log_path=folder / "right.log",
         extra_arguments=[*sglang_arguments(), "--enable-return-routed-experts", "--disable-overlap-schedule"],
         environment=environment("sglang") | {"PLANTED_DEFECTS": str(plants)},
-    )  # fmt: skip
+    )
     wrong = PlantedServer(
-        tiny_moe_dir, dtype="bfloat16", log_path=folder / "wrong.log", extra_arguments=sglang_arguments(),
+        tiny_moe_dir,
+        dtype="bfloat16",
+        log_path=folder / "wrong.log",
+        extra_arguments=sglang_arguments(),
         environment=environment("sglang") | {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"},
-    )  # fmt: skip
+    )
     try:
         for server in (right, wrong):
             server.start()
@@ -126,17 +135,37 @@ def test_doctor_when_the_server_is_right_then_every_check_passes_and_nothing_is_
         by_status[row["status"]].append(check)
     by_status["ok"] = [check for check in by_status["ok"] if check not in ("repeats", "prefix cache")]
     assert by_status["ok"] == [
-        "version", "model", "weight updates", "temperature", "top-p", "sampling mask", "precision",
-        "decode and prefill", "routed experts", "model difference", "tokenizer", "pause abort", "pause in_place",
-        "pause retract", "version spans, in_place", "version spans, retract", "update", "restored",
-    ]  # fmt: skip
+        "version",
+        "model",
+        "weight updates",
+        "temperature",
+        "top-p",
+        "sampling mask",
+        "precision",
+        "decode and prefill",
+        "routed experts",
+        "model difference",
+        "tokenizer",
+        "pause abort",
+        "pause in_place",
+        "pause retract",
+        "version spans, in_place",
+        "version spans, retract",
+        "update",
+        "restored",
+    ]
     # Whether two runs are bit-equal is the machine's affair, and nothing is cached the first time.
     assert set(by_status["note"]) - {"repeats", "prefix cache"} == {
-        "seeds", "log-probs at temperature 2", "log-probs at top-p 0.5",
-    }  # fmt: skip
-    assert answer.rows["seeds"]["message"].startswith("seeds are ignored: 3 seeds gave 3 responses of 24 tokens")
+        "seeds",
+        "log-probs at temperature 2",
+        "log-probs at top-p 0.5",
+    }
+    assert answer.rows["seeds"]["message"].startswith(
+        "seeds are ignored: 3 seeds gave 3 responses of 24 tokens"
+    )
     assert answer.rows["temperature"]["numbers"]["slope"] == pytest.approx(0.5, abs=1e-4)  # 1 / T of T = 2
-    assert answer.rows["routed experts"]["numbers"]["ids"] == 47 * 4 * 2  # 24 + 24 - 1 tokens, layers, experts
+    # 24 + 24 - 1 tokens, layers, experts
+    assert answer.rows["routed experts"]["numbers"]["ids"] == 47 * 4 * 2
     buckets = answer.rows["model difference"]["numbers"]["buckets"]
     assert sum(bucket["tokens"] for bucket in buckets.values()) == 4 * 48
     of = answer.rows["log-probs at temperature 2"]["numbers"]
@@ -152,24 +181,30 @@ def test_doctor_when_original_logprobs_and_bfloat16_then_one_semantic_finding_an
     assert answer.status == 1
     assert kinds_and_remedies(answer.findings) == [
         (
-            "logprobs_without_temperature", "semantic",
+            "logprobs_without_temperature",
+            "semantic",
             "start the server without SGLANG_RETURN_ORIGINAL_LOGPROB, or train with --rollout-temperature 1",
         ),
         (
-            "dtype_differs", "inference-path",
+            "dtype_differs",
+            "inference-path",
             "start the server with the trainer's --dtype, or correct with --rollout-correction-preset "
             "decoupled_token_is",
         ),
         (
-            "model_difference", "inference-path",
-            "start the server with --dtype float32, or correct with --rollout-correction-preset decoupled_token_is",
+            "model_difference",
+            "inference-path",
+            "start the server with --dtype float32, or correct with --rollout-correction-preset "
+            "decoupled_token_is",
         ),
-    ]  # fmt: skip
+    ]
     assert answer.rows["temperature"]["numbers"]["slope"] == pytest.approx(1, abs=0.05)
     assert answer.rows["precision"]["numbers"]["grid"] in (2**-8, 2**-9)  # logits around 1 in 8 bits
 
 
-def test_doctor_when_the_run_samples_at_temperature_1_in_bfloat16_then_the_same_server_is_right(servers, doctor):
+def test_doctor_when_the_run_samples_at_temperature_1_in_bfloat16_then_the_same_server_is_right(
+    servers, doctor
+):
     answer = doctor(servers.wrong, "--temperature", 1, "--expect-dtype", "bfloat16")
     assert answer.findings == [] and answer.status == 0
     assert answer.rows["temperature"]["status"] == "note"
@@ -211,7 +246,8 @@ def test_full_when_a_flush_does_nothing_then_stale_prefix_cache_alone(servers, p
     assert kinds_and_remedies(answer.findings) == [
         ("stale_prefix_cache", "objective", load_engine("sglang").remedies["stale_prefix_cache"])
     ]
-    assert answer.rows["update"]["numbers"]["cached_tokens"] == 23  # 24 tokens of the prompt, the last is computed
+    # 24 tokens of the prompt, the last is computed
+    assert answer.rows["update"]["numbers"]["cached_tokens"] == 23
     assert answer.rows["restored"]["status"] == "ok"
 
 
@@ -253,12 +289,26 @@ def test_quick_check_when_it_asks_then_only_what_changes_nothing(servers, vocab_
 
 MOMENTS = {
     "the server is paused": {"sglang": ("/continue_generation", 1), "vllm": ("/resume", 1)},
-    "the weights are being sent": {"sglang": ("/update_weights_from_tensor", 1), "vllm": ("rl_corr_bucket", 1)},
-    "the weights are changed, the server samples": {"sglang": ("/abort_request", 4), "vllm": ("/abort_requests", 4)},
-    "the weights are being put back": {"sglang": ("/update_weights_from_tensor", 2), "vllm": ("rl_corr_bucket", 2)},
-    "their name is put back": {"sglang": ("/update_weight_version", 1), "vllm": ("/update_weight_version", 1)},
+    "the weights are being sent": {
+        "sglang": ("/update_weights_from_tensor", 1),
+        "vllm": ("rl_corr_bucket", 1),
+    },
+    "the weights are changed, the server samples": {
+        "sglang": ("/abort_request", 4),
+        "vllm": ("/abort_requests", 4),
+    },
+    "the weights are being put back": {
+        "sglang": ("/update_weights_from_tensor", 2),
+        "vllm": ("rl_corr_bucket", 2),
+    },
+    "their name is put back": {
+        "sglang": ("/update_weight_version", 1),
+        "vllm": ("/update_weight_version", 1),
+    },
 }
-"""When -> the request of each engine that is interrupted, or its `method`, and the how many-th of its kind."""
+"""When -> the request of each engine that is interrupted, or its `method`, and the how
+many-th of its kind.
+"""
 
 
 @pytest.fixture
@@ -268,7 +318,9 @@ def examined(servers):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples(examined, vocab_size, moment):
+def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples(
+    examined, vocab_size, moment
+):
     (engine, url), (endpoint, occurrence) = examined, MOMENTS[moment][examined[0]]
 
     class Cancelling(RolloutClient):
@@ -316,7 +368,8 @@ def test_command_when_interrupted_again_and_again_then_130_and_the_server_is_as_
                 break
         while ask(servers.right, vocab_size, state) == before:
             assert doctor.poll() is None
-        for number in itertools.cycle([signal.SIGINT, signal.SIGINT, signal.SIGTERM]):  # until its last instruction
+        # until its last instruction
+        for number in itertools.cycle([signal.SIGINT, signal.SIGINT, signal.SIGTERM]):
             if doctor.poll() is not None:
                 break
             doctor.send_signal(number)

@@ -15,21 +15,40 @@ REMEDIES = {name: load_engine(name).remedies for name in ENGINES}
 COMMON = {"--dtype", "--attention-backend", "--enable-return-routed-experts"}
 WORDS = {
     "sglang": {
-        "SGLang", "--model-path", "--tokenizer-path", "--enable-deterministic-inference", "--rl-on-policy-target",
-        "--disable-radix-cache", "--disable-overlap-schedule", "SGLANG_RETURN_ORIGINAL_LOGPROB", "/flush_cache",
+        "SGLang",
+        "--model-path",
+        "--tokenizer-path",
+        "--enable-deterministic-inference",
+        "--rl-on-policy-target",
+        "--disable-radix-cache",
+        "--disable-overlap-schedule",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB",
+        "/flush_cache",
     },
     "vllm": {
-        "vLLM", "--model", "--tokenizer", "--logprobs-mode", "--return-sampling-mask", "--no-enable-prefix-caching",
-        "--worker-extension-cls", "--weight-transfer-config", "VLLM_BATCH_INVARIANT", "VLLM_SERVER_DEV_MODE",
-        "VLLM_USE_V2_MODEL_RUNNER", "/reset_prefix_cache", "clear_cache",
+        "vLLM",
+        "--model",
+        "--tokenizer",
+        "--logprobs-mode",
+        "--return-sampling-mask",
+        "--no-enable-prefix-caching",
+        "--worker-extension-cls",
+        "--weight-transfer-config",
+        "VLLM_BATCH_INVARIANT",
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_USE_V2_MODEL_RUNNER",
+        "/reset_prefix_cache",
+        "clear_cache",
     },
-}  # fmt: skip
+}
 """Names, flags, variables and endpoints that one engine has and the other lacks."""
 
 
 def words_of(text):
     """Flags, variables, endpoints and names in a text."""
-    return set(re.findall(r"--[a-z][a-z0-9-]*|[A-Z]+_[A-Z0-9_]+|(?<= )/[a-z_]+|clear_cache|SGLang|vLLM", text))
+    return set(
+        re.findall(r"--[a-z][a-z0-9-]*|[A-Z]+_[A-Z0-9_]+|(?<= )/[a-z_]+|clear_cache|SGLang|vLLM", text)
+    )
 
 
 def test_defects_when_listed_then_each_has_a_known_kind_and_a_remedy_for_each_engine():
@@ -57,7 +76,7 @@ def test_words_when_two_engines_are_compared_then_no_remedy_could_hold_anothers(
 
 def test_doctor_when_its_texts_are_read_then_none_names_what_only_one_engine_has():
     for path in (ROOT / "megatron_rl_corr/doctor").glob("*.py"):
-        texts = [line for line in path.read_text().splitlines() if "#" not in line and 'e.g.' not in line]
+        texts = [line for line in path.read_text().splitlines() if "#" not in line and "e.g." not in line]
         named = words_of("\n".join(texts)) & (WORDS["sglang"] | WORDS["vllm"])
         assert named <= {"--model", "SGLang"}, (path.name, named)  # --model is the doctor's own flag as well
 
@@ -66,6 +85,7 @@ def test_defects_when_documented_then_the_page_has_every_one_with_its_kind_and_r
     page = (ROOT / "docs/guides/doctor.md").read_text()
     documented = [line for line in page.splitlines() if line.startswith("| `") and line.count(" | ") == 4]
     assert documented == [
-        f"| `{name}` | {d.kind} | {d.means} | {' | '.join(remedies[name] for remedies in REMEDIES.values())} |"
+        f"| `{name}` | {d.kind} | {d.means} | {' | '.join(remedies[name] for remedies in REMEDIES.values())} "
+        "|"
         for name, d in DEFECTS.items()
     ]

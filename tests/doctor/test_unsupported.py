@@ -22,15 +22,27 @@ from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout import RolloutClient
 
 CHECKS = [
-    "version", "model", "weight updates", "temperature", "top-p", "sampling mask", "seeds", "precision",
-    "decode and prefill", "repeats", "prefix cache", "routed experts",
-]  # fmt: skip
+    "version",
+    "model",
+    "weight updates",
+    "temperature",
+    "top-p",
+    "sampling mask",
+    "seeds",
+    "precision",
+    "decode and prefill",
+    "repeats",
+    "prefix cache",
+    "routed experts",
+]
 SAMPLES = "samples with the likeliest ids: not supported by recorded samples"
 
 
 @pytest.fixture
 def ask_recorded(tmp_path, monkeypatch):
-    """ask_recorded(scenario): `await scenario(client)` of an engine that replays two files and examines nothing."""
+    """ask_recorded(scenario): `await scenario(client)` of an engine that replays two files and
+    examines nothing.
+    """
     monkeypatch.setitem(ENGINES, "replay_recorded", "tests.engines.replay_recorded")
     paths = [str(tmp_path / name) for name in ("first.jsonl", "second.jsonl")]
     for path in paths:
@@ -60,12 +72,18 @@ def test_quick_when_the_engine_supports_no_question_then_each_row_failed_and_nam
     assert messages["weight updates"] == "lists of endpoints: not supported by recorded samples"
     assert messages["temperature"] == messages["seeds"] == messages["sampling mask"] == SAMPLES
     assert messages["prefix cache"] == "server_info: not supported by recorded samples"
-    assert (same.check, same.status, same.message) == ("servers", "failed", SAMPLES) and url.endswith("second.jsonl")
+    assert (same.check, same.status, same.message) == ("servers", "failed", SAMPLES) and url.endswith(
+        "second.jsonl"
+    )
     examination = Examination(url, rows)
-    assert exit_status([examination]) == 2 and f"  FAILED  temperature         {SAMPLES}" in as_table([examination])
+    assert exit_status([examination]) == 2 and f"  FAILED  temperature         {SAMPLES}" in as_table(
+        [examination]
+    )
 
 
-def test_quick_check_when_the_engine_supports_no_question_then_no_finding_and_a_warning_for_each(ask_recorded, capsys):
+def test_quick_check_when_the_engine_supports_no_question_then_no_finding_and_a_warning_for_each(
+    ask_recorded, capsys
+):
     assert ask_recorded(quick_check) == []
     warned = capsys.readouterr().err.splitlines()
     assert len(warned) == 2 * len(CHECKS) + 1  # of two servers, and their comparison
@@ -102,7 +120,10 @@ def test_full_and_model_when_the_engine_supports_no_question_then_rows_say_so(as
     assert [(row.check, row.status, row.message) for row in full] == [
         ("pauses and updates", "failed", "lists of models: not supported by recorded samples")
     ]
-    assert [(row.check, row.status) for row in model] == [("model difference", "failed"), ("tokenizer", "note")]
+    assert [(row.check, row.status) for row in model] == [
+        ("model difference", "failed"),
+        ("tokenizer", "note"),
+    ]
     assert model[0].message == SAMPLES
     assert model[1].message.startswith("unknown: recorded samples does not support tokenizing")
 

@@ -1,4 +1,6 @@
-"""Collects samples from recorded responses, by the client and through the queue. Run where the engine is installed."""
+"""Collects samples from recorded responses, by the client and through the queue. Run where the
+engine is installed.
+"""
 
 import asyncio
 import json
@@ -31,9 +33,15 @@ class CountTokens:
 def recorded(path):
     """Four responses to prompt [1] and four to [2]; the n-th is n + 1 times the id n, each of log-prob -n."""
     lines = [
-        {"prompt_ids": [prompt], "output_ids": [n] * (n + 1), "logprobs": [-float(n)] * (n + 1), "version": "1"}
-        for prompt in (1, 2) for n in range(4)
-    ]  # fmt: skip
+        {
+            "prompt_ids": [prompt],
+            "output_ids": [n] * (n + 1),
+            "logprobs": [-float(n)] * (n + 1),
+            "version": "1",
+        }
+        for prompt in (1, 2)
+        for n in range(4)
+    ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return str(path)
 
@@ -44,7 +52,9 @@ async def main(folder):
     async with RolloutClient([path], vocab_size=10, engine="replay_recorded") as client:
         await client.wait_healthy(1)
         samples = await client.generate([[1], [2]], GREEDY_LENGTH, samples_per_prompt=4)
-        assert [(s.prompt_index, s.sample_index) for s in samples] == [(p, n) for p in (0, 1) for n in range(4)]
+        assert [(s.prompt_index, s.sample_index) for s in samples] == [
+            (p, n) for p in (0, 1) for n in range(4)
+        ]
         for sample in samples:
             length = sample.output_ids.numel()
             assert sample.output_ids.tolist() == [length - 1] * length and sample.server == path
@@ -54,9 +64,17 @@ async def main(folder):
     async with RolloutClient([path], vocab_size=10, engine="replay_recorded") as client:
         prompts = PromptDataset([Prompt(0, [1]), Prompt(1, [2])])
         sampler = GroupSampler(
-            client, prompts, GroupNumbers(Cursor(0), 0, 1), GREEDY_LENGTH, group_size=4, rewards=CountTokens(),
-            failures=Failures(0.0), failed_prompts=FailedPrompts(2), on_failed=None, episodes=None,
-        )  # fmt: skip
+            client,
+            prompts,
+            GroupNumbers(Cursor(0), 0, 1),
+            GREEDY_LENGTH,
+            group_size=4,
+            rewards=CountTokens(),
+            failures=Failures(0.0),
+            failed_prompts=FailedPrompts(2),
+            on_failed=None,
+            episodes=None,
+        )
         stream = GroupStream(sampler.sample, sampler.draw, groups_per_step=2, first=0, last=1)
         taken = await stream.take(0)
         assert [group.number for group in taken.groups] == [0, 1]

@@ -14,7 +14,13 @@ import torch
 from aiohttp import web
 
 from megatron_rl_corr.engines import answer_size, load_engine
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, body_start, shown
+from megatron_rl_corr.engines.errors import (
+    RolloutError,
+    RolloutProtocolError,
+    RolloutServerError,
+    body_start,
+    shown,
+)
 from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.secrets import HIDDEN, keep_secret, redacted
@@ -98,15 +104,22 @@ def test_answer_when_it_never_ends_then_refused_and_memory_stays(faulty, seen):
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(RolloutProtocolError, match="more than the 8388608 bytes"):
         sent(faulty, endless, Request("GET", "/x"))
-    with pytest.raises(RolloutError, match=f"more than the {answer_size.of_sample(1, SamplingParams(1))} bytes"):
+    with pytest.raises(
+        RolloutError, match=f"more than the {answer_size.of_sample(1, SamplingParams(1))} bytes"
+    ):
 
         async def scenario():
-            async with faulty.serving(endless) as url, RolloutClient([url], vocab_size=9, max_retries=0) as client:
+            async with (
+                faulty.serving(endless) as url,
+                RolloutClient([url], vocab_size=9, max_retries=0) as client,
+            ):
                 await client.generate([[1]], SamplingParams(1))
 
         asyncio.run(scenario())
-    grown = max(psutil.Process().memory_info().rss - before,
-                1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most))  # fmt: skip
+    grown = max(
+        psutil.Process().memory_info().rss - before,
+        1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most),
+    )
     assert grown < 50 << 20
     seen(f"refused; {grown >> 20} MB more")
 
@@ -152,29 +165,52 @@ def test_size_when_more_is_asked_for_then_more_may_come():
 
 BEARER = f"Bearer {KEY}"
 ECHOES = {
-    "as it is": KEY, "header": BEARER, "JSON": json.dumps(BEARER), "JSON twice": json.dumps(json.dumps(BEARER)),
+    "as it is": KEY,
+    "header": BEARER,
+    "JSON": json.dumps(BEARER),
+    "JSON twice": json.dumps(json.dumps(BEARER)),
     "JSON with slashes": json.dumps(BEARER).replace("/", "\\/"),
-    "every character": "".join(f"\\u{ord(one):04X}" for one in BEARER), "repr": repr(BEARER.encode()),
-    "URL": quote(BEARER, safe=""), "URL path": quote(BEARER), "URL form": quote_plus(BEARER),
-    "URL twice": quote(quote(BEARER, safe="")), "every %": "".join(f"%{ord(one):02x}" for one in BEARER),
-    "HTML": html.escape(BEARER), "HTML numbers": "".join(f"&#{ord(one)};" for one in BEARER),
+    "every character": "".join(f"\\u{ord(one):04X}" for one in BEARER),
+    "repr": repr(BEARER.encode()),
+    "URL": quote(BEARER, safe=""),
+    "URL path": quote(BEARER),
+    "URL form": quote_plus(BEARER),
+    "URL twice": quote(quote(BEARER, safe="")),
+    "every %": "".join(f"%{ord(one):02x}" for one in BEARER),
+    "HTML": html.escape(BEARER),
+    "HTML numbers": "".join(f"&#{ord(one)};" for one in BEARER),
     "base64": base64.b64encode(KEY.encode()).decode(),
     "base64 of the header": base64.b64encode(BEARER.encode()).decode(),
     "base64 of a user": base64.urlsafe_b64encode(f"ab:{KEY}".encode()).decode(),
-}  # fmt: skip
+}
 
 
 def leaks(text):
     """Whether a part of the key of eight characters, in any form, is in the text."""
     forms = [
-        KEY, quote(KEY, safe=""), quote(KEY, safe="").lower(), quote(quote(KEY, safe=""), safe=""), html.escape(KEY),
-        repr(KEY.encode())[2:-1], json.dumps(KEY)[1:-1], json.dumps(KEY).replace("/", "\\/")[1:-1],
-    ]  # fmt: skip
-    forms += ["".join(f"{mark}{ord(one):{how}}{end}" for one in KEY)
-              for mark, how, end in (("\\u", "04X", ""), ("%", "02x", ""), ("&#", "d", ";"))]  # fmt: skip
-    forms += [base64.b64encode((before + KEY).encode()).decode()[4 * len(before) // 3 + 1 : -4]
-              for before in ("", "Bearer ", "ab:")]  # fmt: skip
-    return [form[at : at + 12] for form in forms for at in range(0, len(form) - 12, 4) if form[at : at + 12] in text]
+        KEY,
+        quote(KEY, safe=""),
+        quote(KEY, safe="").lower(),
+        quote(quote(KEY, safe=""), safe=""),
+        html.escape(KEY),
+        repr(KEY.encode())[2:-1],
+        json.dumps(KEY)[1:-1],
+        json.dumps(KEY).replace("/", "\\/")[1:-1],
+    ]
+    forms += [
+        "".join(f"{mark}{ord(one):{how}}{end}" for one in KEY)
+        for mark, how, end in (("\\u", "04X", ""), ("%", "02x", ""), ("&#", "d", ";"))
+    ]
+    forms += [
+        base64.b64encode((before + KEY).encode()).decode()[4 * len(before) // 3 + 1 : -4]
+        for before in ("", "Bearer ", "ab:")
+    ]
+    return [
+        form[at : at + 12]
+        for form in forms
+        for at in range(0, len(form) - 12, 4)
+        if form[at : at + 12] in text
+    ]
 
 
 class Holder:
@@ -196,15 +232,23 @@ def test_key_when_quoted_in_any_form_then_no_part_of_it_is_in_a_message(form):
 
 
 WRONG = {
-    "not JSON": lambda echo: echo, "a list": lambda echo: json.dumps([echo]),
+    "not JSON": lambda echo: echo,
+    "a list": lambda echo: json.dumps([echo]),
     "no meta": lambda echo: json.dumps({"x": echo}),
-    "an abort": lambda echo: json.dumps({"output_ids": [], "meta_info": {"id": echo, "finish_reason": {
-        "type": "abort", "status_code": 400, "err_type": echo, "message": echo}}}),
+    "an abort": lambda echo: json.dumps(
+        {
+            "output_ids": [],
+            "meta_info": {
+                "id": echo,
+                "finish_reason": {"type": "abort", "status_code": 400, "err_type": echo, "message": echo},
+            },
+        }
+    ),
     "a reason": lambda echo: json.dumps({"output_ids": [], "meta_info": {"finish_reason": echo}}),
     "ids": lambda echo: json.dumps({"output_ids": echo, "meta_info": {"finish_reason": {"type": "stop"}}}),
     "success": lambda echo: json.dumps({"success": False, "message": echo}),
     "error": lambda echo: json.dumps({"error": {"message": echo}}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ["Content-Encoding", "Content-Length", "X\N{DEL}"])
@@ -234,8 +278,14 @@ def test_key_when_a_header_of_the_answer_quotes_it_then_no_message_has_it_in_any
 def test_message_when_an_answer_has_half_a_surrogate_pair_then_any_file_and_console_takes_it(engine, wrong):
     body = WRONG[wrong]("bad \ud800 token").encode()  # as JSON has it: bad \\ud800 token
     with pytest.raises(RolloutError) as error:
-        load_engine(engine).parse(body, prompt_ids=torch.tensor([1]), prompt_index=0, sample_index=0, server="http://a:1",
-                                  max_new_tokens=1)  # fmt: skip
+        load_engine(engine).parse(
+            body,
+            prompt_ids=torch.tensor([1]),
+            prompt_index=0,
+            sample_index=0,
+            server="http://a:1",
+            max_new_tokens=1,
+        )
     assert "bad ? token" in str(error.value) and "bad ? token" in error.value.detail
     assert shown("\udfff\ud800 x") == "?? x" and "\\ud800" in shown(["\ud800"])
 
@@ -243,7 +293,9 @@ def test_message_when_an_answer_has_half_a_surrogate_pair_then_any_file_and_cons
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
 @pytest.mark.parametrize("wrong", WRONG)
 @drill("a server quotes the API key in an answer with HTTP 200", promised="the key is in no message")
-def test_key_when_a_server_quotes_it_in_a_2xx_answer_then_no_message_has_it(faulty, seen, wrong, engine, caplog):
+def test_key_when_a_server_quotes_it_in_a_2xx_answer_then_no_message_has_it(
+    faulty, seen, wrong, engine, caplog
+):
     told = []
 
     async def handle(request):
@@ -266,5 +318,7 @@ def test_key_when_a_server_quotes_it_in_a_2xx_answer_then_no_message_has_it(faul
 
     asyncio.run(scenario())
     failures = [text for text in told if "rollout server" in text]
-    assert len(failures) >= len(ECHOES) and not any(leaks(text) for text in failures) and not leaks(caplog.text)
+    assert (
+        len(failures) >= len(ECHOES) and not any(leaks(text) for text in failures) and not leaks(caplog.text)
+    )
     seen(f"{len(failures)} messages, none with it")

@@ -9,7 +9,13 @@ import pytest
 from aiohttp import web
 
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutOutage, RolloutServerError, SamplingParams
+from megatron_rl_corr.rollout import (
+    LoopThread,
+    RolloutClient,
+    RolloutOutage,
+    RolloutServerError,
+    SamplingParams,
+)
 from tests.virtual_time import run_client
 
 SECRET = "sk-do-not-show"
@@ -110,7 +116,9 @@ def test_flush_with_a_limit_when_the_server_is_silent_then_it_holds_for_the_requ
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_control_when_a_server_gives_no_sign_of_life_then_a_request_fails_that_a_busy_one_may_take_long_for(is_busy):
+def test_control_when_a_server_gives_no_sign_of_life_then_a_request_fails_that_a_busy_one_may_take_long_for(
+    is_busy,
+):
     over = asyncio.Event()
 
     async def handle(request):
@@ -128,14 +136,18 @@ def test_control_when_a_server_gives_no_sign_of_life_then_a_request_fails_that_a
             if is_busy:
                 assert await asked == [{"status": "ok"}]
             else:
-                words = "did not answer POST /pause_generation: nor GET /model_info meanwhile .timed out after 0.4 s"
+                words = (
+                    "did not answer POST /pause_generation: nor GET /model_info meanwhile .timed out "
+                    "after 0.4 s"
+                )
                 with pytest.raises(RolloutServerError, match=words):
                     await asked
         finally:
             over.set()
         return now() - begun
 
-    # The busy one answers after 1.5 s; the other is asked for a sign of life after 0.1 s, which it has 0.4 s for.
+    # The busy one answers after 1.5 s; the other is asked for a sign of life after 0.1 s, which
+    # it has 0.4 s for.
     took = run_client(scenario, handle, timeout_s=60, read_timeout_s=0.4)
     assert took == pytest.approx(1.5 if is_busy else 0.5)
 
@@ -179,7 +191,7 @@ def test_update_when_a_server_hangs_then_it_costs_the_first_one_its_time_and_the
 
 
 def test_update_when_a_server_that_hung_answers_then_it_has_the_usual_time_though_its_own_probe_hangs_still(
-    monkeypatch
+    monkeypatch,
 ):
     """As one that was stopped while it was paused, and goes on: /health answers after the pause only."""
     state, limits, ask = {"hangs": True}, [], ServerControl.ask
@@ -221,7 +233,7 @@ def test_update_when_a_server_that_hung_answers_then_it_has_the_usual_time_thoug
     run_client(scenario, fresh, hung, read_timeout_s=3.0)
 
 
-def test_update_when_a_server_hangs_behind_a_proxy_with_a_time_limit_then_the_next_ones_cost_next_to_none_either(
+def test_update_when_a_server_hangs_behind_a_proxy_with_a_limit_then_later_ones_cost_little(
     faulty, monkeypatch
 ):
     limits, ask = [], ServerControl.ask
@@ -243,7 +255,8 @@ def test_update_when_a_server_hangs_behind_a_proxy_with_a_time_limit_then_the_ne
         hung = client.base_urls[1]
         assert await client.versions_for_update() == ["1", None]
         await client.expect_version("2", missed=[hung])
-        while not client._pool.left_out or client._pool.left_out[0].refused is None:  # its proxy's answer, later
+        # its proxy's answer, later
+        while not client._pool.left_out or client._pool.left_out[0].refused is None:
             await asyncio.sleep(0.02)
         limits.clear()
         assert await client.versions_for_update() == ["1", None]
@@ -318,7 +331,8 @@ def test_weight_group_when_one_server_refuses_then_the_error_does_not_wait_for_t
         await asyncio.sleep(30)
 
     async def scenario(client):
-        with pytest.raises(RolloutServerError, match="port in use"):  # the scenario may take 20 s, the other answer 30
+        # the scenario may take 20 s, the other answer 30
+        with pytest.raises(RolloutServerError, match="port in use"):
             await client.init_weights_update_group("127.0.0.1", 1, group_name="g", backend="gloo")
 
     faulty.run(scenario, waits, refuses)
@@ -359,7 +373,10 @@ def test_weight_session_when_no_server_has_one_then_false_and_when_one_has_then_
 
 
 def test_weight_session_when_a_server_that_had_one_answers_404_then_it_is_no_older_server(faulty):
-    """As an ingress does that is being loaded anew: the session would stay open, and what its end does be left out."""
+    """As an ingress does that is being loaded anew: the session would stay open, and what its end
+    does be left out.
+    """
+
     async def flaky(request):
         if request.path == "/end_weight_update":
             return web.json_response({"detail": "Not Found"}, status=404)

@@ -35,10 +35,16 @@ def poll(clock, *, lasts_s, succeeds_at=None, timeout_s=3.2):
             raise SILENT
 
     try:
-        asyncio.run(concurrency.poll_until(
-            attempt, timeout_s=timeout_s, pause_s=0.5, longest_attempt_s=2.0, retry=lambda error: True,
-            waited_for="a server",
-        ))  # fmt: skip
+        asyncio.run(
+            concurrency.poll_until(
+                attempt,
+                timeout_s=timeout_s,
+                pause_s=0.5,
+                longest_attempt_s=2.0,
+                retry=lambda error: True,
+                waited_for="a server",
+            )
+        )
     except RolloutServerError as error:
         return attempts, error
     return attempts, None
@@ -46,7 +52,8 @@ def poll(clock, *, lasts_s, succeeds_at=None, timeout_s=3.2):
 
 def test_poll_when_nothing_answers_then_the_last_attempt_begins_as_the_time_ends(clock):
     attempts, error = poll(clock, lasts_s=0.0)
-    # Each 0.5 s, and the last 0.2 s after the one at 3.0: not at 2.7 s, where another pause would pass the end.
+    # Each 0.5 s, and the last 0.2 s after the one at 3.0: not at 2.7 s, where another pause
+    # would pass the end.
     assert [begins for begins, _ in attempts] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.2]
     assert [limit for _, limit in attempts] == [2.0, 2.0, 2.0, 1.7, 1.2, 0.7, 0.2, 0.1]
     assert error.__notes__[-1] == "waited 3.2 s for a server"
@@ -71,14 +78,23 @@ def test_poll_when_the_last_attempt_is_cut_short_then_the_answer_before_it_is_th
 
     # At 0 and 0.65 s it answers; at 1.2 s there are 0.1 s, in which it can't.
     with pytest.raises(RolloutServerError) as raised:
-        asyncio.run(concurrency.poll_until(
-            attempt, timeout_s=1.2, pause_s=0.5, longest_attempt_s=2.0, retry=lambda error: True, waited_for="a server",
-        ))  # fmt: skip
+        asyncio.run(
+            concurrency.poll_until(
+                attempt,
+                timeout_s=1.2,
+                pause_s=0.5,
+                longest_attempt_s=2.0,
+                retry=lambda error: True,
+                waited_for="a server",
+            )
+        )
     assert raised.value is loading and loading.__notes__ == ["waited 1.2 s for a server"]
     assert round(clock.now, 6) == 101.3
 
 
-def test_wait_when_it_lasts_then_told_on_stderr_with_the_last_failure_and_no_more_afterwards(capsys, monkeypatch):
+def test_wait_when_it_lasts_then_told_on_stderr_with_the_last_failure_and_no_more_afterwards(
+    capsys, monkeypatch
+):
     monkeypatch.setattr(concurrency.Waits, "FIRST_S", 0.05)
     monkeypatch.setattr(concurrency.Waits, "EVERY_S", 0.1)
 
@@ -90,8 +106,13 @@ def test_wait_when_it_lasts_then_told_on_stderr_with_the_last_failure_and_no_mor
 
     async def wait(attempt, address):
         await concurrency.poll_until(
-            attempt, timeout_s=0.4, pause_s=0.02, longest_attempt_s=1.0, retry=lambda error: True,
-            waited_for="it to become healthy", address=address,
+            attempt,
+            timeout_s=0.4,
+            pause_s=0.02,
+            longest_attempt_s=1.0,
+            retry=lambda error: True,
+            waited_for="it to become healthy",
+            address=address,
         )
 
     async def scenario():
@@ -107,7 +128,9 @@ def test_wait_when_it_lasts_then_told_on_stderr_with_the_last_failure_and_no_mor
     assert 3 <= len(lines) <= 5
     first = "[rollout] waiting up to 0 s for http://a:1: it to become healthy (connection refused); "
     assert lines[0].startswith(first)
-    assert "http://s0:1: it to become healthy (no answer yet)" in lines[0] and lines[0].endswith("; and 2 others")
+    assert "http://s0:1: it to become healthy (no answer yet)" in lines[0] and lines[0].endswith(
+        "; and 2 others"
+    )
 
 
 def test_wait_when_it_is_short_then_nothing_is_told(capsys):
@@ -116,7 +139,12 @@ def test_wait_when_it_is_short_then_nothing_is_told(capsys):
 
     async def scenario():
         await concurrency.poll_until(
-            well, timeout_s=1, pause_s=0.1, longest_attempt_s=1, retry=lambda error: True, waited_for="it",
+            well,
+            timeout_s=1,
+            pause_s=0.1,
+            longest_attempt_s=1,
+            retry=lambda error: True,
+            waited_for="it",
             address="http://a:1",
         )
         await asyncio.sleep(0.05)

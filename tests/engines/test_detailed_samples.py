@@ -13,49 +13,76 @@ from megatron_rl_corr.rollout import RolloutProtocolError
 
 SGLANG = load_engine("sglang")
 NEUTRAL = {
-    "min_p": 0.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "min_new_tokens": 0
-}  # fmt: skip
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_new_tokens": 0,
+}
 
 
 def test_detailed_sample_when_plain_then_only_what_every_request_needs():
     request = SGLANG.detailed_sample([1, 2], SamplingParams(3, ignore_eos=True), likeliest=8)
     assert (request.method, request.endpoint) == ("POST", "/generate")
     assert request.json == {
-        "input_ids": [1, 2], "return_logprob": True, "top_logprobs_num": 8,
-        "sampling_params": NEUTRAL | {
-            "max_new_tokens": 3, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": [], "stop_token_ids": [],
+        "input_ids": [1, 2],
+        "return_logprob": True,
+        "top_logprobs_num": 8,
+        "sampling_params": NEUTRAL
+        | {
+            "max_new_tokens": 3,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "stop": [],
+            "stop_token_ids": [],
             "ignore_eos": True,
         },
-    }  # fmt: skip
+    }
 
 
 def test_detailed_sample_when_it_has_options_then_each_in_its_field():
     sampling = SamplingParams(3, temperature=0.5, top_p=0.9, top_k=8, ignore_eos=True)
     body = SGLANG.detailed_sample(
-        [1, 2], sampling, seed=7, likeliest=16, sampling_mask=True, routed_experts=True, request_id="x", cache_key="v3"
-    ).json  # fmt: skip
+        [1, 2],
+        sampling,
+        seed=7,
+        likeliest=16,
+        sampling_mask=True,
+        routed_experts=True,
+        request_id="x",
+        cache_key="v3",
+    ).json
     expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 8, "sampling_seed": 7}
     assert expected.items() <= body["sampling_params"].items()
     expected = {
-        "top_logprobs_num": 16, "return_sampling_mask": True, "return_routed_experts": True, "rid": "x",
+        "top_logprobs_num": 16,
+        "return_sampling_mask": True,
+        "return_routed_experts": True,
+        "rid": "x",
         "extra_key": "v3",
-    }  # fmt: skip
+    }
     assert expected.items() <= body.items()
 
 
 def test_score_then_of_every_token_and_so_none_from_the_cache():
     request = SGLANG.score([1, 2], [3], likeliest=8, cache_key="v3")
     assert request.json == {
-        "input_ids": [1, 2, 3], "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 8,
-        "sampling_params": NEUTRAL | {"max_new_tokens": 1, "temperature": 0.0}, "extra_key": "v3",
-    }  # fmt: skip
+        "input_ids": [1, 2, 3],
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 8,
+        "sampling_params": NEUTRAL | {"max_new_tokens": 1, "temperature": 0.0},
+        "extra_key": "v3",
+    }
 
 
 def parsed(**meta):
     meta = {
-        "finish_reason": {"type": "length"}, "output_token_logprobs": [[-1.0, 7, None]],
+        "finish_reason": {"type": "length"},
+        "output_token_logprobs": [[-1.0, 7, None]],
         "output_top_logprobs": [[[-0.5, 4, None]]],
-    } | meta  # fmt: skip
+    } | meta
     answer = {"output_ids": [7], "meta_info": meta}
     return SGLANG.parse_detailed_sample(answer, server="u", prompt_ids=[1, 2], tokens=1)
 
@@ -69,21 +96,31 @@ def test_parse_when_nothing_more_came_then_the_sample_says_so():
 def test_parse_when_all_came_then_each_is_read():
     routes = base64.b64encode(np.arange(8, dtype=np.int32).tobytes()).decode()  # 2 of 3 tokens, 4 ids each
     sample = parsed(
-        output_token_sampling_mask=[[7, 9]], output_token_sampling_logprobs=[-0.4], routed_experts=routes,
-        num_retractions=2, weight_versions=[{"version": "a", "start": 0, "end": 1}],
-    )  # fmt: skip
+        output_token_sampling_mask=[[7, 9]],
+        output_token_sampling_logprobs=[-0.4],
+        routed_experts=routes,
+        num_retractions=2,
+        weight_versions=[{"version": "a", "start": 0, "end": 1}],
+    )
     assert sample.kept == KeptIds([[7, 9]], [-0.4]) and sample.routed_ids == 8 and sample.retractions == 2
     assert sample.version_spans == (VersionSpan("a", 0, 1),)
     assert parsed(routed_experts="no base64!").routed_ids.startswith("rule base64")
 
 
 def test_parse_when_spans_are_malformed_then_protocol_error():
-    with pytest.raises(RolloutProtocolError, match="1 sampled tokens are missing or malformed .*weight_versions"):
+    with pytest.raises(
+        RolloutProtocolError, match="1 sampled tokens are missing or malformed .*weight_versions"
+    ):
         parsed(weight_versions=[{"version": "a"}])
 
 
 def test_served_model_when_told_then_initial_until_a_push():
-    info = {"model_path": "m", "served_model_name": "n", "model_type": "qwen3_moe", "weight_version": "default"}
+    info = {
+        "model_path": "m",
+        "served_model_name": "n",
+        "model_type": "qwen3_moe",
+        "weight_version": "default",
+    }
     assert SGLANG.served_model(info, {}) == ServedModel("m", "n", "qwen3_moe", "default", is_initial=True)
     assert not SGLANG.served_model(info | {"weight_version": "1"}, {}).is_initial
 

@@ -28,7 +28,9 @@ def found(faulty, *handlers, timeout_s=5.0):
 def router(*urls, kind="regular"):
     async def handle(request):
         assert request.method == "GET" and request.path == "/workers"
-        return web.json_response({"workers": [{"url": url, "worker_type": kind} for url in urls], "total": len(urls)})
+        return web.json_response(
+            {"workers": [{"url": url, "worker_type": kind} for url in urls], "total": len(urls)}
+        )
 
     return handle
 
@@ -48,13 +50,17 @@ def test_servers_when_the_router_registers_them_later_then_waited_for(faulty):
     async def starting(request):
         nonlocal asked
         asked += 1
-        return await router(*["http://127.0.0.1:5"][: asked > 1])(request) if asked else web.Response(status=503)
+        return (
+            await router(*["http://127.0.0.1:5"][: asked > 1])(request) if asked else web.Response(status=503)
+        )
 
     assert found(faulty, starting)[0] == ("http://127.0.0.1:5",) and asked == 2
 
 
 def test_servers_when_a_router_never_has_one_then_error_names_it_and_the_wait(faulty):
-    with pytest.raises(RolloutProtocolError, match="/workers: this router has no worker; start its servers") as error:
+    with pytest.raises(
+        RolloutProtocolError, match="/workers: this router has no worker; start its servers"
+    ) as error:
         found(faulty, router(), timeout_s=0.3)
     assert error.value.__notes__ == ["waited 0.3 s for it"]
 
@@ -77,7 +83,10 @@ def test_servers_when_two_routers_share_one_then_refused(faulty):
     ("handle", "named"),
     [
         (router("http://127.0.0.1:5", kind="prefill"), "its workers are prefill.*start regular workers"),
-        (router("http://127.0.0.1:5@0"), "http://127.0.0.1:5@0 is one data-parallel rank.*without --dp-aware"),
+        (
+            router("http://127.0.0.1:5@0"),
+            "http://127.0.0.1:5@0 is one data-parallel rank.*without --dp-aware",
+        ),
         (lambda request: asyncio.sleep(0, web.json_response({"workers": [{"id": 1}]})), "no list of workers"),
         (lambda request: asyncio.sleep(0, web.Response(text="[]")), "no list of workers"),
     ],

@@ -19,7 +19,9 @@ def test_client_when_given_a_router_then_it_samples_from_and_steers_every_server
             assert sorted(loop.call(client.find_servers(60))) == sorted(servers)
             loop.call(client.wait_healthy(60))
             sampling = SamplingParams(8, ignore_eos=True)
-            trajectories = loop.call(client.generate([[3, 1, 4]], sampling, samples_per_prompt=8), timeout=120)
+            trajectories = loop.call(
+                client.generate([[3, 1, 4]], sampling, samples_per_prompt=8), timeout=120
+            )
             assert {t.server for t in trajectories} == set(servers)
             assert len(loop.call(client.pause_generation("retract"))) == 2
             waiting = loop.submit(client.generate([[1], [2]], SamplingParams(1)))

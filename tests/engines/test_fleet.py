@@ -68,7 +68,9 @@ def test_engine_when_given_then_not_asked(faulty):
 
 
 def test_engine_when_none_answers_then_error_names_them_and_does_not_wait(faulty):
-    with pytest.raises(RolloutProtocolError, match="none of SGLang, vLLM; is this the address of a rollout server"):
+    with pytest.raises(
+        RolloutProtocolError, match="none of SGLang, vLLM; is this the address of a rollout server"
+    ):
         found(faulty, served(neither), timeout_s=60)
 
 
@@ -86,15 +88,21 @@ def test_engine_when_not_known_yet_then_error_says_what_to_call():
 # Requests that a server refuses because it is paused
 
 
-PAUSED = {"error": {
-    "message": "Generation is paused. Please retry after it resumes.", "type": "ServiceUnavailableError",
-    "param": None, "code": 503,
-}}  # fmt: skip
+PAUSED = {
+    "error": {
+        "message": "Generation is paused. Please retry after it resumes.",
+        "type": "ServiceUnavailableError",
+        "param": None,
+        "code": 503,
+    }
+}
 """As vLLM 0.33.0 answers a new request while it is paused by `abort` or `wait`."""
 
 
 def sent(faulty, request, refusals, *, engine="vllm", answer=PAUSED, timeout_s=None, own_timeout_s=5.0):
-    """How a request ends that is refused so often before it is answered, how often it was sent, and its seconds."""
+    """How a request ends that is refused so often before it is answered, how often it was sent,
+    and its seconds.
+    """
     times = []
 
     async def handle(asked):
@@ -137,15 +145,18 @@ def test_send_when_the_pause_is_longer_than_the_limit_then_the_refusal_is_raised
 
 @pytest.mark.parametrize(
     "case",
-    [{"answer": {"error": {"message": "upstream connect error"}}}, {"engine": "sglang"},
-     {"request": load_engine("vllm").update_weight_version("7")}],
-)  # fmt: skip
+    [
+        {"answer": {"error": {"message": "upstream connect error"}}},
+        {"engine": "sglang"},
+        {"request": load_engine("vllm").update_weight_version("7")},
+    ],
+)
 def test_send_when_the_refusal_is_no_pause_of_sampling_then_raised_at_once(faulty, case):
     error, times, _ = sent(faulty, **{"request": GENERATE, "refusals": 1000} | case)
     assert error.status == 503 and len(times) == 1
 
 
-def test_sampling_when_the_engines_are_not_known_then_refused_where_none_supports_it_and_later_where_one_does_not():
+def test_sampling_when_engines_are_unknown_then_refused_now_if_none_and_later_if_one_cannot():
     client = RolloutClient(["http://127.0.0.1:1", "http://127.0.0.1:2"], vocab_size=8, engine="auto")
     truncated = SamplingParams(1, top_k=5000)  # SGLang returns no sampling mask for so many
     client.check_sampling(truncated)
@@ -155,6 +166,8 @@ def test_sampling_when_the_engines_are_not_known_then_refused_where_none_support
     client = RolloutClient(["http://127.0.0.1:1"], vocab_size=8, engine="auto")
     with pytest.raises(ValueError, match="`temperature` must be 0"):
         client.check_sampling(SamplingParams(1, temperature=1e-9))
+
+
 def test_control_when_servers_run_two_engines_then_each_is_asked_in_its_own_words(faulty):
     asked = []
 
@@ -172,7 +185,10 @@ def test_control_when_servers_run_two_engines_then_each_is_asked_in_its_own_word
             await client.wait_healthy(5)
             await client.pause_generation("retract")
             parts = client.by_engine()
-            assert {name: part.base_urls for name, part in parts.items()} == {"sglang": (first,), "vllm": (last,)}
+            assert {name: part.base_urls for name, part in parts.items()} == {
+                "sglang": (first,),
+                "vllm": (last,),
+            }
             await client.close()
 
     asyncio.run(scenario())
@@ -206,7 +222,8 @@ def test_reopen_when_a_session_stayed_open_then_only_servers_of_that_engine_are_
     asyncio.run(scenario())
     begin, end = ("sglang", "/begin_weight_update"), ("sglang", "/end_weight_update")
     assert [one for one in asked if one[0] == "sglang"] == [begin, end, begin]
-    assert [one for one in asked if one[0] == "vllm"] == [("vllm", "rl_corr_begin")]  # which breaks off what was open
+    # which breaks off what was open
+    assert [one for one in asked if one[0] == "vllm"] == [("vllm", "rl_corr_begin")]
 
 
 def gone(request):

@@ -1,4 +1,6 @@
-"""The flat reading of log-probs gives what plain JSON gives, bit for bit, or leaves the body to plain JSON."""
+"""The flat reading of log-probs gives what plain JSON gives, bit for bit, or leaves the
+body to plain JSON.
+"""
 
 import json
 
@@ -35,7 +37,12 @@ def answer(rows, output_ids=None, **around):
 
 def parse(body):
     return parse_generate(
-        body, prompt_ids=torch.tensor([1]), prompt_index=0, sample_index=0, server="http://a:1", vocab_size=151_936,
+        body,
+        prompt_ids=torch.tensor([1]),
+        prompt_index=0,
+        sample_index=0,
+        server="http://a:1",
+        vocab_size=151_936,
         max_new_tokens=100,
     )
 
@@ -100,13 +107,22 @@ def test_rows_when_they_hold_text_then_left_to_plain_json_and_read_alike(text):
 @pytest.mark.parametrize(
     "wrong, right",
     [
-        (b"-1.2l5", b"-1.25"), (b"nul", b"-1.25"), (b"nulll", b"-1.25"), (b"-1n", b"-1.25"), (b"u", b"-1.25"),
-        (b"-1.25,7,null]],", b"-1.25,7,null],"), (b"-1.25,7,null]]],[", b"-1.25,7,null],["),
-        (b"-1.25,7],null[", b"-1.25,7,null],["), (b"[-1.25,[7,null],-0.5", b"[-1.25,7,null],[-0.5"),
-        (b"-1.25,7],[null,-0.5,3,null]", b"-1.25,7,null],[-0.5,3,null]"), (b"true", b"-1.25"), (b"7.0,null", b"7,null"),
-        (b"[null,7,null,null],[3,null]]", b"[-1.25,7,null],[-0.5,3,null]]"), (b"-1.25,7 ,null", b"-1.25,7,null"),
+        (b"-1.2l5", b"-1.25"),
+        (b"nul", b"-1.25"),
+        (b"nulll", b"-1.25"),
+        (b"-1n", b"-1.25"),
+        (b"u", b"-1.25"),
+        (b"-1.25,7,null]],", b"-1.25,7,null],"),
+        (b"-1.25,7,null]]],[", b"-1.25,7,null],["),
+        (b"-1.25,7],null[", b"-1.25,7,null],["),
+        (b"[-1.25,[7,null],-0.5", b"[-1.25,7,null],[-0.5"),
+        (b"-1.25,7],[null,-0.5,3,null]", b"-1.25,7,null],[-0.5,3,null]"),
+        (b"true", b"-1.25"),
+        (b"7.0,null", b"7,null"),
+        (b"[null,7,null,null],[3,null]]", b"[-1.25,7,null],[-0.5,3,null]]"),
+        (b"-1.25,7 ,null", b"-1.25,7,null"),
     ],
-)  # fmt: skip
+)
 def test_flat_when_the_rows_are_no_json_or_no_rows_then_left_to_plain_json(wrong, right):
     body = orjson.dumps(answer([[-1.25, 7, None], [-0.5, 3, None]]))
     assert read_flat(body) is not None and right in body
@@ -171,7 +187,12 @@ def test_benchmark_when_run_at_a_small_size_then_both_readings_agree_and_a_row_f
         torch.set_num_threads(threads)
     rows = capsys.readouterr().out.splitlines()[4:]
     names = [row.split(" | ")[0] for row in rows]
-    assert names == ["| 1 tokens", "| 50 tokens", "| 1 tokens, with their text", "| 50 tokens, with their text"]
+    assert names == [
+        "| 1 tokens",
+        "| 50 tokens",
+        "| 1 tokens, with their text",
+        "| 50 tokens, with their text",
+    ]
 
 
 def test_benchmark_when_the_readings_differ_then_it_ends():

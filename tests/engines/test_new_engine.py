@@ -20,8 +20,11 @@ def files_of(folder):
 
 def install(package):
     """The whole change: a folder, and an entry."""
-    shutil.copytree(FOLDER / "replay_recorded", package / "engines/replay_recorded",
-                    ignore=shutil.ignore_patterns("__pycache__"))  # fmt: skip
+    shutil.copytree(
+        FOLDER / "replay_recorded",
+        package / "engines/replay_recorded",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     run = package / "config/run.py"
     before = run.read_text()
     entry = '"replay_recorded": "megatron_rl_corr.engines.replay_recorded", '
@@ -35,11 +38,17 @@ def test_engine_when_added_then_one_folder_and_one_entry_and_samples_by_client_a
     install(package)
     before, after = files_of(ROOT / "megatron_rl_corr"), files_of(package)
     changed = sorted(name for name in after if before.get(name) != after[name])
-    assert changed == ["config/run.py", "engines/replay_recorded/__init__.py"] and before.keys() <= after.keys()
+    assert (
+        changed == ["config/run.py", "engines/replay_recorded/__init__.py"] and before.keys() <= after.keys()
+    )
     ran = subprocess.run(
-        [sys.executable, FOLDER / "replay_collect.py", tmp_path], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)}, timeout=120,
-    )  # fmt: skip
+        [sys.executable, FOLDER / "replay_collect.py", tmp_path],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        timeout=120,
+    )
     assert ran.returncode == 0, ran.stderr
 
 

@@ -82,14 +82,17 @@ def test_generate_request_when_not_truncated_then_no_sampling_mask_is_asked_for(
     assert not sampling.truncated and "return_sampling_mask" not in body
 
 
-@pytest.mark.parametrize("top_p, top_k, min_p", [(0.8, 20, 0.0), (1.0, 2, 0.0), (0.05, 4096, 0.0), (1.0, 20, 0.1)])
+@pytest.mark.parametrize(
+    "top_p, top_k, min_p", [(0.8, 20, 0.0), (1.0, 2, 0.0), (0.05, 4096, 0.0), (1.0, 20, 0.1)]
+)
 def test_generate_request_when_truncated_then_asks_for_the_ids_each_token_is_drawn_from(top_p, top_k, min_p):
     sampling = SamplingParams(8, top_p=top_p, top_k=top_k, min_p=min_p)
     body = requests.generate_request([1], sampling, seed=0).json
     assert sampling.truncated and body["return_sampling_mask"] is True and body["return_logprob"] is True
     assert (body["sampling_params"]["top_p"], body["sampling_params"]["top_k"]) == (top_p, top_k)
     assert body["sampling_params"]["min_p"] == min_p
-    assert body["sampling_params"]["repetition_penalty"] == 1.0  # the rest stays at the value that changes nothing
+    # the rest stays at the value that changes nothing
+    assert body["sampling_params"]["repetition_penalty"] == 1.0
 
 
 def test_generate_request_when_no_rid_is_given_then_none_is_sent():
@@ -111,7 +114,10 @@ def test_generate_request_when_no_rid_is_given_then_none_is_sent():
         ({"max_new_tokens": 1, "stop": ("a", "")}, "`stop` must be texts of at least one character, got ''"),
         ({"max_new_tokens": 1, "min_p": 1, "top_k": 20}, "`min_p` must be in .0, 1., got 1; use 0"),
         ({"max_new_tokens": 1, "min_p": float("nan"), "top_k": 20}, "`min_p` .* got nan"),
-        ({"max_new_tokens": 1, "temperature": 0, "min_p": 0.1}, "no effect on greedy .* `min_p` 0.1 .* leave"),
+        (
+            {"max_new_tokens": 1, "temperature": 0, "min_p": 0.1},
+            "no effect on greedy .* `min_p` 0.1 .* leave",
+        ),
         ({"max_new_tokens": 1, "top_p": 0}, "`top_p` must be in .0, 1., got 0; use 1"),
         ({"max_new_tokens": 1, "top_p": 1.01, "top_k": 20}, "`top_p` must be in .0, 1., got 1.01"),
         ({"max_new_tokens": 1, "top_p": float("nan"), "top_k": 20}, "`top_p` .* got nan"),
@@ -157,10 +163,14 @@ def test_update_weight_version_when_built_then_running_requests_are_not_aborted(
     "arguments, named",
     [
         ({"temperature": 1e-7}, "`temperature` must be 0 .greedy. or at least 1e-06 with SGLang, got 1e-07"),
-        ({"top_k": 4097}, "`top_k` must be -1 .off. or in .2, 4096., for which SGLang .* got 4097; use 4096 or less"),
+        (
+            {"top_k": 4097},
+            "`top_k` must be -1 .off. or in .2, 4096., for which SGLang .* got 4097; use 4096 or less",
+        ),
         (
             {"top_p": 0.9},
-            "`top_p` below 1 needs a `top_k` in .2, 4096. with SGLang: .* got `top_p` 0.9 with `top_k` -1; give "
+            "`top_p` below 1 needs a `top_k` in .2, 4096. with SGLang: .* got `top_p` 0.9 with `top_k` -1; "
+            "give "
             "`top_k` 4096 beside it, or the vocabulary size",
         ),
     ],
@@ -170,7 +180,8 @@ def test_sampling_when_the_engine_does_not_support_it_then_refused_before_anythi
     with pytest.raises(ValueError, match=named) as error:
         load_engine("sglang").check_sampling(sampling)
     [field] = arguments
-    assert name_flags(error.value).startswith(f"--rollout-{field.replace('_', '-')} ")  # as the launcher prints it
+    # as the launcher prints it
+    assert name_flags(error.value).startswith(f"--rollout-{field.replace('_', '-')} ")
 
     async def generate():
         async with RolloutClient(["http://127.0.0.1:1"], vocab_size=10) as client:

@@ -32,7 +32,9 @@ def body(top=None, drop=(), **meta):
 
 
 def truncated(drop=(), **meta):
-    """BODY as the answer to a request with top_p or top_k, its tokens drawn from {7, 1}, {0} and {3, 9, 8}."""
+    """BODY as the answer to a request with top_p or top_k, its tokens drawn from {7, 1},
+    {0} and {3, 9, 8}.
+    """
     kept = {
         "output_token_sampling_mask": [[7, 1], [0], [3, 9, 8]],
         "output_token_sampling_logprobs": [-0.25, -0.0, -0.75],
@@ -105,30 +107,65 @@ def test_generate_when_the_answer_contradicts_itself_then_protocol_error_says_ho
 @pytest.mark.parametrize(
     "data, named",
     [
-        (body(output_token_logprobs=[["-1.0", 7, None], [-1, 0, None], [-1, 9, None]]), "not a list of .log-prob, id"),
-        (body(output_token_logprobs=[[True, 7, None], [-1, 0, None], [-1, 9, None]]), "not a list of .log-prob, id"),
-        (body(output_token_logprobs=[[-1, 7, None], [0.5, 0, None], [-1, 9, None]]), "0.5 at position 1 is above 0"),
-        (body(output_token_logprobs=[[-1, 7, None], [1e30, 0, None], [-1, 9, None]]), "1e.30 at position 1 is above"),
+        (
+            body(output_token_logprobs=[["-1.0", 7, None], [-1, 0, None], [-1, 9, None]]),
+            "not a list of .log-prob, id",
+        ),
+        (
+            body(output_token_logprobs=[[True, 7, None], [-1, 0, None], [-1, 9, None]]),
+            "not a list of .log-prob, id",
+        ),
+        (
+            body(output_token_logprobs=[[-1, 7, None], [0.5, 0, None], [-1, 9, None]]),
+            "0.5 at position 1 is above 0",
+        ),
+        (
+            body(output_token_logprobs=[[-1, 7, None], [1e30, 0, None], [-1, 9, None]]),
+            "1e.30 at position 1 is above",
+        ),
         (body(output_token_logprobs=["ab", "cd", "ef"]), "output_token_logprobs is not a list of integers"),
         (body({"output_ids": [7, False, 9]}), "output_ids is not a list of integers"),
         (body({"output_ids": 0}, completion_tokens=0), "output_ids is not a list of integers"),
         (body(completion_tokens=3.0), "completion_tokens is 3.0 where 3 output_ids"),
-        *((body(cached_tokens=wrong), "cached_tokens must be an integer in .0, 2., got")
-          for wrong in ("x", 1e30, -1, 3, True, 1.5, [1])),
-        (body({"output_ids": []}, completion_tokens=0, output_token_logprobs=[]), "finish_reason stop has no outp"),
-        (body(weight_versions=[{"version": "a", "start": 0, "end": 5}, {"version": "b", "start": 5, "end": 3}]),
-         "weight_versions .* do not partition"),
-        (body(weight_versions=[{"version": "a", "start": False, "end": 3}]), "weight_versions .* do not partition"),
-        (body(weight_versions=[{"version": "a", "start": 0, "end": 3.0}]), "weight_versions .* do not partition"),
+        *(
+            (body(cached_tokens=wrong), "cached_tokens must be an integer in .0, 2., got")
+            for wrong in ("x", 1e30, -1, 3, True, 1.5, [1])
+        ),
+        (
+            body({"output_ids": []}, completion_tokens=0, output_token_logprobs=[]),
+            "finish_reason stop has no outp",
+        ),
+        (
+            body(
+                weight_versions=[
+                    {"version": "a", "start": 0, "end": 5},
+                    {"version": "b", "start": 5, "end": 3},
+                ]
+            ),
+            "weight_versions .* do not partition",
+        ),
+        (
+            body(weight_versions=[{"version": "a", "start": False, "end": 3}]),
+            "weight_versions .* do not partition",
+        ),
+        (
+            body(weight_versions=[{"version": "a", "start": 0, "end": 3.0}]),
+            "weight_versions .* do not partition",
+        ),
         (body(weight_versions=[5]), "weight_versions .* do not partition"),
         (b"[" * 200_000, "not JSON"),
         (b'{"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "not JSON"),
         (b'{"x":NaN,"a":' + b"[" * 200_000 + b"]" * 200_000 + b"}", "not JSON"),
         (b'{"x":NaN,"y":' + b"9" * 5000 + b"}", "not JSON"),
-        (BODY.replace(b"-0.5, 7", b"9" * 400 + b", 7").replace(b"-1.25", b"NaN"), "not a list of .log-prob, id, text"),
+        (
+            BODY.replace(b"-0.5, 7", b"9" * 400 + b", 7").replace(b"-1.25", b"NaN"),
+            "not a list of .log-prob, id, text",
+        ),
     ],
-)  # fmt: skip
-def test_generate_when_a_field_is_of_another_kind_than_json_or_the_request_allow_then_refused_by_name(data, named):
+)
+def test_generate_when_a_field_is_of_another_kind_than_json_or_the_request_allow_then_refused_by_name(
+    data, named
+):
     with pytest.raises(RolloutProtocolError, match=named) as error:
         parse(data)
     assert (error.value.url, error.value.endpoint) == (URL, "/generate") and len(str(error.value)) < 1000
@@ -141,14 +178,21 @@ def test_generate_when_there_are_more_tokens_than_were_asked_for_then_refused():
 
 def test_generate_when_reading_fails_in_a_way_that_nobody_foresaw_then_the_server_is_named(monkeypatch):
     monkeypatch.setattr("megatron_rl_corr.engines.answers.check_vocabulary", lambda *_: {}["no such field"])
-    with pytest.raises(RolloutProtocolError, match=f"{URL} .* /generate: it can't be read .KeyError: 'no such field'"):
+    with pytest.raises(
+        RolloutProtocolError, match=f"{URL} .* /generate: it can't be read .KeyError: 'no such field'"
+    ):
         parse(BODY)
 
 
 def test_generate_when_a_server_sends_a_novel_then_the_message_is_short():
     for told in ("x" * 1_000_000, ["x"] * 100_000):
-        for wrong in ({"weight_versions": told}, {"cached_tokens": told}, {"prompt_tokens": told},
-                      {"finish_reason": told}, {"output_token_logprobs": told}):  # fmt: skip
+        for wrong in (
+            {"weight_versions": told},
+            {"cached_tokens": told},
+            {"prompt_tokens": told},
+            {"finish_reason": told},
+            {"output_token_logprobs": told},
+        ):
             with pytest.raises(RolloutProtocolError) as error:
                 parse(body(**wrong))
             assert len(str(error.value)) < 1000
@@ -171,7 +215,8 @@ def test_truncated_when_well_formed_then_the_ids_and_the_logprobs_renormalised_o
     assert trajectory.support.ids.tolist() == [7, 1, 0, 3, 9, 8]
     assert trajectory.support.lengths.tolist() == [2, 1, 3]
     assert trajectory.rollout_logprobs.dtype == torch.float32
-    assert trajectory.rollout_logprobs.tolist() == [-0.25, 0.0, -0.75]  # not the -0.5, -1.25, 0 of the whole softmax
+    # not the -0.5, -1.25, 0 of the whole softmax
+    assert trajectory.rollout_logprobs.tolist() == [-0.25, 0.0, -0.75]
 
 
 def test_truncated_when_not_asked_for_then_no_support_and_the_logprobs_of_the_whole_softmax():
@@ -190,8 +235,14 @@ def test_truncated_when_a_logprob_is_absent_or_not_finite_then_nan_in_its_place_
 @pytest.mark.parametrize(
     "data, named",
     [
-        (truncated(output_token_sampling_mask=[[7], [0]]), "3 output_ids have 2 entries in output_token_sampling_mask"),
-        (truncated(output_token_sampling_mask="7"), "3 output_ids have no list in output_token_sampling_mask"),
+        (
+            truncated(output_token_sampling_mask=[[7], [0]]),
+            "3 output_ids have 2 entries in output_token_sampling_mask",
+        ),
+        (
+            truncated(output_token_sampling_mask="7"),
+            "3 output_ids have no list in output_token_sampling_mask",
+        ),
         (truncated(output_token_sampling_mask=[7, 0, 9]), "mask is not a list of lists: .7, 0, 9"),
         (truncated(output_token_sampling_mask=[[7], None, [9]]), "mask is not a list of lists"),
         (truncated(output_token_sampling_mask=[[7], [0], [9.5]]), "mask is not a list of integers"),
@@ -203,14 +254,35 @@ def test_truncated_when_a_logprob_is_absent_or_not_finite_then_nan_in_its_place_
         (truncated(output_token_sampling_mask=[[], [], []]), "mask is empty at position 0"),
         # Both sets hold the other's token, so it must be looked for in the right one.
         (truncated(output_token_sampling_mask=[[7], [9], [9, 0]]), "mask at position 1 has not the token 0"),
-        (truncated(output_token_sampling_mask=[[7, 1], [0], [9, 8, 3, 8]]), "mask at position 2 has id 8 twice"),
+        (
+            truncated(output_token_sampling_mask=[[7, 1], [0], [9, 8, 3, 8]]),
+            "mask at position 2 has id 8 twice",
+        ),
         (truncated(output_token_sampling_mask=[[7, 7], [0], [9]]), "mask at position 0 has id 7 twice"),
-        (truncated(output_token_sampling_logprobs=[-1]), "3 output_ids have 1 entries in output_token_sampling_logp"),
-        (truncated(output_token_sampling_logprobs={}), "3 output_ids have no list in output_token_sampling_logprobs"),
-        (truncated(output_token_sampling_logprobs=[-1, -1, "a"]), "sampling_logprobs is not a list of log-probs"),
-        (truncated(output_token_sampling_logprobs=[[-1], [-1], [-1]]), "sampling_logprobs is not a list of log-pr"),
-        (truncated(output_token_sampling_logprobs=[[-1], [-1], [-1, -2]]), "sampling_logprobs is not a list of"),
-        (truncated(output_token_logprobs=[[-1, 7], [-1, 5], [-1, 9]]), "differ at 1 of 3 positions, first at 1"),
+        (
+            truncated(output_token_sampling_logprobs=[-1]),
+            "3 output_ids have 1 entries in output_token_sampling_logp",
+        ),
+        (
+            truncated(output_token_sampling_logprobs={}),
+            "3 output_ids have no list in output_token_sampling_logprobs",
+        ),
+        (
+            truncated(output_token_sampling_logprobs=[-1, -1, "a"]),
+            "sampling_logprobs is not a list of log-probs",
+        ),
+        (
+            truncated(output_token_sampling_logprobs=[[-1], [-1], [-1]]),
+            "sampling_logprobs is not a list of log-pr",
+        ),
+        (
+            truncated(output_token_sampling_logprobs=[[-1], [-1], [-1, -2]]),
+            "sampling_logprobs is not a list of",
+        ),
+        (
+            truncated(output_token_logprobs=[[-1, 7], [-1, 5], [-1, 9]]),
+            "differ at 1 of 3 positions, first at 1",
+        ),
     ],
 )
 def test_truncated_when_the_support_is_not_one_then_protocol_error_says_how(data, named):
@@ -232,7 +304,12 @@ def test_truncated_when_aborted_before_the_first_token_then_an_empty_support():
     data = b"""{"output_ids": [], "meta_info": {"weight_version": "v2", "completion_tokens": 0,
         "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}"""
     trajectory = parse(data, truncated=True)
-    assert trajectory.support.ids.shape == trajectory.support.lengths.shape == trajectory.rollout_logprobs.shape == (0,)
+    assert (
+        trajectory.support.ids.shape
+        == trajectory.support.lengths.shape
+        == trajectory.rollout_logprobs.shape
+        == (0,)
+    )
 
 
 def test_truncated_when_the_vocabulary_is_not_known_then_ids_up_to_int32_are_taken():
@@ -316,17 +393,36 @@ def test_control_when_json_text_or_nothing_then_always_a_dict(endpoint, data, pa
 
 
 ACTIONS = (
-    "/pause_generation", "/continue_generation", "/begin_weight_update", "/end_weight_update", "/flush_cache",
-    "/init_weights_update_group", "/destroy_weights_update_group", "/update_weights_from_distributed",
-    "/update_weights_from_tensor", "/update_weights_from_disk", "/update_weight_version", "/weights_checker",
+    "/pause_generation",
+    "/continue_generation",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/flush_cache",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+    "/update_weights_from_distributed",
+    "/update_weights_from_tensor",
+    "/update_weights_from_disk",
+    "/update_weight_version",
+    "/weights_checker",
     "/model_info",
-)  # fmt: skip
+)
 
 
-@drill("a proxy's page, or nothing, with HTTP 200 for a control request", promised="refused by server and endpoint")
+@drill(
+    "a proxy's page, or nothing, with HTTP 200 for a control request",
+    promised="refused by server and endpoint",
+)
 @pytest.mark.parametrize("endpoint", ACTIONS)
 def test_control_when_a_proxy_answers_for_the_server_then_it_passes_for_no_success(endpoint):
-    for body in (*NONSENSE, b"true", b'"ok"', b"<!DOCTYPE html><html>maintenance</html>", b"{}", b'{"success": 1}'):
+    for body in (
+        *NONSENSE,
+        b"true",
+        b'"ok"',
+        b"<!DOCTYPE html><html>maintenance</html>",
+        b"{}",
+        b'{"success": 1}',
+    ):
         with pytest.raises(RolloutProtocolError) as error:
             parse_control(body, server=URL, endpoint=endpoint, status=200)
         assert (error.value.url, error.value.endpoint) == (URL, endpoint)
@@ -338,7 +434,11 @@ def test_control_when_a_proxy_answers_for_the_server_then_it_passes_for_no_succe
         ("/server_info", {"tp_size": 0}, "tp_size must be an integer of at least 1, got 0"),
         ("/server_info", {"tp_size": True}, "tp_size must be an integer of at least 1, got True"),
         ("/server_info", {"dp_size": [1]}, "dp_size must be an integer"),
-        ("/server_info", {"enable_dp_attention": "no"}, "enable_dp_attention must be true, false or null, got no"),
+        (
+            "/server_info",
+            {"enable_dp_attention": "no"},
+            "enable_dp_attention must be true, false or null, got no",
+        ),
         ("/server_info", {"moe_runner_backend": {}}, "moe_runner_backend must be a text, a number"),
         ("/model_info", {"weight_version": 5}, "weight_version must be a text of .*, got 5"),
         ("/weights_checker", {"success": True, "ranks": [[]]}, "ranks must be a list of objects"),
@@ -347,7 +447,9 @@ def test_control_when_a_proxy_answers_for_the_server_then_it_passes_for_no_succe
         ("/openapi.json", {"paths": []}, "paths must be an object"),
     ],
 )
-def test_control_when_a_field_is_of_another_kind_then_refused_by_server_endpoint_and_field(endpoint, answer, named):
+def test_control_when_a_field_is_of_another_kind_then_refused_by_server_endpoint_and_field(
+    endpoint, answer, named
+):
     with pytest.raises(RolloutProtocolError, match=named) as error:
         parse_control(orjson.dumps(answer), server=URL, endpoint=endpoint, status=200)
     assert (error.value.url, error.value.endpoint) == (URL, endpoint)

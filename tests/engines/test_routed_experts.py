@@ -52,7 +52,9 @@ def test_decode_when_a_token_is_zero_everywhere_then_it_has_no_routes():
 def test_decode_when_the_first_tokens_were_not_asked_for_then_the_rows_behind_them_and_no_others():
     assert decode(encoded(ROWS[1:]), tokens=3, shape=SHAPE, first=1).tolist() == [[[2, 0], [1, 3]]]
     assert decode("", tokens=3, shape=SHAPE, first=2).shape == (0, 2, 2)
-    with pytest.raises(ValueError, match="12 ids .* are 2 rows .* 3 tokens, prompt included, have 1 from token 1 on"):
+    with pytest.raises(
+        ValueError, match="12 ids .* are 2 rows .* 3 tokens, prompt included, have 1 from token 1 on"
+    ):
         decode(encoded(ROWS), tokens=3, shape=SHAPE, first=1)
     with pytest.raises(ValueError, match="expert 4 of token 1 in layer 2"):
         decode(encoded([[[2, 0], [0, 0], [1, 4]]]), tokens=3, shape=SHAPE, first=1)
@@ -64,15 +66,27 @@ def test_decode_when_the_first_tokens_were_not_asked_for_then_the_rows_behind_th
         (encoded(ROWS)[:-3], "rule base64: routed_experts of 61 characters are no base64"),
         ([1, 2], "rule base64: .* got list"),
         (encoded(ROWS)[:-4], "rule int32: routed_experts of 45 bytes are no whole number"),
-        (encoded(ROWS[:1]), "rule rows: 6 ids of routed_experts are 1 rows of 3 layers x 2 experts, where 3 tokens, "
-         "prompt included, have 2"),
+        (
+            encoded(ROWS[:1]),
+            "rule rows: 6 ids of routed_experts are 1 rows of 3 layers x 2 experts, where 3 tokens, "
+            "prompt included, have 2",
+        ),
         (encoded(ROWS + ROWS[:1]), "rule rows: 18 ids"),
-        (encoded([ROWS[0], [[2, 0], [0, 0], [1, 4]]]), r"rule range: expert 4 of token 1 in layer 2 .*\[0, 4\)"),
+        (
+            encoded([ROWS[0], [[2, 0], [0, 0], [1, 4]]]),
+            r"rule range: expert 4 of token 1 in layer 2 .*\[0, 4\)",
+        ),
         (encoded([[[0, -1], [0, 0], [3, 2]], ROWS[1]]), "rule range: expert -1 of token 0 in layer 0"),
-        (encoded([ROWS[0], [[2, 0], [0, 0], [3, 3]]]), r"rule distinct ids: experts \[3, 3\] of token 1 in layer 2"),
-        (encoded([[[0, 0], [0, 0], [3, 2]], ROWS[1]]), r"rule distinct ids: experts \[0, 0\] of token 0 in layer 0"),
+        (
+            encoded([ROWS[0], [[2, 0], [0, 0], [3, 3]]]),
+            r"rule distinct ids: experts \[3, 3\] of token 1 in layer 2",
+        ),
+        (
+            encoded([[[0, 0], [0, 0], [3, 2]], ROWS[1]]),
+            r"rule distinct ids: experts \[0, 0\] of token 0 in layer 0",
+        ),
     ],
-)  # fmt: skip
+)
 def test_decode_when_a_rule_is_broken_then_error_names_it(given, rule):
     with pytest.raises(ValueError, match=rule):
         decode(given, tokens=3, shape=SHAPE)
@@ -82,7 +96,9 @@ def test_decode_when_a_rule_is_broken_then_error_names_it(given, rule):
     "experts, top_k, dtype",
     [(255, 1, torch.uint8), (256, 1, torch.int16), (256, 8, torch.uint8), (257, 8, torch.int16)],
 )
-def test_dtype_when_as_small_as_may_be_then_every_id_and_a_row_without_routes_can_be_told(experts, top_k, dtype):
+def test_dtype_when_as_small_as_may_be_then_every_id_and_a_row_without_routes_can_be_told(
+    experts, top_k, dtype
+):
     shape = ExpertShape(1, (0,), top_k, experts)
     assert shape.dtype == dtype
     last = torch.arange(experts - top_k, experts).view(1, 1, top_k)
@@ -97,23 +113,40 @@ def test_pack_when_samples_are_unlike_long_or_have_none_then_no_routes_behind_th
 
 
 def answer(**meta):
-    return {"output_ids": [7], "meta_info": {
-        "finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": 1, "weight_version": "1",
-        "output_token_logprobs": [[-0.5, 7, None]], "num_retractions": 0, **meta,
-    }}  # fmt: skip
+    return {
+        "output_ids": [7],
+        "meta_info": {
+            "finish_reason": {"type": "length"},
+            "prompt_tokens": 2,
+            "completion_tokens": 1,
+            "weight_version": "1",
+            "output_token_logprobs": [[-0.5, 7, None]],
+            "num_retractions": 0,
+            **meta,
+        },
+    }
 
 
 def parse(body, experts=SHAPE, **known):
     return parse_generate(
-        orjson.dumps(body), prompt_ids=torch.tensor([1, 2]), prompt_index=0, sample_index=0, server="http://a:1",
-        experts=experts, max_new_tokens=9, **known,
+        orjson.dumps(body),
+        prompt_ids=torch.tensor([1, 2]),
+        prompt_index=0,
+        sample_index=0,
+        server="http://a:1",
+        experts=experts,
+        max_new_tokens=9,
+        **known,
     )
 
 
 def test_generate_when_routes_are_asked_for_then_the_trajectory_has_them_and_only_then():
     assert parse(answer(routed_experts=encoded(ROWS))).routed_experts.shape == (2, 2, 2)
     assert parse(answer(routed_experts=encoded(ROWS)), experts=None).routed_experts is None
-    assert generate_request([1], SamplingParams(1), seed=0, routed_experts=True).json["return_routed_experts"] is True
+    assert (
+        generate_request([1], SamplingParams(1), seed=0, routed_experts=True).json["return_routed_experts"]
+        is True
+    )
     plain = generate_request([1], SamplingParams(1), seed=0).json
     assert not {"return_routed_experts", "routed_experts_start_len"} & plain.keys()
 
@@ -136,27 +169,42 @@ def retracted(times, *bounds):
     starts = [0, *bounds]
     spans = [{"version": str(n), "start": a, "end": b} for n, (a, b) in enumerate(pairwise([*starts, 6]))]
     body = answer(
-        completion_tokens=6, output_token_logprobs=[[-0.5, 7, None]] * 6, weight_versions=spans,
-        num_retractions=times, routed_experts=encoded(ROWS[:1] * 7),
-    )  # fmt: skip
+        completion_tokens=6,
+        output_token_logprobs=[[-0.5, 7, None]] * 6,
+        weight_versions=spans,
+        num_retractions=times,
+        routed_experts=encoded(ROWS[:1] * 7),
+    )
     return body | {"output_ids": [7] * 6}
 
 
 @pytest.mark.parametrize(
     ("answer", "pushes_retract", "first"),
     [
-        (retracted(0), True, 0), (retracted(0), False, 0),
-        (retracted(1), True, 7), (retracted(1), False, 7), (retracted(9), False, 7),  # nobody knows where
+        (retracted(0), True, 0),
+        (retracted(0), False, 0),
+        (retracted(1), True, 7),
+        (retracted(1), False, 7),
+        (retracted(9), False, 7),  # nobody knows where
         # The weights changed in a pause that did not retract.
-        (retracted(0, 2), False, 0), (retracted(0, 2), True, 0),
-        (retracted(1, 2), False, 7), (retracted(2, 2, 4), False, 7),
-        # 2 tokens of the prompt and 2 of the response had been sampled, of which the last one had not been run.
-        (retracted(1, 2), True, 3), (retracted(1, 5), True, 6), (retracted(1, 1), True, 2),
+        (retracted(0, 2), False, 0),
+        (retracted(0, 2), True, 0),
+        (retracted(1, 2), False, 7),
+        (retracted(2, 2, 4), False, 7),
+        # 2 tokens of the prompt and 2 of the response had been sampled, of which the last one
+        # had not been run.
+        (retracted(1, 2), True, 3),
+        (retracted(1, 5), True, 6),
+        (retracted(1, 1), True, 2),
         (retracted(2, 2, 4), True, 5),  # the last push has computed all of them anew
-        (retracted(2, 2), True, 7), (retracted(3, 2, 4), True, 7), (retracted(1, 2, 4), True, 7),  # one more, one less
-        (retracted(1, 0), True, 7), (retracted(1, 6), True, 7),  # no token on one side: these are no switches
+        # one more, one less
+        (retracted(2, 2), True, 7),
+        (retracted(3, 2, 4), True, 7),
+        (retracted(1, 2, 4), True, 7),
+        (retracted(1, 0), True, 7),
+        (retracted(1, 6), True, 7),  # no token on one side: these are no switches
     ],
-)  # fmt: skip
+)
 def test_generate_when_a_server_has_retracted_then_no_routes_before_the_last_place_that_is_known(
     answer, pushes_retract, first
 ):
@@ -172,8 +220,11 @@ def test_generate_when_the_first_routes_are_known_then_a_retraction_leaves_them_
     for told, first in ((True, 3), (False, 7)):
         routes = parse(body, known_routes=known, pushes_retract=told).routed_experts
         assert torch.equal(routes[:1], known)
-        assert has_routes(routes, 4).all(dim=1).tolist() == [True] + [False] * (first - 1) + [True] * (7 - first)
-    none = no_routes(SHAPE, 4)  # an earlier request's were lost: they stay so, and this one's come behind them
+        assert has_routes(routes, 4).all(dim=1).tolist() == [True] + [False] * (first - 1) + [True] * (
+            7 - first
+        )
+    # an earlier request's were lost: they stay so, and this one's come behind them
+    none = no_routes(SHAPE, 4)
     body["meta_info"]["routed_experts"] = encoded(ROWS[:1] * 3)
     routes = parse(body, known_routes=none, pushes_retract=True).routed_experts
     assert has_routes(routes, 4).all(dim=1).tolist() == [False] * 4 + [True] * 3
@@ -187,11 +238,17 @@ def test_generate_when_one_expert_a_token_is_retracted_then_its_tokens_have_none
 
 @pytest.mark.parametrize(
     ("told", "said"),
-    [(None, "rule retractions: it sent no num_retractions .* SGLang 0.5.19 or newer"), (-1, "num_retractions must be"),
-     (True, "num_retractions must be an integer"), ("1", "num_retractions must be"),
-     (1 << 30, "num_retractions must be")],
-)  # fmt: skip
-def test_generate_when_it_is_unknown_how_often_it_was_retracted_then_refused_where_routes_are_asked_for(told, said):
+    [
+        (None, "rule retractions: it sent no num_retractions .* SGLang 0.5.19 or newer"),
+        (-1, "num_retractions must be"),
+        (True, "num_retractions must be an integer"),
+        ("1", "num_retractions must be"),
+        (1 << 30, "num_retractions must be"),
+    ],
+)
+def test_generate_when_it_is_unknown_how_often_it_was_retracted_then_refused_where_routes_are_asked_for(
+    told, said
+):
     body = answer(routed_experts=encoded(ROWS), num_retractions=told)
     with pytest.raises(RolloutProtocolError, match=said):
         parse(body)
@@ -215,14 +272,17 @@ def test_client_when_a_sample_has_wrong_routes_then_error_names_the_sample_and_t
                 await client.generate([[1, 2]], SamplingParams(1))
             return error.value
 
-    assert asyncio.run(scenario()).__notes__ == ["it was asked 1 times", "it was sample 0 of prompt 0 (2 tokens)"]
+    assert asyncio.run(scenario()).__notes__ == [
+        "it was asked 1 times",
+        "it was sample 0 of prompt 0 (2 tokens)",
+    ]
 
 
 class Routing:
     """A server of SHAPE that answers with the tokens it is given in turn, and routes (t, t + 1) for token t.
 
-    An answer is (tokens, finish reason, whether it has routes, how often it was retracted: 0 where that is left out).
-    As SGLang does, it leaves out the first rows it is told to; it counts the rows it sends.
+    An answer is (tokens, finish reason, whether it has routes, how often it was retracted: 0 where that is
+    left out). As SGLang does, it leaves out the first rows it is told to; it counts the rows it sends.
     """
 
     def __init__(self, *answers):
@@ -235,8 +295,9 @@ class Routing:
         rows = [[[t % 4, (t + 1) % 4]] * 3 for t in range(start, len(body["input_ids"]) + len(tokens) - 1)]
         meta = {
             "finish_reason": {"type": reason, **({"message": "Aborted"} if reason == "abort" else {})},
-            "weight_version": "1", "output_token_logprobs": [[-1.0, token, None] for token in tokens],
-        }  # fmt: skip
+            "weight_version": "1",
+            "output_token_logprobs": [[-1.0, token, None] for token in tokens],
+        }
         if routed:
             meta |= {"routed_experts": encoded(rows), "num_retractions": sum(retractions)}
             self.rows += len(rows)
@@ -275,15 +336,15 @@ def test_client_when_a_sample_was_cut_before_its_first_token_then_routes_are_ask
 
 
 @pytest.mark.parametrize("answered", [([3, 4], "abort", False), ([3, 4], "abort", True, 1)])
-def test_client_when_a_sample_was_retracted_and_cut_then_its_tokens_stay_without_routes_and_later_ones_have_theirs(
-    answered, faulty
-):
-    # Retracted, and cut while it waits (SGLang sends no routes then) or later; once more before it runs; then the rest.
+def test_client_when_a_sample_was_retracted_and_cut_then_only_later_tokens_have_routes(answered, faulty):
+    # Retracted, and cut while it waits (SGLang sends no routes then) or later; once more before it
+    # runs; then the rest.
     server = Routing(answered, ([], "abort", False), ([5, 6], "length", True))
 
     async def scenario(client):
         (whole,) = await client.generate([[1, 2, 3]], SamplingParams(4))
-        # 3 tokens of the prompt and the first sampled one were run before; the second one, in the last request only.
+        # 3 tokens of the prompt and the first sampled one were run before; the second one, in the
+        # last request only.
         assert server.starts == [0, 4, 4]
         assert whole.routed_experts.tolist() == [NONE] * 4 + routes_of(7)[4:]
 
@@ -331,14 +392,15 @@ def test_episode_when_a_turn_is_retracted_then_only_that_turn_has_no_routes(faul
     # As above; the second turn is retracted, and the third is cut before its first token.
     server = Routing(
         ([3, 4], "stop", True), ([5], "stop", True, 1), ([], "abort", False), ([6, 7, 8], "stop", True)
-    )  # fmt: skip
+    )
 
     async def scenario(client):
         (whole,) = await generate_episodes(
             client, [Prompt(0, [1, 2, 3])], SamplingParams(16), environment=Answers, max_turns=3
         )
         assert server.starts == [0, 4, 6, 6]
-        # Without: the last token of the first turn, and what was said behind it, in whose pass the turn was sampled.
+        # Without: the last token of the first turn, and what was said behind it, in whose pass the
+        # turn was sampled.
         assert whole.routed_experts.tolist() == routes_of(12)[:4] + [NONE] * 2 + routes_of(12)[6:]
 
     faulty.run(scenario, server.handle, experts=SHAPE)

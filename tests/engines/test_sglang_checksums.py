@@ -56,6 +56,8 @@ def test_gpu_checksum_when_sglangs_own_kernels_run_then_equal(tmp_path):
     ]
     torch.save(tensors, tmp_path / "tensors.pt")
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, WORKER, tmp_path / "tensors.pt"], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, WORKER, tmp_path / "tensors.pt"], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [gpu_checksum(tensor) for tensor in tensors]

@@ -15,24 +15,45 @@ from megatron_rl_corr.engines.stacked_parameters import possible_layouts, server
         ("model.layers.3.mlp.gate.weight", "model.layers.3.mlp.gate.weight", (-1, 0)),
         ("model.layers.3.mlp.experts.11.up_proj.weight", "model.layers.3.mlp.experts.w13_weight", (11, 1)),
         ("model.layers.3.mlp.experts.0.down_proj.weight", "model.layers.3.mlp.experts.w2_weight", (0, 0)),
-        ("model.layers.3.mlp.shared_experts.gate_proj.weight",
-         "model.layers.3.mlp.shared_experts.gate_up_proj.weight", (-1, 0)),
-        ("model.layers.3.block_sparse_moe.experts.2.w3.weight",
-         "model.layers.3.block_sparse_moe.experts.w13_weight", (2, 1)),
-        ("model.layers.3.block_sparse_moe.experts.2.w2.weight",
-         "model.layers.3.block_sparse_moe.experts.w2_weight", (2, 0)),
-        ("model.layers.3.self_attn.q_a_proj.weight",
-         "model.layers.3.self_attn.fused_qkv_a_proj_with_mqa.weight", (-1, 0)),
-        ("model.layers.3.self_attn.kv_a_proj_with_mqa.weight",
-         "model.layers.3.self_attn.fused_qkv_a_proj_with_mqa.weight", (-1, 1)),
+        (
+            "model.layers.3.mlp.shared_experts.gate_proj.weight",
+            "model.layers.3.mlp.shared_experts.gate_up_proj.weight",
+            (-1, 0),
+        ),
+        (
+            "model.layers.3.block_sparse_moe.experts.2.w3.weight",
+            "model.layers.3.block_sparse_moe.experts.w13_weight",
+            (2, 1),
+        ),
+        (
+            "model.layers.3.block_sparse_moe.experts.2.w2.weight",
+            "model.layers.3.block_sparse_moe.experts.w2_weight",
+            (2, 0),
+        ),
+        (
+            "model.layers.3.self_attn.q_a_proj.weight",
+            "model.layers.3.self_attn.fused_qkv_a_proj_with_mqa.weight",
+            (-1, 0),
+        ),
+        (
+            "model.layers.3.self_attn.kv_a_proj_with_mqa.weight",
+            "model.layers.3.self_attn.fused_qkv_a_proj_with_mqa.weight",
+            (-1, 1),
+        ),
         ("model.layers.3.self_attn.q_b_proj.weight", "model.layers.3.self_attn.q_b_proj.weight", (-1, 0)),
         ("lm_head.weight", "lm_head.weight", (-1, 0)),
-        ("model.layers.3.self_attn.k_proj.weight_scale_inv", "model.layers.3.self_attn.qkv_proj.weight_scale_inv",
-         (-1, 1)),
-        ("model.layers.3.mlp.experts.11.up_proj.weight_scale_inv", "model.layers.3.mlp.experts.w13_weight_scale_inv",
-         (11, 1)),
+        (
+            "model.layers.3.self_attn.k_proj.weight_scale_inv",
+            "model.layers.3.self_attn.qkv_proj.weight_scale_inv",
+            (-1, 1),
+        ),
+        (
+            "model.layers.3.mlp.experts.11.up_proj.weight_scale_inv",
+            "model.layers.3.mlp.experts.w13_weight_scale_inv",
+            (11, 1),
+        ),
     ],
-)  # fmt: skip
+)
 def test_parameter_of_a_tensor_then_its_stack_and_its_place(name, parameter, part):
     assert server_parameter(name) == (parameter, part)
 

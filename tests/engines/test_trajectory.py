@@ -49,7 +49,9 @@ def test_trajectory_when_its_support_has_a_set_for_each_token_then_taken_and_oth
 
 
 def sample(prompt, output, spans, *, finish="abort", sets=None, routes=None, server="http://a:1"):
-    """Output token 5 has log-prob -5; `sets` are the ids that tokens were drawn from, `routes` one expert a token."""
+    """Output token 5 has log-prob -5; `sets` are the ids that tokens were drawn from, `routes`
+    one expert a token.
+    """
     return Trajectory(
         prompt_index=3,
         sample_index=1,
@@ -60,11 +62,11 @@ def sample(prompt, output, spans, *, finish="abort", sets=None, routes=None, ser
         weight_versions=tuple(VersionSpan(*span) for span in spans),
         cached_tokens=len(prompt) - 1,
         server=server,
-        support=None if sets is None else Support(
-            torch.tensor(sum(sets, []), **INT), torch.tensor([len(ids) for ids in sets], **INT)
-        ),
+        support=None
+        if sets is None
+        else Support(torch.tensor(sum(sets, []), **INT), torch.tensor([len(ids) for ids in sets], **INT)),
         routed_experts=None if routes is None else torch.tensor(routes, dtype=torch.int16).view(-1, 1, 1),
-    )  # fmt: skip
+    )
 
 
 def test_join_when_weights_changed_then_tokens_logprobs_and_shifted_versions_of_both():
@@ -73,9 +75,18 @@ def test_join_when_weights_changed_then_tokens_logprobs_and_shifted_versions_of_
     whole = join(partial, rest)
     assert whole.prompt_ids.tolist() == [1, 2] and whole.output_ids.tolist() == [5, 6, 7, 8, 9]
     assert whole.rollout_logprobs.tolist() == [-5, -6, -7, -8, -9]
-    assert whole.weight_versions == (VersionSpan("v1", 0, 2), VersionSpan("v2", 2, 4), VersionSpan("v3", 4, 5))
+    assert whole.weight_versions == (
+        VersionSpan("v1", 0, 2),
+        VersionSpan("v2", 2, 4),
+        VersionSpan("v3", 4, 5),
+    )
     assert (whole.finish_reason, whole.server) == ("stop", "http://b:1")
-    assert (whole.prompt_index, whole.sample_index, whole.cached_tokens, whole.oldest_version) == (3, 1, 1, "v1")
+    assert (whole.prompt_index, whole.sample_index, whole.cached_tokens, whole.oldest_version) == (
+        3,
+        1,
+        1,
+        "v1",
+    )
     assert whole.support is None and whole.routed_experts is None
 
 
@@ -113,7 +124,9 @@ def test_join_when_a_part_has_no_token_then_the_other_part(partial, rest, spans)
     "tokens, rest, engine",
     [([5], [6], "sglang+vllm"), ([], [6], "sglang"), ([5], [], "vllm"), ([], [], "sglang")],
 )
-def test_join_when_continued_on_another_engine_then_those_that_sampled_a_token_are_named(tokens, rest, engine):
+def test_join_when_continued_on_another_engine_then_those_that_sampled_a_token_are_named(
+    tokens, rest, engine
+):
     partial = replace(sample([1], tokens, [("v1", 0, len(tokens))]), engine="vllm")
     later = replace(sample([1, *tokens], rest, [("v1", 0, len(rest))]), engine="sglang")
     assert join(partial, later).engine == engine

@@ -21,11 +21,22 @@ def test_detailed_sample_when_it_has_options_then_each_in_its_field():
     sampling = SamplingParams(3, temperature=0.5, top_p=0.9, top_k=8, min_p=0.1, ignore_eos=True)
     request = VLLM.detailed_sample([1, 2], sampling, seed=7, likeliest=16, request_id="x", cache_key="v3")
     assert (request.method, request.endpoint) == ("POST", "/inference/v1/generate")
-    assert {"token_ids": [1, 2], "request_id": "x", "cache_salt": "v3", "stream": False}.items() <= request.json.items()
+    assert {
+        "token_ids": [1, 2],
+        "request_id": "x",
+        "cache_salt": "v3",
+        "stream": False,
+    }.items() <= request.json.items()
     params = {
-        "max_tokens": 3, "temperature": 0.5, "top_p": 0.9, "top_k": 8, "min_p": 0.1, "ignore_eos": True,
-        "logprobs": 17, "seed": server_seed(7),
-    }  # fmt: skip
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 8,
+        "min_p": 0.1,
+        "ignore_eos": True,
+        "logprobs": 17,
+        "seed": server_seed(7),
+    }
     assert params.items() <= request.json["sampling_params"].items()
     plain = VLLM.detailed_sample([1], SamplingParams(3), likeliest=8).json
     assert plain["sampling_params"]["top_k"] == 0 and "seed" not in plain["sampling_params"]
@@ -44,12 +55,16 @@ def entry(token, logprob, rank):
 def parsed(**changes):
     choice = {
         "token_ids": [7, 4],
-        "logprobs": {"content": [
-            # Asked for 3: of an id outside the first two come two beside it, of one inside come three.
-            entry(7, -2.0, 9) | {"top_logprobs": [entry(7, -2.0, 9), entry(4, -0.5, 1), entry(5, -1.0, 2)]},
-            entry(4, -0.9, 2) | {"top_logprobs": [entry(4, -0.9, 2), entry(6, -0.8, 1), entry(9, -3.0, 3)]},
-        ]},
-    } | changes  # fmt: skip
+        "logprobs": {
+            "content": [
+                # Asked for 3: of an id outside the first two come two beside it, of one inside come three.
+                entry(7, -2.0, 9)
+                | {"top_logprobs": [entry(7, -2.0, 9), entry(4, -0.5, 1), entry(5, -1.0, 2)]},
+                entry(4, -0.9, 2)
+                | {"top_logprobs": [entry(4, -0.9, 2), entry(6, -0.8, 1), entry(9, -3.0, 3)]},
+            ]
+        },
+    } | changes
     answer = {"choices": [choice], "usage": {"prompt_tokens_details": changes.get("details")}}
     return VLLM.parse_detailed_sample(answer, server="u", prompt_ids=[1, 2], tokens=2)
 
@@ -61,21 +76,33 @@ def test_parse_when_the_sampled_id_is_likely_or_not_then_the_likeliest_in_fallin
     assert sample.kept == "the answer holds no sampling_mask"
     assert sample.routed_ids is sample.version_spans is sample.cached_tokens is sample.retractions is None
     full = parsed(
-        sampling_mask=[[4, 7], [4]], weight_versions=[{"version": "a", "start": 0, "end": 2}],
+        sampling_mask=[[4, 7], [4]],
+        weight_versions=[{"version": "a", "start": 0, "end": 2}],
         details={"cached_tokens": 1},
-    )  # fmt: skip
+    )
     assert full.kept == KeptIds([[4, 7], [4]], [-2.0, -0.9]) and full.cached_tokens == 1
     assert full.version_spans == (VersionSpan("a", 0, 2),)
 
 
 def test_parse_when_the_lists_are_not_cut_as_at_0_33_then_as_many_likeliest_as_were_asked_for():
     """Asked for 3, it has the sampled id in front of the first 3, which may hold it."""
-    sample = parsed(logprobs={"content": [
-        entry(7, -2.0, 9) | {"top_logprobs": [
-            entry(7, -2.0, 9), entry(4, -0.5, 1), entry(5, -1.0, 2), entry(8, -1.5, 3),
-        ]},
-        entry(4, -0.9, 2) | {"top_logprobs": [entry(4, -0.9, 2), entry(6, -0.8, 1), entry(9, -3.0, 3)]},
-    ]})  # fmt: skip
+    sample = parsed(
+        logprobs={
+            "content": [
+                entry(7, -2.0, 9)
+                | {
+                    "top_logprobs": [
+                        entry(7, -2.0, 9),
+                        entry(4, -0.5, 1),
+                        entry(5, -1.0, 2),
+                        entry(8, -1.5, 3),
+                    ]
+                },
+                entry(4, -0.9, 2)
+                | {"top_logprobs": [entry(4, -0.9, 2), entry(6, -0.8, 1), entry(9, -3.0, 3)]},
+            ]
+        }
+    )
     assert sample.top.tolist() == [[-0.5, -1.0, -1.5], [-0.8, -0.9, -3.0]]
     assert sample.top_ids.tolist() == [[4, 5, 8], [6, 4, 9]] and sample.logprobs.tolist() == [-2.0, -0.9]
 
@@ -90,7 +117,10 @@ def test_parse_when_aborted_before_the_first_token_then_empty():
     [
         ({"token_ids": [7, 5]}, "are of different tokens"),
         ({"logprobs": None}, "are of different tokens"),
-        ({"token_ids": [7], "logprobs": {"content": [entry(7, None, 1) | {"top_logprobs": []}]}}, "1 of 1 log-probs"),
+        (
+            {"token_ids": [7], "logprobs": {"content": [entry(7, None, 1) | {"top_logprobs": []}]}},
+            "1 of 1 log-probs",
+        ),
         ({"token_ids": [7], "logprobs": {"content": [7]}}, "TypeError"),
     ],
 )
@@ -106,10 +136,15 @@ def test_scores_when_parsed_then_of_the_ids_after_the_prompt_and_never_from_the_
     params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "prompt_logprobs": 2}
     assert params.items() <= body["sampling_params"].items()
     rows = [
-        None, {"2": {"logprob": -9.0, "rank": 1}},
-        {"3": {"logprob": -4.0, "rank": 40}, "8": {"logprob": -0.5, "rank": 1}, "9": {"logprob": -0.7, "rank": 2}},
+        None,
+        {"2": {"logprob": -9.0, "rank": 1}},
+        {
+            "3": {"logprob": -4.0, "rank": 40},
+            "8": {"logprob": -0.5, "rank": 1},
+            "9": {"logprob": -0.7, "rank": 2},
+        },
         {"4": {"logprob": -0.6, "rank": 1}, "9": {"logprob": -0.8, "rank": 2}},
-    ]  # fmt: skip
+    ]
     spans = [{"version": "v3", "start": 0, "end": 1}]
     answer = {"prompt_logprobs": rows, "choices": [{"weight_versions": spans}]}
     scores = VLLM.parse_scores(answer, server="u", output_ids=[3, 4], vocab_size=10)
@@ -117,7 +152,9 @@ def test_scores_when_parsed_then_of_the_ids_after_the_prompt_and_never_from_the_
     assert scores.logprobs.tolist() == [-4.0, -0.6] and scores.top.tolist() == [[-0.5, -0.7], [-0.6, -0.8]]
     for broken in (rows[:3], rows[:3] + [{"5": {"logprob": -1.0, "rank": 1}}], None):
         with pytest.raises(RolloutProtocolError, match="2 scored tokens are missing"):
-            VLLM.parse_scores(answer | {"prompt_logprobs": broken}, server="u", output_ids=[3, 4], vocab_size=10)
+            VLLM.parse_scores(
+                answer | {"prompt_logprobs": broken}, server="u", output_ids=[3, 4], vocab_size=10
+            )
     rows[2]["3"]["logprob"] = -9999.0  # what the server writes for -inf: no log-prob to compute a KL with
     with pytest.raises(RolloutProtocolError, match="1 of 2 log-probs are not finite"):
         VLLM.parse_scores(answer, server="u", output_ids=[3, 4], vocab_size=10)
@@ -165,13 +202,20 @@ def info(version="0.32.0", **sections):
 )
 def test_version_support_when_asked_then_what_the_version_lacks(version, lacks, note):
     support = VLLM.version_support(info(version))
-    assert (support.version, support.tested, support.lacks, support.note) == (version, "0.32.0 to 0.33.0", lacks, note)
+    assert (support.version, support.tested, support.lacks, support.note) == (
+        version,
+        "0.32.0 to 0.33.0",
+        lacks,
+        note,
+    )
 
 
 def test_facts_when_told_then_model_tokenizer_head_and_block():
     config = {"model": "m", "served_model_name": ["n"], "hf_overrides": {"head_dtype": "float32"}}
     told = info(model_config=config, cache_config={"block_size": 128})
-    assert VLLM.served_model({"weight_version": "default"}, told) == ServedModel("m", "n", None, "default", True)
+    assert VLLM.served_model({"weight_version": "default"}, told) == ServedModel(
+        "m", "n", None, "default", True
+    )
     assert not VLLM.served_model({"weight_version": "7"}, told).is_initial
     assert VLLM.has_tokenizer(told) and VLLM.has_float32_head(told) and VLLM.cache_block(told) == 128
     other = info(model_config={"skip_tokenizer_init": True, "hf_overrides": {}})
@@ -180,11 +224,17 @@ def test_facts_when_told_then_model_tokenizer_head_and_block():
 
 EXTENSION = "megatron_rl_corr.engines.vllm.worker.Extension"
 STARTED = {
-    "model_config": {"quantization": None}, "kv_transfer_config": None, "lora_config": None,
+    "model_config": {"quantization": None},
+    "kv_transfer_config": None,
+    "lora_config": None,
     "weight_transfer_config": {"backend": "rl_corr"},
-    "parallel_config": {"worker_extension_cls": EXTENSION, "data_parallel_size": 1, "enable_eplb": False,
-                        "pipeline_parallel_size": 1},
-}  # fmt: skip
+    "parallel_config": {
+        "worker_extension_cls": EXTENSION,
+        "data_parallel_size": 1,
+        "enable_eplb": False,
+        "pipeline_parallel_size": 1,
+    },
+}
 """As /server_info of 0.32 and 0.33 tells it."""
 
 
@@ -215,7 +265,9 @@ def test_update_support_when_the_extension_is_missing_then_none():
     paths = ["/update_weight_version", "/pause", "/resume", "/collective_rpc"]
     extended = info(**STARTED)
     listed = {"paths": dict.fromkeys(paths)}
-    assert VLLM.update_support("u", listed, extended) == UpdateSupport(("distributed", "tensor", "disk"), True)
+    assert VLLM.update_support("u", listed, extended) == UpdateSupport(
+        ("distributed", "tensor", "disk"), True
+    )
     alone = VLLM.update_support("u", listed, info(parallel_config={"worker_extension_cls": ""}))
     assert alone == UpdateSupport((), True, "worker extension none")
     assert VLLM.update_support("u", {"paths": {}}, extended).transports == ()

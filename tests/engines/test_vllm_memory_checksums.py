@@ -60,4 +60,6 @@ def test_checksums_when_the_memory_is_not_what_was_loaded_then_it_shows_after_on
 def test_checksums_after_an_update_that_was_broken_off_then_unknown(model):
     unpacked, loaded = set(), load(model, 0)
     checksums_of(model, CPU, loaded, unpacked)
-    assert checksums_of(model, CPU, dict.fromkeys(loaded, UNKNOWN), unpacked) == dict.fromkeys(loaded, UNKNOWN)
+    assert checksums_of(model, CPU, dict.fromkeys(loaded, UNKNOWN), unpacked) == dict.fromkeys(
+        loaded, UNKNOWN
+    )

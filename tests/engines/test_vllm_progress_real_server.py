@@ -1,4 +1,6 @@
-"""What a real vLLM server's watch says while it samples, is paused, has an engine that is stopped, and is idle."""
+"""What a real vLLM server's watch says while it samples, is paused, has an engine that is
+stopped, and is idle.
+"""
 
 import asyncio
 import os
@@ -40,7 +42,9 @@ def test_silence_when_sampling_paused_stopped_or_idle(vllm_server_fp32):
         os.kill(core, signal.SIGSTOP)
         try:
             await transport.send(url, ENGINE.health())  # the HTTP process is well
-            with pytest.raises(RolloutServerError, match="did not answer GET /is_paused: timed out after 1 s"):
+            with pytest.raises(
+                RolloutServerError, match="did not answer GET /is_paused: timed out after 1 s"
+            ):
                 for _ in range(3):  # the first may still see what was told before the stop
                     await watch.silence(1)
         finally:

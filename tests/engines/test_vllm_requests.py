@@ -1,4 +1,6 @@
-"""What is sent to a vLLM server, what it tells of itself, and what is refused before a sample is asked for."""
+"""What is sent to a vLLM server, what it tells of itself, and what is refused before a
+sample is asked for.
+"""
 
 import pytest
 
@@ -13,18 +15,29 @@ from megatron_rl_corr.engines.vllm.server_version import version_key
 ENGINE = load_engine("vllm")
 INFO = {
     "vllm_config": {
-        "model_config": {"dtype": "torch.bfloat16", "quantization": None, "logprobs_mode": "processed_logprobs",
-                         "max_model_len": 512, "return_sampling_mask": False, "skip_tokenizer_init": False,
-                         "logits_processors": None},
+        "model_config": {
+            "dtype": "torch.bfloat16",
+            "quantization": None,
+            "logprobs_mode": "processed_logprobs",
+            "max_model_len": 512,
+            "return_sampling_mask": False,
+            "skip_tokenizer_init": False,
+            "logits_processors": None,
+        },
         "cache_config": {"cache_dtype": "auto"},
-        "parallel_config": {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "data_parallel_size": 1,
-                            "world_size": 6},
+        "parallel_config": {
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 3,
+            "data_parallel_size": 1,
+            "world_size": 6,
+        },
     },
     "system_env": {"vllm_version": "0.32.0"},
-}  # fmt: skip
+}
 
 PAUSED = (
-    '{"error":{"message":"Generation is paused. Please retry after it resumes.","type":"ServiceUnavailableError",'
+    '{"error":{"message":"Generation is paused. Please retry after it '
+    'resumes.","type":"ServiceUnavailableError",'
     '"param":null,"code":503}}'
 )
 """As 0.33.0 answers a new request while it is paused by `abort` or `wait`."""
@@ -39,23 +52,49 @@ def info(part=None, **changes):
 
 def test_generate_request_when_built_then_every_field_that_changes_sampling_is_in_it():
     sampling = SamplingParams(8, temperature=0.7, stop_token_ids=[3, 4])
-    request = ENGINE.generate([1, 2], sampling, "r1", seed=5, routed_experts=True, routes_from=1, cache_key="v7")
+    request = ENGINE.generate(
+        [1, 2], sampling, "r1", seed=5, routed_experts=True, routes_from=1, cache_key="v7"
+    )
     assert (request.method, request.endpoint) == ("POST", "/inference/v1/generate")
     assert request.json == {
-        "token_ids": [1, 2], "request_id": "r1", "cache_salt": "v7", "stream": False, "output_mode": "tokens",
+        "token_ids": [1, 2],
+        "request_id": "r1",
+        "cache_salt": "v7",
+        "stream": False,
+        "output_mode": "tokens",
         "sampling_params": {
-            "n": 1, "max_tokens": 8, "min_tokens": 0, "temperature": 0.7, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-            "frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "logprobs": 0,
+            "n": 1,
+            "max_tokens": 8,
+            "min_tokens": 0,
+            "temperature": 0.7,
+            "top_p": 1.0,
+            "top_k": 0,
+            "min_p": 0.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "logprobs": 0,
             "seed": server_seed(5),
-            "prompt_logprobs": None, "stop": [], "stop_token_ids": [3, 4], "ignore_eos": False, "bad_words": [],
-            "logit_bias": None, "allowed_token_ids": None, "watermarking": False, "detokenize": False,
-            "skip_special_tokens": False, "include_stop_str_in_output": True, "routed_experts_prompt_start": 1,
+            "prompt_logprobs": None,
+            "stop": [],
+            "stop_token_ids": [3, 4],
+            "ignore_eos": False,
+            "bad_words": [],
+            "logit_bias": None,
+            "allowed_token_ids": None,
+            "watermarking": False,
+            "detokenize": False,
+            "skip_special_tokens": False,
+            "include_stop_str_in_output": True,
+            "routed_experts_prompt_start": 1,
         },
-    }  # fmt: skip
+    }
 
 
 def test_generate_request_when_stop_texts_then_the_server_makes_text_and_ignore_eos_ignores_stop_ids():
-    fields = ENGINE.generate([1], SamplingParams(8, stop=["</a>"], stop_token_ids=[3], ignore_eos=True), seed=0)
+    fields = ENGINE.generate(
+        [1], SamplingParams(8, stop=["</a>"], stop_token_ids=[3], ignore_eos=True), seed=0
+    )
     fields = fields.json["sampling_params"]
     assert fields["detokenize"] and fields["stop"] == ["</a>"] and fields["stop_token_ids"] == []
 
@@ -69,7 +108,10 @@ def test_abort_request_when_built_then_the_id_has_the_servers_prefix():
     [
         ({"temperature": 0.005}, "`temperature` must be 0 .greedy. or at least 0.01 with vLLM, got 0.005"),
         ({"temperature": 2.5}, "`temperature` must be at most 2 with vLLM, got 2.5"),
-        ({"top_p": 0.9}, "`top_p` below 1 needs a `top_k` of at least 2 with vLLM.*give `top_k` the vocabulary size"),
+        (
+            {"top_p": 0.9},
+            "`top_p` below 1 needs a `top_k` of at least 2 with vLLM.*give `top_k` the vocabulary size",
+        ),
         ({"min_p": 0.1}, "`min_p` above 0 needs a `top_k`"),
     ],
 )
@@ -78,7 +120,9 @@ def test_sampling_when_vllm_would_silently_take_another_or_refuse_then_error(fie
         ENGINE.check_sampling(SamplingParams(8, **fields))
 
 
-@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 2.0}, {"top_p": 0.9, "top_k": 100_000}])
+@pytest.mark.parametrize(
+    "fields", [{"temperature": 0}, {"temperature": 2.0}, {"top_p": 0.9, "top_k": 100_000}]
+)
 def test_sampling_when_vllm_can_then_no_error(fields):
     ENGINE.check_sampling(SamplingParams(8, **fields))
 
@@ -104,8 +148,12 @@ CASES = [
 
 
 @pytest.mark.parametrize("model, fields, message", CASES)
-def test_sampling_problem_when_the_server_was_started_so_then_it_is_named_with_the_remedy(model, fields, message):
-    problem = ENGINE.sampling_problem(info("model_config", **model), SamplingParams(**{"max_new_tokens": 8, **fields}))
+def test_sampling_problem_when_the_server_was_started_so_then_it_is_named_with_the_remedy(
+    model, fields, message
+):
+    problem = ENGINE.sampling_problem(
+        info("model_config", **model), SamplingParams(**{"max_new_tokens": 8, **fields})
+    )
     assert problem is None if message is None else message in problem
 
 
@@ -117,14 +165,19 @@ def test_sampling_problem_when_decoding_is_speculative_then_refused_by_its_flag(
 
 
 @pytest.mark.parametrize(
-    "section, field", [("aux_output_config", "enable_omit_prefix_routed_experts"),
-                       ("model_config", "enable_omit_prefix_routed_experts"),
-                       ("aux_output_config", "omit_prefix_routed_experts")],
-)  # fmt: skip
+    "section, field",
+    [
+        ("aux_output_config", "enable_omit_prefix_routed_experts"),
+        ("model_config", "enable_omit_prefix_routed_experts"),
+        ("aux_output_config", "omit_prefix_routed_experts"),
+    ],
+)
 def test_sampling_problem_when_routes_of_cached_tokens_are_left_out_then_refused_by_its_flag(section, field):
     def told(value):
         config = INFO["vllm_config"]
-        return {"vllm_config": config | {section: config.get(section, {}) | {field: value}, "instance_id": "a"}}
+        return {
+            "vllm_config": config | {section: config.get(section, {}) | {field: value}, "instance_id": "a"}
+        }
 
     problem = ENGINE.sampling_problem(told(True), SamplingParams(8))
     assert "--enable-omit-prefix-routed-experts leaves out" in problem and "start it without" in problem
@@ -138,7 +191,9 @@ def one_token(logprob):
 
 
 def test_sampling_test_when_temperature_or_truncation_then_one_id_whose_logprob_must_be_0():
-    assert all(ENGINE.sampling_test(SamplingParams(8, **fields)) is None for fields in ({}, {"temperature": 0}))
+    assert all(
+        ENGINE.sampling_test(SamplingParams(8, **fields)) is None for fields in ({}, {"temperature": 0})
+    )
     for fields in ({"temperature": 2.0}, {"top_k": 5}, {"top_p": 0.9, "top_k": 5}):
         sampling = SamplingParams(8, **fields)
         asked = ENGINE.sampling_test(sampling).json["sampling_params"]
@@ -164,10 +219,16 @@ def test_server_info_when_read():
 
 @pytest.mark.parametrize(
     "version, lacks, noted",
-    [("0.31.2", True, False), ("0.32.0", False, False), ("0.32.0+cpu", False, False), ("0.33.0", False, False),
-     ("0.33.1", False, True), ("0.34.0rc1", False, True),
-     ("None", False, True)],
-)  # fmt: skip
+    [
+        ("0.31.2", True, False),
+        ("0.32.0", False, False),
+        ("0.32.0+cpu", False, False),
+        ("0.33.0", False, False),
+        ("0.33.1", False, True),
+        ("0.34.0rc1", False, True),
+        ("None", False, True),
+    ],
+)
 def test_version_when_too_old_new_or_unknown_then_it_is_named(version, lacks, noted):
     support = ENGINE.version_support({"system_env": {"vllm_version": version}})
     assert (bool(support.lacks), bool(support.note)) == (lacks, noted)
@@ -181,13 +242,23 @@ def test_version_when_too_old_new_or_unknown_then_it_is_named(version, lacks, no
         ("/inference/v1/generate", 403, "", "--enable-scale-out"),
         ("/weight_info", 404, "", "VLLM_SERVER_DEV_MODE=1"),
         ("/inference/v1/generate", 404, "", "is this the address"),
-        ("/inference/v1/generate", 500, '{"error":{"message":""}}', "--return-sampling-mask samples with `top_k`"),
+        (
+            "/inference/v1/generate",
+            500,
+            '{"error":{"message":""}}',
+            "--return-sampling-mask samples with `top_k`",
+        ),
         ("/inference/v1/generate", 500, "EngineCore encountered an issue", "its engine has died"),
         ("/health", 503, "", "its engine has died"),
         ("/inference/v1/generate", 503, PAUSED, "whoever paused it must POST /resume"),
         ("/inference/v1/generate", 503, "upstream connect error", ""),
         ("/inference/v1/generate", 400, "", ""),
-        ("/inference/v1/generate", 400, "X-Session-ID header is required", "without --enable-omit-prefix-routed"),
+        (
+            "/inference/v1/generate",
+            400,
+            "X-Session-ID header is required",
+            "without --enable-omit-prefix-routed",
+        ),
     ],
 )
 def test_remedy_when_status_then_what_to_do(endpoint, status, detail, remedy):

@@ -1,4 +1,6 @@
-"""vLLM's answers, made by hand after those of real servers (0.32, 0.33): what is read, and each way to be wrong."""
+"""vLLM's answers, made by hand after those of real servers (0.32, 0.33): what is read, and each
+way to be wrong.
+"""
 
 import base64
 import copy
@@ -18,7 +20,8 @@ from tests.faults.door import NONSENSE
 ENGINE, URL = load_engine("vllm"), "http://host:1"
 PROMPT = torch.tensor([3, 1, 4])
 SHAPE = ExpertShape(num_layers=2, layers=(0, 1), top_k=2, experts=4)
-ROUTES = np.array([[[0, 1], [2, 3]], [[1, 0], [3, 1]], [[2, 0], [0, 3]], [[3, 2], [1, 2]]], np.uint8)  # P + R - 1 = 4
+# P + R - 1 = 4
+ROUTES = np.array([[[0, 1], [2, 3]], [[1, 0], [3, 1]], [[2, 0], [0, 3]], [[3, 2], [1, 2]]], np.uint8)
 
 
 def npy(array, **options):
@@ -29,19 +32,36 @@ def npy(array, **options):
 
 def answer():
     return {
-        "request_id": "generate-tokens-r1", "model": "m", "created": 1,
-        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
-                  "prompt_tokens_details": {"cached_tokens": 2}},
-        "choices": [{
-            "index": 0, "finish_reason": "length", "stop_reason": None, "token_ids": [14, 31],
-            "routed_experts": npy(ROUTES), "sampling_mask": [[14, 20], [2, 31]],
-            "weight_versions": [{"version": "7", "start": 0, "end": 1}, {"version": "8", "start": 1, "end": 2}],
-            "logprobs": {"content": [
-                {"token_id": 14, "logprob": -4.05, "rank": 14, "top_logprobs": []},
-                {"token_id": 31, "logprob": -0.25, "rank": 1, "top_logprobs": []},
-            ]},
-        }],
-    }  # fmt: skip
+        "request_id": "generate-tokens-r1",
+        "model": "m",
+        "created": 1,
+        "usage": {
+            "prompt_tokens": 3,
+            "completion_tokens": 2,
+            "total_tokens": 5,
+            "prompt_tokens_details": {"cached_tokens": 2},
+        },
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "length",
+                "stop_reason": None,
+                "token_ids": [14, 31],
+                "routed_experts": npy(ROUTES),
+                "sampling_mask": [[14, 20], [2, 31]],
+                "weight_versions": [
+                    {"version": "7", "start": 0, "end": 1},
+                    {"version": "8", "start": 1, "end": 2},
+                ],
+                "logprobs": {
+                    "content": [
+                        {"token_id": 14, "logprob": -4.05, "rank": 14, "top_logprobs": []},
+                        {"token_id": 31, "logprob": -0.25, "rank": 1, "top_logprobs": []},
+                    ]
+                },
+            }
+        ],
+    }
 
 
 def changed(path, value):
@@ -56,8 +76,14 @@ def changed(path, value):
 
 def parse(made, **options):
     body = made if isinstance(made, bytes) else orjson.dumps(made)
-    return ENGINE.parse(body, prompt_ids=PROMPT, prompt_index=5, sample_index=6, server=URL,
-                        **{"vocab_size": 83, "max_new_tokens": 2, "truncated": True, "experts": SHAPE} | options)
+    return ENGINE.parse(
+        body,
+        prompt_ids=PROMPT,
+        prompt_index=5,
+        sample_index=6,
+        server=URL,
+        **{"vocab_size": 83, "max_new_tokens": 2, "truncated": True, "experts": SHAPE} | options,
+    )
 
 
 CHOICE = ("choices", 0)
@@ -84,8 +110,12 @@ def test_parse_when_a_part_of_the_routes_is_known_then_the_answer_has_the_rest()
 
 
 @pytest.mark.parametrize("known, start, cached", [(0, 0, 1), (0, 0, 2), (1, 1, 2), (2, 2, 3)])
-def test_parse_when_routes_of_cached_tokens_are_left_out_then_refused_by_the_option_that_does_it(known, start, cached):
-    """Rows from max(routed_experts_prompt_start, num_cached_tokens) on, as the option is proposed for vLLM."""
+def test_parse_when_routes_of_cached_tokens_are_left_out_then_refused_by_the_option_that_does_it(
+    known, start, cached
+):
+    """Rows from max(routed_experts_prompt_start, num_cached_tokens) on, as the option is
+    proposed for vLLM.
+    """
     made = changed((*CHOICE, "routed_experts"), npy(ROUTES[max(start, cached) :]))
     made["usage"]["prompt_tokens_details"]["cached_tokens"] = cached
     with pytest.raises(RolloutProtocolError) as refused:
@@ -118,8 +148,13 @@ def test_parse_when_a_logprob_is_not_finite_then_nan(value):
 def test_parse_when_aborted_before_the_first_token_then_an_empty_response():
     made = changed((*CHOICE, "finish_reason"), "abort")
     made["usage"] |= {"completion_tokens": 0, "prompt_tokens_details": None}
-    made["choices"][0] |= {"token_ids": [], "weight_versions": None, "logprobs": {"content": []},
-                           "routed_experts": None, "sampling_mask": None}  # fmt: skip
+    made["choices"][0] |= {
+        "token_ids": [],
+        "weight_versions": None,
+        "logprobs": {"content": []},
+        "routed_experts": None,
+        "sampling_mask": None,
+    }
     sample = parse(made)
     assert sample.output_ids.numel() == 0 and sample.cached_tokens == 0
     assert torch.equal(sample.routed_experts, no_routes(SHAPE, 2))
@@ -156,7 +191,11 @@ WRONG = [
     (("usage",), [1], "usage must be an object, got .1."),
     (("usage", "completion_tokens"), 2.0, "completion_tokens is 2.0 where 2 token_ids"),
     (("usage", "prompt_tokens_details"), [1], "prompt_tokens_details must be an object"),
-    (("usage", "prompt_tokens_details", "cached_tokens"), [1], r"cached_tokens must be an integer in .0, 3., got .1."),
+    (
+        ("usage", "prompt_tokens_details", "cached_tokens"),
+        [1],
+        r"cached_tokens must be an integer in .0, 3., got .1.",
+    ),
     (("usage", "prompt_tokens_details", "cached_tokens"), "x", "cached_tokens must be an integer"),
     (("usage", "prompt_tokens_details", "cached_tokens"), 4, "cached_tokens must be an integer"),
     (("error",), [1], "[1]"),
@@ -202,9 +241,14 @@ def test_parse_when_there_are_more_tokens_than_were_asked_for_then_refused():
         "{'descr': '|u1', 'fortran_order': False, 'shape': (-1,), }",
         "{'descr': '|u1', 'fortran_order': False, 'shape': (True, 16), }",
         "{'descr': '|u1', 'fortran_order': True, 'shape': (4, 4), }",
-        "{'descr': '|u1', 'fortran_order': False, 'shape': (16,), 'x': 1}", "{", "(" * 5000, "'", "1j", "\x00",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (16,), 'x': 1}",
+        "{",
+        "(" * 5000,
+        "'",
+        "1j",
+        "\x00",
     ],
-)  # fmt: skip
+)
 def test_parse_when_an_npy_header_is_wrong_then_refused_before_anything_is_made_of_it(header):
     text = header.encode() + b" " * 20 + b"\n"
     raw = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(16)
@@ -227,13 +271,23 @@ def test_parse_when_answer_is_no_object_then_the_error_shows_it(body):
 
 def test_parse_when_answer_is_an_error_then_it_is_the_servers():
     with pytest.raises(RolloutServerError, match="HTTP 500: engine died") as failed:
-        parse({"error": {"message": "engine died", "type": "InternalServerError", "param": None, "code": 500}})
+        parse(
+            {"error": {"message": "engine died", "type": "InternalServerError", "param": None, "code": 500}}
+        )
     assert failed.value.status == 500
 
 
-@pytest.mark.parametrize("endpoint", [
-    "/pause?mode=keep", "/resume", "/update_weight_version", "/reset_prefix_cache", "/collective_rpc", "/weight_info",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "endpoint",
+    [
+        "/pause?mode=keep",
+        "/resume",
+        "/update_weight_version",
+        "/reset_prefix_cache",
+        "/collective_rpc",
+        "/weight_info",
+    ],
+)
 def test_parse_control_when_a_proxy_answers_for_the_server_then_it_passes_for_no_success(endpoint):
     for body in (*NONSENSE, b"true", b'"ok"', b"{}", b'{"status": 200}', b'{"success": 1}'):
         with pytest.raises(RolloutProtocolError) as error:
@@ -248,8 +302,16 @@ def test_parse_control_when_empty_failed_or_an_error():
     assert control(b"", "/health") == {} and control(b'{"success": true}') == {"success": True}
     for path, wrong, named in (
         ("/collective_rpc", {"results": 5}, "results must be a list, got 5"),
-        ("/server_info?config_format=json", {"vllm_config": 5}, "vllm_config must be an object or null, got 5"),
-        ("/server_info", {"vllm_config": {"parallel_config": {"world_size": 0}}}, "parallel_config.world_size must be"),
+        (
+            "/server_info?config_format=json",
+            {"vllm_config": 5},
+            "vllm_config must be an object or null, got 5",
+        ),
+        (
+            "/server_info",
+            {"vllm_config": {"parallel_config": {"world_size": 0}}},
+            "parallel_config.world_size must be",
+        ),
         ("/weight_info", {"weight_version": 1}, "weight_version must be a text of .*, got 1"),
         ("/is_paused", {"is_paused": "no"}, "is_paused must be true, false or null, got no"),
     ):

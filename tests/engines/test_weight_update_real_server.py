@@ -1,4 +1,6 @@
-"""New weights for a real server of each engine over gloo: sent while a request waits, and put back afterwards."""
+"""New weights for a real server of each engine over gloo: sent while a request waits, and put
+back afterwards.
+"""
 
 import json
 import socket
@@ -19,9 +21,14 @@ REFUSALS = {
     "bucket without a session": {"sglang": "begin_weight_update", "vllm": "no update is open; begin one"},
     "session opened twice": {"sglang": "already open", "vllm": None},
     "session closed without one": {"sglang": "no weight-update session is open", "vllm": "no update is open"},
-    "left a group that is not there": {"sglang": "POST /destroy_weights_update_group with HTTP 400", "vllm": None},
+    "left a group that is not there": {
+        "sglang": "POST /destroy_weights_update_group with HTTP 400",
+        "vllm": None,
+    },
 }
-"""What is wrong -> what each engine's server says; None: it takes it. A vLLM server ends what a killed trainer left."""
+"""What is wrong -> what each engine's server says; None: it takes it. A vLLM server ends what a
+killed trainer left.
+"""
 
 
 class Trainer:
@@ -75,9 +82,11 @@ class Trainer:
 
     def bucket(self, weights):
         return self.client.update_weights_from_distributed(
-            list(weights), [str(w.dtype).removeprefix("torch.") for w in weights.values()],
-            [list(w.shape) for w in weights.values()], group_name=self.group_name,
-        )  # fmt: skip
+            list(weights),
+            [str(w.dtype).removeprefix("torch.") for w in weights.values()],
+            [list(w.shape) for w in weights.values()],
+            group_name=self.group_name,
+        )
 
     def ask(self, call, timeout=60):
         return self.loop.call(call, timeout=timeout)
@@ -181,7 +190,9 @@ def test_update_when_samples_are_retracted_then_their_spans_name_both_versions(
         assert 0 == first.start < first.end == second.start < second.end == 300
 
 
-def test_requests_of_an_update_when_out_of_order_then_refused_at_once_or_harmless_and_nothing_changes(trainer, weights):
+def test_requests_of_an_update_when_out_of_order_then_refused_at_once_or_harmless_and_nothing_changes(
+    trainer, weights
+):
     client, checksum = trainer.client, trainer.checksum()
     trainer.ask(client.pause_generation("retract"))
     try:
@@ -190,7 +201,9 @@ def test_requests_of_an_update_when_out_of_order_then_refused_at_once_or_harmles
         trainer.assert_refused("session closed without one", client.end_weight_update())
         trainer.ask(client.begin_weight_update())
         trainer.assert_refused("session opened twice", client.begin_weight_update())
-        trainer.assert_refused("left a group that is not there", client.destroy_weights_update_group("no-such-group"))
+        trainer.assert_refused(
+            "left a group that is not there", client.destroy_weights_update_group("no-such-group")
+        )
         if trainer.engine == "sglang":
             trainer.ask(client.end_weight_update())
     finally:

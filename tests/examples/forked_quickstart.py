@@ -1,7 +1,8 @@
-"""An example with its processes from tests/preloaded.py: all else is its own run.py's, the quickstart's or another's.
+"""An example with its processes from tests/preloaded.py: all else is its own run.py's, the
+quickstart's or another's.
 
-torchrun is tests/forked_torchrun.py; or torchrun itself, where the first word is --torchrun. Where the first word is
---arithmetic or --study, that example is run.
+torchrun is tests/forked_torchrun.py; or torchrun itself, where the first word is --torchrun. Where the
+first word is --arithmetic or --study, that example is run.
 """
 
 import subprocess

@@ -1,4 +1,6 @@
-"""What a recipe needs, at the real models' sizes and without a download: config.json, a tokenizer, Parquet data."""
+"""What a recipe needs, at the real models' sizes and without a download: config.json, a
+tokenizer, Parquet data.
+"""
 
 import json
 import string
@@ -11,12 +13,15 @@ from tests.planner.published import QWEN3_4B, QWEN3_30B_A3B
 CONFIGS = {"qwen3_4b": QWEN3_4B, "qwen3_30b_a3b": QWEN3_30B_A3B}
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is false %}<think></think>{% endif "
+    "%}{% endif %}"
 )
 
 
 def write_model(folder, config):
-    """config.json, and a tokenizer of one token a character: fewer than the model has rows, as Qwen3's own."""
+    """config.json, and a tokenizer of one token a character: fewer than the model has
+    rows, as Qwen3's own.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -40,8 +45,10 @@ def write_gsm8k(path):
 def write_dapo(path):
     """Rows as DAPO-math-17k has them."""
     rows = {
-        "data_source": ["math_dapo"] * 32, "prompt": [[{"role": "user", "content": "What is 2 + 3?"}]] * 32,
-        "ability": ["MATH"] * 32, "reward_model": [{"ground_truth": "5", "style": "rule-lighteval/MATH_v2"}] * 32,
+        "data_source": ["math_dapo"] * 32,
+        "prompt": [[{"role": "user", "content": "What is 2 + 3?"}]] * 32,
+        "ability": ["MATH"] * 32,
+        "reward_model": [{"ground_truth": "5", "style": "rule-lighteval/MATH_v2"}] * 32,
         "extra_info": [{"index": "9a9b6eb4"}] * 32,
-    }  # fmt: skip
+    }
     parquet.write_table(pyarrow.table(rows), path)

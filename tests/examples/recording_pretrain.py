@@ -1,7 +1,8 @@
-"""The quickstart's pretrain script, which also writes down the experts that every token was sent to, in every pass.
+"""The quickstart's pretrain script, which also writes down the experts that every token was sent
+to, in every pass.
 
-RECORDED_ROUTES names the folder: a file a process, with a line a pass. Started itself, it is the quickstart that trains
-with it.
+RECORDED_ROUTES names the folder: a file a process, with a line a pass. Started itself, it is the
+quickstart that trains with it.
 """
 
 import json
@@ -25,9 +26,13 @@ def record_routes(folder):
         if isinstance(module, TopKRouter):
             _, chosen = output
             line = {
-                "layer": module.layer_number - 1, "training": module.training, "grad": torch.is_grad_enabled(),
-                "tp": ps.get_tensor_model_parallel_rank(), "dp": ps.get_data_parallel_rank(),
-                "cp": ps.get_context_parallel_rank(), "sizes": list(inputs[0].shape[:2]),
+                "layer": module.layer_number - 1,
+                "training": module.training,
+                "grad": torch.is_grad_enabled(),
+                "tp": ps.get_tensor_model_parallel_rank(),
+                "dp": ps.get_data_parallel_rank(),
+                "cp": ps.get_context_parallel_rank(),
+                "sizes": list(inputs[0].shape[:2]),
                 "experts": [row.nonzero().flatten().tolist() for row in chosen],
             }
             with path.open("a") as file:

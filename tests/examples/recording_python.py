@@ -1,6 +1,7 @@
-"""In place of the recipes' python: writes down what it is to run; servers only answer /health, training ends at once,
-or with status 7 on SIGTERM where TRAINING_WAITS names a file for its process id. SERVERS_STAY names a file for the
-process ids of servers' children, where no server ends on SIGTERM; beside it FILE.told says that one came.
+"""In place of the recipes' python: writes down what it is to run; servers only answer /health, training
+ends at once, or with status 7 on SIGTERM where TRAINING_WAITS names a file for its process id. SERVERS_STAY
+names a file for the process ids of servers' children, where no server ends on SIGTERM; beside it FILE.told
+says that one came.
 
 Everything else, as the reading of columns and `megatron-rl-corr`, is run as it is.
 """
@@ -16,9 +17,14 @@ from pathlib import Path
 words = sys.argv[1:]
 with open(os.environ["RECORD"], "a") as record:
     names = (
-        "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_HOME", "PATH", "OMP_NUM_THREADS",
-        "PYTORCH_ALLOC_CONF", "LD_LIBRARY_PATH",
-    )  # fmt: skip
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_HOME",
+        "PATH",
+        "OMP_NUM_THREADS",
+        "PYTORCH_ALLOC_CONF",
+        "LD_LIBRARY_PATH",
+    )
     record.write(json.dumps({"words": words, **{name: os.environ.get(name) for name in names}}) + "\n")
 
 

@@ -1,4 +1,6 @@
-"""The arithmetic example in small: messages, math rewards, a group filter, two evaluation sets, an exported folder."""
+"""The arithmetic example in small: messages, math rewards, a group filter, two evaluation sets, an
+exported folder.
+"""
 
 import json
 import re
@@ -25,7 +27,9 @@ def run(tmp_path_factory):
     return done, out
 
 
-def test_arithmetic_when_run_then_messages_are_asked_in_the_models_template_and_math_compares_with_the_label(run):
+def test_arithmetic_when_run_then_messages_are_asked_in_the_models_template_and_math_compares_with_the_label(
+    run,
+):
     from transformers import AutoTokenizer
 
     _, out = run

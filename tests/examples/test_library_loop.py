@@ -19,9 +19,17 @@ def steps(processes, tensor_parallel):
         done = run_megatron(EXAMPLE, tensor_parallel, ranks=1)
     else:
         command = [
-            sys.executable, *TORCHRUN, "--nproc_per_node", str(processes), "--master-addr", "127.0.0.1",
-            "--master-port", str(free_port()), str(EXAMPLE), str(tensor_parallel),
-        ]  # fmt: skip
+            sys.executable,
+            *TORCHRUN,
+            "--nproc_per_node",
+            str(processes),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(free_port()),
+            str(EXAMPLE),
+            str(tensor_parallel),
+        ]
         done = run_preloaded(forking(command)[1:], timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]

@@ -1,4 +1,6 @@
-"""The recipes' real command lines, at the real sizes, through every parser that would read them; the script's order."""
+"""The recipes' real command lines, at the real sizes, through every parser that would read them;
+the script's order.
+"""
 
 import json
 import os
@@ -36,7 +38,9 @@ class Recipe:
         write_gsm8k(folder / "gsm8k.parquet")
         write_dapo(folder / "dapo.parquet")
         self.python.parent.mkdir(parents=True)
-        self.python.write_text(f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/examples/recording_python.py "$@"\n')
+        self.python.write_text(
+            f'#!/bin/sh\nexec {sys.executable} {ROOT}/tests/examples/recording_python.py "$@"\n'
+        )
         self.python.chmod(0o755)
 
     def run(self, *words, recorded=True, data="dapo", **variables):
@@ -51,15 +55,26 @@ class Recipe:
     def start(self, *words, recorded=True, data="dapo", **variables):
         self.record.unlink(missing_ok=True)
         given = {
-            "MODEL": self.folder / "model", "DATA": self.folder / f"{data}.parquet", "OUT": self.folder / "out",
-            "PYTHON": self.python if recorded else sys.executable, "RECORD": self.record, "PYTHONPATH": ROOT,
+            "MODEL": self.folder / "model",
+            "DATA": self.folder / f"{data}.parquet",
+            "OUT": self.folder / "out",
+            "PYTHON": self.python if recorded else sys.executable,
+            "RECORD": self.record,
+            "PYTHONPATH": ROOT,
             "PORT": 30000,
-        }  # fmt: skip
+        }
         return subprocess.Popen(
-            ["bash", self.script, *map(str, words)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, text=True, cwd=self.folder,
-            # A shell traps no signal that was ignored as it began, as Ctrl-C is in what a script has put behind it.
-            preexec_fn=lambda: [signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)],
+            ["bash", self.script, *map(str, words)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+            # A shell traps no signal that was ignored as it began, as Ctrl-C is in what a script
+            # has put behind it.
+            preexec_fn=lambda: [
+                signal.signal(each, signal.SIG_DFL) for each in (signal.SIGINT, signal.SIGHUP)
+            ],
             env=os.environ | {name: str(value) for name, value in (given | variables).items()},
         )
 
@@ -78,7 +93,9 @@ class Recipe:
         return self._dry_runs[key][what]
 
     def check_training(self, *words, **variables):
-        """The launcher's check of the trainer's command line with words behind it, in a fork that has Megatron."""
+        """The launcher's check of the trainer's command line with words behind it, in a fork
+        that has Megatron.
+        """
         flags = [*self.words_of_dry_run("train", **variables), *words]
         return run_preloaded(["-m", "megatron_rl_corr.launch", "--rollout-corr-check", *flags], cwd=ROOT)
 
@@ -103,11 +120,13 @@ def test_dry_run_as_a_user_starts_it_then_every_parser_takes_the_flags(sparse):
     run = sparse.run("--dry-run", recorded=False)
     assert run.returncode == 0, run.stdout + run.stderr
     for words in (
-        "The best layout that fits: TP 2, EP 4, DP 2", "bfloat16, 2 GPUs, port 30000",
+        "The best layout that fits: TP 2, EP 4, DP 2",
+        "bfloat16, 2 GPUs, port 30000",
         "4 processes: tensor 2, pipeline 1, context 1, expert 4, expert tensor 1, data 2",
-        "16 prompts of 8; responses of at most 4096 tokens", "prompts: 32 rows; router replay R3",
+        "16 prompts of 8; responses of at most 4096 tokens",
+        "prompts: 32 rows; router replay R3",
         "checked, and nothing was started",
-    ):  # fmt: skip
+    ):
         assert words in run.stdout
 
 
@@ -134,19 +153,36 @@ def test_training_flags_when_colocated_then_they_are_checked_for_all_8_gpus(reci
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rollout-weight-transport", "distributed"], "--rollout-colocate with --rollout-weight-transport distrib"),
+        (
+            ["--rollout-weight-transport", "distributed"],
+            "--rollout-colocate with --rollout-weight-transport distrib",
+        ),
         (["--rollout-max-lag", 1], "--rollout-colocate with --rollout-max-lag 1: servers have no memory"),
-        (["--rollout-engine", "vllm"], "--rollout-colocate with --rollout-engine vllm: the release of its memo"),
-        (["--log-params-norm"], "--log-params-norm with --rollout-colocate: Megatron reads the optimizer's main"),
-        (["--optimizer-offload-fraction", 0.5], "--optimizer-offload-fraction 0.5 with --rollout-colocate: the share"),
-        (["--no-optimizer-cpu-offload"], "--use-precision-aware-optimizer with --rollout-colocate: it updates"),
+        (
+            ["--rollout-engine", "vllm"],
+            "--rollout-colocate with --rollout-engine vllm: the release of its memo",
+        ),
+        (
+            ["--log-params-norm"],
+            "--log-params-norm with --rollout-colocate: Megatron reads the optimizer's main",
+        ),
+        (
+            ["--optimizer-offload-fraction", 0.5],
+            "--optimizer-offload-fraction 0.5 with --rollout-colocate: the share",
+        ),
+        (
+            ["--no-optimizer-cpu-offload"],
+            "--use-precision-aware-optimizer with --rollout-colocate: it updates",
+        ),
     ],
-)  # fmt: skip
+)
 def test_training_flags_when_colocated_and_one_leaves_no_turns_then_refused_by_name(sparse, words, message):
     flags = sparse.words_of_dry_run("train", COLOCATE=1)
     if words == ["--no-optimizer-cpu-offload"]:  # Megatron has no such flag
         flags, words = [flag for flag in flags if flag != "--optimizer-cpu-offload"], []
-    checked = run_preloaded(["-m", "megatron_rl_corr.launch", "--rollout-corr-check", *flags, *words], cwd=ROOT)
+    checked = run_preloaded(
+        ["-m", "megatron_rl_corr.launch", "--rollout-corr-check", *flags, *words], cwd=ROOT
+    )
     assert checked.returncode == 2, checked.stdout[-2000:]
     assert message in checked.stderr, checked.stderr[-2000:]
 
@@ -168,39 +204,63 @@ def test_run_when_colocated_then_every_server_sees_all_gpus_and_takes_its_own(re
 
 def test_run_when_colocated_over_several_nodes_then_refused(sparse):
     run = sparse.run("--dry-run", COLOCATE=1, NODES=2)
-    assert run.returncode == 2 and "COLOCATE=1 with NODES=2: weights are handed over on one machine" in run.stderr
+    assert (
+        run.returncode == 2
+        and "COLOCATE=1 with NODES=2: weights are handed over on one machine" in run.stderr
+    )
 
 
 def test_server_flags_then_sglang_has_them(recipe):
-    flags = [*recipe.words_of_dry_run("server", COLOCATE=1), "--base-gpu-id", "2", "--enable-deterministic-inference"]
+    flags = [
+        *recipe.words_of_dry_run("server", COLOCATE=1),
+        "--base-gpu-id",
+        "2",
+        "--enable-deterministic-inference",
+    ]
     assert flags[-1] in recipe.script.read_text()
     variables = environment("sglang") | {"RECIPE_SERVER_FLAGS": "1"}
     run = run_preloaded([RECIPES / "dry_run.py", "server", *flags], engine="sglang", env=variables)
     assert run.returncode == 0, run.stderr[-2000:]
-    wrong = run_preloaded([RECIPES / "dry_run.py", "server", *flags, "--tp-sise", 2], engine="sglang", env=variables)
+    wrong = run_preloaded(
+        [RECIPES / "dry_run.py", "server", *flags, "--tp-sise", 2], engine="sglang", env=variables
+    )
     assert wrong.returncode == 2 and "unrecognized arguments: --tp-sise" in wrong.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--expert-model-parallel-size", 3], "Number of experts should be a multiple of expert model parallel_size"),
+        (
+            ["--expert-model-parallel-size", 3],
+            "Number of experts should be a multiple of expert model parallel_size",
+        ),
         (["--tensor-model-parallel-sise", 2], "unrecognized arguments: --tensor-model-parallel-sise 2"),
-        (["--rollout-group-sise", 8], "unknown flag --rollout-group-sise; did you mean --rollout-group-size?"),
+        (
+            ["--rollout-group-sise", 8],
+            "unknown flag --rollout-group-sise; did you mean --rollout-group-size?",
+        ),
         (["--hidden-size", 4096], "--hidden-size 4096: config.json says 2048"),
         (["--rollout-label-key", "solution"], 'dapo.parquet: row 0: no key "solution"; the row has'),
         (["--rollout-reward-function", "nowhere.py:reward"], "nowhere.py"),
         # 24 samples over 2 replicas are 12 each: one prompt of 8, and half of another.
-        (["--global-batch-size", 24], "--global-batch-size 24 must be a multiple of --rollout-group-size 8 times the"),
-        (["--rollout-eval-prompts", "nowhere.parquet", "--eval-interval", 9], "--rollout-eval-prompts: nowhere.parq"),
+        (
+            ["--global-batch-size", 24],
+            "--global-batch-size 24 must be a multiple of --rollout-group-size 8 times the",
+        ),
+        (
+            ["--rollout-eval-prompts", "nowhere.parquet", "--eval-interval", 9],
+            "--rollout-eval-prompts: nowhere.parq",
+        ),
         (["--rollout-environment", "nowhere.py:Shop"], "--rollout-environment: there is no file nowhere.py"),
         # Folders that different ranks write: every one, leaders, those that send weights, the last one.
         (["--save", "{model}/config.json"], "--save {model}/config.json can't be made"),
         (["--rollout-trace", "{model}/config.json"], "--rollout-trace {model}/config.json can't be made"),
         (["--rollout-save-hf", "{model}/config.json"], "--rollout-save-hf {model}/config.json can't be made"),
         # Qwen3's tokenizer has fewer ids than its embedding has rows, as this one.
-        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "{model}"],
-         "HuggingFaceTokenizer: its tokenizer makes an embedding of 256 rows, and the model has 151936"),
+        (
+            ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "{model}"],
+            "HuggingFaceTokenizer: its tokenizer makes an embedding of 256 rows, and the model has 151936",
+        ),
     ],
 )
 def test_training_flags_when_one_is_wrong_then_refused_by_name(sparse, words, message):
@@ -235,14 +295,20 @@ def test_run_when_the_environment_is_the_cpus_then_refused_and_the_dry_run_says_
     checkout.write_text(sparse.script.read_text())
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/python").symlink_to(sparse.python)
-    sparse.script, kept, message = checkout, sparse.script, f"{tmp_path}/.venv was made on a machine without a GPU"
+    sparse.script, kept, message = (
+        checkout,
+        sparse.script,
+        f"{tmp_path}/.venv was made on a machine without a GPU",
+    )
     try:
         for words in ([], ["--serve"], ["--train"]):
             run = sparse.run(*words, PYTHON="", START_TIMEOUT_S=0)
             assert run.returncode == 2 and message in run.stderr, run.stdout + run.stderr
             assert "make setup DEVICE_FOR_SETUP=gpu" in run.stderr and not sparse.record.exists()
         dry = sparse.run("--dry-run", PYTHON="", SKIP_PLAN=1)
-        assert dry.returncode == 0 and f"this would not start: {message}" in dry.stdout, dry.stdout + dry.stderr
+        assert dry.returncode == 0 and f"this would not start: {message}" in dry.stdout, (
+            dry.stdout + dry.stderr
+        )
         (tmp_path / ".venv/cuda").mkdir()
         run = sparse.run(PYTHON="", PORT=free_port(4))
         assert run.returncode == 0 and message not in run.stderr, run.stdout + run.stderr
@@ -253,7 +319,9 @@ def test_run_when_the_environment_is_the_cpus_then_refused_and_the_dry_run_says_
 def test_layout_when_it_does_not_fit_then_the_dry_run_ends_with_the_plan(sparse):
     script = sparse.script.read_text()
     broken = make_checkout(sparse.folder / "broken")
-    broken.write_text(script.replace("PLAN_ADAM=(--optimizer-cpu-offload)", "PLAN_ADAM=(--no-optimizer-cpu-offload)"))
+    broken.write_text(
+        script.replace("PLAN_ADAM=(--optimizer-cpu-offload)", "PLAN_ADAM=(--no-optimizer-cpu-offload)")
+    )
     sparse.script, kept = broken, sparse.script
     try:
         run = sparse.run("--dry-run")
@@ -264,7 +332,13 @@ def test_layout_when_it_does_not_fit_then_the_dry_run_ends_with_the_plan(sparse)
 
 def test_plan_when_flags_are_added_then_it_counts_them_and_refuses_what_does_not_fit(recipe):
     # One sample of 33792 tokens in place of 5120; the microbatch of the 4B recipe is given apart.
-    longer = ["--seq-length", 33792, "--rollout-max-new-tokens=32768", "--rollout-max-tokens-per-microbatch", 33792]
+    longer = [
+        "--seq-length",
+        33792,
+        "--rollout-max-new-tokens=32768",
+        "--rollout-max-tokens-per-microbatch",
+        33792,
+    ]
     run = recipe.run("--plan", *longer, "--lr", "1e-5")
     assert run.returncode == 1 and "NOTHING FITS" in run.stdout, run.stdout + run.stderr
     counted = "--max-new-tokens 32768 --max-tokens-per-microbatch 33792 --max-prompt-tokens 1024"
@@ -346,7 +420,8 @@ def test_run_when_sizes_and_threads_are_set_then_the_trainer_has_them_and_else_i
     [
         ({}, "pinned_max_round_threshold_mb:1"),
         ({"PYTORCH_ALLOC_CONF": "a:1"}, "a:1,pinned_max_round_threshold_mb:1"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "b:2"}, "b:2,pinned_max_round_threshold_mb:1"),  # torch reads one of the two
+        # torch reads one of the two
+        ({"PYTORCH_CUDA_ALLOC_CONF": "b:2"}, "b:2,pinned_max_round_threshold_mb:1"),
         ({"PYTORCH_ALLOC_CONF": "pinned_max_round_threshold_mb:64"}, "pinned_max_round_threshold_mb:64"),
     ],
 )
@@ -357,7 +432,8 @@ def test_pinned_memory_when_the_host_has_the_optimizer_then_it_is_not_rounded_up
     assert run.returncode == 0, run.stdout + run.stderr
     [training] = sparse.asked("-m", "torch.distributed.run")
     assert training["PYTORCH_ALLOC_CONF"] == expected
-    torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")  # ValueError if it has no such name
+    # ValueError if it has no such name
+    torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
 
 
 def test_flags_of_the_model_when_a_file_matches_a_value_then_the_value_stays(sparse, tmp_path):
@@ -373,7 +449,9 @@ def test_flags_of_the_model_when_a_file_matches_a_value_then_the_value_stays(spa
     finally:
         file.unlink()
     assert run.returncode == 0, run.stdout + run.stderr
-    [words] = [call["words"] for call in sparse.asked(str(RECIPES / "dry_run.py")) if call["words"][1] == "train"]
+    [words] = [
+        call["words"] for call in sparse.asked(str(RECIPES / "dry_run.py")) if call["words"][1] == "train"
+    ]
     assert words[words.index("--moe-layer-freq") + 1] == "[0,1,1]"
 
 
@@ -399,11 +477,15 @@ def test_run_when_a_server_ends_after_its_answer_then_nothing_trains(sparse):
     assert run.stdout.count("answers") == 2 and sparse.asked("-m", "torch.distributed.run") == []
 
 
-def test_run_when_setup_laid_a_compiler_down_then_servers_and_trainer_find_it_and_one_that_is_set_is_kept(sparse):
+def test_run_when_setup_laid_a_compiler_down_then_servers_and_trainer_find_it_and_one_that_is_set_is_kept(
+    sparse,
+):
     compiler, programs = sparse.folder / "environment/cuda", sparse.python.parent
     compiler.mkdir()
     try:
-        found, kept = (sparse_environments(sparse, **given) for given in ({}, {"CUDA_HOME": "/opt/cuda-12.4"}))
+        found, kept = (
+            sparse_environments(sparse, **given) for given in ({}, {"CUDA_HOME": "/opt/cuda-12.4"})
+        )
     finally:
         compiler.rmdir()
     assert found[0] == [(str(compiler), str(programs))] * 3 and "kernels are compiled" not in found[1]
@@ -439,7 +521,9 @@ def sparse_environments(sparse, **variables):
 
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_run_when_it_is_ended_by_a_signal_then_training_gets_it_and_gives_the_status_and_servers_end(sparse, sent):
+def test_run_when_it_is_ended_by_a_signal_then_training_gets_it_and_gives_the_status_and_servers_end(
+    sparse, sent
+):
     port, begun = free_port(4), sparse.folder / f"begun_{sent}"
     process = sparse.start(PORT=port, TRAINING_WAITS=begun)
     end = time.monotonic() + 120
@@ -487,19 +571,50 @@ def test_run_when_a_second_signal_comes_while_servers_end_then_they_are_killed_a
     ("words", "variables", "message"),
     [
         ([], {"NODES": 2}, "NODES=2: other machines serve than those that train; give --serve on"),
-        ([], {"GPUS_TRAIN": "0,1,2,3,4"}, "GPU 4 is in GPUS_TRAIN=0,1,2,3,4 and in GPUS_SERVE=4,5,6,7; give each GPU"),
-        (["--dry-run"], {"GPUS_SERVE": "2,3"}, "GPU 2 is in GPUS_TRAIN=0,1,2,3 and in GPUS_SERVE=2,3; give each GPU"),
+        (
+            [],
+            {"GPUS_TRAIN": "0,1,2,3,4"},
+            "GPU 4 is in GPUS_TRAIN=0,1,2,3,4 and in GPUS_SERVE=4,5,6,7; give each GPU",
+        ),
+        (
+            ["--dry-run"],
+            {"GPUS_SERVE": "2,3"},
+            "GPU 2 is in GPUS_TRAIN=0,1,2,3 and in GPUS_SERVE=2,3; give each GPU",
+        ),
         (["--serve"], {"GPUS_SERVE": "4,5,6"}, "GPUS_SERVE=4,5,6: a server takes 2 GPUs, and these are 3"),
-        ([], {"SERVER_URLS": "http://10.0.0.1:30000"}, "SERVER_URLS=http://10.0.0.1:30000: training would use those"),
-        ([], {"COLOCATE": 1, "GPUS_TRAIN": "0,1,2,3"}, "GPUS_TRAIN=0,1,2,3 and GPUS_SERVE=0,1,2,3,4,5,6,7: every GPU"),
-        (["--serve"], {"COLOCATE": 1, "PYTORCH_ALLOC_CONF": "a:1,expandable_segments:True"},
-         "PYTORCH_ALLOC_CONF=a:1,expandable_segments:True with COLOCATE=1: SGLang's memory saver can't release"),
-        (["--dry-run"], {"COLOCATE": 1, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:true"},
-         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:true with COLOCATE=1"),
-        (["--train"], {"NODES": 2, "MASTER_ADDR": "10.0.0.2"}, "NODES=2 without NODE_RANK: the number of this machine"),
-        (["--train"], {"NODES": 2, "NODE_RANK": 1}, "NODES=2 without MASTER_ADDR: the address of the first machine"),
+        (
+            [],
+            {"SERVER_URLS": "http://10.0.0.1:30000"},
+            "SERVER_URLS=http://10.0.0.1:30000: training would use those",
+        ),
+        (
+            [],
+            {"COLOCATE": 1, "GPUS_TRAIN": "0,1,2,3"},
+            "GPUS_TRAIN=0,1,2,3 and GPUS_SERVE=0,1,2,3,4,5,6,7: every GPU",
+        ),
+        (
+            ["--serve"],
+            {"COLOCATE": 1, "PYTORCH_ALLOC_CONF": "a:1,expandable_segments:True"},
+            "PYTORCH_ALLOC_CONF=a:1,expandable_segments:True with COLOCATE=1: SGLang's memory saver can't "
+            "release",
+        ),
+        (
+            ["--dry-run"],
+            {"COLOCATE": 1, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:true"},
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:true with COLOCATE=1",
+        ),
+        (
+            ["--train"],
+            {"NODES": 2, "MASTER_ADDR": "10.0.0.2"},
+            "NODES=2 without NODE_RANK: the number of this machine",
+        ),
+        (
+            ["--train"],
+            {"NODES": 2, "NODE_RANK": 1},
+            "NODES=2 without MASTER_ADDR: the address of the first machine",
+        ),
     ],
-)  # fmt: skip
+)
 def test_run_when_its_machines_or_gpus_do_not_go_together_then_refused_before_anything_starts(
     sparse, words, variables, message
 ):
@@ -510,8 +625,9 @@ def test_run_when_its_machines_or_gpus_do_not_go_together_then_refused_before_an
 
 def test_urls_when_those_of_other_servers_are_set_then_this_machines(sparse):
     assert sparse.run("--urls", SERVER_URLS="http://10.0.0.1:30000").stdout.split() == [
-        "http://127.0.0.1:30000", "http://127.0.0.1:30001"
-    ]  # fmt: skip
+        "http://127.0.0.1:30000",
+        "http://127.0.0.1:30001",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -529,17 +645,21 @@ def test_run_when_an_input_is_missing_then_its_variable_is_named(sparse, variabl
 
 # On Debian a host finds itself, here the first, at 127.0.1.1.
 @pytest.mark.parametrize("own_address", ["10.0.0.1", "127.0.1.1"])
-def test_slurm_job_of_three_nodes_then_the_first_serves_and_the_others_train_against_it(sparse, own_address, tmp_path):
+def test_slurm_job_of_three_nodes_then_the_first_serves_and_the_others_train_against_it(
+    sparse, own_address, tmp_path
+):
     tools = tmp_path
     calls = tools / "calls"
     stubs = {
         "scontrol": "printf 'node1\\nnode2\\nnode3\\n'",
-        "getent": f'[ "$2" = node1 ] && echo "{own_address} STREAM $2" || echo "10.0.0.${{2#node}} STREAM $2"',
+        "getent": f'[ "$2" = node1 ] && echo "{own_address} STREAM $2" || echo "10.0.0.${{2#node}} STREAM '
+        '$2"',
         "hostname": "echo '127.0.0.1 10.0.0.1 172.17.0.1 '",
         # A step of training has a task for each of its nodes; this one runs the second's.
-        "srun": f'echo "$SERVER_HOST | ${{SERVER_URLS:-}} | ${{MASTER_ADDR:-}} | $* | $SRUN_CPUS_PER_TASK" >> {calls}; '
-                'case "$*" in *--train*) shift 3; RECORD="$RECORD" exec "$@" ;; esac; exec sleep 60',
-    }  # fmt: skip
+        "srun": f'echo "$SERVER_HOST | ${{SERVER_URLS:-}} | ${{MASTER_ADDR:-}} | $* | $SRUN_CPUS_PER_TASK" '
+        f">> {calls}; "
+        'case "$*" in *--train*) shift 3; RECORD="$RECORD" exec "$@" ;; esac; exec sleep 60',
+    }
     for name, text in stubs.items():
         (tools / name).write_text(f"#!/bin/bash\n{text}\n")
         (tools / name).chmod(0o755)
@@ -547,15 +667,24 @@ def test_slurm_job_of_three_nodes_then_the_first_serves_and_the_others_train_aga
     script, sparse.script = sparse.script, RECIPES / "slurm.sbatch"
     try:
         run = sparse.run(
-            script, "--train-iters", 3, PATH=f"{tools}:{os.environ['PATH']}", SLURM_JOB_NODELIST="node[1-3]",
-            SLURM_NODEID=1, SERVER_HOST="unset", START_TIMEOUT_S=0, SLURM_CPUS_PER_TASK=64,
+            script,
+            "--train-iters",
+            3,
+            PATH=f"{tools}:{os.environ['PATH']}",
+            SLURM_JOB_NODELIST="node[1-3]",
+            SLURM_NODEID=1,
+            SERVER_HOST="unset",
+            START_TIMEOUT_S=0,
+            SLURM_CPUS_PER_TASK=64,
         )
     finally:
         sparse.script = script
     serve, train = [line.split(" | ") for line in sorted(calls.read_text().splitlines())]
     assert serve[4] == train[4] == "64"
     assert serve[0] == "10.0.0.1" and f"--nodelist=node1 bash {script} --serve" in serve[3]
-    assert train[1] == "http://10.0.0.1:30000 http://10.0.0.1:30001 http://10.0.0.1:30002 http://10.0.0.1:30003"
+    assert (
+        train[1] == "http://10.0.0.1:30000 http://10.0.0.1:30001 http://10.0.0.1:30002 http://10.0.0.1:30003"
+    )
     assert train[2] == "10.0.0.2" and "--nodes=2 --ntasks=2 --nodelist=node2,node3" in train[3]
     # START_TIMEOUT_S is over at once, as nothing answers there.
     assert "http://10.0.0.1:30000 does not answer after 0 s" in run.stderr
@@ -563,9 +692,11 @@ def test_slurm_job_of_three_nodes_then_the_first_serves_and_the_others_train_aga
 
 def test_slurm_job_when_another_node_has_only_a_loopback_address_then_it_is_named(sparse, tmp_path):
     stubs = {
-        "scontrol": "printf 'node1\\nnode2\\nnode3\\n'", "hostname": "echo 10.0.0.1", "srun": "exec sleep 60",
+        "scontrol": "printf 'node1\\nnode2\\nnode3\\n'",
+        "hostname": "echo 10.0.0.1",
+        "srun": "exec sleep 60",
         "getent": 'echo "127.0.1.1 STREAM $2"',
-    }  # fmt: skip
+    }
     for name, text in stubs.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)

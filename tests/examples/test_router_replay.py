@@ -13,7 +13,14 @@ from tools.cpu import environment
 HERE = Path(__file__).resolve().parent
 STEPS, MICRO_BATCH, MICRO_BATCHES = 2, 16, 4
 LAYERS = 4
-RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+RECOMPUTE = [
+    "--recompute-granularity",
+    "full",
+    "--recompute-method",
+    "uniform",
+    "--recompute-num-layers",
+    "1",
+]
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +32,29 @@ def replayed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("replay")
     (folder / "routes").mkdir()
     run = run_preloaded(
-        [HERE / "recording_pretrain.py", "--out", folder / "run", "--server-dtype", "bfloat16", "--steps", STEPS,
-         "--router-replay", "R3", "--", *RECOMPUTE, "--rollout-pad-sequences", "--expert-statistics",
-         # Its passes would be recorded too, with routes that no server gave.
-         "--rollout-probe-push", "off",
-         "--rollout-save-trajectories", folder / "samples"],
-        env=environment("megatron") | {"RECORDED_ROUTES": str(folder / "routes")}, timeout=600,
-    )  # fmt: skip
+        [
+            HERE / "recording_pretrain.py",
+            "--out",
+            folder / "run",
+            "--server-dtype",
+            "bfloat16",
+            "--steps",
+            STEPS,
+            "--router-replay",
+            "R3",
+            "--",
+            *RECOMPUTE,
+            "--rollout-pad-sequences",
+            "--expert-statistics",
+            # Its passes would be recorded too, with routes that no server gave.
+            "--rollout-probe-push",
+            "off",
+            "--rollout-save-trajectories",
+            folder / "samples",
+        ],
+        env=environment("megatron") | {"RECORDED_ROUTES": str(folder / "routes")},
+        timeout=600,
+    )
     assert run.returncode == 0, run.stdout + run.stderr
     return folder
 
@@ -52,7 +75,9 @@ def passes(folder, **wanted):
 
 
 def assert_servers_routes(found, steps):
-    """Every token of every microbatch went to the experts that the server says; how many tokens were looked at."""
+    """Every token of every microbatch went to the experts that the server says; how many
+    tokens were looked at.
+    """
     assert found.keys() == {(tp, layer) for tp in range(2) for layer in range(LAYERS)}
     looked_at = 0
     for (tp, layer), lines in found.items():
@@ -91,7 +116,9 @@ def test_metrics_when_routes_are_replayed_then_disagreement_and_bytes_are_told(r
         assert step["router_replay/disagreement"] == pytest.approx(sum(by_layer) / LAYERS)
         assert 0 < step["router_replay/disagreement"] < 0.1
         # At most one expert of two differs where the choice is near a tie.
-        assert step["router_replay/overlap"] == pytest.approx(1 - step["router_replay/disagreement"] / 2, abs=1e-3)
+        assert step["router_replay/overlap"] == pytest.approx(
+            1 - step["router_replay/disagreement"] / 2, abs=1e-3
+        )
 
 
 def test_expert_statistics_when_asked_for_then_every_experts_tokens_in_a_file_and_as_heat_maps(replayed):
@@ -105,13 +132,15 @@ def test_expert_statistics_when_asked_for_then_every_experts_tokens_in_a_file_an
         for tokens, sizes in zip(line["tokens"], line["log_ratio_abs_mean"], strict=True):
             total = sum(n * size for n, size in zip(tokens, sizes, strict=True) if n)
             assert total / sum(tokens) == pytest.approx(step["rollout_corr/log_ratio_abs_mean"], rel=1e-4)
-        # The routes that were replayed, counted by hand in one layer: a response's tokens are predicted from the last
-        # of its prompt on.
+        # The routes that were replayed, counted by hand in one layer: a response's tokens are predicted from
+        # the last of its prompt on.
         counted = [0] * 8
         for sample in samples:
             routes = sample.trajectory.routed_experts[len(sample.trajectory.prompt_ids) - 1 :, 3]
             for expert in routes.flatten().tolist():
                 counted[expert] += 1
         assert line["tokens"][3] == counted
-    events = b"".join(path.read_bytes() for path in (replayed / "run/tensorboard").glob("events.out.tfevents.*"))
+    events = b"".join(
+        path.read_bytes() for path in (replayed / "run/tensorboard").glob("events.out.tfevents.*")
+    )
     assert b"experts/log_ratio_abs_mean" in events

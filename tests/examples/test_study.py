@@ -34,7 +34,9 @@ def study():
 
 
 def steps(*rewards):
-    return [{"step": step, "reward/mean": reward, "time/step_s": 1.0} for step, reward in enumerate(rewards, 1)]
+    return [
+        {"step": step, "reward/mean": reward, "time/step_s": 1.0} for step, reward in enumerate(rewards, 1)
+    ]
 
 
 def write_samples(folder, step, rollout, train):
@@ -51,9 +53,12 @@ def test_report_then_last_rewards_falls_collapses_updates_and_ages_by_hand(study
     for one in (good, bad):
         for step in one:
             step |= {
-                "rollout_corr/k3_kl": 0.01, "grad_norm": 1.0, "weight_lag_mean": 2.0, "loss/entropy": 2.0,
+                "rollout_corr/k3_kl": 0.01,
+                "grad_norm": 1.0,
+                "weight_lag_mean": 2.0,
+                "loss/entropy": 2.0,
                 "response_length/mean": 5.0,
-            }  # fmt: skip
+            }
     for step in good[-2:]:  # all groups alike: no gradient
         del step["grad_norm"]
     write_samples(tmp_path, 1, [[0.5, 0.25], [0.5]], [[0.5, 0.5], [0.125]])
@@ -64,7 +69,10 @@ def test_report_then_last_rewards_falls_collapses_updates_and_ages_by_hand(study
         "| none | nothing | 0.450 (0.100 to 0.800) | 0 %, 88 % | seed 0: none, seed 1: 36 | "
         "38 of 40, 60 of 60 | 2.0, 2.0 |"
     ) in text
-    assert "| 0.500 (0.200 to 0.800) | 0 %, 0 % | seed 0: none, seed 1: 21 | 38 of 40, 20 of 20 | 2.0, 2.0 |" in text
+    assert (
+        "| 0.500 (0.200 to 0.800) | 0 %, 0 % | seed 0: none, seed 1: 21 | 38 of 40, 20 of 20 | 2.0, 2.0 |"
+        in text
+    )
     assert "the mean of a run's last 10 steps" in text and "of the mean of 10 steps, in percent" in text
     assert "Settings: lr 0.01, response length 2." in text
     found = json.loads((tmp_path / "study.json").read_text())
@@ -143,7 +151,9 @@ def test_study_when_another_one_writes_there_then_refused_and_nothing_is_touched
         assert alone
         # As of another process, since it is another opening of the file.
         assert run.main(["--out", str(tmp_path), "--arms", "none", "--seeds", "2"]) == 2
-        assert (tmp_path / "runs/none/seed2/metrics.jsonl").exists() and not (tmp_path / "settings.json").exists()
+        assert (tmp_path / "runs/none/seed2/metrics.jsonl").exists() and not (
+            tmp_path / "settings.json"
+        ).exists()
     assert f"another study writes to {tmp_path}" in capsys.readouterr().out
     with run.EXAMPLE.alone_in(tmp_path) as alone:
         assert alone
@@ -168,27 +178,44 @@ def test_mean_by_place_and_probability_then_over_tokens_of_updates_by_hand(study
     assert means == [pytest.approx(math.log(4) / 2), *[None] * 3, pytest.approx(math.log(2)), *[None] * 3]
     # 3 tokens of 0.2 in one step and 1 of 0.6 in another: 0.3.
     of = [
-        {"rollout_corr/by_prob/above_1e-1/tokens": count, "rollout_corr/by_prob/above_1e-1/log_ratio_abs_mean": mean}
+        {
+            "rollout_corr/by_prob/above_1e-1/tokens": count,
+            "rollout_corr/by_prob/above_1e-1/log_ratio_abs_mean": mean,
+        }
         | moved
-        for count, mean, moved in ((3.0, 0.2, {"grad_norm": 1.0}), (1.0, 0.6, {"grad_norm": 2.0}), (9.0, 5.0, {}))
+        for count, mean, moved in (
+            (3.0, 0.2, {"grad_norm": 1.0}),
+            (1.0, 0.6, {"grad_norm": 2.0}),
+            (9.0, 5.0, {}),
+        )
     ]
     assert study("mismatch").mean_by(study("mismatch").BY_PROBABILITY, {0: (of, False)}) == [
-        *[None] * 4, pytest.approx(0.3)
-    ]  # fmt: skip
+        *[None] * 4,
+        pytest.approx(0.3),
+    ]
 
 
-def test_samples_of_several_turns_then_what_the_environment_said_is_left_out_and_turns_are_drawn(study, tmp_path):
+def test_samples_of_several_turns_then_what_the_environment_said_is_left_out_and_turns_are_drawn(
+    study, tmp_path
+):
     write_samples(tmp_path, 1, [[0.5, math.nan, 0.25]], [[0.5, 0.9, 0.125]])
     tokens = study("mismatch").read_tokens(tmp_path)
     assert tokens[1].tolist() == [0, 2] and np.exp(tokens[3]).tolist() == pytest.approx([0.5, 0.125])
     # First turns: 2 tokens of 0.1 and 2 of 0.3; no step with a gradient has a later one.
     of = [
-        {"step": step, "reward/mean": 0.5, "rollout_corr/by_turn/first/tokens": 2.0,
-         "rollout_corr/by_turn/first/log_ratio_abs_mean": mean} | moved
+        {
+            "step": step,
+            "reward/mean": 0.5,
+            "rollout_corr/by_turn/first/tokens": 2.0,
+            "rollout_corr/by_turn/first/log_ratio_abs_mean": mean,
+        }
+        | moved
         for step, mean, moved in ((1, 0.1, {"grad_norm": 1.0}), (2, 0.3, {"grad_norm": 1.0}), (3, 9.0, {}))
-    ]  # fmt: skip
+    ]
     picture = tmp_path / "turns.png"
-    found = study("mismatch").write_mismatch({"none": {0: (of, False)}}, lambda arm, seed: tmp_path, 3, picture)
+    found = study("mismatch").write_mismatch(
+        {"none": {0: (of, False)}}, lambda arm, seed: tmp_path, 3, picture
+    )
     assert found["none"]["by_turn"] == [pytest.approx(0.2), None] and picture.stat().st_size > 10_000
 
 
@@ -212,19 +239,36 @@ def test_picture_then_a_panel_for_each_number_that_the_page_promises(study, tmp_
 
 
 def test_arms_then_the_launcher_takes_their_flags_and_each_corrects_as_it_says(study):
-    required = ["--rollout-url", "http://a:1", "--rollout-prompts", "p", "--rollout-hf-checkpoint", "m",
-                "--rollout-reward-function", "math", "--rollout-max-lag", "1"]  # fmt: skip
+    required = [
+        "--rollout-url",
+        "http://a:1",
+        "--rollout-prompts",
+        "p",
+        "--rollout-hf-checkpoint",
+        "m",
+        "--rollout-reward-function",
+        "math",
+        "--rollout-max-lag",
+        "1",
+    ]
     found = {
-        name: parse([*required, *map(str, arm.flags)]) for name, arm in study("arms").ARMS.items() if not arm.is_twin
+        name: parse([*required, *map(str, arm.flags)])
+        for name, arm in study("arms").ARMS.items()
+        if not arm.is_twin
     }
-    weights = {name: (config.rollout_is, config.rollout_is_mode, config.rollout_is_lower, config.rollout_is_upper)
-               for name, (config, _, *_) in found.items()}  # fmt: skip
+    weights = {
+        name: (config.rollout_is, config.rollout_is_mode, config.rollout_is_lower, config.rollout_is_upper)
+        for name, (config, _, *_) in found.items()
+    }
     assert weights == {
-        "none": (None, "truncate", None, None), "r3": (None, "truncate", None, None),
-        "token_truncate": ("token", "truncate", None, 2.0), "token_mask": ("token", "mask", 0.5, 2.0),
-        "sequence_truncate": ("sequence", "truncate", None, 2.0), "sequence_mask": ("sequence", "mask", 0.5, 2.0),
+        "none": (None, "truncate", None, None),
+        "r3": (None, "truncate", None, None),
+        "token_truncate": ("token", "truncate", None, 2.0),
+        "token_mask": ("token", "mask", 0.5, 2.0),
+        "sequence_truncate": ("sequence", "truncate", None, 2.0),
+        "sequence_mask": ("sequence", "mask", 0.5, 2.0),
         "geo_rs_token_tis": ("token", "truncate", None, 2.0),
-    }  # fmt: skip
+    }
     assert [name for name, (_, run, *_) in found.items() if run.router_replay == "R3"] == ["r3"]
     [rule] = found["geo_rs_token_tis"][0].rollout_rs
     assert (rule.name, rule.lower, rule.upper) == ("seq_mean_ratio", 0.9, 1.1)
@@ -245,14 +289,15 @@ def test_run_that_fails_then_the_others_run_unless_the_server_has_ended(study, m
     monkeypatch.setattr(run, "finished", lambda *others: None)
     todo = [(study("arms").ARMS[name], 2) for name in ("none", "r3", "twin")]
     failed = run.run_against("bfloat16", todo, todo, SimpleNamespace(seeds=(2,)), Path("unused"), set())
-    assert seen == ran and failed == todo[1:3 if server_ends else 2]
+    assert seen == ran and failed == todo[1 : 3 if server_ends else 2]
 
 
 def make_study(out, *options):
     return run_preloaded(
         [FORKED, "--study", "--out", out, "--seeds", "0", "--steps", "2", "--response-length", "8", *options],
-        cwd=ROOT, timeout=280,
-    )  # fmt: skip
+        cwd=ROOT,
+        timeout=280,
+    )
 
 
 def test_study_when_two_steps_an_arm_then_reported_and_finished_runs_are_kept_when_it_goes_on(tmp_path):
@@ -267,7 +312,9 @@ def test_study_when_two_steps_an_arm_then_reported_and_finished_runs_are_kept_wh
     # The twin's float32 servers agree with the trainer; the other's weights are rounded to 4 bits.
     twin = [json.loads(line) for line in (out / "runs/twin/seed0/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [row["step"] for row in twin] == [1, 2]
-    assert all(row["rollout/probe_k3"] > 1e-6 for row in rows) and all(row["rollout/probe_k3"] < 1e-9 for row in twin)
+    assert all(row["rollout/probe_k3"] > 1e-6 for row in rows) and all(
+        row["rollout/probe_k3"] < 1e-9 for row in twin
+    )
     assert all(row["rollout_corr/kept_fraction"] == 1 for row in rows)
 
     before = (out / "runs/none/seed0/metrics.jsonl").stat().st_mtime_ns

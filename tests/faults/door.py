@@ -10,10 +10,16 @@ import aiohttp
 from aiohttp import web
 
 NONSENSE = (
-    b"<html>502 Bad Gateway</html>", b"", b"{", b"[]", b'{"text": 1}', b"null",
-    b'{"meta_info": {}, "output_ids": [-1]}', b"[" * 20000,
+    b"<html>502 Bad Gateway</html>",
+    b"",
+    b"{",
+    b"[]",
+    b'{"text": 1}',
+    b"null",
+    b'{"meta_info": {}, "output_ids": [-1]}',
+    b"[" * 20000,
     b'{"output_ids": [1, 2], "meta_info": {"finish_reason": null}}',
-)  # fmt: skip
+)
 """Bodies with status 200 in place of samples."""
 SAMPLES = ("/generate", "/inference/v1/generate")
 
@@ -22,8 +28,9 @@ class Door:
     """Listens at `url` until closed, on a thread of its own.
 
     target: the server's address; it may change. delay_s: added to each answer. nonsense: samples are none.
-    spoiled: {path: whether the server gets the request}, of requests whose next answer alone is a proxy's page.
-    failing: {path: (HTTP status, or None for a cut connection; whether the server gets the request)}, the same.
+    spoiled: {path: whether the server gets the request}, of requests whose next answer alone is a proxy's
+    page. failing: {path: (HTTP status, or None for a cut connection; whether the server gets the
+    request)}, the same.
     """
 
     def __init__(self, target: str):
@@ -49,9 +56,10 @@ class Door:
         application = web.Application(client_max_size=1 << 30)
         application.router.add_route("*", "/{path:.*}", self._answer)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
-        )  # fmt: skip
+        )
         self._runner = web.AppRunner(application, access_log=None, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -72,7 +80,11 @@ class Door:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in ("host",)}
         try:
             async with self._session.request(
-                request.method, self.target + request.path_qs, data=body, headers=headers, allow_redirects=False
+                request.method,
+                self.target + request.path_qs,
+                data=body,
+                headers=headers,
+                allow_redirects=False,
             ) as answer:
                 answered = web.Response(status=answer.status, body=await answer.read())
                 answered.content_type = answer.content_type

@@ -3,7 +3,8 @@
     @drill("trainer killed in a push, started with --load", promised="goes on without a hand at the servers")
     def test_...(seen): ...; seen("step 4 after 3.1 s")
 
-A drill may be anywhere under tests/. `make test` runs those that are not `long`; `make test-faults` runs all of them.
+A drill may be anywhere under tests/. `make test` runs those that are not `long`; `make test-faults`
+runs all of them.
 """
 
 import os

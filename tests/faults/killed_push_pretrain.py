@@ -1,8 +1,9 @@
-"""pretrain_any.py, whose ranks are all killed at one request of a push, before it is sent or once it is answered.
+"""pretrain_any.py, whose ranks are all killed at one request of a push, before it is sent or
+once it is answered.
 
-KILL_AT is PUSH:REQUEST:SIDE:N. PUSH: 1 for the first push of the run. REQUEST: a method of ServerControl. SIDE: before
-or after. N: the N-th such request of the push. With SERVER the process group of that number is killed instead; the
-time of it is written to the file KILLED.
+KILL_AT is PUSH:REQUEST:SIDE:N. PUSH: 1 for the first push of the run. REQUEST: a method of ServerControl.
+SIDE: before or after. N: the N-th such request of the push. With SERVER the process group of that number
+is killed instead; the time of it is written to the file KILLED.
 """
 
 import functools

@@ -1,4 +1,6 @@
-"""What a /generate answer says, read slowly and by the letter: nothing is shared with the parsers that it judges."""
+"""What a /generate answer says, read slowly and by the letter: nothing is shared with the
+parsers that it judges.
+"""
 
 import base64
 import json
@@ -66,7 +68,10 @@ def sglang(body, asked: Asked) -> Reading:
     if asked.truncated:
         sets, values = meta.get("output_token_sampling_mask"), meta.get("output_token_sampling_logprobs")
         if not ids:
-            sets, values = meta.get("output_token_sampling_mask", []), meta.get("output_token_sampling_logprobs", [])
+            sets, values = (
+                meta.get("output_token_sampling_mask", []),
+                meta.get("output_token_sampling_logprobs", []),
+            )
         kept = _kept(sets, ids, asked)
         _need(type(values) is list and len(values) == len(ids))
         logprobs = [_logprob(value) for value in values]
@@ -162,7 +167,9 @@ def _kept(sets, ids, asked):
 
 
 def _version(value):
-    """A name of weights, which messages and files can have: half a surrogate pair, or a control, becomes ?."""
+    """A name of weights, which messages and files can have: half a surrogate pair, or a
+    control, becomes ?.
+    """
     bad = ("Cs", "Cc")
     return "".join("?" if category(one) in bad and one not in "\t\n" else one for one in _is(value, str))
 

@@ -1,9 +1,11 @@
-"""pretrain_any.py, of which SIGKILL ends all processes in the middle of a step: ranks, what they started, and torchrun.
+"""pretrain_any.py, of which SIGKILL ends all processes in the middle of a step: ranks, what they
+started, and torchrun.
 
-KILL_AT is MOMENT:N, N a step from 1, or "none:0". "collect": rank 0 has some of its groups, and asks for the rest.
-"train": the batch is collected and saved, and its gradients are computed; the weights have not moved. The seed of each
-request goes to the file SEEDS, a line for each: number of the group, of the sample, tokens sampled before it, seed.
-Each request waits PAUSE_S seconds first: sampling is slower than training then.
+KILL_AT is MOMENT:N, N a step from 1, or "none:0". "collect": rank 0 has some of its groups, and asks
+for the rest. "train": the batch is collected and saved, and its gradients are computed; the weights
+have not moved. The seed of each request goes to the file SEEDS, a line for each: number of the group,
+of the sample, tokens sampled before it, seed. Each request waits PAUSE_S seconds first: sampling is
+slower than training then.
 """
 
 import contextlib
@@ -21,7 +23,11 @@ from megatron_rl_corr.rollout import seeds
 from megatron_rl_corr.rollout.queue import GroupStream
 
 MOMENT, _, STEP = os.environ["KILL_AT"].partition(":")
-ended, sampling_seed, asked_before_update = GroupStream._ended, seeds.sampling_seed, compat.asked_before_update
+ended, sampling_seed, asked_before_update = (
+    GroupStream._ended,
+    seeds.sampling_seed,
+    compat.asked_before_update,
+)
 
 
 def reach(moment):

@@ -1,6 +1,8 @@
-"""pretrain_any.py, entered again in the same process after a step that failed, as by Megatron's in-process restart.
+"""pretrain_any.py, entered again in the same process after a step that failed, as by Megatron's
+in-process restart.
 
-What nvidia-resiliency-ext does around it (watching ranks, aborting collectives) is not done here: it needs a GPU.
+What nvidia-resiliency-ext does around it (watching ranks, aborting collectives) is not done
+here: it needs a GPU.
 """
 
 import runpy

@@ -1,4 +1,6 @@
-"""A proxy before a real server that spoils answers to /generate: their JSON, their bytes, and the HTTP around them."""
+"""A proxy before a real server that spoils answers to /generate: their JSON, their bytes, and the
+HTTP around them.
+"""
 
 import asyncio
 import json
@@ -11,8 +13,20 @@ import aiohttp
 from tests.faults.mutations import BYTES, JUNK, mutated_bytes, mutated_tree, places, written
 
 WRAPPINGS = (
-    "well", "well", "well", "well", "well", "longer", "cut", "chunks", "gzip", "endless", "nothing", "no_http", "fails",
-)  # fmt: skip
+    "well",
+    "well",
+    "well",
+    "well",
+    "well",
+    "longer",
+    "cut",
+    "chunks",
+    "gzip",
+    "endless",
+    "nothing",
+    "no_http",
+    "fails",
+)
 """What HTTP makes of a body; "well" is as it should be."""
 
 
@@ -58,7 +72,9 @@ class Proxy:
             return mutated_bytes(body, draw.randrange(1 << 16), draw.randrange(1 << 16), draw.choice(BYTES))
         tree = json.loads(body)
         paths = list(places(tree))
-        return written(mutated_tree(tree, paths, draw.randrange(1 << 16), draw.randrange(1 << 16), draw.choice(JUNK)))
+        return written(
+            mutated_tree(tree, paths, draw.randrange(1 << 16), draw.randrange(1 << 16), draw.choice(JUNK))
+        )
 
     async def _answer(self, writer, status, wrapping, body):
         length, more, found = len(body), "", body

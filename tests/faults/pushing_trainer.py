@@ -19,29 +19,48 @@ SILENCE_S = 6.0
 
 
 class Trainer:
-    """One rank that pushes its weights to servers by broadcast and samples from them; it has a process group."""
+    """One rank that pushes its weights to servers by broadcast and samples from them; it has
+    a process group.
+    """
 
     def __init__(self, urls, model_dir):
         self.first_weights = self.weights = load_file(model_dir / "model.safetensors")
         vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
         self.loop = LoopThread()
         self.client = RolloutClient(
-            urls, vocab_size=vocab_size, engine="auto", timeout_s=120, read_timeout_s=SILENCE_S, outage_timeout_s=60
+            urls,
+            vocab_size=vocab_size,
+            engine="auto",
+            timeout_s=120,
+            read_timeout_s=SILENCE_S,
+            outage_timeout_s=60,
         )
         self.loop.call(self.client.find_servers(60))
         transport = make_transport(
-            "distributed", self.client, self.loop, backend="gloo", checkpoint=model_dir, folder=None, stage=0,
+            "distributed",
+            self.client,
+            self.loop,
+            backend="gloo",
+            checkpoint=model_dir,
+            folder=None,
+            stage=0,
             sends=True,
-        )  # fmt: skip
+        )
         self.servers = WeightServers(
-            self.client, self.loop, transport,
+            self.client,
+            self.loop,
+            transport,
             verifiers=make_verifiers("checksum", model_dir, self.client.fleet.engines),
             coverage=make_coverage(model_dir),
-        )  # fmt: skip
+        )
         self.exporter = SimpleNamespace(
-            leads=True, sends=True, stage=0, num_stages=1, units=lambda _: ([one] for one in self.weights.items()),
+            leads=True,
+            sends=True,
+            stage=0,
+            num_stages=1,
+            units=lambda _: ([one] for one in self.weights.items()),
             planned=lambda: {name: list(tensor.shape) for name, tensor in self.weights.items()},
-        )  # fmt: skip
+        )
         self.pushes = 0
 
     def push(self):
@@ -64,7 +83,8 @@ class Trainer:
         return {(one.server, one.oldest_version) for one in samples}
 
     def check(self, *urls):
-        """Samples come from these servers alone, with the weights of the last push; one that is back may take a moment.
+        """Samples come from these servers alone, with the weights of the last push; one that is back
+        may take a moment.
         """
         end, right = time.monotonic() + 60, {(url, f"v-{self.pushes}") for url in urls}
         while (sampled := self.sampled()) != right and time.monotonic() < end:

@@ -12,8 +12,14 @@ run = CorrectedStep.run
 
 
 def killed(self, uncorrected, iteration, *arguments):
-    """As the original, until the step begins in which this rank is killed: the others wait for it in a collective."""
-    if (os.environ["RANK"], str(iteration + 1), os.environ["TORCHELASTIC_RESTART_COUNT"]) == (RANK, STEP, "0"):
+    """As the original, until the step begins in which this rank is killed: the others wait for it
+    in a collective.
+    """
+    if (os.environ["RANK"], str(iteration + 1), os.environ["TORCHELASTIC_RESTART_COUNT"]) == (
+        RANK,
+        STEP,
+        "0",
+    ):
         os.kill(os.getpid(), signal.SIGKILL)
     return run(self, uncorrected, iteration, *arguments)
 

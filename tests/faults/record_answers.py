@@ -54,11 +54,15 @@ def write(name, answers):
 def test_sglang(keeping_server, record):
     engine, url = load_engine("sglang"), keeping_server.url
     control = {
-        "server_info": engine.server_info(), "model_info": engine.model_info(), "list_models": engine.list_models(),
-        "weights_checker": engine.weights_checker(), "loads": load_loads(), "tokenize": engine.tokenize("a b"),
+        "server_info": engine.server_info(),
+        "model_info": engine.model_info(),
+        "list_models": engine.list_models(),
+        "weights_checker": engine.weights_checker(),
+        "loads": load_loads(),
+        "tokenize": engine.tokenize("a b"),
         "score": engine.score(PROMPT, [7, 9], likeliest=2),
         "detailed_sample": engine.detailed_sample(PROMPT, SAMPLES["mask"], likeliest=2, sampling_mask=True),
-    }  # fmt: skip
+    }
     try:
         found = record(url, control)
     except AssertionError:  # the server has no tokenizer
@@ -80,11 +84,15 @@ def test_vllm(vllm_server_fp32, vllm_v2_server_fp32, record):
 
     engine = load_engine("vllm")
     control = {
-        "server_info": engine.server_info(), "model_info": engine.model_info(), "list_models": engine.list_models(),
-        "weights_checker": engine.weights_checker(), "is_paused": is_paused(), "metrics": metrics(),
+        "server_info": engine.server_info(),
+        "model_info": engine.model_info(),
+        "list_models": engine.list_models(),
+        "weights_checker": engine.weights_checker(),
+        "is_paused": is_paused(),
+        "metrics": metrics(),
         "score": engine.score(PROMPT, [7, 9], likeliest=2),
         "detailed_sample": engine.detailed_sample(PROMPT, SAMPLES["plain"], likeliest=2),
-    }  # fmt: skip
+    }
     begun = {"begin": engine.begin_weight_update()}
     record(vllm_server_fp32.url, begun)
     found = record(vllm_server_fp32.url, control) | record(vllm_server_fp32.url, samples(engine, ["plain"]))

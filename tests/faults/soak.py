@@ -1,9 +1,11 @@
-"""The soak: the quickstart for a thousand steps, with a random fault every 20, against the same run without faults.
+"""The soak: the quickstart for a thousand steps, with a random fault every 20, against the same
+run without faults.
 
 soak.py OUT [--steps 1000] [--every 20] [--seed 0] [--without-compared]
 
-Two servers, each behind a door of tests/faults/door.py, and four ranks under `torchrun --max-restarts`. It writes
-soak.md, the table, and soak.png, the rewards, into OUT, with all that the runs leave: some 3 GB for a thousand steps.
+Two servers, each behind a door of tests/faults/door.py, and four ranks under `torchrun --max-restarts`. It
+writes soak.md, the table, and soak.png, the rewards, into OUT, with all that the runs leave: some 3 GB for
+a thousand steps.
 """
 
 from __future__ import annotations
@@ -50,9 +52,12 @@ class SoakServer:
         """Start it with the weights that the run began with: what a supervisor of servers does."""
         self.starts += 1
         self.server = local_server(
-            self._model, dtype="bfloat16", log_path=self._folder / f"server{self.number}.{self.starts}.log",
-            seed=self._seed + self.number, slots=64,
-        )  # fmt: skip
+            self._model,
+            dtype="bfloat16",
+            log_path=self._folder / f"server{self.number}.{self.starts}.log",
+            seed=self._seed + self.number,
+            slots=64,
+        )
         self.server.start()
 
     def start_again(self) -> None:
@@ -85,9 +90,13 @@ class Training:
         self.starts += 1
         self._log = (self.folder / f"train.{self.starts}.log").open("w")
         self.process = subprocess.Popen(
-            self._command, env=environment("megatron"), cwd=ROOT, stdout=self._log, stderr=subprocess.STDOUT,
+            self._command,
+            env=environment("megatron"),
+            cwd=ROOT,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
     def steps(self) -> list[dict]:
         """What is written of each step so far."""
@@ -128,10 +137,23 @@ def training_command(out: Path, folder: Path, model: Path, servers: list[SoakSer
         steps=options.steps, seed=options.seed, engine="sglang", router_replay="off", launcher_flags=[]
     )
     more = [
-        "--rollout-url", *(server.door.url for server in servers), "--rollout-save-trajectories", folder / "samples",
-        "--rollout-events", folder / "events.jsonl", "--rollout-read-timeout-s", 10, "--rollout-outage-timeout-s", 180,
-        "--save", folder / "checkpoints", "--load", folder / "checkpoints", "--save-interval", SAVE_EVERY,
-    ]  # fmt: skip
+        "--rollout-url",
+        *(server.door.url for server in servers),
+        "--rollout-save-trajectories",
+        folder / "samples",
+        "--rollout-events",
+        folder / "events.jsonl",
+        "--rollout-read-timeout-s",
+        10,
+        "--rollout-outage-timeout-s",
+        180,
+        "--save",
+        folder / "checkpoints",
+        "--load",
+        folder / "checkpoints",
+        "--save-interval",
+        SAVE_EVERY,
+    ]
     command = quickstart.training_command(out, folder, model, servers[0].door.url, options, *more)
     place = command.index("--master-addr")
     command[place : place + 4] = ["--standalone", "--max-restarts", "1000"]
@@ -197,7 +219,9 @@ def soak(out: Path, name: str, model: Path, options, *, with_faults: bool) -> tu
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=20, help="steps from one fault to the next")

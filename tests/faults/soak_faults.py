@@ -30,10 +30,12 @@ class Fault:
 
 
 class Faults:
-    """Does a fault whenever `every` more steps are done; the one before must be over, and its server well again.
+    """Does a fault whenever `every` more steps are done; the one before must be over, and its
+    server well again.
 
-    Kinds: "killed" (a server, started again after a while: stale), "restarted" (killed and started again at once),
-    "stopped" (SIGSTOP, then SIGCONT), "slow" (its door), "nonsense" (its door), "rank killed" (SIGKILL).
+    Kinds: "killed" (a server, started again after a while: stale), "restarted" (killed and started
+    again at once), "stopped" (SIGSTOP, then SIGCONT), "slow" (its door), "nonsense" (its door), "rank
+    killed" (SIGKILL).
     """
 
     KINDS = ("killed", "restarted", "stopped", "slow", "nonsense", "rank killed")
@@ -51,7 +53,8 @@ class Faults:
         self.done: list[Fault] = []
 
     def at_step(self, step: int) -> None:
-        """Undo the last fault when its time is over, and begin one if one is due: call it often, on the main thread.
+        """Undo the last fault when its time is over, and begin one if one is due: call it often, on
+        the main thread.
 
         A server ends with the thread that has started it.
         """

@@ -1,7 +1,8 @@
 """Starts of the launcher, each with its own command line, in forks of one process that has imported Megatron.
 
-As a program it takes a JSON file, name -> {"words": the command line behind the launcher, "ranks": how many, "limit":
-the largest file in bytes or null}, and prints name -> what each rank ended with and wrote. Two starts run at a time.
+As a program it takes a JSON file, name -> {"words": the command line behind the launcher, "ranks": how
+many, "limit": the largest file in bytes or null}, and prints name -> what each rank ended with and wrote.
+Two starts run at a time.
 """
 
 import json

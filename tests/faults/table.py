@@ -1,6 +1,8 @@
-"""A pytest plugin: the table of the drills that ran, as Markdown into --faults-table FILE and onto the terminal.
+"""A pytest plugin: the table of the drills that ran, as Markdown into --faults-table FILE and
+onto the terminal.
 
-A drill is a test with the mark of tests/faults/drills.py. A parametrised one is one row: its cases are counted.
+A drill is a test with the mark of tests/faults/drills.py. A parametrised one is one row: its
+cases are counted.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Row:
             verdict = "FAIL: it was interrupted"
         cases = f" ({passed} of {all_cases})" if all_cases > 1 else ""
         words = list(dict.fromkeys(self.seen))
-        shown = "; ".join(words[:MOST_SEEN]) + (f"; and {len(words) - MOST_SEEN} more" if words[MOST_SEEN:] else "")
+        shown = "; ".join(words[:MOST_SEEN]) + (
+            f"; and {len(words) - MOST_SEEN} more" if words[MOST_SEEN:] else ""
+        )
         seen = shown or ("as promised" if verdict == "PASS" else "")
         return (self.what, self.promised, seen, verdict + cases, f"{self.seconds:.0f}")
 
@@ -42,10 +46,15 @@ class Row:
 def markdown(rows: Sequence[Row], seconds: float) -> str:
     """The table, under a line that says when and where it was made."""
     cells = [HEADER, ("---",) * len(HEADER), *(row.cells() for row in rows)]
-    lines = ["| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in line) + " |" for line in cells]
+    lines = [
+        "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in line) + " |"
+        for line in cells
+    ]
     passed = sum(row.cells()[3].startswith("PASS") for row in rows)
-    head = (f"{passed} of {len(rows)} drills passed in {seconds:.0f} s, {time.strftime('%Y-%m-%d')}, "
-            f"{platform.machine()}, Python {platform.python_version()}")  # fmt: skip
+    head = (
+        f"{passed} of {len(rows)} drills passed in {seconds:.0f} s, {time.strftime('%Y-%m-%d')}, "
+        f"{platform.machine()}, Python {platform.python_version()}"
+    )
     return "\n".join([head, "", *lines]) + "\n"
 
 
@@ -54,7 +63,9 @@ def pytest_addoption(parser):
 
 
 class Table:
-    """Gathers the rows while tests run, also those that pytest-xdist's workers run: reports carry what is needed."""
+    """Gathers the rows while tests run, also those that pytest-xdist's workers run: reports
+    carry what is needed.
+    """
 
     def __init__(self, path: str | None):
         self._path, self._begun = path, time.monotonic()
@@ -66,11 +77,13 @@ class Table:
             return
         row = self.rows.setdefault(known["drill"], Row(known["drill"], known["promised"]))
         row.seconds += report.duration
-        if report.when == "call" or report.outcome != "passed":  # a set-up that fails or skips, a call, a late failure
+        # a set-up that fails or skips, a call, a late failure
+        if report.when == "call" or report.outcome != "passed":
             row.verdicts.append(report.outcome)
             row.seen += [text for name, text in report.user_properties if name == "seen"]
             if report.failed:
-                row.seen.append(str(report.longreprtext).strip().splitlines()[-1][:200])  # where; the log says why
+                # where; the log says why
+                row.seen.append(str(report.longreprtext).strip().splitlines()[-1][:200])
 
     def pytest_terminal_summary(self, terminalreporter):
         if not self.rows:

@@ -1,4 +1,6 @@
-"""Answers of real servers, mutated: used only if an oracle says so too, refused by server, endpoint and field else."""
+"""Answers of real servers, mutated: used only if an oracle says so too, refused by server,
+endpoint and field else.
+"""
 
 import functools
 import json
@@ -26,10 +28,27 @@ from tests.faults.mutations import mutated
 URL = "http://rollout-3:30000"
 PROMPT, TOKENS, VOCAB_SIZE = [3, 1, 4, 1, 5], 6, 83
 FIELDS = (
-    "output_ids", "token_ids", "token id", "meta_info", "finish_reason", "prompt_tokens", "completion_tokens",
-    "logprobs", "weight_version", "cached_tokens", "sampling_mask", "sampling_logprobs", "routed_experts", "choices",
-    "usage", "num_retractions", "not JSON", "JSON object", "log-prob", "rule ",
-)  # fmt: skip
+    "output_ids",
+    "token_ids",
+    "token id",
+    "meta_info",
+    "finish_reason",
+    "prompt_tokens",
+    "completion_tokens",
+    "logprobs",
+    "weight_version",
+    "cached_tokens",
+    "sampling_mask",
+    "sampling_logprobs",
+    "routed_experts",
+    "choices",
+    "usage",
+    "num_retractions",
+    "not JSON",
+    "JSON object",
+    "log-prob",
+    "rule ",
+)
 FOLDER = Path(__file__).parent / "answers"
 
 
@@ -55,9 +74,16 @@ def verdict(engine, name, body):
         right = error
     try:
         sample = load_engine(engine).parse(
-            body, prompt_ids=torch.tensor(PROMPT), prompt_index=0, sample_index=0, server=URL, vocab_size=VOCAB_SIZE,
-            max_new_tokens=TOKENS, truncated=truncated, experts=shape,
-        )  # fmt: skip
+            body,
+            prompt_ids=torch.tensor(PROMPT),
+            prompt_index=0,
+            sample_index=0,
+            server=URL,
+            vocab_size=VOCAB_SIZE,
+            max_new_tokens=TOKENS,
+            truncated=truncated,
+            experts=shape,
+        )
     except RolloutError as error:
         kind = oracle.Failed if isinstance(error, RolloutServerError) else oracle.Refused
         assert isinstance(right, kind), (body, error, right)
@@ -81,7 +107,9 @@ CASES = [("sglang", "plain"), ("sglang", "mask"), ("sglang", "routes"), ("vllm",
 
 
 def checked(engine, name, count, folder):
-    """The verdicts of so many mutated answers. The times of those that are used go into a trace, in this folder."""
+    """The verdicts of so many mutated answers. The times of those that are used go into a
+    trace, in this folder.
+    """
     body = recorded(engine)[name]["body"].encode()
     assert verdict(engine, name, body) == "used"
     answer = orjson.loads(body)
@@ -91,8 +119,13 @@ def checked(engine, name, count, folder):
     assert verdict(engine, name, compact) == "used"
     seen, requests = Counter(), []
 
-    @settings(max_examples=count, derandomize=True, deadline=None, database=None,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=count,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(mutated(compact))
     def judged(changed):
         found = verdict(engine, name, changed)
@@ -108,7 +141,9 @@ def checked(engine, name, count, folder):
     return seen
 
 
-PROMISED = "used if every field is within what was asked and JSON allows, else refused by server, endpoint and field"
+PROMISED = (
+    "used if every field is within what was asked and JSON allows, else refused by server, endpoint and field"
+)
 
 
 @pytest.mark.parametrize("engine, name", CASES)
@@ -134,8 +169,14 @@ def control_readers(engine):
 
     def of_server_info(answer):
         made.ranks(URL, answer)
-        for read in (made.is_quantized, made.dtype, made.has_tokenizer, made.has_float32_head, made.cache_block,
-                     made.version_support):  # fmt: skip
+        for read in (
+            made.is_quantized,
+            made.dtype,
+            made.has_tokenizer,
+            made.has_float32_head,
+            made.cache_block,
+            made.version_support,
+        ):
             read(answer)
         made.sampling_problem(answer, sampling)
         made.pause_problem(answer, "in_place", keyed_cache=False, samples_ahead=True)
@@ -152,30 +193,37 @@ def control_readers(engine):
         "model_info": lambda answer: (made.weight_version(answer), made.served_model(answer, info)),
         "weights_checker": of_checksums,
         "list_models": lambda answer: made.context_length(URL, answer),
-        "score": lambda answer: made.parse_scores(answer, server=URL, output_ids=[7, 9], vocab_size=VOCAB_SIZE),
+        "score": lambda answer: made.parse_scores(
+            answer, server=URL, output_ids=[7, 9], vocab_size=VOCAB_SIZE
+        ),
         "detailed_sample": lambda answer: made.parse_detailed_sample(
             answer, server=URL, prompt_ids=PROMPT, tokens=TOKENS
         ),
-    }  # fmt: skip
+    }
 
 
 def read_part(answer, fields):
     """The fields of an answer that a table has."""
     return {
         name: value if not isinstance(fields[name], dict) else read_part(value, fields[name])
-        for name, value in answer.items() if name in fields
-    }  # fmt: skip
+        for name, value in answer.items()
+        if name in fields
+    }
 
 
 FIELDS_READ = {"sglang": sglang_fields.FIELDS, "vllm": vllm_fields.FIELDS}
 CONTROL = [
-    (engine, name) for engine in ("sglang", "vllm")
+    (engine, name)
+    for engine in ("sglang", "vllm")
     for name in ("server_info", "model_info", "weights_checker", "list_models", "score", "detailed_sample")
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("engine, name", CONTROL)
-@drill("mutated answers of control endpoints, and of those that the doctor asks", promised="no error without a server")
+@drill(
+    "mutated answers of control endpoints, and of those that the doctor asks",
+    promised="no error without a server",
+)
 def test_control_answer_when_mutated_then_read_or_refused_by_server_and_endpoint(engine, name, seen):
     made, found = load_engine(engine), recorded(engine)[name]
     endpoint, answer = found["endpoint"], orjson.loads(found["body"])
@@ -195,8 +243,13 @@ def test_control_answer_when_mutated_then_read_or_refused_by_server_and_endpoint
     judge(body)
     assert counts["read"] == 1, name
 
-    @settings(max_examples=100, derandomize=True, deadline=None, database=None,
-              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @settings(
+        max_examples=100,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(mutated(body))
     def judged(changed):
         judge(changed)

@@ -1,4 +1,6 @@
-"""A real server behind a proxy that spoils its answers, beside a well one: every sample comes back whole, once."""
+"""A real server behind a proxy that spoils its answers, beside a well one: every sample comes
+back whole, once.
+"""
 
 import asyncio
 import contextlib
@@ -41,8 +43,8 @@ async def sampled(url, seed, rounds, samples):
 def judged(proxy, found, retries):
     """The share of each wrapping, after every sample was held against what was sent for it.
 
-    A sample whose last part is the proxy's ends as one answer to its tokens before that part, which no other sample has
-    used: the request's ids and the answer's, one behind the other, are the whole sample.
+    A sample whose last part is the proxy's ends as one answer to its tokens before that part, which no
+    other sample has used: the request's ids and the answer's, one behind the other, are the whole sample.
     """
     wholes, counts = Counter(), Counter()
     for request, wrapping, body in proxy.sent:
@@ -57,11 +59,14 @@ def judged(proxy, found, retries):
     for sample in found:
         assert sample.output_ids.numel() == TOKENS and sample.finish_reason in ("length", "stop")
     used = Counter(
-        (*sample.prompt_ids.tolist(), *sample.output_ids.tolist()) for sample in found if sample.server == proxy.url
+        (*sample.prompt_ids.tolist(), *sample.output_ids.tolist())
+        for sample in found
+        if sample.server == proxy.url
     )
     assert used and used <= wholes, used - wholes
     wrong = sum(count for kind, count in counts.items() if kind.endswith("wrong"))
-    # A request that says that it failed may end its sample, which ends the test; each other wrong answer is a retry.
+    # A request that says that it failed may end its sample, which ends the test; each other wrong
+    # answer is a retry.
     assert wrong > 0 and retries >= 0.9 * wrong
     return dict(sorted(counts.items()))
 
@@ -72,19 +77,26 @@ PROMISED = "a retry at another server each, not the run; every sample whole, onc
 @drill("a server whose answers are spoiled, JSON and HTTP, beside a well one", promised=PROMISED)
 def test_samples_when_a_server_answers_nonsense_then_each_is_whole_and_once(sglang_server_fp32, seen):
     proxy, found, retries = asyncio.run(asyncio.wait_for(sampled(sglang_server_fp32.url, 0, 6, 8), 120))
-    assert [(s.prompt_index, s.sample_index) for s in found] == [(p, n) for p in range(3) for n in range(8)] * 6
+    assert [(s.prompt_index, s.sample_index) for s in found] == [
+        (p, n) for p in range(3) for n in range(8)
+    ] * 6
     seen(f"{len(found)} samples, {retries} retries; {judged(proxy, found, retries)}")
 
 
 @long
 @drill("the same, of thousands of answers", promised=PROMISED)
-def test_samples_when_a_server_answers_nonsense_for_long_then_each_is_whole_and_once(sglang_server_fp32, seen):
+def test_samples_when_a_server_answers_nonsense_for_long_then_each_is_whole_and_once(
+    sglang_server_fp32, seen
+):
     proxy, found, retries = asyncio.run(asyncio.wait_for(sampled(sglang_server_fp32.url, 1, 60, 20), 500))
     assert len(found) == 3600
     seen(f"{len(found)} samples, {retries} retries; {judged(proxy, found, retries)}")
 
 
-@drill("the only server always answers nonsense", promised="`max_retries` requests, then the sample fails by name")
+@drill(
+    "the only server always answers nonsense",
+    promised="`max_retries` requests, then the sample fails by name",
+)
 def test_sample_when_the_only_server_answers_nonsense_then_it_fails_after_max_retries(faulty, seen):
     asked = 0
 

@@ -1,4 +1,6 @@
-"""Whole runs on two servers that share the trainer's GPUs in turn, one of which ends: the other does all the rest."""
+"""Whole runs on two servers that share the trainer's GPUs in turn, one of which ends: the other
+does all the rest.
+"""
 
 import asyncio
 import json
@@ -14,9 +16,18 @@ from tools.cpu import environment, sglang_arguments
 
 SCRIPT = Path(__file__).with_name("server_killed_pretrain.py")
 RUN = [
-    "--global-batch-size", 16, "--train-iters", 3, "--save-interval", 10, "--moe-grouped-gemm", "--moe-permute-fusion",
-    "--rollout-weight-transport", "tensor", "--rollout-colocate",
-]  # fmt: skip
+    "--global-batch-size",
+    16,
+    "--train-iters",
+    3,
+    "--save-interval",
+    10,
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+    "--rollout-weight-transport",
+    "tensor",
+    "--rollout-colocate",
+]
 MOMENTS = {
     "pause": "2:/pause_generation",
     "release": "2:/release_memory_occupation weights,kv_cache,cuda_graph",
@@ -27,7 +38,9 @@ MOMENTS = {
     "cache": "2:/resume_memory_occupation kv_cache,cuda_graph",
     "continue": "2:/continue_generation",
 }
-"""In the first batch, behind those of the start. Deaths while sampling: tests/rollout/test_failover_real_servers.py."""
+"""In the first batch, behind those of the start. Deaths while sampling:
+tests/rollout/test_failover_real_servers.py.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +52,12 @@ def serving(tiny_moe_dir, tmp_path_factory):
     def serve():
         log = tmp_path_factory.mktemp("colocated") / "server.log"
         server = PreloadedServer(
-            tiny_moe_dir, dtype="float32", log_path=log, environment=environment("sglang"),
+            tiny_moe_dir,
+            dtype="float32",
+            log_path=log,
+            environment=environment("sglang"),
             extra_arguments=[*sglang_arguments(), "--enable-memory-saver"],
-        )  # fmt: skip
+        )
         started.append(server)
         server.start().wait_ready()
         return server
@@ -61,21 +77,36 @@ async def version_of(url):
         return (await client.reported_versions())[0]
 
 
-@drill("a server dies while it and the trainer share GPUs in turn", promised="left out, the run ends with the other")
-@pytest.mark.parametrize("moment", [pytest.param(name, marks=[long] * (name != "release")) for name in MOMENTS])
+@drill(
+    "a server dies while it and the trainer share GPUs in turn",
+    promised="left out, the run ends with the other",
+)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(name, marks=[long] * (name != "release")) for name in MOMENTS]
+)
 def test_run_when_one_of_two_colocated_servers_dies_then_the_other_does_the_rest(
     moment, serving, survivor, tiny_moe_dir, tmp_path, seen
 ):
     victim = serving()
     write_data(tmp_path)
     done = launch(
-        tmp_path, "run", tiny_moe_dir, [survivor.url, victim.url], SCRIPT, *RUN, "--rollout-events",
-        tmp_path / "events.jsonl", processes=2, KILL_SERVER=f"{victim.pid} {victim.url} {MOMENTS[moment]}",
-    )  # fmt: skip
+        tmp_path,
+        "run",
+        tiny_moe_dir,
+        [survivor.url, victim.url],
+        SCRIPT,
+        *RUN,
+        "--rollout-events",
+        tmp_path / "events.jsonl",
+        processes=2,
+        KILL_SERVER=f"{victim.pid} {victim.url} {MOMENTS[moment]}",
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert done.stdout.count("[killed]") == 1, "the server was not killed"
     steps = [json.loads(line) for line in (tmp_path / "run/log/metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2, 3] and not any(step["rollout/failed_fraction"] for step in steps)
+    assert [step["step"] for step in steps] == [1, 2, 3] and not any(
+        step["rollout/failed_fraction"] for step in steps
+    )
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     left_out = [event for event in told if event["kind"] == "server_left_out"]
     assert left_out and {event["server"] for event in left_out} == {victim.url}

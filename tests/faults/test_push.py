@@ -11,14 +11,24 @@ from tests.faults.drills import RUNS_ALL, drill
 from tests.faults.pushing_trainer import SILENCE_S, Trainer
 
 MOMENTS = [
-    ("pause_generation", 1), ("update_weight_version", 1), ("reopen_weight_update", 1), ("server_info", 1),
-    ("init_weights_update_group", 2), ("update_weights_from_distributed", 1), ("update_weights_from_distributed", 7),
-    ("end_weight_update", 1), ("update_weight_version", 2), ("model_info", 1), ("flush_cache", 1),
-    ("weights_checker", 1), ("continue_generation", 1),
-]  # fmt: skip
+    ("pause_generation", 1),
+    ("update_weight_version", 1),
+    ("reopen_weight_update", 1),
+    ("server_info", 1),
+    ("init_weights_update_group", 2),
+    ("update_weights_from_distributed", 1),
+    ("update_weights_from_distributed", 7),
+    ("end_weight_update", 1),
+    ("update_weight_version", 2),
+    ("model_info", 1),
+    ("flush_cache", 1),
+    ("weights_checker", 1),
+    ("continue_generation", 1),
+]
 """A method of ServerControl, and which call of it in the push: right before it the victim dies or hangs.
 
-Of three servers with a group each, the second is the victim: its group is the second one, and a bucket is three calls.
+Of three servers with a group each, the second is the victim: its group is the second one, and a
+bucket is three calls.
 """
 BLOWS = {signal.SIGKILL: "dies", signal.SIGSTOP: "hangs"}
 STOPPED_S = 1.6
@@ -75,7 +85,9 @@ def strike(monkeypatch, victim, fleet, request, number, blow):
 
     async def sent(url, asked, *, timeout_s=None):
         is_stopped = calls >= number and url == victim.server.url
-        return await send(url, asked, timeout_s=STOPPED_S if is_stopped and timeout_s == SILENCE_S else timeout_s)
+        return await send(
+            url, asked, timeout_s=STOPPED_S if is_stopped and timeout_s == SILENCE_S else timeout_s
+        )
 
     monkeypatch.setattr(ServerControl, request, struck)
     monkeypatch.setattr(fleet, "send", sent)
@@ -83,10 +95,13 @@ def strike(monkeypatch, victim, fleet, request, number, blow):
 
 @drill(
     "a server is killed or stopped at a request of a distributed push; two others (SGLang, vLLM) take part",
-    promised="it is left out, the push goes on with the others, the next one waits 0.3 s for it at most; it is taken "
+    promised="it is left out, the push goes on with the others, the next one waits 0.3 s for it at most; it "
+    "is taken "
     "back with the next push after it is well",
 )
-@pytest.mark.parametrize(("blow", "request_name", "number"), CASES, ids=[f"{BLOWS[b]}-{r}-{n}" for b, r, n in CASES])
+@pytest.mark.parametrize(
+    ("blow", "request_name", "number"), CASES, ids=[f"{BLOWS[b]}-{r}-{n}" for b, r, n in CASES]
+)
 def test_push_when_a_server_dies_or_hangs_in_a_broadcast_push_then_it_goes_on_with_the_others(
     trainer, victim, monkeypatch, seen, blow, request_name, number
 ):

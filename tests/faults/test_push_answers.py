@@ -1,4 +1,6 @@
-"""A proxy before a server answers one request of a push with a page of its own, and the push still arrives."""
+"""A proxy before a server answers one request of a push with a page of its own, and the
+push still arrives.
+"""
 
 import pytest
 
@@ -8,10 +10,17 @@ from tests.faults.drills import RUNS_ALL, drill
 from tests.faults.pushing_trainer import Trainer
 
 REQUESTS = (
-    "/pause_generation", "/update_weight_version", "/begin_weight_update", "/server_info", "/init_weights_update_group",
-    "/update_weights_from_distributed", "/end_weight_update", "/flush_cache", "/weights_checker",
+    "/pause_generation",
+    "/update_weight_version",
+    "/begin_weight_update",
+    "/server_info",
+    "/init_weights_update_group",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/flush_cache",
+    "/weights_checker",
     "/continue_generation",
-)  # fmt: skip
+)
 CASES = [(REQUESTS[5], sent) for sent in (True, False)]
 if RUNS_ALL:
     CASES += [(path, sent) for path in REQUESTS if path != REQUESTS[5] for sent in (True, False)]
@@ -53,7 +62,10 @@ def test_push_when_one_answer_is_a_page_then_it_is_repeated_and_all_servers_have
     seen(f"a push took {usual:.1f} s, the struck one {struck:.1f} s")
 
 
-@drill("every answer to a request of pushes is a proxy's page", promised="the run ends by name, the servers go on")
+@drill(
+    "every answer to a request of pushes is a proxy's page",
+    promised="the run ends by name, the servers go on",
+)
 def test_push_when_every_answer_is_a_page_then_the_run_ends_by_name_and_servers_sample(trainer, door, seen):
     class Always(dict):
         def pop(self, path, default):
@@ -61,7 +73,9 @@ def test_push_when_every_answer_is_a_page_then_the_run_ends_by_name_and_servers_
 
     trainer.push()
     door.spoiled = Always({"/update_weights_from_distributed": False})
-    with pytest.raises(UnreadableAnswer, match="broke the protocol of /update_weights_from_distributed") as raised:
+    with pytest.raises(
+        UnreadableAnswer, match="broke the protocol of /update_weights_from_distributed"
+    ) as raised:
         trainer.push()
     door.spoiled = {}
     assert raised.value.url == door.url

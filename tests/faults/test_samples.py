@@ -1,7 +1,9 @@
-"""Everything of a run is killed in the middle of a step and started with --load: its samples are those of a whole run.
+"""Everything of a run is killed in the middle of a step and started with --load: its samples are
+those of a whole run.
 
-The server is a vLLM server that runs one request at a time, so that a response depends on its weights, its prompt and
-its seed alone. The client has one in flight a replica, so that groups are done in the order in which they are begun.
+The server is a vLLM server that runs one request at a time, so that a response depends on its weights, its
+prompt and its seed alone. The client has one in flight a replica, so that groups are done in the order in
+which they are begun.
 """
 
 import json
@@ -28,42 +30,71 @@ def passes(prompt, group):
     return group.number % 5 != 3
 """
 ONE_AT_A_TIME = ["--rollout-max-concurrency", 1]
-RUN = ["--global-batch-size", 16, "--save-interval", SAVED, "--moe-grouped-gemm",
-       "--moe-permute-fusion"]  # fmt: skip
+RUN = ["--global-batch-size", 16, "--save-interval", SAVED, "--moe-grouped-gemm", "--moe-permute-fusion"]
 SEVERAL = ["--rollout-updates-per-batch", 2]
 SELECTED = ["--rollout-group-filter", "FILTER", "--rollout-oversampling", 1.5]
 CASES = {
     "one update, filtered, oversampled, server killed too": ("train:7", True, SELECTED),
     "several updates": ("collect:7", False, SEVERAL),
     "ahead, several updates, filtered, oversampled": (
-        "train:7", True, ["--rollout-max-lag", 2, *SEVERAL, *SELECTED, "--eval-interval", 6],
+        "train:7",
+        True,
+        ["--rollout-max-lag", 2, *SEVERAL, *SELECTED, "--eval-interval", 6],
     ),
-}  # fmt: skip
-"""Name -> when it is killed, whether the server is killed too, flags. Ahead nothing is evaluated when the checkpoint is
-saved, as groups that are running end while the evaluation is waited for."""
+}
+"""Name -> when it is killed, whether the server is killed too, flags. Ahead nothing is evaluated when the
+checkpoint is saved, as groups that are running end while the evaluation is waited for.
+"""
 CHANCE = {"rollout/by_fate/cut_length_mean", "rollout/by_fate/surplus_length_mean"}
 """Of samples beyond a step's own: which of them had ended when they were aborted is for the clock to say."""
 
 
 def server_of(model, folder, *more):
     return PreloadedServer(
-        model, engine="vllm", dtype="float32", log_path=folder / "server.log",
-        extra_arguments=[*vllm_arguments(), *more], environment=environment("vllm"),
-    )  # fmt: skip
+        model,
+        engine="vllm",
+        dtype="float32",
+        log_path=folder / "server.log",
+        extra_arguments=[*vllm_arguments(), *more],
+        environment=environment("vllm"),
+    )
 
 
 def run(folder, name, url, model, *flags, kill="none:0", tokens=8, steps=STEPS, PAUSE_S="0"):
     """The ended run of two replicas, which goes on where one of this name was."""
     out = folder / name
     out.mkdir(exist_ok=True)
-    writes = ["--rollout-save-trajectories", out / "samples", "--rollout-trace", out / "traces",
-              "--expert-statistics", "--rollout-eval-prompts", folder / "prompts.jsonl", "--eval-interval", 2,
-              "--rollout-save-hf", out / "hf"]  # fmt: skip
+    writes = [
+        "--rollout-save-trajectories",
+        out / "samples",
+        "--rollout-trace",
+        out / "traces",
+        "--expert-statistics",
+        "--rollout-eval-prompts",
+        folder / "prompts.jsonl",
+        "--eval-interval",
+        2,
+        "--rollout-save-hf",
+        out / "hf",
+    ]
     flags = [f"{folder / 'filter.py'}:passes" if flag == "FILTER" else flag for flag in flags]
     return launch(
-        folder, name, model, url, SCRIPT, *RUN, "--train-iters", steps, *writes, *flags, processes=2, tokens=tokens,
-        KILL_AT=kill, PAUSE_S=PAUSE_S, SEEDS=str(out / "seeds"),
-    )  # fmt: skip
+        folder,
+        name,
+        model,
+        url,
+        SCRIPT,
+        *RUN,
+        "--train-iters",
+        steps,
+        *writes,
+        *flags,
+        processes=2,
+        tokens=tokens,
+        KILL_AT=kill,
+        PAUSE_S=PAUSE_S,
+        SEEDS=str(out / "seeds"),
+    )
 
 
 def groups_of(folder):
@@ -114,8 +145,13 @@ def runs(request, tiny_moe_dir, tmp_path_factory):
 
 
 @long
-@drill("SIGKILL of all ranks and torchrun in the middle of a step, then --load", promised="samples of a whole run")
-def test_samples_when_all_is_killed_and_loaded_then_those_of_a_whole_run_each_trained_and_written_once(runs, seen):
+@drill(
+    "SIGKILL of all ranks and torchrun in the middle of a step, then --load",
+    promised="samples of a whole run",
+)
+def test_samples_when_all_is_killed_and_loaded_then_those_of_a_whole_run_each_trained_and_written_once(
+    runs, seen
+):
     case, folder = runs
     whole, resumed = groups_of(folder / "whole"), groups_of(folder / "killed")
     ahead = "ahead" in case
@@ -131,7 +167,9 @@ def test_samples_when_all_is_killed_and_loaded_then_those_of_a_whole_run_each_tr
     assert_same_seeds(folder)
     logs = [folder / name / "log" for name in ("whole", "killed")]
     for name in ("metrics.jsonl", "experts.jsonl"):  # of several updates each has experts once
-        assert [row["step"] for row in rows_of(logs[1] / name)] == [row["step"] for row in rows_of(logs[0] / name)]
+        assert [row["step"] for row in rows_of(logs[1] / name)] == [
+            row["step"] for row in rows_of(logs[0] / name)
+        ]
     rows = rows_of(logs[1] / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(("eval/reward" in row) == (row["step"] % (6 if ahead else 2) == 0) for row in rows)
@@ -140,14 +178,20 @@ def test_samples_when_all_is_killed_and_loaded_then_those_of_a_whole_run_each_tr
         cursor = json.loads((folder / f"killed/checkpoints/iter_{SAVED:07d}/rollout_cursor.json").read_text())
         states = {name: sum(len(one[name]) for one in cursor["replicas"]) for name in ("waiting", "running")}
         assert all(states.values()), states
-        seen(f"the same groups a step; at the checkpoint {states['waiting']} waited and {states['running']} ran")
+        seen(
+            f"the same groups a step; at the checkpoint {states['waiting']} waited and {states['running']} "
+            "ran"
+        )
         return
     assert resumed == whole
     differing = {
         (step["step"], name): (step.get(name), expected.get(name))
-        for step, expected in zip(*(untimed_steps(folder / name) for name in ("killed", "whole")), strict=True)
-        for name in {*step, *expected} - CHANCE if step.get(name) != expected.get(name)
-    }  # fmt: skip
+        for step, expected in zip(
+            *(untimed_steps(folder / name) for name in ("killed", "whole")), strict=True
+        )
+        for name in {*step, *expected} - CHANCE
+        if step.get(name) != expected.get(name)
+    }
     assert differing == {}
     one, other = (HFCheckpoint(folder / name / f"hf/iter_{STEPS:07d}") for name in ("whole", "killed"))
     assert all(torch.equal(one.tensor(name), other.tensor(name)) for name in one.names)
@@ -163,7 +207,10 @@ def assert_same_seeds(folder):
 
 
 @long
-@drill("a run and one from its checkpoint, with samples in batches", promised="log-probs of equal prefixes to 1e-5")
+@drill(
+    "a run and one from its checkpoint, with samples in batches",
+    promised="log-probs of equal prefixes to 1e-5",
+)
 def test_samples_when_requests_share_batches_then_log_probs_of_equal_prefixes_are_equal_to_1e_5(
     tiny_moe_dir, tmp_path, seen
 ):

@@ -1,4 +1,6 @@
-"""A reward that takes longer than the ranks' collectives may wait: the ranks that have none of it wait with it."""
+"""A reward that takes longer than the ranks' collectives may wait: the ranks that have none of
+it wait with it.
+"""
 
 import time
 from datetime import timedelta
@@ -41,7 +43,10 @@ def test_interval_of_meetings_then_a_third_of_what_a_collective_may_wait_and_nev
 
 
 @long
-@drill("a reward that takes three times as long as a collective may wait", promised="the run waits for it, and goes on")
+@drill(
+    "a reward that takes three times as long as a collective may wait",
+    promised="the run waits for it, and goes on",
+)
 def test_run_when_a_reward_takes_longer_than_a_collective_may_wait_then_it_goes_on(
     trained_server, tiny_moe_dir, tmp_path, seen
 ):
@@ -49,9 +54,19 @@ def test_run_when_a_reward_takes_longer_than_a_collective_may_wait_then_it_goes_
     (tmp_path / "prompts.jsonl").write_text('{"input_ids": [3, 1, 4]}\n')
     begin = time.monotonic()
     done = launch(
-        tmp_path, "run", tiny_moe_dir, trained_server.url, SCRIPT, "--train-iters", 1, "--save-interval", 1,
-        "--distributed-timeout-minutes", 1, processes=2,
-    )  # fmt: skip
+        tmp_path,
+        "run",
+        tiny_moe_dir,
+        trained_server.url,
+        SCRIPT,
+        "--train-iters",
+        1,
+        "--save-interval",
+        1,
+        "--distributed-timeout-minutes",
+        1,
+        processes=2,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     assert time.monotonic() - begin > SLOW_S
     seen(f"a reward of {SLOW_S} s, collectives that wait for 8 s: status 0")

@@ -65,18 +65,27 @@ def test_accounts_when_groups_are_lost_doubled_or_dropped_then_each_is_told(tmp_
     lines = [{"time": 1.0, "kind": "group_dropped", "reason": "", "group": 2}]
     (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = accounted(tmp_path)
-    assert found["lost"] == [4] and found["twice"] == [1] and found["dropped"] == [2] and found["not whole"] == []
+    assert (
+        found["lost"] == [4]
+        and found["twice"] == [1]
+        and found["dropped"] == [2]
+        and found["not whole"] == []
+    )
 
 
 def life(pid, first, last, mib_per_step, start=500.0):
-    """A process's memory at each step of its life: large while it starts, then growing evenly from 100 MiB."""
-    return [(step, start if step <= first + 20 else 100.0 + mib_per_step * (step - first), pid)
-            for step in range(first, last + 1)]  # fmt: skip
+    """A process's memory at each step of its life: large while it starts, then growing
+    evenly from 100 MiB.
+    """
+    return [
+        (step, start if step <= first + 20 else 100.0 + mib_per_step * (step - first), pid)
+        for step in range(first, last + 1)
+    ]
 
 
 def test_growth_when_processes_are_started_again_then_a_leak_is_seen_within_each_life():
-    # 0.5 MiB a step are 50 in 100 steps. Every life ends where the one before did, at 250 MiB: first hundred steps and
-    # last hundred have the same median.
+    # 0.5 MiB a step are 50 in 100 steps. Every life ends where the one before did, at 250 MiB: first hundred
+    # steps and last hundred have the same median.
     leaks = [point for pid in range(8) for point in life(pid, 300 * pid, 300 * pid + 299, 0.5)]
     assert growth(leaks) == pytest.approx([50.0] * 8)
     assert growth(life(1, 0, 249, 0.5)) == []  # 99 steps behind its start
@@ -112,9 +121,14 @@ def test_report_when_memory_grows_in_either_run_then_it_fails_and_names_the_proc
     assert write_report(tmp_path, options, seen, [], compared) is good
     text = (tmp_path / "soak.md").read_text()
     slope, verdict = 100 * with_faults, "PASS" if with_faults < 0.2 else "FAIL"
-    assert f"| memory of rank 0, with faults, MiB per 100 steps | flat: +20 at most | {slope:+.1f} to " in text
+    assert (
+        f"| memory of rank 0, with faults, MiB per 100 steps | flat: +20 at most | {slope:+.1f} to " in text
+    )
     assert f"{slope:+.1f}, of 1 processes that lived long enough | {verdict} |" in text
     assert ("| no process lived long enough | FAIL |" in text) is (without is None)
-    assert "| told: it is the server's own | +300.0 to +300.0, of 1 processes that lived long enough | PASS |" in text
+    assert (
+        "| told: it is the server's own | +300.0 to +300.0, of 1 processes that lived long enough | PASS |"
+        in text
+    )
     assert "| 960 trained, 0 dropped and told, 0 lost, 0 trained twice, 0 not whole | PASS |" in text
     assert (tmp_path / "soak.png").stat().st_size > 10_000

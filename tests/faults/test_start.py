@@ -1,7 +1,8 @@
-"""What a user gets wrong before the first step, by the real launcher: one line with the flag, its value and the remedy.
+"""What a user gets wrong before the first step, by the real launcher: one line with the flag, its
+value and the remedy.
 
-Each row is a start of its own, in a fork; none may print a traceback, and what can be known before a model is made is
-said before.
+Each row is a start of its own, in a fork; none may print a traceback, and what can be known before a model
+is made is said before.
 """
 
 import json
@@ -23,22 +24,35 @@ SCRIPT = "tests/faults/start_script.py"
 NOT_WRITABLE = "/sys/kernel/megatron_rl_corr"
 """Where root can make no folder either."""
 FOLDERS = {
-    "--rollout-log-dir": 2, "--tensorboard-dir": 2, "--save": 2, "--rollout-save-trajectories": 1,
-    "--rollout-trace": 1, "--rollout-save-hf": 1, "--rollout-weight-dir": 1,
-}  # fmt: skip
+    "--rollout-log-dir": 2,
+    "--tensorboard-dir": 2,
+    "--save": 2,
+    "--rollout-save-trajectories": 1,
+    "--rollout-trace": 1,
+    "--rollout-save-hf": 1,
+    "--rollout-weight-dir": 1,
+}
 """Flags of folders -> status of the start that can't write one: 2 before anything is imported."""
 FULL = 300_000
 """Bytes of a file, as on a disk that is nearly full."""
 
 
 def base(folder, model, **changed):
-    """The command line of a run that nothing is wrong with; changed: flags by their words, None leaves one out."""
+    """The command line of a run that nothing is wrong with; changed: flags by their words,
+    None leaves one out.
+    """
     given = {
-        "rollout_url": "http://127.0.0.1:9", "rollout_hf_checkpoint": model, "tokenizer_model": model,
-        "rollout_prompts": folder / "prompts.jsonl", "rollout_reward_function": f"{folder / 'user.py'}:reward",
-        "rollout_group_size": 4, "rollout_max_new_tokens": 8,
-    } | changed  # fmt: skip
-    words = [f"--{name.replace('_', '-')} {value}".split(" ") for name, value in given.items() if value is not None]
+        "rollout_url": "http://127.0.0.1:9",
+        "rollout_hf_checkpoint": model,
+        "tokenizer_model": model,
+        "rollout_prompts": folder / "prompts.jsonl",
+        "rollout_reward_function": f"{folder / 'user.py'}:reward",
+        "rollout_group_size": 4,
+        "rollout_max_new_tokens": 8,
+    } | changed
+    words = [
+        f"--{name.replace('_', '-')} {value}".split(" ") for name, value in given.items() if value is not None
+    ]
     return [SCRIPT, *cpu_flags(model), *(word for pair in words for word in pair)]
 
 
@@ -86,15 +100,24 @@ def folder_rows(folder, model):
     (folder / "gone").symlink_to(elsewhere)
     through = f"is a link to {folder}, and nothing is written through one; remove it"
     for name, more, words in (
-        ("rollout_log_dir", {}, f"{linked}/metrics.jsonl: it is a link to {elsewhere}, and nothing is written through"),
-        ("rollout_weight_dir", {"rollout_weight_transport": "disk"}, f"{linked}: .unfinished in it {through}"),
+        (
+            "rollout_log_dir",
+            {},
+            f"{linked}/metrics.jsonl: it is a link to {elsewhere}, and nothing is written through",
+        ),
+        (
+            "rollout_weight_dir",
+            {"rollout_weight_transport": "disk"},
+            f"{linked}: .unfinished in it {through}",
+        ),
         ("rollout_save_hf", {}, f"{linked}: iter_0000001 in it {through}"),
     ):
         flag = "--" + name.replace("_", "-")
         rows[f"{flag} link"] = {"words": base(folder, model, **more, **{name: linked})}, f"{flag}:? {words}"
     rows["--rollout-log-dir link to nothing"] = (
         {"words": base(folder, model, rollout_log_dir=folder / "gone")},
-        f"--rollout-log-dir {folder / 'gone'} is a link to {elsewhere}, which is not there; make that, or name another",
+        f"--rollout-log-dir {folder / 'gone'} is a link to {elsewhere}, which is not there; make that, or "
+        "name another",
     )
     return rows
 
@@ -126,7 +149,10 @@ def checkpoint_rows(folder, model):
     """Name -> (row, words of its line)."""
     changes = {
         "cut": (cut, "can't be read as safetensors .*; copy or save the model anew"),
-        "no json": (lambda copy: (copy / "config.json").write_text("{"), "config.json is not JSON: Expecting"),
+        "no json": (
+            lambda copy: (copy / "config.json").write_text("{"),
+            "config.json is not JSON: Expecting",
+        ),
         "empty": (lambda copy: (copy / "model.safetensors").unlink(), "has neither model.safetensors nor"),
         "index": (
             lambda copy: (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone"}}'),
@@ -140,14 +166,19 @@ def checkpoint_rows(folder, model):
         rows[f"checkpoint {name}"] = {"words": flags}, f"--rollout-hf-checkpoint.*{copy}.*{words}"
     flags = base(folder, model, rollout_reference_checkpoint=folder / "model_cut", rollout_kl_loss_coef=0.1)
     rows["checkpoint of the reference cut"] = (
-        {"words": flags}, f"--rollout-reference-checkpoint {folder / 'model_cut'}: .*{changes['cut'][1]}"
+        {"words": flags},
+        f"--rollout-reference-checkpoint {folder / 'model_cut'}: .*{changes['cut'][1]}",
     )
     return rows
 
 
 def shape_rows(folder, model):
     rows = {}
-    for of in ("layers.0.self_attn.q_proj.weight", "embed_tokens.weight", "layers.1.mlp.experts.1.up_proj.weight"):
+    for of in (
+        "layers.0.self_attn.q_proj.weight",
+        "embed_tokens.weight",
+        "layers.1.mlp.experts.1.up_proj.weight",
+    ):
         copy = changed_model(folder, model, of, reshaped(of, 200))
         flags = base(folder, model, rollout_hf_checkpoint=copy)
         words = f"--rollout-hf-checkpoint {copy}: {copy}/model.safetensors: \\S*{of} is \\(200, .*needs \\("
@@ -169,7 +200,8 @@ def user_rows(folder, model):
             f"--rollout-prompts: {folder}: neither Parquet files",
         ),
         "prompts with an id beyond the vocabulary": (
-            {"words": base(folder, model, rollout_prompts=broken)}, f"--rollout-prompts: {broken}:2: .*100000",
+            {"words": base(folder, model, rollout_prompts=broken)},
+            f"--rollout-prompts: {broken}:2: .*100000",
         ),
         "held-out prompts missing": (
             {"words": base(folder, model, rollout_eval_prompts=missing, eval_interval=2)},
@@ -177,11 +209,13 @@ def user_rows(folder, model):
         ),
         "advantage that leaves": (
             {"words": base(folder, model, rollout_advantage=f"{folder / 'user.py'}:advantage")},
-            rf"--rollout-advantage {folder / 'user.py'}:advantage failed on made-up numbers: .* called exit\(None\)",
+            rf"--rollout-advantage {folder / 'user.py'}:advantage failed on made-up numbers: .* called "
+            r"exit\(None\)",
         ),
         "loss that leaves": (
             {"words": base(folder, model, rollout_loss=f"{folder / 'user.py'}:loss")},
-            rf"--rollout-loss {folder / 'user.py'}:loss failed on made-up numbers: .* called exit\('enough'\)",
+            rf"--rollout-loss {folder / 'user.py'}:loss failed on made-up numbers: .* called "
+            r"exit\('enough'\)",
         ),
         "reward's file that leaves": (
             {"words": base(folder, model, rollout_reward_function=f"{folder / 'leaves.py'}:reward")},
@@ -203,11 +237,20 @@ AFTER_MODEL = ("shape", "prompts", "held-out", "loss", "advantage", "reward", "e
 
 
 FEW = (
-    "--rollout-log-dir read-only", "--rollout-log-dir link", "--tensorboard-dir under a file", "--save full",
-    "--rollout-save-trajectories under a file", "--rollout-trace full", "--rollout-save-hf link",
-    "--rollout-weight-dir full", "checkpoint cut", "shape of layers.0.self_attn.q_proj.weight", "prompts missing",
-    "advantage that leaves", "loss's file that leaves",
-)  # fmt: skip
+    "--rollout-log-dir read-only",
+    "--rollout-log-dir link",
+    "--tensorboard-dir under a file",
+    "--save full",
+    "--rollout-save-trajectories under a file",
+    "--rollout-trace full",
+    "--rollout-save-hf link",
+    "--rollout-weight-dir full",
+    "checkpoint cut",
+    "shape of layers.0.self_attn.q_proj.weight",
+    "prompts missing",
+    "advantage that leaves",
+    "loss's file that leaves",
+)
 """Rows of `make test`: a start takes a second or two once Megatron is imported."""
 
 
@@ -223,17 +266,22 @@ def starts(folder, tiny_moe_dir):
     return {name: (rows[name][1], ended[name][0]) for name in rows}
 
 
-@drill("a folder that can't be written, a broken checkpoint, unusable prompts, or user's functions",
-       promised="one line: flag, value, remedy; no traceback; where it can be known, no model")  # fmt: skip
+@drill(
+    "a folder that can't be written, a broken checkpoint, unusable prompts, or user's functions",
+    promised="one line: flag, value, remedy; no traceback; where it can be known, no model",
+)
 def test_start_when_something_is_wrong_then_one_line_with_its_flag_and_no_model(starts, seen):
     wrong = {}
     for name, (words, rank) in starts.items():
         said = rank.lines
         model = "A MODEL IS MADE" in rank.out
         right = (
-            len(said) == 1 and re.match(words, said[0]) and rank.status in (1, 2) and "Traceback" not in rank.err
+            len(said) == 1
+            and re.match(words, said[0])
+            and rank.status in (1, 2)
+            and "Traceback" not in rank.err
             and (not model or name.startswith(AFTER_MODEL))
-        )  # fmt: skip
+        )
         if not right:
             wrong[name] = (rank.status, words, said, model, rank.err[-1500:])
     assert not wrong, "\n\n".join(f"{name}: {what}" for name, what in wrong.items())
@@ -243,18 +291,39 @@ def test_start_when_something_is_wrong_then_one_line_with_its_flag_and_no_model(
 SEVERAL = (
     (["--eval-iters", "2"], "--eval-iters 2: evaluation would score the script's data set"),
     (["--iterations-to-skip", "3"], "--iterations-to-skip [3]: "),
-    (["--rollout-group-size", "3"], "--global-batch-size 8 must be a multiple of --rollout-group-size 3 times the"),
-    (["--rollout-max-new-tokens", "40"], "--seq-length 32 with --rollout-max-new-tokens 40 has no room for a prompt"),
-    (["--attention-dropout", "0.1", "--num-layers", "3"], "Megatron would train another policy than the servers"),
-    (["--rollout-advantage", "user.py:advantage"], "--rollout-advantage user.py:advantage failed on made-up numbers"),
-)  # fmt: skip
+    (
+        ["--rollout-group-size", "3"],
+        "--global-batch-size 8 must be a multiple of --rollout-group-size 3 times the",
+    ),
+    (
+        ["--rollout-max-new-tokens", "40"],
+        "--seq-length 32 with --rollout-max-new-tokens 40 has no room for a prompt",
+    ),
+    (
+        ["--attention-dropout", "0.1", "--num-layers", "3"],
+        "Megatron would train another policy than the servers",
+    ),
+    (
+        ["--rollout-advantage", "user.py:advantage"],
+        "--rollout-advantage user.py:advantage failed on made-up numbers",
+    ),
+)
 """What Megatron's arguments are needed for -> how what is told of it begins."""
 OF_DATA = (
     (["--rollout-prompts", "beyond.jsonl"], "--rollout-prompts: beyond.jsonl:2: token id 100000"),
-    (["--rollout-eval-prompts", "beyond.jsonl", "--eval-interval", "2"], "--rollout-eval-prompts: beyond.jsonl:2: "),
-    (["--rollout-environment", "leaves.py:made"], "--rollout-environment leaves.py:made called exit('I leave')"),
-    (["--rollout-reward-function", "leaves.py:reward"], "--rollout-reward-function leaves.py:reward called exit("),
-)  # fmt: skip
+    (
+        ["--rollout-eval-prompts", "beyond.jsonl", "--eval-interval", "2"],
+        "--rollout-eval-prompts: beyond.jsonl:2: ",
+    ),
+    (
+        ["--rollout-environment", "leaves.py:made"],
+        "--rollout-environment leaves.py:made called exit('I leave')",
+    ),
+    (
+        ["--rollout-reward-function", "leaves.py:reward"],
+        "--rollout-reward-function leaves.py:reward called exit(",
+    ),
+)
 """The same for what all of the data, or the user's files, are needed for."""
 
 
@@ -274,7 +343,10 @@ def test_start_when_several_things_are_wrong_then_one_list_and_the_other_rank_on
 
     def words(mistakes):
         flags = [word for words, _ in mistakes for word in words]
-        return [*plain, *(f"{folder}/{word}" if ".py:" in word or ".jsonl" in word else word for word in flags)]
+        return [
+            *plain,
+            *(f"{folder}/{word}" if ".py:" in word or ".jsonl" in word else word for word in flags),
+        ]
 
     rows = {"arguments": {"words": words(SEVERAL), "ranks": 2}, "data": {"words": words(OF_DATA)}}
     found = run_starts(rows, folder)
@@ -285,7 +357,10 @@ def test_start_when_several_things_are_wrong_then_one_list_and_the_other_rank_on
         for _, begins in told:
             assert sum(text.startswith(begins) for text in texts) == 1, (begins, texts)
         assert len(texts) == len(told) and rank.status == 1 and "Traceback" not in rank.err
-    assert "--num-layers 3" in rank_text(first, "another policy") and "A MODEL IS MADE" not in first.out + second.out
+    assert (
+        "--num-layers 3" in rank_text(first, "another policy")
+        and "A MODEL IS MADE" not in first.out + second.out
+    )
     assert second.status == 1 and second.lines == [
         f"rank 0 failed: StartupError: {len(SEVERAL)} problems, which its own message lists; this is rank 1"
     ]
@@ -315,9 +390,13 @@ def test_start_when_a_server_has_half_of_the_layers_then_named_and_the_other_is_
     half = changed_model(folder, tiny_moe_dir, f"half {engine}".replace(" ", "_"), halved)
     before = checksums(sglang_server_fp32.url)
     with PreloadedServer(
-        half, engine=engine, dtype="float32", log_path=folder / f"{engine}.log", extra_arguments=arguments,
+        half,
+        engine=engine,
+        dtype="float32",
+        log_path=folder / f"{engine}.log",
+        extra_arguments=arguments,
         environment=environment(engine),
-    ) as server:  # fmt: skip
+    ) as server:
         urls = f"{sglang_server_fp32.url} {server.url}"
         hidden = folder / f"hidden_{engine}"
         rows = {"by its folder": {"words": base(folder, tiny_moe_dir, rollout_url=urls)}}
@@ -325,11 +404,16 @@ def test_start_when_a_server_has_half_of_the_layers_then_named_and_the_other_is_
         found = run_starts({"by its folder": rows["by its folder"]}, folder)
         half.rename(hidden)  # as on another host: the folder can't be read
         found |= run_starts({"by its parameters": rows["by its parameters"]}, folder)
-    for name, words in (("by its folder", "num_hidden_layers 2 where"), ("by its parameters", "it has none of ")):
+    for name, words in (
+        ("by its folder", "num_hidden_layers 2 where"),
+        ("by its parameters", "it has none of "),
+    ):
         [rank] = found[name]
         [said] = rank.lines
         assert rank.status == 1 and "Traceback" not in rank.err
-        assert said.startswith(f"--rollout-url {server.url}: it has another model than --rollout-hf-checkpoint")
+        assert said.startswith(
+            f"--rollout-url {server.url}: it has another model than --rollout-hf-checkpoint"
+        )
         assert words in said
     assert checksums(sglang_server_fp32.url) == before
     seen(f"{engine}: named by its folder, and by its parameters where that can't be read")
@@ -345,18 +429,25 @@ def loss(inputs, config):
 
 
 @long
-@drill("exit() in the user's loss, in the first step, on one rank of two", promised="an error that both ranks name")
+@drill(
+    "exit() in the user's loss, in the first step, on one rank of two",
+    promised="an error that both ranks name",
+)
 def test_step_when_the_users_loss_calls_exit_on_one_rank_then_both_end_with_its_name(
     trained_server, tiny_moe_dir, folder, seen
 ):
     (folder / "late.py").write_text(LATE)
     changed = {
-        "rollout_url": trained_server.url, "rollout_loss": f"{folder / 'late.py'}:loss",
+        "rollout_url": trained_server.url,
+        "rollout_loss": f"{folder / 'late.py'}:loss",
         "rollout_server_check": "off",
-    }  # fmt: skip
+    }
     found = run_starts({"loss": {"words": base(folder, tiny_moe_dir, **changed), "ranks": 2}}, folder)
     first, second = found["loss"]
-    words = f"rank 1 failed: RuntimeError: --rollout-loss {folder / 'late.py'}:loss called exit(None); a run ends after"
+    words = (
+        f"rank 1 failed: RuntimeError: --rollout-loss {folder / 'late.py'}:loss called exit(None); a run "
+        "ends after"
+    )
     assert first.status == second.status == 1, first.err[-2000:] + second.err[-2000:]
     for rank in (first, second):
         assert [line for line in rank.lines if line.startswith(words)] == rank.lines[-1:]
@@ -364,15 +455,20 @@ def test_step_when_the_users_loss_calls_exit_on_one_rank_then_both_end_with_its_
 
 
 @long
-@drill("the disk is full when a Hugging Face folder is written", promised="the run ends with its flag, no half folder")
+@drill(
+    "the disk is full when a Hugging Face folder is written",
+    promised="the run ends with its flag, no half folder",
+)
 def test_step_when_a_disk_is_full_by_then_the_flag_is_named_and_no_folder_looks_whole(
     trained_server, tiny_moe_dir, folder, seen
 ):
     out = folder / "hf"
     changed = {
-        "rollout_url": trained_server.url, "rollout_save_hf": out, "rollout_save_hf_interval": 1,
+        "rollout_url": trained_server.url,
+        "rollout_save_hf": out,
+        "rollout_save_hf_interval": 1,
         "rollout_server_check": "off",
-    }  # fmt: skip
+    }
     row = {"words": base(folder, tiny_moe_dir, **changed), "limit": 1_500_000}  # of 2 MB of weights
     [rank] = run_starts({"full": row}, folder)["full"]
     assert rank.status == 1, rank.err[-2000:]

@@ -36,10 +36,17 @@ def prefixes(monkeypatch):
 
 
 @drill("torchrun's store has addresses of the attempt before", promised="the next attempt does not find them")
-def test_store_when_torchrun_starts_the_job_again_then_keys_of_the_attempt_before_are_not_found(prefixes, monkeypatch):
+def test_store_when_torchrun_starts_the_job_again_then_keys_of_the_attempt_before_are_not_found(
+    prefixes, monkeypatch
+):
     agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port), "RANK": "0", "WORLD_SIZE": "1",
-             "TORCHELASTIC_USE_AGENT_STORE": "True"}  # fmt: skip
+    given = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     found = []
@@ -54,26 +61,50 @@ def test_store_when_torchrun_starts_the_job_again_then_keys_of_the_attempt_befor
 
 def server_of(model, folder, name):
     return PreloadedServer(
-        model, dtype="float32", log_path=folder / f"{name}.log", extra_arguments=sglang_arguments(),
+        model,
+        dtype="float32",
+        log_path=folder / f"{name}.log",
+        extra_arguments=sglang_arguments(),
         environment=environment("sglang"),
-    )  # fmt: skip
+    )
 
 
 def run(folder, model, urls, kill, *flags, script=SCRIPT, processes=2):
-    """The ended run under `torchrun --standalone --max-restarts 2`; kill: as rank_killed_pretrain.py's KILL."""
+    """The ended run under `torchrun --standalone --max-restarts 2`; kill: as
+    rank_killed_pretrain.py's KILL.
+    """
     (folder / "reward.py").write_text(REWARD)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
     return launch(
-        folder, "run", model, urls, script, "--train-iters", STEPS, "--save-interval", 2,
-        "--load", folder / "run/checkpoints", "--rollout-events", folder / "run/events.jsonl",
-        "--rollout-metrics-port", free_port(), "--rollout-save-trajectories", folder / "run/samples", *flags,
-        processes=processes, torchrun=["--standalone", "--max-restarts", "2"], KILL=kill,
-    )  # fmt: skip
+        folder,
+        "run",
+        model,
+        urls,
+        script,
+        "--train-iters",
+        STEPS,
+        "--save-interval",
+        2,
+        "--load",
+        folder / "run/checkpoints",
+        "--rollout-events",
+        folder / "run/events.jsonl",
+        "--rollout-metrics-port",
+        free_port(),
+        "--rollout-save-trajectories",
+        folder / "run/samples",
+        *flags,
+        processes=processes,
+        torchrun=["--standalone", "--max-restarts", "2"],
+        KILL=kill,
+    )
 
 
 def check_whole(folder):
     """Every step once, every group of the run trained once and whole."""
-    assert [row["step"] for row in read_metrics(folder / "run/log/metrics.jsonl")] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in read_metrics(folder / "run/log/metrics.jsonl")] == list(
+        range(1, STEPS + 1)
+    )
     files = sorted((folder / "run/samples").glob("step_*.parquet"))
     groups = Counter(row["group"] for file in files for row in pq.read_table(file).to_pylist())
     assert groups == dict.fromkeys(range(STEPS * GROUPS_OF_STEP), GROUP_SIZE)
@@ -84,7 +115,10 @@ def kinds(folder):
 
 
 @long
-@drill("SIGKILL of a rank under torchrun --max-restarts", promised="it comes back by itself at the last checkpoint")
+@drill(
+    "SIGKILL of a rank under torchrun --max-restarts",
+    promised="it comes back by itself at the last checkpoint",
+)
 def test_run_when_rank_0_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
     trained_server, tiny_moe_dir, tmp_path, seen
 ):
@@ -99,18 +133,25 @@ def test_run_when_rank_0_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
 
 
 @long
-@drill("SIGKILL of a rank, or a step that fails, and one of two servers is gone when torchrun, or Megatron within the "
-       "process, starts the run again", promised="it goes on with the other server")  # fmt: skip
+@drill(
+    "SIGKILL of a rank, or a step that fails, and one of two servers is gone when torchrun, or Megatron "
+    "within the "
+    "process, starts the run again",
+    promised="it goes on with the other server",
+)
 @pytest.mark.parametrize("within", [False, True])
 def test_run_when_it_fails_and_a_server_is_killed_then_it_comes_back_with_the_other_server(
     trained_server, tiny_moe_dir, tmp_path, seen, within
 ):
     kill, how = ("", {"script": TWICE, "processes": 1}) if within else ("1:6", {})
     log = tmp_path / "run/log/metrics.jsonl"
-    address("megatron")  # not on the thread below, with which the process that all runs are forks of would end
+    # not on the thread below, with which the process that all runs are forks of would end
+    address("megatron")
     with server_of(tiny_moe_dir, tmp_path, "victim") as victim, ThreadPoolExecutor(1) as thread:
         urls = [trained_server.url, victim.url]
-        running = thread.submit(run, tmp_path, tiny_moe_dir, urls, kill, "--rollout-outage-timeout-s", 60, **how)
+        running = thread.submit(
+            run, tmp_path, tiny_moe_dir, urls, kill, "--rollout-outage-timeout-s", 60, **how
+        )
         while not (log.exists() and len(log.read_text().splitlines()) >= 5):
             assert not running.done(), running.result().stderr[-4000:]
             time.sleep(0.02)
@@ -127,8 +168,10 @@ def test_run_when_it_fails_and_a_server_is_killed_then_it_comes_back_with_the_ot
 
 
 @long
-@drill("a step fails, and train() is entered again in the same process, as Megatron's in-process restart does",
-       promised="servers are left and reached anew, and it goes on at the last checkpoint")  # fmt: skip
+@drill(
+    "a step fails, and train() is entered again in the same process, as Megatron's in-process restart does",
+    promised="servers are left and reached anew, and it goes on at the last checkpoint",
+)
 def test_run_when_it_is_set_up_again_in_the_same_process_then_it_goes_on_at_a_checkpoint(
     trained_server, tiny_moe_dir, tmp_path, seen
 ):

@@ -17,5 +17,7 @@ def test_row_when_a_case_fails_is_skipped_or_interrupted_then_it_is_no_pass():
 
 def test_markdown_then_cells_hold_no_bars_and_passes_are_counted():
     text = markdown([Row("a | b", "c", ["passed"], [], 1.0), Row("d", "e", ["failed"], ["f\ng"], 2.0)], 3.0)
-    assert text.startswith("1 of 2 drills passed in 3 s") and "| a \\| b | c | as promised | PASS | 1 |" in text
+    assert (
+        text.startswith("1 of 2 drills passed in 3 s") and "| a \\| b | c | as promised | PASS | 1 |" in text
+    )
     assert "| d | e | f g | FAIL | 2 |" in text

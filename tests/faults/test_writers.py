@@ -1,4 +1,6 @@
-"""Nothing is written through a link: of every writer, one that somebody planted in the place of what it writes."""
+"""Nothing is written through a link: of every writer, one that somebody planted in the place
+of what it writes.
+"""
 
 import asyncio
 import json
@@ -88,9 +90,14 @@ FOLDERS = {
 """Folder -> what would write into it, or remove it."""
 
 
-@drill("a link to somebody's file or folder in the place of what a run writes", promised="nothing goes through it")
+@drill(
+    "a link to somebody's file or folder in the place of what a run writes",
+    promised="nothing goes through it",
+)
 @pytest.mark.parametrize("name", [*ADDED, *FOLDERS])
-def test_writer_when_a_link_is_in_its_place_then_refused_and_what_it_leads_to_is_as_it_was(name, out, victim, seen):
+def test_writer_when_a_link_is_in_its_place_then_refused_and_what_it_leads_to_is_as_it_was(
+    name, out, victim, seen
+):
     folder, untouched = victim
     (out / name).symlink_to(folder / "file" if name in ADDED else folder)
     with pytest.raises(OSError):
@@ -108,7 +115,9 @@ def test_writer_when_a_link_leads_to_a_file_that_is_not_there_then_none_is_made(
     assert untouched()
 
 
-@drill("a link to somebody's file under the name of a file that a run replaces", promised="the link is replaced")
+@drill(
+    "a link to somebody's file under the name of a file that a run replaces", promised="the link is replaced"
+)
 @pytest.mark.parametrize("name", REPLACED)
 def test_writer_when_it_replaces_a_file_then_the_link_itself_is_replaced(name, out, victim, seen):
     folder, untouched = victim
@@ -126,7 +135,8 @@ def test_writer_when_a_link_has_its_temporary_name_then_it_takes_another(out, vi
         monkeypatch.setattr("tempfile._get_candidate_names", lambda: iter(["guessed", "free"]))
         write()
         assert untouched()
-    assert sorted(os.listdir(out)) == [".a.guessed.tmp", ".probe.guessed", "a"]  # a probe leaves nothing behind
+    # a probe leaves nothing behind
+    assert sorted(os.listdir(out)) == [".a.guessed.tmp", ".probe.guessed", "a"]
 
 
 def test_folder_when_a_link_in_it_leads_elsewhere_then_only_the_link_goes_with_it(out, victim):
@@ -153,4 +163,9 @@ def test_push_by_disk_when_another_version_is_a_link_then_it_is_left_alone(out, 
     transport.start(VERSION)
     transport.send([("a", torch.ones(1))])
     transport.deliver(VERSION)
-    assert untouched() and sorted(os.listdir(out)) == ["version-1", "version-2", "version-3", f"version-{VERSION}"]
+    assert untouched() and sorted(os.listdir(out)) == [
+        "version-1",
+        "version-2",
+        "version-3",
+        f"version-{VERSION}",
+    ]

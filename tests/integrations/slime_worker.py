@@ -1,4 +1,5 @@
-"""Two context-parallel ranks over gloo that call the function as slime and as miles do; saves what it returns.
+"""Two context-parallel ranks over gloo that call the function as slime and as miles do; saves
+what it returns.
 
 slime_worker.py FOLDER  reads FOLDER/cases.pt, writes FOLDER/<rank>.pt.
 """
@@ -33,10 +34,15 @@ def main(rank: int, port: int, folder: Path) -> None:
             cp = SimpleNamespace(rank=rank, size=2, group=group)
             more = {"parallel_state": SimpleNamespace(cp=cp), "max_seq_lens": case["max_seq_lens"]}
         loss, masks, metrics = correct(
-            args=Namespace(**case["args"]), pg_loss=pg_loss, train_log_probs=mine["train"],
-            rollout_log_probs=mine["rollout"], loss_masks=case["loss_masks"], total_lengths=case["total_lengths"],
-            response_lengths=case["response_lengths"], **more,
-        )  # fmt: skip
+            args=Namespace(**case["args"]),
+            pg_loss=pg_loss,
+            train_log_probs=mine["train"],
+            rollout_log_probs=mine["rollout"],
+            loss_masks=case["loss_masks"],
+            total_lengths=case["total_lengths"],
+            response_lengths=case["response_lengths"],
+            **more,
+        )
         # As if every token's loss had a gradient of 1.
         gradient = torch.autograd.grad(loss.sum(), pg_loss)[0]
         results[name] = {"loss": loss.detach(), "masks": masks, "metrics": metrics, "gradient": gradient}

@@ -1,7 +1,8 @@
 """Our correction inside Megatron's GRPO loss, called as train_rl.py calls it, against whole sequences.
 
-The call and its six values are those of Megatron-LM core 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0 and main
-(0.20, tests/matrix/test_train_rl.py); the loss mask's place is that of their train_rl.py (with packing, from 0.16 on).
+The call and its six values are those of Megatron-LM core 0.15.3, 0.16.1, 0.17.1, 0.18.2, 0.19.0 and
+main (0.20, tests/matrix/test_train_rl.py); the loss mask's place is that of their train_rl.py (with
+packing, from 0.16 on).
 """
 
 import json
@@ -30,9 +31,19 @@ STARTS, LENGTHS, BIN = [0, 7, 13], [7, 6, 9], 24
 
 
 def grpo(
-    current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper, kl_beta, entropy_weight,
-    inference_logprobs=None, is_truncation_coef=None, seq_starts=None, seq_lengths=None,
-):  # fmt: skip
+    current_logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    clamp_eps_lower,
+    clamp_eps_upper,
+    kl_beta,
+    entropy_weight,
+    inference_logprobs=None,
+    is_truncation_coef=None,
+    seq_starts=None,
+    seq_lengths=None,
+):
     """Clipped surrogate, k3 penalty and entropy term, with the original's arguments and results."""
     ratio = (current_logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clamp_eps_lower, 1 + clamp_eps_upper)
@@ -63,8 +74,19 @@ def values(rows, length, seed=0):
 def call(correction, given, mask, **more):
     """One forward step as train_rl.py's: it takes the microbatch, then asks for the loss."""
     loss = correction.calculate_grpo_loss(grpo)
-    arguments = given | {"clamp_eps_lower": 0.2, "clamp_eps_upper": 0.2, "kl_beta": 0.0, "entropy_weight": 0.0,
-                         "is_truncation_coef": None, "seq_starts": None, "seq_lengths": None} | more  # fmt: skip
+    arguments = (
+        given
+        | {
+            "clamp_eps_lower": 0.2,
+            "clamp_eps_upper": 0.2,
+            "kl_beta": 0.0,
+            "entropy_weight": 0.0,
+            "is_truncation_coef": None,
+            "seq_starts": None,
+            "seq_lengths": None,
+        }
+        | more
+    )
     if arguments["seq_starts"] is None:
         # Masks of unpacked rows have one entry more: the first token has no log-prob.
         whole = torch.cat([torch.zeros(len(mask), 1), mask.float()], dim=1)
@@ -84,7 +106,9 @@ def call(correction, given, mask, **more):
 
 
 def naive(rho, rows):
-    """Weights and kept tokens, by rows of indices [(row, column), ...] of the tokens with a rollout log-prob."""
+    """Weights and kept tokens, by rows of indices [(row, column), ...] of the tokens with a
+    rollout log-prob.
+    """
     weight, keep = torch.ones_like(rho), torch.zeros_like(rho, dtype=torch.bool)
     for tokens in rows:
         if not tokens:
@@ -98,7 +122,9 @@ def naive(rho, rows):
 
 def test_rows_when_corrected_then_the_policy_term_has_the_naive_weights_and_rejections():
     given, advantages = values(4, 6), torch.tensor([1.0, -0.5, 2.0, 1.5])
-    mask = torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]).bool()
+    mask = torch.tensor(
+        [[0, 1, 1, 1, 0, 0], [1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1]]
+    ).bool()
     given["inference_logprobs"][1] -= 0.5  # e^0.5 is above 1.25: the row goes
     given["inference_logprobs"][2, 5] = 0.0  # the appended end of the response: weight 1, stays with its row
     given["inference_logprobs"][1, 5] = 0.0  # the same in a row that goes
@@ -114,7 +140,10 @@ def test_rows_when_corrected_then_the_policy_term_has_the_naive_weights_and_reje
     correction = GRPOCorrection(CONFIG)
     loss, *logged = call(correction, given, mask, advantages=advantages)
     plain = {name: given[name] for name in ("current_logprobs", "old_logprobs", "ref_logprobs")} | {
-        "advantages": advantages, "clamp_eps_lower": 0.2, "clamp_eps_upper": 0.2}  # fmt: skip
+        "advantages": advantages,
+        "clamp_eps_lower": 0.2,
+        "clamp_eps_upper": 0.2,
+    }
     policy, *expected = grpo(**plain, kl_beta=0.0, entropy_weight=0.0)
     torch.testing.assert_close(loss, torch.where(keep, policy * weight, 0.0), rtol=1e-5, atol=1e-7)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(logged, expected, strict=True))
@@ -128,18 +157,28 @@ def test_rows_when_corrected_then_the_policy_term_has_the_naive_weights_and_reje
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_tokens_that_the_engine_was_certain_of_then_they_count_as_any_other(packed):
-    # log-prob 0 is probability 1: trained at 5 % where the second stands, and three of them keep the mean in bounds.
+    # log-prob 0 is probability 1: trained at 5 % where the second stands, and three of them keep
+    # the mean in bounds.
     old = torch.tensor([[-1e-5, math.log(0.05), -1e-5, -1e-5, -0.7, -2.0]])
     rollout = torch.tensor([[0.0, 0.0, 0.0, 0.0, -1.4, 0.0]])  # the last is the end that Megatron appended
     given = values(1, 6) | {"old_logprobs": old, "inference_logprobs": rollout}
     more = {"seq_starts": [0], "seq_lengths": [7]} if packed else {}
-    config = replace(CONFIG, rollout_rs=(RejectionRule("seq_mean", "ratio", 0.6, 1.25),))  # e^(-2.296 / 5) = 0.63
+    # e^(-2.296 / 5) = 0.63
+    config = replace(CONFIG, rollout_rs=(RejectionRule("seq_mean", "ratio", 0.6, 1.25),))
     correction = GRPOCorrection(config)
     loss, *_ = call(correction, given, torch.ones(1, 6).bool(), advantages=torch.tensor([1.0]), **more)
     plain = {name: given[name] for name in ("current_logprobs", "old_logprobs", "ref_logprobs")}
-    policy, *_ = grpo(**plain, advantages=torch.tensor([1.0]), clamp_eps_lower=0.2, clamp_eps_upper=0.2, kl_beta=0.0,
-                      entropy_weight=0.0)  # fmt: skip
-    torch.testing.assert_close(loss, policy * torch.tensor([[1.0, 0.05, 1.0, 1.0, 1.5, 1.0]]), rtol=1e-4, atol=1e-7)
+    policy, *_ = grpo(
+        **plain,
+        advantages=torch.tensor([1.0]),
+        clamp_eps_lower=0.2,
+        clamp_eps_upper=0.2,
+        kl_beta=0.0,
+        entropy_weight=0.0,
+    )
+    torch.testing.assert_close(
+        loss, policy * torch.tensor([[1.0, 0.05, 1.0, 1.0, 1.5, 1.0]]), rtol=1e-4, atol=1e-7
+    )
     assert correction.metrics[0]["valid_tokens"].value() == 5
 
 
@@ -165,16 +204,25 @@ def test_packed_bin_when_corrected_then_each_sequence_is_decided_by_itself():
     given["inference_logprobs"][~mask] = 0.0
     rho = (given["old_logprobs"] - given["inference_logprobs"]).exp()
     rows = [
-        [(0, t) for t in range(start + 2, start + length - 1)] for start, length in zip(STARTS, LENGTHS, strict=True)
+        [(0, t) for t in range(start + 2, start + length - 1)]
+        for start, length in zip(STARTS, LENGTHS, strict=True)
     ]
     weight, keep = naive(rho, rows)
     assert [bool(keep[row[0]]) for row in rows] == [True, False, True]
     packing = {"seq_starts": STARTS, "seq_lengths": LENGTHS, "advantages": advantages}
     loss, *_ = call(GRPOCorrection(CONFIG), given, mask, **packing)
     policy, *_ = grpo(
-        given["current_logprobs"], given["old_logprobs"], given["ref_logprobs"], advantages, 0.2, 0.2, 0.0, 0.0,
-        seq_starts=STARTS, seq_lengths=LENGTHS,
-    )  # fmt: skip
+        given["current_logprobs"],
+        given["old_logprobs"],
+        given["ref_logprobs"],
+        advantages,
+        0.2,
+        0.2,
+        0.0,
+        0.0,
+        seq_starts=STARTS,
+        seq_lengths=LENGTHS,
+    )
     torch.testing.assert_close(loss, torch.where(keep, policy * weight, 0.0), rtol=1e-5, atol=1e-7)
 
 
@@ -214,8 +262,14 @@ def test_loss_mask_when_none_came_with_the_microbatch_then_refused():
     call(correction, values(2, 5), torch.ones(2, 5).bool(), advantages=torch.ones(2))
     loss = correction.calculate_grpo_loss(grpo)
     with pytest.raises(ValueError, match="of one shape"):
-        loss(**values(2, 5), advantages=torch.ones(2), kl_beta=0.0, entropy_weight=0.0, clamp_eps_lower=0.2,
-             clamp_eps_upper=0.2)  # fmt: skip
+        loss(
+            **values(2, 5),
+            advantages=torch.ones(2),
+            kl_beta=0.0,
+            entropy_weight=0.0,
+            clamp_eps_lower=0.2,
+            clamp_eps_upper=0.2,
+        )
 
 
 # The command line
@@ -235,7 +289,10 @@ def test_flags_when_megatron_samples_then_only_the_corrections_are_taken():
         ([*RL, "--rollout-url", "http://a:1"], "--rollout-url has no effect with --perform-rl-step"),
         ([*RL, "--rollout-max-lag=1"], "--rollout-max-lag has no effect"),
         (RL[:1], "needs --rl-inference-logprobs-is-correction"),
-        ([*RL, "--rollout-is", "token", "--rollout-is-batch-normalize"], "rollout_is_batch_normalize True has no"),
+        (
+            [*RL, "--rollout-is", "token", "--rollout-is-batch-normalize"],
+            "rollout_is_batch_normalize True has no",
+        ),
         ([*RL, "--rollout-loss", "reinforce"], "loss reinforce has no effect in Megatron's RL"),
     ],
 )
@@ -248,24 +305,48 @@ def test_flags_when_without_effect_there_then_refused(flags, told):
 
 RL_UTILS = """
 import torch
+
+
 def load_packed_data_by_index(bin_idx, packing_context, logprobs_is_correction):
     raise AssertionError("these rows are not packed")
-def calculate_grpo_loss(current_logprobs, old_logprobs, ref_logprobs, advantages, clamp_eps_lower, clamp_eps_upper,
-                        kl_beta, entropy_weight, inference_logprobs=None, is_truncation_coef=None, seq_starts=None,
-                        seq_lengths=None):
+
+
+def calculate_grpo_loss(
+    current_logprobs,
+    old_logprobs,
+    ref_logprobs,
+    advantages,
+    clamp_eps_lower,
+    clamp_eps_upper,
+    kl_beta,
+    entropy_weight,
+    inference_logprobs=None,
+    is_truncation_coef=None,
+    seq_starts=None,
+    seq_lengths=None,
+):
     assert inference_logprobs is None
     return -torch.ones_like(old_logprobs) * advantages[:, None], *[old_logprobs] * 5
 """
 
 
-def test_train_step_when_hooked_then_losses_are_weighted_and_numbers_are_those_of_all_ranks_and_microbatches(tmp_path):
+def test_train_step_when_hooked_then_losses_are_weighted_and_numbers_are_those_of_all_ranks_and_microbatches(
+    tmp_path,
+):
     (tmp_path / "megatron/rl").mkdir(parents=True)
     (tmp_path / "megatron/rl/rl_utils.py").write_text(RL_UTILS)
-    base = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])]), "OMP_NUM_THREADS": "1"}
+    base = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE.parents[1])]),
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", HERE / "megatron_rl_worker.py", tmp_path], env=environment("megatron", base),
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", HERE / "megatron_rl_worker.py", tmp_path],
+        env=environment("megatron", base),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
     for rank in (0, 1):
@@ -281,9 +362,13 @@ def test_train_step_when_hooked_then_losses_are_weighted_and_numbers_are_those_o
         mean = sum(math.exp(d) for d in (0.1, 0.2, 0.2, 0.3)) / 4
         assert step["rollout_corr/weight_mean"] == pytest.approx(mean, rel=1e-5)
     # Two context-parallel ranks have the same tokens; of the first rank above, with log-ratios 0.1 and 0.2.
-    assert steps[2]["rollout_corr/valid_tokens"] == 10 and steps[2]["rollout_corr/kl"] == pytest.approx(-0.15, rel=1e-5)
+    assert steps[2]["rollout_corr/valid_tokens"] == 10 and steps[2]["rollout_corr/kl"] == pytest.approx(
+        -0.15, rel=1e-5
+    )
     for rank in (0, 1):
         told = (tmp_path / f"refused_{rank}.txt").read_text()
-        assert told.startswith("--context-parallel-size 2: the RL of megatron-core 0.19.2 has no context parallelism, ")
+        assert told.startswith(
+            "--context-parallel-size 2: the RL of megatron-core 0.19.2 has no context parallelism, "
+        )
         assert told.endswith("that of 0.20 has (Megatron-LM's main since 2026-08-17); use 0.20, or 1 rank")
     assert done.stdout.count("KL(k3)   weight") == 1, "one header: of one rank"

@@ -1,4 +1,6 @@
-"""The patch command on trees: stock ones from the installed wheel, changed ones, and ones with links out of them."""
+"""The patch command on trees: stock ones from the installed wheel, changed ones, and ones with
+links out of them.
+"""
 
 import difflib
 import importlib.metadata
@@ -43,7 +45,9 @@ def patch(tree, what, capsys):
 
 
 def files(folder):
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_check_when_stock_then_the_version_is_told_and_nothing_is_written(tree, capsys):
@@ -87,13 +91,17 @@ def test_revert_when_applied_then_every_byte_is_as_before(tree, capsys):
     assert status == 0 and "nothing to do" in out and files(tree) == before
 
 
-@pytest.mark.parametrize("change", [lambda t: t.replace(b"\n", b"\r\n"), bytes.rstrip], ids=["CRLF", "unfinished line"])
+@pytest.mark.parametrize(
+    "change", [lambda t: t.replace(b"\n", b"\r\n"), bytes.rstrip], ids=["CRLF", "unfinished line"]
+)
 def test_revert_when_lines_end_otherwise_then_every_byte_is_as_before(tree, capsys, change):
     path = tree / patching.FILE
     path.write_bytes(change(path.read_bytes()))
     before = files(tree)
     assert patch(tree, "apply", capsys)[0] == 0
-    assert (b"\r\n" in path.read_bytes()) == (path.read_bytes().count(b"\n") == path.read_bytes().count(b"\r\n"))
+    assert (b"\r\n" in path.read_bytes()) == (
+        path.read_bytes().count(b"\n") == path.read_bytes().count(b"\r\n")
+    )
     assert patch(tree, "revert", capsys)[0] == 0
     assert files(tree) == before
 
@@ -112,7 +120,8 @@ def test_diff_then_it_is_the_shipped_patch_and_git_makes_of_it_what_apply_makes(
     assert patch(tree, "diff", capsys)[1] == DIFF.read_text()
     by_git = tree.parent / "by_git"
     shutil.copytree(tree, by_git)
-    # Other line numbers than the shipped diff has, and a repository of its own: git would leave out paths of another.
+    # Other line numbers than the shipped diff has, and a repository of its own: git would leave out
+    # paths of another.
     path = by_git / patching.FILE
     path.write_text("# one\n# two\n" + path.read_text())
     subprocess.run(["git", "init", "-q", "."], cwd=by_git, check=True)
@@ -154,7 +163,9 @@ def test_apply_when_not_utf8_then_it_refuses(tree, capsys):
 
 
 @pytest.mark.parametrize("linked", ["megatron", "megatron/training", patching.FILE])
-def test_apply_when_a_link_leads_out_of_the_tree_then_it_refuses_and_nothing_out_there_changes(tree, capsys, linked):
+def test_apply_when_a_link_leads_out_of_the_tree_then_it_refuses_and_nothing_out_there_changes(
+    tree, capsys, linked
+):
     outside = tree.parent / "outside"
     (tree / linked).rename(outside)
     (tree / linked).symlink_to(outside)
@@ -218,7 +229,9 @@ def test_command_when_run_on_a_tree_then_nothing_of_megatron_or_torch_is_importe
         "print(sorted({'torch', 'megatron'} & set(sys.modules)), file=sys.stderr); sys.exit(status)"
     )
     run = subprocess.run(
-        [sys.executable, "-c", code, "patch", "--megatron-root", tree, "--apply"], cwd=ROOT, capture_output=True,
+        [sys.executable, "-c", code, "patch", "--megatron-root", tree, "--apply"],
+        cwd=ROOT,
+        capture_output=True,
         text=True,
     )
     assert (run.returncode, run.stderr) == (0, "[]\n")
@@ -227,11 +240,20 @@ def test_command_when_run_on_a_tree_then_nothing_of_megatron_or_torch_is_importe
 def test_lines_when_nothing_asks_for_the_plugin_then_it_is_not_imported():
     for value in (None, "", "0"):
         environment = {**os.environ, "MEGATRON_RL_CORR": value} if value is not None else dict(os.environ)
-        code = patching.HUNK + "\nimport sys\nprint([name for name in sys.modules if name.startswith('megatron')])"
-        run = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+        code = (
+            patching.HUNK
+            + "\nimport sys\nprint([name for name in sys.modules if name.startswith('megatron')])"
+        )
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
+        )
         assert run.stdout == "[]\n", run.stderr
 
 
 def test_lines_of_patches_folder_then_the_same_as_the_commands():
-    added = [line[1:] for line in DIFF.read_text().splitlines() if line.startswith("+") and not line.startswith("+++")]
+    added = [
+        line[1:]
+        for line in DIFF.read_text().splitlines()
+        if line.startswith("+") and not line.startswith("+++")
+    ]
     assert list(difflib.ndiff(added, patching.HUNK.splitlines())) == ["  " + line for line in added]

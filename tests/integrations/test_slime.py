@@ -1,4 +1,5 @@
-"""The function for slime's and miles's --custom-tis-function-path, called as they call it, against whole sequences.
+"""The function for slime's and miles's --custom-tis-function-path, called as they call it, against
+whole sequences.
 
 As called in slime v0.2.0, v0.2.1, v0.2.2, v0.2.4, v0.3.0, v0.3.1 and main at 624b824
 (slime/backends/megatron_utils/loss.py), and in miles main at 31f1ca9
@@ -20,7 +21,15 @@ from tests.megatron_forks import run_megatron
 
 HERE = Path(__file__).resolve().parent
 NAN = float("nan")
-SLIME = {"args", "pg_loss", "train_log_probs", "rollout_log_probs", "loss_masks", "total_lengths", "response_lengths"}
+SLIME = {
+    "args",
+    "pg_loss",
+    "train_log_probs",
+    "rollout_log_probs",
+    "loss_masks",
+    "total_lengths",
+    "response_lengths",
+}
 MILES = SLIME | {"parallel_state", "max_seq_lens"}
 TOTALS, RESPONSES = [11, 5, 16, 9, 30], [4, 2, 15, 3, 29]
 """Whole chunks and rounded ones; a response on one rank only, and one over all chunks."""
@@ -43,7 +52,9 @@ def settings(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole():
-    """Log-probs of whole responses, a list with an entry a sample; holes in the masks, and NaN outside and inside."""
+    """Log-probs of whole responses, a list with an entry a sample; holes in the masks, and NaN
+    outside and inside.
+    """
     generator = torch.Generator().manual_seed(3)
     train = [-torch.rand(n, generator=generator) * 3 for n in RESPONSES]
     rollout = [t + torch.randn(len(t), generator=generator) * 0.3 for t in train]
@@ -60,17 +71,25 @@ def expected(whole, settings, **instead):
     config = RolloutCorrectionConfig.from_yaml(settings, **instead)
     ids = torch.arange(len(RESPONSES)).repeat_interleave(torch.tensor(RESPONSES))
     return compute_correction(
-        torch.cat(whole["train"]), torch.cat(whole["rollout"]), torch.cat(whole["masks"]), ids,
-        num_sequences=len(RESPONSES), config=config,
-    )  # fmt: skip
+        torch.cat(whole["train"]),
+        torch.cat(whole["rollout"]),
+        torch.cat(whole["masks"]),
+        ids,
+        num_sequences=len(RESPONSES),
+        config=config,
+    )
 
 
 def arguments(whole, **instead):
     """What slime passes without context parallelism."""
     return {
-        "pg_loss": whole["pg_loss"].clone(), "train_log_probs": whole["train"], "rollout_log_probs": whole["rollout"],
-        "loss_masks": whole["masks"], "total_lengths": TOTALS, "response_lengths": RESPONSES,
-    } | instead  # fmt: skip
+        "pg_loss": whole["pg_loss"].clone(),
+        "train_log_probs": whole["train"],
+        "rollout_log_probs": whole["rollout"],
+        "loss_masks": whole["masks"],
+        "total_lengths": TOTALS,
+        "response_lengths": RESPONSES,
+    } | instead
 
 
 def test_signature_then_every_caller_finds_its_arguments():
@@ -86,7 +105,9 @@ def test_one_rank_when_called_then_weights_and_masks_are_cores(whole, settings):
     truth = expected(whole, settings)
     kept = truth.mask
     assert 5 < kept.sum() < truth.valid.sum() < len(kept) and not kept.split(RESPONSES)[3].any()
-    torch.testing.assert_close(loss, torch.where(kept, whole["pg_loss"] * truth.weights, 0.0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        loss, torch.where(kept, whole["pg_loss"] * truth.weights, 0.0), rtol=1e-6, atol=0
+    )
     for mask, before, keep in zip(masks, whole["masks"], kept.split(RESPONSES), strict=True):
         assert mask.dtype == before.dtype and torch.equal(mask, before * keep)
     d = torch.cat(whole["train"]) - torch.cat(whole["rollout"])
@@ -116,16 +137,22 @@ def test_metrics_only_when_tis_is_off_then_loss_and_masks_are_the_callers(whole,
 
 
 def averaged(values, masks):
-    """As slime reports a metric without context parallelism: each sample's mean over its mask, then over samples."""
-    means = [(v * m).sum() / m.sum().clamp(min=1) for v, m in zip(values.split(RESPONSES), masks, strict=True)]
+    """As slime reports a metric without context parallelism: each sample's mean over its mask,
+    then over samples.
+    """
+    means = [
+        (v * m).sum() / m.sum().clamp(min=1) for v, m in zip(values.split(RESPONSES), masks, strict=True)
+    ]
     return (sum(means) / len(means)).item()
 
 
 def test_metrics_when_averaged_over_the_callers_masks_or_those_returned_then_as_the_page_says_of_each_release(
     whole, settings
 ):
-    finite = whole | {"train": [t.nan_to_num(-1.0) for t in whole["train"]],
-                      "rollout": [t.nan_to_num(-1.0) for t in whole["rollout"]]}  # fmt: skip
+    finite = whole | {
+        "train": [t.nan_to_num(-1.0) for t in whole["train"]],
+        "rollout": [t.nan_to_num(-1.0) for t in whole["rollout"]],
+    }
     args = Namespace(use_tis=True, rollout_correction_config=settings)
     _, returned, metrics = correct(args, **arguments(finite, parallel_state=ALONE))
     truth = expected(finite, settings)
@@ -149,9 +176,10 @@ def test_metrics_when_averaged_over_the_callers_masks_or_those_returned_then_as_
         sum(x[k].mean().item() for x, k in zip(d, kept, strict=True) if k.any()) / 5
     )
     # Without --use-tis the masks are the caller's, so every release has the numbers of all tokens.
-    _, same, _ = correct(Namespace(use_tis=False, rollout_correction_config=settings), **arguments(
-        finite, parallel_state=ALONE
-    ))  # fmt: skip
+    _, same, _ = correct(
+        Namespace(use_tis=False, rollout_correction_config=settings),
+        **arguments(finite, parallel_state=ALONE),
+    )
     assert same is finite["masks"]
 
 
@@ -159,12 +187,16 @@ def test_metrics_when_averaged_over_the_callers_masks_or_those_returned_then_as_
 
 
 def owned(rank, lengths):
-    """Of each sample, the response tokens whose predicting position lies in this rank's two of four chunks."""
+    """Of each sample, the response tokens whose predicting position lies in this rank's
+    two of four chunks.
+    """
     taken = []
     for total, response, length in zip(TOTALS, RESPONSES, lengths, strict=True):
         chunk = (length + 3) // 4
         chunks = [(total - response - 1 + token) // chunk for token in range(response)]
-        taken.append(torch.tensor([t for t, c in enumerate(chunks) if c in (rank, 3 - rank)], dtype=torch.int64))
+        taken.append(
+            torch.tensor([t for t, c in enumerate(chunks) if c in (rank, 3 - rank)], dtype=torch.int64)
+        )
     return taken
 
 
@@ -180,19 +212,26 @@ def ranks(whole, settings, tmp_path_factory):
     folder = tmp_path_factory.mktemp("slime_ranks")
     cases = {}
     for name, (trainer, args, max_seq_lens, lengths) in LAYOUTS.items():
-        pieces = [[part[t] for part, t in zip(whole["pg_loss"].split(RESPONSES), owned(r, lengths), strict=True)]
-                  for r in (0, 1)]
+        pieces = [
+            [part[t] for part, t in zip(whole["pg_loss"].split(RESPONSES), owned(r, lengths), strict=True)]
+            for r in (0, 1)
+        ]
         cases[name] = {
-            "trainer": trainer, "args": {"use_tis": True, "rollout_correction_config": settings, **args},
-            "max_seq_lens": max_seq_lens, "loss_masks": whole["masks"], "total_lengths": TOTALS,
+            "trainer": trainer,
+            "args": {"use_tis": True, "rollout_correction_config": settings, **args},
+            "max_seq_lens": max_seq_lens,
+            "loss_masks": whole["masks"],
+            "total_lengths": TOTALS,
             "response_lengths": RESPONSES,
             "ranks": [
                 {"pg_loss": torch.cat(pieces[rank])}
-                | {key: [part[t] for part, t in zip(whole[key], owned(rank, lengths), strict=True)]
-                   for key in ("train", "rollout")}
+                | {
+                    key: [part[t] for part, t in zip(whole[key], owned(rank, lengths), strict=True)]
+                    for key in ("train", "rollout")
+                }
                 for rank in (0, 1)
             ],
-        }  # fmt: skip
+        }
     torch.save(cases, folder / "cases.pt")
     done = run_megatron(HERE / "slime_worker.py", folder)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -200,7 +239,9 @@ def ranks(whole, settings, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_cp_ranks_when_called_then_each_has_its_part_of_cores_whole_correction(ranks, whole, settings, layout):
+def test_two_cp_ranks_when_called_then_each_has_its_part_of_cores_whole_correction(
+    ranks, whole, settings, layout
+):
     truth, offsets = expected(whole, settings), torch.tensor([0, *RESPONSES[:-1]]).cumsum(0).tolist()
     for rank in (0, 1):
         mine = owned(rank, LAYOUTS[layout][3])
@@ -210,8 +251,12 @@ def test_two_cp_ranks_when_called_then_each_has_its_part_of_cores_whole_correcti
         assert 0 < len(index) < sum(RESPONSES)
         torch.testing.assert_close(made["gradient"], factor, rtol=1e-6, atol=0)
         torch.testing.assert_close(made["loss"], whole["pg_loss"][index] * factor, rtol=1e-6, atol=0)
-        torch.testing.assert_close(made["metrics"]["rollout_corr/weight"], truth.weights[index], rtol=1e-6, atol=0)
-        for mask, before, keep in zip(made["masks"], whole["masks"], truth.mask.split(RESPONSES), strict=True):
+        torch.testing.assert_close(
+            made["metrics"]["rollout_corr/weight"], truth.weights[index], rtol=1e-6, atol=0
+        )
+        for mask, before, keep in zip(
+            made["masks"], whole["masks"], truth.mask.split(RESPONSES), strict=True
+        ):
             assert torch.equal(mask, before * keep), "whole masks, the same on both ranks"
 
 
@@ -222,21 +267,31 @@ def test_lengths_when_of_another_layout_then_refused(whole, settings):
 
 
 def test_settings_when_not_named_then_the_remedy_is_told(whole):
-    with pytest.raises(ValueError, match="--custom-config-path a YAML file with the line `rollout_correction_config"):
+    with pytest.raises(
+        ValueError, match="--custom-config-path a YAML file with the line `rollout_correction_config"
+    ):
         correct(Namespace(use_tis=True), **arguments(whole))
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("preset: slime_mis", "rollout_is_batch_normalize True has no effect in slime and miles: it needs the whole"),
+        (
+            "preset: slime_mis",
+            "rollout_is_batch_normalize True has no effect in slime and miles: it needs the whole",
+        ),
         ("preset: bypass_ppo_clip", "bypass_mode True has no effect in slime and miles: the loss is"),
         ("preset: decoupled_token_is\nloss_denominator: kept", "loss_denominator kept has no effect"),
         ("rollout_rs: turn_mean_ratio\nrollout_rs_threshold: 0.9_1.1", "do not tell turns"),
-        ("rollout_rs: token_routing\nrollout_rs_threshold: 0.5", "token_routing needs .* slime and miles do not give"),
+        (
+            "rollout_rs: token_routing\nrollout_rs_threshold: 0.5",
+            "token_routing needs .* slime and miles do not give",
+        ),
         ("rollout_rs: seq_mean_vaco\nrollout_rs_threshold: 0.5", "seq_mean_vaco needs .* use another rule"),
-        ("rollout_is: sequence\nrollout_is_mode: gamma",
-         "rollout_is_mode gamma needs advantages, .* slime and miles do not give; use another mode"),
+        (
+            "rollout_is: sequence\nrollout_is_mode: gamma",
+            "rollout_is_mode gamma needs advantages, .* slime and miles do not give; use another mode",
+        ),
         ("preset: decoupled_token_iss", "unknown preset"),
     ],
 )

@@ -20,7 +20,11 @@ def runs(request, tmp_path_factory) -> dict:
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     environment["TRITON_INTERPRET"] = "1" if request.param == "interpreter" else "0"
     done = subprocess.run(
-        [sys.executable, HERE / "worker.py", file], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, HERE / "worker.py", file],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(file)

@@ -1,8 +1,9 @@
-"""What the Triton log-probs compile to for Hopper (sm_90), by Triton's own ahead-of-time compiler and assembler.
+"""What the Triton log-probs compile to for Hopper (sm_90), by Triton's own ahead-of-time
+compiler and assembler.
 
-That needs no GPU and is the nearest to one without it: it shows that the kernels lower, as they are launched at 8192
-tokens of 151936 columns, and their loads, stores, barriers and registers. It shows neither their numbers, which the
-interpreter does, nor their speed.
+That needs no GPU and is the nearest to one without it: it shows that the kernels lower, as they are
+launched at 8192 tokens of 151936 columns, and their loads, stores, barriers and registers. It shows
+neither their numbers, which the interpreter does, nor their speed.
 """
 
 import re
@@ -23,9 +24,13 @@ from megatron_rl_corr.logprobs.sampled_rows import SampledRows  # noqa: E402
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns  # noqa: E402
 
 NAMES = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", int: "i32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+    int: "i32",
     float: "fp32",
-}  # fmt: skip
+}
 
 
 KERNELS = ("stats_kernel", "merge_kernel", "combine_kernel", "gradient_kernel")
@@ -47,7 +52,11 @@ class Launches:
         for index, (name, value) in enumerate(zip(names, arguments, strict=True)):
             signature[name] = NAMES[value.dtype if isinstance(value, torch.Tensor) else type(value)]
             number = value.data_ptr() if isinstance(value, torch.Tensor) else value
-            if isinstance(number, int) and number % 16 == 0 and not self.kernel.params[index].do_not_specialize:
+            if (
+                isinstance(number, int)
+                and number % 16 == 0
+                and not self.kernel.params[index].do_not_specialize
+            ):
                 hints[index,] = [["tt.divisibility", 16]]
         source = ASTSource(self.kernel, signature, constants, hints)
         self.binaries.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options))
@@ -68,7 +77,9 @@ def given(
     """Tensors without storage, for shapes alone; and all columns of a vocabulary."""
     logits = torch.empty(8192, pitch, dtype=dtype, device="meta")[:, :151936]
     tensors = {"logits": logits, "labels": torch.empty(8192, dtype=torch.int64, device="meta")}
-    return tensors, LogitColumns(0, 151936, 0.7, with_entropy, chunk_tokens=1024, with_collision=with_collision)
+    return tensors, LogitColumns(
+        0, 151936, 0.7, with_entropy, chunk_tokens=1024, with_collision=with_collision
+    )
 
 
 def some(sampled: bool) -> SampledRows | None:
@@ -105,9 +116,15 @@ def assert_registers_suffice(binary, folder: Path):
 
 @pytest.mark.parametrize(
     "dtype, with_entropy, sampled, with_collision",
-    [(torch.bfloat16, False, True, False), (torch.bfloat16, True, False, False), (torch.float32, True, True, False),
-     (torch.bfloat16, True, True, True), (torch.float32, True, True, True)], ids=str,
-)  # fmt: skip
+    [
+        (torch.bfloat16, False, True, False),
+        (torch.bfloat16, True, False, False),
+        (torch.float32, True, True, False),
+        (torch.bfloat16, True, True, True),
+        (torch.float32, True, True, True),
+    ],
+    ids=str,
+)
 def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_the_end(
     launches, dtype, with_entropy, sampled, with_collision, tmp_path
 ):
@@ -115,7 +132,8 @@ def test_stats_when_compiled_then_16_byte_loads_and_threads_that_meet_only_at_th
     kernels.label_stats(**tensors, columns=columns, sampled=some(sampled))
     (binary,) = launches["stats_kernel"].binaries
     ptx, loads = binary.asm["ptx"], 32 * dtype.itemsize // 16
-    # 32 elements a thread, in the loop of whole tiles and in the last. Alone: the row's number, label and its logit.
+    # 32 elements a thread, in the loop of whole tiles and in the last. Alone: the row's number,
+    # label and its logit.
     assert accesses(ptx, "ld") == (2 * loads, 2 + sampled)
     (body,) = loops(ptx)
     assert accesses(body, "ld") == (loads, 0)
@@ -139,7 +157,9 @@ def test_stats_when_rows_are_not_aligned_then_threads_meet_only_at_the_end_too(l
 def test_merge_when_a_row_has_as_many_parts_as_tiles_then_it_lowers(launches, tmp_path):
     # One token of 151936 columns: 37.1 tiles of 4096, in 64 places.
     tensors, columns = given(torch.bfloat16, True)
-    kernels.label_stats(tensors["logits"][:1], tensors["labels"][:1], columns, blocks=kernels.Blocks(programs=1000))
+    kernels.label_stats(
+        tensors["logits"][:1], tensors["labels"][:1], columns, blocks=kernels.Blocks(programs=1000)
+    )
     assert launches["merge_kernel"].binaries[0].src.constants[7,] == 64
     assert_registers_suffice(launches["merge_kernel"].binaries[0], tmp_path)
 
@@ -157,7 +177,8 @@ def test_combine_when_of_many_ranks_then_it_lowers_and_its_logarithm_is_exact_ne
 
 @pytest.mark.parametrize(
     "dtype, with_entropy, sampled",
-    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, True, True)], ids=str,
+    [(torch.bfloat16, False, True), (torch.bfloat16, True, False), (torch.float32, True, True)],
+    ids=str,
 )
 def test_gradient_when_compiled_then_16_byte_loads_and_stores_and_no_contraction(
     launches, dtype, with_entropy, sampled, tmp_path
@@ -165,16 +186,24 @@ def test_gradient_when_compiled_then_16_byte_loads_and_stores_and_no_contraction
     tensors, columns = given(dtype, with_entropy)
     rows, combined = torch.empty(8192, device="meta"), torch.empty(4, 8192, device="meta")
     kernels.logits_gradient(
-        *tensors.values(), combined, rows, rows if with_entropy else None, columns, out=tensors["logits"],
+        *tensors.values(),
+        combined,
+        rows,
+        rows if with_entropy else None,
+        columns,
+        out=tensors["logits"],
         sampled=some(sampled),
     )
     (binary,) = launches["gradient_kernel"].binaries
     ptx, tile = binary.asm["ptx"], 32 * dtype.itemsize // 16
-    # A loop that only writes zeros, one of whole tiles, one of what padding is in. Alone: what a token has one of.
+    # A loop that only writes zeros, one of whole tiles, one of what padding is in. Alone: what a
+    # token has one of.
     assert accesses(ptx, "ld") == (2 * tile, (7 if with_entropy else 5) + sampled)
     assert accesses(ptx, "st") == (3 * tile, 0)
     assert sorted((accesses(body, "ld")[0], accesses(body, "st")[0]) for body in loops(ptx)) == [
-        (0, tile), (tile, tile), (tile, tile),
-    ]  # fmt: skip
+        (0, tile),
+        (tile, tile),
+        (tile, tile),
+    ]
     assert "fma." not in ptx and "shfl" not in ptx and "bar.sync" not in ptx
     assert_registers_suffice(binary, tmp_path)

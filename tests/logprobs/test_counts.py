@@ -1,4 +1,6 @@
-"""Kernels, collectives, rows and bytes of the Triton log-probs: each launch counted, on tensors without storage."""
+"""Kernels, collectives, rows and bytes of the Triton log-probs: each launch counted, on tensors
+without storage.
+"""
 
 import pytest
 

@@ -14,29 +14,56 @@ CASES = [
         for width in ("1", "2", "tile - 1", "tile", "tile + 1", "two tiles", "three tiles + 7", "five tiles")
         for kind in ("one part", "parts")
     ),
-    "bfloat16", "bfloat16, parts, odd rows", "float16", "temperature 0.7", "temperature 300", "no entropy", "padding",
-    "padding, parts", "only padding", "a later rank", "rows apart", "rows apart by an odd number", "in place",
-    "in place, bfloat16, parts", "one token", "more tokens than the merge has", "no tokens", "32-bit labels",
-    "one upstream for all", "sampled rows", "sampled rows, bfloat16, parts", "sampled rows, in place, no entropy",
-    "no sampled row", "collision", "collision, parts, no entropy", "collision, sampled rows, bfloat16, parts",
+    "bfloat16",
+    "bfloat16, parts, odd rows",
+    "float16",
+    "temperature 0.7",
+    "temperature 300",
+    "no entropy",
+    "padding",
+    "padding, parts",
+    "only padding",
+    "a later rank",
+    "rows apart",
+    "rows apart by an odd number",
+    "in place",
+    "in place, bfloat16, parts",
+    "one token",
+    "more tokens than the merge has",
+    "no tokens",
+    "32-bit labels",
+    "one upstream for all",
+    "sampled rows",
+    "sampled rows, bfloat16, parts",
+    "sampled rows, in place, no entropy",
+    "no sampled row",
+    "collision",
+    "collision, parts, no entropy",
+    "collision, sampled rows, bfloat16, parts",
     "blocks as they are",
-]  # fmt: skip
+]
 
 
 SAMPLED = {
-    "sampled rows": [1, 0, 1, 1, 0], "sampled rows, bfloat16, parts": [0, 1, 1, 0, 1, 1, 0],
-    "sampled rows, in place, no entropy": [0, 0, 1, 0, 1, 0], "no sampled row": [0] * 5,
+    "sampled rows": [1, 0, 1, 1, 0],
+    "sampled rows, bfloat16, parts": [0, 1, 1, 0, 1, 1, 0],
+    "sampled rows, in place, no entropy": [0, 0, 1, 0, 1, 0],
+    "no sampled row": [0] * 5,
     "sampled rows, two ranks": [0, 1, 1, 0, 1, 0, 1],
     "collision, sampled rows, bfloat16, parts": [0, 1, 1, 0, 1, 1, 0],
-}  # fmt: skip
+}
 
 
 def of_case(name, inputs):
-    """`reference` of a case: of its sampled rows alone, with 0 for the others; the statistics are of [4, N]."""
+    """`reference` of a case: of its sampled rows alone, with 0 for the others; the
+    statistics are of [4, N].
+    """
     if name not in SAMPLED:
         return reference(**inputs)
     kept = torch.tensor(SAMPLED[name]).bool()
-    of_rows = {name: inputs[name][kept] for name in ("logits", "labels")} | {"grads": inputs["grads"][:, kept]}
+    of_rows = {name: inputs[name][kept] for name in ("logits", "labels")} | {
+        "grads": inputs["grads"][:, kept]
+    }
     stats, logprobs, entropy, gradient = reference(**of_rows, settings=inputs["settings"])
     whole = []
     for values in (logprobs, entropy, gradient):
@@ -77,7 +104,9 @@ def test_cases_when_listed_then_all_that_were_run(runs):
 
 
 def rounding_of_x(logits, settings) -> float:
-    """An x has two roundings, of 1 / temperature and of their product, each at most 2^-24 of it; at 1 none."""
+    """An x has two roundings, of 1 / temperature and of their product, each at most 2^-24
+    of it; at 1 none.
+    """
     if settings["temperature"] == 1:
         return 0
     largest = logits[:, : settings["limit"]].double().nan_to_num(neginf=0, posinf=0).abs().max().item()
@@ -93,7 +122,9 @@ def test_stats_when_in_one_pass_then_those_of_float64(runs, name):
     assert_close(result["stats"][1], stats[1], 1e-6, 0)
     # e of a distance of -80 has the rounding of 80 in its exponent.
     assert_close(result["stats"][3], stats[3] if with_entropy else torch.zeros_like(stats[3]), 5e-6, 0)
-    assert_close(result["logprobs"], logprobs, 2e-6, 2e-6 + rounding_of_x(inputs["logits"], inputs["settings"]))
+    assert_close(
+        result["logprobs"], logprobs, 2e-6, 2e-6 + rounding_of_x(inputs["logits"], inputs["settings"])
+    )
     if with_entropy:
         assert_close(result["entropy"], entropy, 3e-6, 3e-6)
 
@@ -153,7 +184,10 @@ def test_row_when_not_finite_then_what_torch_makes_of_it(runs, parts):
     logits[:, 0] = torch.tensor([-INF, float("nan"), INF, float("nan"), 1.0])
     columns = label_stats.LogitColumns(0, 1, 0.5, with_entropy=True, chunk_tokens=5)
     torch_stats = label_stats.label_stats(logits, labels, columns)
-    assert label_stats.combine_stats(torch_stats[None], True)[1].isnan().tolist() == result["entropy"].isnan().tolist()
+    assert (
+        label_stats.combine_stats(torch_stats[None], True)[1].isnan().tolist()
+        == result["entropy"].isnan().tolist()
+    )
 
 
 @pytest.mark.parametrize("parts", ["one part", "parts"])
@@ -173,7 +207,8 @@ def test_row_when_behind_two_to_the_31st_element_then_read_and_written_there(run
 @pytest.mark.parametrize("tokens, tiles", [(0, 1), (1, 1), (4, 4), (8192, 8)])
 def test_program_when_tokens_are_few_then_it_gets_fewer_tiles(tokens, tiles):
     kernels = pytest.importorskip("megatron_rl_corr.logprobs.triton_backend")
-    # 151936 columns are 37.09 tiles of 4096; with 4 tokens 148, over the 32 programs of the one processor of a CPU: 4.
+    # 151936 columns are 37.09 tiles of 4096; with 4 tokens 148, over the 32 programs of the one
+    # processor of a CPU: 4.
     logits = torch.empty(tokens, 151936, device="meta")
     assert kernels.Blocks().span(151936, tokens, logits) == 4096 * tiles
 
@@ -192,16 +227,27 @@ def test_logits_when_of_a_kind_the_kernels_do_not_take_then_refused_with_the_rem
     assert "(1, 2)" in apart and ".contiguous()" in apart
 
 
-@pytest.mark.parametrize("name", [
-    "plain", "inplace", "a rank of padding", "bfloat16", "sampled rows, two ranks", "collision, two ranks",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "inplace",
+        "a rank of padding",
+        "bfloat16",
+        "sampled rows, two ranks",
+        "collision, two ranks",
+    ],
+)
 def test_vocab_parallel_logprobs_when_on_the_kernels_then_value_and_gradient_of_the_whole(runs, name):
     if "sharded" not in runs:
         pytest.skip("two ranks over gloo are run by the interpreter")
     inputs, options = runs["sharded inputs"][name], runs["sharded options"][name]
     settings = {
-        "first": 0, "limit": options.get("vocab_size", 48), "temperature": options.get("temperature", 1.0),
-        "with_entropy": options.get("with_entropy", True), "with_collision": options.get("with_collision", False),
+        "first": 0,
+        "limit": options.get("vocab_size", 48),
+        "temperature": options.get("temperature", 1.0),
+        "with_entropy": options.get("with_entropy", True),
+        "with_collision": options.get("with_collision", False),
     }
     inputs["settings"] = settings
     _, logprobs, entropy, gradient = of_case(name, inputs)

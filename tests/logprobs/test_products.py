@@ -1,4 +1,6 @@
-"""Products with float32 sums: the pieces that a GPU multiplies, with its multiplication stood in for by float32's."""
+"""Products with float32 sums: the pieces that a GPU multiplies, with its multiplication stood in
+for by float32's.
+"""
 
 import pytest
 import torch
@@ -26,7 +28,9 @@ def like_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("gpu", [False, True])
-def test_product_when_the_factors_are_bfloat16_then_that_of_float64_in_the_type_of_the_result(gpu, out_dtype, request):
+def test_product_when_the_factors_are_bfloat16_then_that_of_float64_in_the_type_of_the_result(
+    gpu, out_dtype, request
+):
     if gpu:
         request.getfixturevalue("like_a_gpu")
     left, right = torch.randn(5, 64).bfloat16(), torch.randn(64, 7).bfloat16()
@@ -56,7 +60,9 @@ def test_pieces_when_the_other_factor_is_not_bfloat16_then_the_number_itself(lik
 
 @pytest.mark.parametrize("main_grad", [torch.float32, torch.bfloat16, None])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_fp32_head_when_multiplied_as_on_a_gpu_then_log_probs_and_gradients_of_float64(like_a_gpu, dtype, main_grad):
+def test_fp32_head_when_multiplied_as_on_a_gpu_then_log_probs_and_gradients_of_float64(
+    like_a_gpu, dtype, main_grad
+):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(24, 64, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(90, 64, generator=generator) / 4).to(dtype).requires_grad_()
@@ -79,6 +85,8 @@ def test_fp32_head_when_multiplied_as_on_a_gpu_then_log_probs_and_gradients_of_f
     pair = (dtype, dtype)
     # Tiles of 90 x 7 / 24 columns: forward, and in backward again, with both gradients in two pieces.
     tiles = 4
-    assert like_a_gpu == [] if dtype == torch.float32 else like_a_gpu.count(pair) == tiles * (
-        2 + (4 if dtype == torch.bfloat16 else 0)
-    )  # fmt: skip
+    assert (
+        like_a_gpu == []
+        if dtype == torch.float32
+        else like_a_gpu.count(pair) == tiles * (2 + (4 if dtype == torch.bfloat16 else 0))
+    )

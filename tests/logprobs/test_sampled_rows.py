@@ -30,7 +30,9 @@ def test_column_major_when_of_two_rows_of_four_then_the_rows_of_the_transposed_m
 
 
 def test_spread_then_zero_where_nothing_was_sampled():
-    assert SampledRows.of(MASK).spread(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).tolist() == [[0, 1, 2, 0, 3, 0, 0, 4]]
+    assert SampledRows.of(MASK).spread(torch.tensor([[1.0, 2.0, 3.0, 4.0]])).tolist() == [
+        [0, 1, 2, 0, 3, 0, 0, 4]
+    ]
 
 
 def test_rows_when_of_another_number_of_tokens_then_refused():

@@ -1,6 +1,7 @@
 """Every case of the Triton log-probs, in a process of its own: saves inputs and outputs.
 
-python worker.py FILE runs on a GPU, and with TRITON_INTERPRET=1 on a CPU: Triton reads that before any kernel is made.
+python worker.py FILE runs on a GPU, and with TRITON_INTERPRET=1 on a CPU: Triton reads that before
+any kernel is made.
 """
 
 from __future__ import annotations
@@ -43,8 +44,14 @@ CASES: dict[str, dict] = {
     **{
         f"width {name}, {kind}": {"width": width, "blocks": blocks}
         for name, width in {
-            "1": 1, "2": 2, "tile - 1": TILE - 1, "tile": TILE, "tile + 1": TILE + 1, "two tiles": 2 * TILE,
-            "three tiles + 7": 3 * TILE + 7, "five tiles": 5 * TILE,
+            "1": 1,
+            "2": 2,
+            "tile - 1": TILE - 1,
+            "tile": TILE,
+            "tile + 1": TILE + 1,
+            "two tiles": 2 * TILE,
+            "three tiles + 7": 3 * TILE + 7,
+            "five tiles": 5 * TILE,
         }.items()
         for kind, blocks in {"one part": ONE_PART, "parts": PARTS}.items()
     },
@@ -61,7 +68,12 @@ CASES: dict[str, dict] = {
     "rows apart": {"pitch": 3 * TILE},
     "rows apart by an odd number": {"pitch": 3 * TILE + 1, "blocks": PARTS},
     "in place": {"inplace": True},
-    "in place, bfloat16, parts": {"inplace": True, "dtype": torch.bfloat16, "blocks": PARTS, "width": 4 * TILE},
+    "in place, bfloat16, parts": {
+        "inplace": True,
+        "dtype": torch.bfloat16,
+        "blocks": PARTS,
+        "width": 4 * TILE,
+    },
     "one token": {"tokens": 1, "blocks": PARTS},
     "more tokens than the merge has": {"tokens": 35, "width": 3 * TILE, "blocks": PARTS},
     "no tokens": {"tokens": 0},
@@ -69,16 +81,32 @@ CASES: dict[str, dict] = {
     "one upstream for all": {"expanded": True},
     "sampled rows": {"sampled": [1, 0, 1, 1, 0], "tokens": 5, "limit": TILE + 13},
     "sampled rows, bfloat16, parts": {
-        "sampled": [0, 1, 1, 0, 1, 1, 0], "tokens": 7, "width": 5 * TILE, "blocks": PARTS, "dtype": torch.bfloat16,
+        "sampled": [0, 1, 1, 0, 1, 1, 0],
+        "tokens": 7,
+        "width": 5 * TILE,
+        "blocks": PARTS,
+        "dtype": torch.bfloat16,
     },
     "sampled rows, in place, no entropy": {
-        "sampled": [0, 0, 1, 0, 1, 0], "tokens": 6, "inplace": True, "with_entropy": False,
+        "sampled": [0, 0, 1, 0, 1, 0],
+        "tokens": 6,
+        "inplace": True,
+        "with_entropy": False,
     },
     "no sampled row": {"sampled": [0] * 5},
     "collision": {"with_collision": True, "temperature": 0.7, "limit": TILE + 13},
-    "collision, parts, no entropy": {"with_collision": True, "with_entropy": False, "blocks": PARTS, "width": 5 * TILE},
+    "collision, parts, no entropy": {
+        "with_collision": True,
+        "with_entropy": False,
+        "blocks": PARTS,
+        "width": 5 * TILE,
+    },
     "collision, sampled rows, bfloat16, parts": {
-        "with_collision": True, "sampled": [0, 1, 1, 0, 1, 1, 0], "tokens": 7, "width": 5 * TILE, "blocks": PARTS,
+        "with_collision": True,
+        "sampled": [0, 1, 1, 0, 1, 1, 0],
+        "tokens": 7,
+        "width": 5 * TILE,
+        "blocks": PARTS,
         "dtype": torch.bfloat16,
     },
     "blocks as they are": {"blocks": label_logprobs.BLOCKS, "width": 4096 + 33},
@@ -111,8 +139,11 @@ def inputs(name: str) -> dict:
             logits[row] = (NAN, INF, -INF)[row % 3]
             labels[row], grads[:, row] = (-100 - first, 0)[row % 2], (NAN, 2.0)[row % 2]
     settings = {
-        "first": first, "limit": limit, "temperature": case.get("temperature", 1.0),
-        "with_entropy": case.get("with_entropy", True), "chunk_tokens": 1024,
+        "first": first,
+        "limit": limit,
+        "temperature": case.get("temperature", 1.0),
+        "with_entropy": case.get("with_entropy", True),
+        "chunk_tokens": 1024,
         "with_collision": case.get("with_collision", False),
     }
     labels = (labels + first).to(case.get("labels", torch.int64))
@@ -145,8 +176,15 @@ def run(
     # What is there must not matter.
     out = logits if inplace else placed(torch.full(logits.shape, NAN, dtype=logits.dtype), pitch)
     label_logprobs.logits_gradient(
-        logits, labels, combined, grads[0], grads[1] if with_entropy else None, columns, out=out,
-        sampled=sampled, blocks=blocks,
+        logits,
+        labels,
+        combined,
+        grads[0],
+        grads[1] if with_entropy else None,
+        columns,
+        out=out,
+        sampled=sampled,
+        blocks=blocks,
     )
     logprobs, entropy = combined[0], combined[1]
     beyond = out.new_empty(0)
@@ -154,7 +192,11 @@ def run(
         beyond = out.as_strided((out.shape[0], pitch - out.shape[1]), out.stride(), out.shape[1])
     untouched = inplace or torch.equal(logits.contiguous().view(torch.uint8), before.view(torch.uint8))
     result = {
-        "stats": stats, "logprobs": logprobs, "entropy": entropy, "gradient": out.clone(), "untouched": untouched,
+        "stats": stats,
+        "logprobs": logprobs,
+        "entropy": entropy,
+        "gradient": out.clone(),
+        "untouched": untouched,
         "collision": combined[4:],
         "beyond": beyond.isnan().all(),
     }
@@ -175,7 +217,13 @@ def strange_rows() -> dict:
     logits[2, 7] = INF
     logits[3] = -INF
     logits[3, 2 * TILE] = NAN
-    settings = {"first": 0, "limit": 2 * TILE + 1, "temperature": 0.5, "with_entropy": True, "chunk_tokens": 1}
+    settings = {
+        "first": 0,
+        "limit": 2 * TILE + 1,
+        "temperature": 0.5,
+        "with_entropy": True,
+        "chunk_tokens": 1,
+    }
     arguments = {"logits": logits, "labels": torch.full((5,), 2), "settings": settings}
     return {
         (kind, blocks_name): run(grads=grads, blocks=blocks, **arguments)
@@ -187,7 +235,9 @@ def strange_rows() -> dict:
 def far_rows() -> dict:
     """The last of three rows begins behind element 2^31; the rest of the storage is never touched."""
     pitch, width = 2**30 + 16, 2 * TILE
-    logits = torch.empty(2 * pitch + width, dtype=torch.bfloat16, device=DEVICE).as_strided((3, width), (pitch, 1))
+    logits = torch.empty(2 * pitch + width, dtype=torch.bfloat16, device=DEVICE).as_strided(
+        (3, width), (pitch, 1)
+    )
     logits.copy_(torch.randn(3, width, generator=torch.Generator().manual_seed(4)))
     settings = {"first": 0, "limit": width, "temperature": 1.0, "with_entropy": True, "chunk_tokens": 1}
     labels, grads = torch.tensor([0, 1, 2]), torch.randn(2, 3, generator=torch.Generator().manual_seed(5))
@@ -200,10 +250,25 @@ def first_programs() -> torch.Tensor:
     logits, labels = torch.randn(3, 2 * TILE), torch.zeros(3, dtype=torch.int64)
     partial = torch.full((2, 4, 3), NAN)
     label_logprobs.stats_kernel[2,](
-        logits, logits.stride(0), labels, labels, partial, 3, 2, 0, 2 * TILE, TILE, 1.0, 1.0,
-        WITH_ENTROPY=True, WITH_COLLISION=False, SOME_ROWS=False, ROWS=ONE_PART.elements, LANES=ONE_PART.lanes,
+        logits,
+        logits.stride(0),
+        labels,
+        labels,
+        partial,
+        3,
+        2,
+        0,
+        2 * TILE,
+        TILE,
+        1.0,
+        1.0,
+        WITH_ENTROPY=True,
+        WITH_COLLISION=False,
+        SOME_ROWS=False,
+        ROWS=ONE_PART.elements,
+        LANES=ONE_PART.lanes,
         VECTOR=1,
-    )  # fmt: skip
+    )
     return partial
 
 
@@ -213,7 +278,9 @@ def refusals() -> list[str]:
     for logits in (torch.zeros(2, 4, dtype=torch.float64), torch.zeros(4, 2).T):
         try:
             label_logprobs.label_stats(
-                logits, torch.zeros(2, dtype=torch.int64), LogitColumns(0, 4, 1.0, with_entropy=False, chunk_tokens=1)
+                logits,
+                torch.zeros(2, dtype=torch.int64),
+                LogitColumns(0, 4, 1.0, with_entropy=False, chunk_tokens=1),
             )
             messages.append("went on")
         except ValueError as error:
@@ -265,8 +332,10 @@ def sharded(rank: int, folder: str) -> None:
         outputs = [logprobs] if entropy is None else [logprobs, entropy]
         torch.autograd.backward(outputs, list(given["grads"][: len(outputs)]))
         results[name] = {
-            "logprobs": logprobs.detach(), "entropy": None if entropy is None else entropy.detach(),
-            "gradient": leaf.grad, "collision": torch.stack(collision) if collision else torch.empty(0, 7),
+            "logprobs": logprobs.detach(),
+            "entropy": None if entropy is None else entropy.detach(),
+            "gradient": leaf.grad,
+            "collision": torch.stack(collision) if collision else torch.empty(0, 7),
         }
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
@@ -275,7 +344,9 @@ def sharded(rank: int, folder: str) -> None:
 def main(file: Path) -> None:
     results = {
         "cases": {name: (inputs(name), run_case(name)) for name in CASES},
-        "strange": strange_rows(), "far": far_rows(), "refusals": refusals(),
+        "strange": strange_rows(),
+        "far": far_rows(),
+        "refusals": refusals(),
     }
     if INTERPRETED:
         results["first programs"] = first_programs()

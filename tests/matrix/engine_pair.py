@@ -24,11 +24,15 @@ def pair(model, folder, dtype="float32"):
     address("megatron")  # what forks runs must not end with a thread that waits for one
     servers = {
         name: PreloadedServer(
-            model, engine=name, dtype=dtype, log_path=folder / f"{name}.log", extra_arguments=arguments(),
+            model,
+            engine=name,
+            dtype=dtype,
+            log_path=folder / f"{name}.log",
+            extra_arguments=arguments(),
             environment=environment(name),
         )
         for name, arguments in ARGUMENTS.items()
-    }  # fmt: skip
+    }
     try:
         for server in servers.values():
             server.start()
@@ -41,16 +45,37 @@ def pair(model, folder, dtype="float32"):
 
 
 def run(folder, servers, model, *flags, steps, tokens=8, reward=REWARD, script=SCRIPT, **variables):
-    """The ended run, which keeps all samples, and the weights after each step. variables: of its environment, too."""
+    """The ended run, which keeps all samples, and the weights after each step. variables: of its
+    environment, too.
+    """
     (folder / "reward.py").write_text(reward)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
     return launch(
-        folder, "run", model, [server.url for server in servers.values()], script, "--global-batch-size",
-        GROUPS_OF_STEP * GROUP_SIZE, "--train-iters", steps, "--save-interval", 100, "--moe-grouped-gemm",
-        "--moe-permute-fusion", "--rollout-save-trajectories", folder / "run/samples",
-        "--rollout-save-hf", folder / "run/hf", "--rollout-save-hf-interval", 1, *flags, processes=2,
-        checks="semantic", tokens=tokens, **variables,
-    )  # fmt: skip
+        folder,
+        "run",
+        model,
+        [server.url for server in servers.values()],
+        script,
+        "--global-batch-size",
+        GROUPS_OF_STEP * GROUP_SIZE,
+        "--train-iters",
+        steps,
+        "--save-interval",
+        100,
+        "--moe-grouped-gemm",
+        "--moe-permute-fusion",
+        "--rollout-save-trajectories",
+        folder / "run/samples",
+        "--rollout-save-hf",
+        folder / "run/hf",
+        "--rollout-save-hf-interval",
+        1,
+        *flags,
+        processes=2,
+        checks="semantic",
+        tokens=tokens,
+        **variables,
+    )
 
 
 def steps_of(folder):
@@ -68,7 +93,8 @@ def samples_of(folder):
 
 
 def check_samples(folder, servers, model, steps, lag=0, exact=EXACT):
-    """All rows, once every step is known to have trained whole groups with the log-probs of the weights they name.
+    """All rows, once every step is known to have trained whole groups with the log-probs of the
+    weights they name.
 
     exact: largest distance of a log-prob, in nats.
     """
@@ -112,7 +138,12 @@ def check_by_engine(step, rows):
     """The step's mismatch of each engine is that of its rows."""
     for engine in {row["engine"] for row in rows}:
         own = [row for row in rows if row["engine"] == engine]
-        both = [torch.tensor([x for row in own for x in row[name]]) for name in ("train_logprobs", "rollout_logprobs")]
+        both = [
+            torch.tensor([x for row in own for x in row[name]])
+            for name in ("train_logprobs", "rollout_logprobs")
+        ]
         part = f"rollout_corr/by_engine/{engine}/"
         assert step[f"{part}tokens"] == len(both[0])
-        assert step[f"{part}log_ratio_abs_max"] == pytest.approx(float((both[0] - both[1]).abs().max()), abs=1e-9)
+        assert step[f"{part}log_ratio_abs_max"] == pytest.approx(
+            float((both[0] - both[1]).abs().max()), abs=1e-9
+        )

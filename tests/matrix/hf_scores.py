@@ -24,7 +24,9 @@ def main(model_dir, samples_dir, out):
         return words.gather(1, trajectory.output_ids[:, None])[:, 0]
 
     files = sorted(Path(samples_dir).iterdir())
-    torch.save({path.name: [scores(one.trajectory) for one in read_trajectories(path)] for path in files}, out)
+    torch.save(
+        {path.name: [scores(one.trajectory) for one in read_trajectories(path)] for path in files}, out
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """pretrain_any.py, which ends all its processes at a moment that is the worst for what it leaves behind.
 
-KILL_AT is MOMENT:N, "none:0" for a run like any other. N-th pass of the reference: "pass", its weights in the place of
-the live ones. N-th save of a reference that is reset: "written", its folder is whole and Megatron has not begun;
-"moving", a part of it is in the checkpoint; "moved", all of it is, and the checkpoint is not finished. N-th bucket of
-the second push: "bucket", the servers have it.
+KILL_AT is MOMENT:N, "none:0" for a run like any other. N-th pass of the reference: "pass", its weights in
+the place of the live ones. N-th save of a reference that is reset: "written", its folder is whole and
+Megatron has not begun; "moving", a part of it is in the checkpoint; "moved", all of it is, and the
+checkpoint is not finished. N-th bucket of the second push: "bucket", the servers have it.
 """
 
 import contextlib
@@ -28,7 +28,8 @@ def reach(moment):
     reached[moment] += 1
     if (moment, str(reached[moment])) != (MOMENT, NUMBER):
         return
-    for process in psutil.Process().parent().children(recursive=True):  # the ranks, and writers of their checkpoints,
+    # the ranks, and writers of their checkpoints,
+    for process in psutil.Process().parent().children(recursive=True):
         if process.pid != os.getpid():  # which would outlive them
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

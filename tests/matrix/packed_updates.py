@@ -13,21 +13,32 @@ from tests.preloaded import run_preloaded
 
 WORKERS = Path(__file__).resolve().parents[1] / "mcore"
 BOUNDS = {
-    "log-probs": LOGPROBS, "gradient": GRADIENT, "HF log-probs": REFERENCE, "HF gradient": REFERENCE, "weights": 1e-6,
+    "log-probs": LOGPROBS,
+    "gradient": GRADIENT,
+    "HF log-probs": REFERENCE,
+    "HF gradient": REFERENCE,
+    "weights": 1e-6,
     "HF weights": 1e-6,
-}  # fmt: skip
+}
 """Largest distances; weights are those after all updates, over their size."""
 OF_A_RUN = ("time/", "packing/", "tokens_per_s", "rollout_corr/padded_tokens")
 """Metrics of the layout and of the clock, not of the samples."""
 
 
 def updates_of(processes, model_dir, reference, specs, folder):
-    """[(spec, case, kind -> (updates, weights))], and what plain descent in float64 makes of the same orders."""
+    """[(spec, case, kind -> (updates, weights))], and what plain descent in float64 makes of
+    the same orders.
+    """
     out, made, runs, orders = folder / f"{processes}.pt", folder / "expected.pt", [], []
     run = run_megatron(
-        WORKERS / "packed_updates_worker.py", processes, model_dir, reference, out, *map(json.dumps, specs),
+        WORKERS / "packed_updates_worker.py",
+        processes,
+        model_dir,
+        reference,
+        out,
+        *map(json.dumps, specs),
         timeout=1800,
-    )  # fmt: skip
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     numbers = {labels: at for at, labels in enumerate(labels_of(reference))}
     for spec, ranks in zip(specs, tensor_files.load(out), strict=True):
@@ -58,7 +69,10 @@ def labels_of(reference):
 def joined(ranks):
     """All ranks' ([(log-probs, metrics, gradients) of each update], weights) as one."""
     updates = [
-        tuple({name: value for one in parts for name, value in one.items()} for parts in zip(*update, strict=True))
+        tuple(
+            {name: value for one in parts for name, value in one.items()}
+            for parts in zip(*update, strict=True)
+        )
         for update in zip(*(updates for updates, _ in ranks), strict=True)
     ]
     return updates, {name: tensor for _, weights in ranks for name, tensor in weights.items()}
@@ -79,12 +93,18 @@ def check_updates(spec, case, kinds, expected, labels):
     found, rows, packed = Worst(), *(kinds[kind][0] for kind in ("rows", "packed"))
     assert len(rows) == len(packed) == spec["parts"] * spec.get("epochs", 1) == 3
     for update, (one, other) in enumerate(zip(rows, packed, strict=True)):
-        found.take("log-probs", max(float((value - other[0][name]).abs().max()) for name, value in one[0].items()))
+        found.take(
+            "log-probs", max(float((value - other[0][name]).abs().max()) for name, value in one[0].items())
+        )
         found.take("gradient", *worst(one[2], other[2]))
-        numbers, others = ({k: v for k, v in x.items() if not k.startswith(OF_A_RUN)} for x in (one[1], other[1]))
+        numbers, others = (
+            {k: v for k, v in x.items() if not k.startswith(OF_A_RUN)} for x in (one[1], other[1])
+        )
         assert numbers.keys() == others.keys() and len(numbers) > 5 and numbers["skipped"] == 0, where
         for name, value in numbers.items():
-            near = value if name.endswith(COUNTS) else pytest.approx(value, rel=METRIC, abs=METRIC, nan_ok=True)
+            near = (
+                value if name.endswith(COUNTS) else pytest.approx(value, rel=METRIC, abs=METRIC, nan_ok=True)
+            )
             assert others[name] == near, (where, update, name)
             if value == value:
                 found.take("metrics", abs(others[name] - value) / max(abs(value), 1))
@@ -94,7 +114,10 @@ def check_updates(spec, case, kinds, expected, labels):
             of_reference(where, update, (one, other), expected[0][update], labels, found)
     found.take("weights", *worst(kinds["rows"][1], kinds["packed"][1]))
     if "replay" not in spec:
-        found.take("HF weights", *worst(expected[1], {k: v for k, v in kinds["packed"][1].items() if k in expected[1]}))
+        found.take(
+            "HF weights",
+            *worst(expected[1], {k: v for k, v in kinds["packed"][1].items() if k in expected[1]}),
+        )
     far = [what for what, bound in BOUNDS.items() if found.values.get(what, 0.0) >= bound]
     line = f"{json.dumps(where[0])} {case}, 3 updates: {found}"
     return line, [f"{what} too far: {line}, worst {found.names.get(what)}" for what in far]

@@ -28,12 +28,39 @@ def process_environment(*paths):
 def cpu_flags(model):
     """What a user's script is started with today, on a machine without a GPU: two steps of eight samples."""
     flags = [
-        *model_flags(json.loads((Path(model) / "config.json").read_text())), *megatron_arguments(),
-        "--seq-length", 32, "--micro-batch-size", 4, "--global-batch-size", 8,
-        "--train-iters", 2, "--lr", 1e-3, "--lr-decay-style", "constant", "--weight-decay", 0, "--clip-grad", 1.0,
-        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model, "--mock-data", "--split", "100,0,0",
-        "--num-workers", 0, "--no-create-attention-mask-in-dataloader", "--eval-iters", 0, "--eval-interval", 1000,
-    ]  # fmt: skip
+        *model_flags(json.loads((Path(model) / "config.json").read_text())),
+        *megatron_arguments(),
+        "--seq-length",
+        32,
+        "--micro-batch-size",
+        4,
+        "--global-batch-size",
+        8,
+        "--train-iters",
+        2,
+        "--lr",
+        1e-3,
+        "--lr-decay-style",
+        "constant",
+        "--weight-decay",
+        0,
+        "--clip-grad",
+        1.0,
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        model,
+        "--mock-data",
+        "--split",
+        "100,0,0",
+        "--num-workers",
+        0,
+        "--no-create-attention-mask-in-dataloader",
+        "--eval-iters",
+        0,
+        "--eval-interval",
+        1000,
+    ]
     return [str(flag) for flag in flags]
 
 
@@ -58,7 +85,8 @@ def unchanged(server, model):
             await client.flush_cache()
             checksums, version = await state(client)
             assert version == before[1]
-            if server.engine == "sglang":  # on a CPU vLLM's are of what an update brought, and there may have been none
+            # on a CPU vLLM's are of what an update brought, and there may have been none
+            if server.engine == "sglang":
                 assert checksums == before[0]
 
     before = asyncio.run(seen())

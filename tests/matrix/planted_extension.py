@@ -1,4 +1,6 @@
-"""A vLLM worker extension with faults that a test plants: what a server does wrong in an update and tells nobody."""
+"""A vLLM worker extension with faults that a test plants: what a server does wrong in an update
+and tells nobody.
+"""
 
 from vllm.v1.core.block_pool import BlockPool
 
@@ -6,7 +8,14 @@ from megatron_rl_corr.engines.vllm.worker import Extension, extension
 from megatron_rl_corr.engines.vllm.worker.loading import LayerwiseUpdate
 
 EXPERTS = "model.layers.1.mlp.experts."
-FAULTS = ("drops", "exchanges experts", "keeps old weights", "keeps cached prefixes", "other code", "older code")
+FAULTS = (
+    "drops",
+    "exchanges experts",
+    "keeps old weights",
+    "keeps cached prefixes",
+    "other code",
+    "older code",
+)
 
 
 class Planted(Extension):
@@ -16,7 +25,11 @@ class Planted(Extension):
         """Args: fault: of FAULTS; None: none. names: of the tensors that are dropped; (): all of them."""
         assert fault is None or fault in FAULTS
         transfer, self._names = self._rl_corr_transfer(), set(names)
-        for planted, name in ((transfer, "load"), (transfer, "finish_weight_update"), (self, "rl_corr_begin")):
+        for planted, name in (
+            (transfer, "load"),
+            (transfer, "finish_weight_update"),
+            (self, "rl_corr_begin"),
+        ):
             planted.__dict__.pop(name, None)
         extension.CODE = extension.worker_code()
         if hasattr(BlockPool, "kept"):

@@ -1,7 +1,8 @@
 """pretrain_any.py with a fault: INTERRUPT is "signal:N", "overflow:N" or "rejected:N", in the N-th iteration.
 
-signal: this process gets SIGTERM once the iteration's update is made; overflow: a gradient of it becomes infinite;
-rejected: Megatron's rerun state machine finds a gradient wrong, computes it again, and wants to save and leave.
+signal: this process gets SIGTERM once the iteration's update is made; overflow: a gradient of it becomes
+infinite; rejected: Megatron's rerun state machine finds a gradient wrong, computes it again, and wants
+to save and leave.
 """
 
 import os
@@ -37,7 +38,9 @@ def overflowing(unscale):
 def rejecting(validate_result):
     def validated(self, result, rejection_func, *args, **kwargs):
         rejected = get_args().curr_iteration + 1 == int(AT)
-        return validate_result(self, result, (lambda result: True) if rejected else rejection_func, *args, **kwargs)
+        return validate_result(
+            self, result, (lambda result: True) if rejected else rejection_func, *args, **kwargs
+        )
 
     return validated
 

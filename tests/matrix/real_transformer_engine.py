@@ -1,8 +1,9 @@
 """Imports the Python of a transformer-engine wheel over a fake of its C++ extension, in torch, without a GPU.
 
-Only products, RMSNorm, LayerNorm and what unfused attention needs are computed; every other name of the extension can
-be imported, and raises when it is called. All that Transformer Engine's own Python does is as it is in the wheel:
-parameters and their attributes, exchanges between ranks, autograd.
+Only products, RMSNorm, LayerNorm and what unfused attention needs are computed; every other name of
+the extension can
+be imported, and raises when it is called. All that Transformer Engine's own Python does is as it is in the
+wheel: parameters and their attributes, exchanges between ranks, autograd.
 """
 
 import enum
@@ -39,7 +40,8 @@ def load(folder) -> types.ModuleType:
     importlib.import_module("transformer_engine.common").load_framework_extension = lambda framework: None
     spec.loader.exec_module(package)
     base = importlib.import_module("transformer_engine.pytorch.module.base")
-    base.torch = _Same(torch, cuda=_Same(torch.cuda, is_available=lambda: True))  # each layer asks for it as it is made
+    # each layer asks for it as it is made
+    base.torch = _Same(torch, cuda=_Same(torch.cuda, is_available=lambda: True))
     assert package.__file__.startswith(str(folder)) and hasattr(package, "pytorch")
     return package
 
@@ -47,16 +49,43 @@ def load(folder) -> types.ModuleType:
 class DType(enum.IntEnum):
     """Numbers of transformer_engine.h."""
 
-    kByte, kInt32, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kFloat4E2M1 = 0, 2, 4, 5, 6, 7, 8, 10
+    kByte, kInt32, kFloat32, kFloat16, kBFloat16, kFloat8E4M3, kFloat8E5M2, kFloat4E2M1 = (
+        0,
+        2,
+        4,
+        5,
+        6,
+        7,
+        8,
+        10,
+    )
 
 
 TYPES = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 
 
 def generic_gemm(
-    a, transposed_a, b, transposed_b, out, quantizer, out_type, bias, bias_type, gelu, gelu_in, grad, workspace,
-    workspace_size, accumulate, split, *others, alpha=1.0, beta=None, **more,
-):  # fmt: skip
+    a,
+    transposed_a,
+    b,
+    transposed_b,
+    out,
+    quantizer,
+    out_type,
+    bias,
+    bias_type,
+    gelu,
+    gelu_in,
+    grad,
+    workspace,
+    workspace_size,
+    accumulate,
+    split,
+    *others,
+    alpha=1.0,
+    beta=None,
+    **more,
+):
     """op(b) @ op(a), as cuBLAS counts columns; with grad the bias's gradient is b's sum."""
     assert not gelu and alpha == 1.0 and quantizer is None
     rows = b.reshape(-1, b.shape[-1])
@@ -81,9 +110,23 @@ def te_general_grouped_gemm(
     for number, (left, right) in enumerate(zip(a, b, strict=True)):
         added = bias[number] if bias and bias[number].numel() else None
         made, of_bias, *_ = generic_gemm(
-            left, transposed_a, right, transposed_b, None, None, None, added, None, False, None, grad, None, 0, False,
+            left,
+            transposed_a,
+            right,
+            transposed_b,
+            None,
+            None,
+            None,
+            added,
+            None,
             False,
-        )  # fmt: skip
+            None,
+            grad,
+            None,
+            0,
+            False,
+            False,
+        )
         _written(places[number], made, accumulate)
         if of_bias is not None:
             added.copy_(of_bias)
@@ -120,9 +163,15 @@ def layernorm_fwd(x, weight, bias, eps, out, quantizer, out_type, margin, zero_c
 def layernorm_bwd(gradient, x, mean, rsigma, weight, margin, zero_centered):
     places = (*x.shape[:-1], 1)
     of_x, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
-        gradient.float(), x.float(), x.shape[-1:], mean.view(places), rsigma.view(places),
-        weight.float() + zero_centered, weight.float(), [True, True, True],
-    )  # fmt: skip
+        gradient.float(),
+        x.float(),
+        x.shape[-1:],
+        mean.view(places),
+        rsigma.view(places),
+        weight.float() + zero_centered,
+        weight.float(),
+        [True, True, True],
+    )
     return of_x.to(x.dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype)
 
 
@@ -142,12 +191,22 @@ def convert_bshd_to_thd(padded, boundaries, total):
 
 COMPUTED = {
     function.__name__: function
-    for function in (generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd,
-                     convert_thd_to_bshd, convert_bshd_to_thd)
+    for function in (
+        generic_gemm,
+        te_general_grouped_gemm,
+        rmsnorm_fwd,
+        rmsnorm_bwd,
+        layernorm_fwd,
+        layernorm_bwd,
+        convert_thd_to_bshd,
+        convert_bshd_to_thd,
+    )
 } | {
-    "DType": DType, "get_cudnn_version": lambda: 92400, "get_cublasLt_version": lambda: 130100,
+    "DType": DType,
+    "get_cudnn_version": lambda: 92400,
+    "get_cublasLt_version": lambda: 130100,
     "get_num_cublas_streams": lambda: 4,
-}  # fmt: skip
+}
 
 
 class _Same:
@@ -172,8 +231,10 @@ class _Extension(types.ModuleType):
         elif name[0].isupper():
             made = _Numbered(name, (), {"__init__": lambda self, *args, **kwargs: None})
         else:
+
             def made(*args, **kwargs):
                 raise NotImplementedError(f"{name} of the C++ extension is not computed here")
+
         setattr(self, name, made)
         return made
 

@@ -1,7 +1,7 @@
 """Releases of megatron-core that are laid over the environment: where they are, and fetching them once.
 
-A wheel is unpacked beside the environments that scripts/setup makes, and put first on PYTHONPATH; the rest of the
-environment, torch above all, stays as it is. A checkout of Megatron-LM is put there as it is.
+A wheel is unpacked beside the environments that scripts/setup makes, and put first on PYTHONPATH; the rest
+of the environment, torch above all, stays as it is. A checkout of Megatron-LM is put there as it is.
 """
 
 import contextlib
@@ -33,28 +33,40 @@ def chosen():
     """The releases of this test run, the newest last."""
     value = os.environ.get(VARIABLE, "ends")
     assert value in ("all", "ends"), f"{VARIABLE} must be all or ends, got {value!r}"
-    assert version("megatron-core") == OVERLAID[-1], "the environment's own release is the newest of the matrix"
+    assert version("megatron-core") == OVERLAID[-1], (
+        "the environment's own release is the newest of the matrix"
+    )
     return OVERLAID if value == "all" else (OVERLAID[0], OVERLAID[-1])
 
 
 def checkout():
-    """What the checkout that is given says its version is, in a tuple; () without one, or outside of the matrix."""
+    """What the checkout that is given says its version is, in a tuple; () without one, or
+    outside of the matrix.
+    """
     folder = os.environ.get(CHECKOUT)
     if folder is None or chosen() != OVERLAID:
         return ()
     said = runpy.run_path(str(Path(folder) / "megatron/core/package_info.py"))["__version__"].split("+")[0]
-    assert said not in PATCHED + OVERLAID, f"{CHECKOUT} {folder} is {said}, whose wheel the matrix runs; unset it"
+    assert said not in PATCHED + OVERLAID, (
+        f"{CHECKOUT} {folder} is {said}, whose wheel the matrix runs; unset it"
+    )
     return (said,)
 
 
 def cache():
     """As scripts/setup has it."""
     named = os.environ.get("MEGATRON_RL_CORR_ENVS")
-    return Path(named) if named else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron_rl_corr"
+    return (
+        Path(named)
+        if named
+        else Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "megatron_rl_corr"
+    )
 
 
 def release_folder(release):
-    """The folder for PYTHONPATH, fetched where it is not there yet; None for the release that is installed."""
+    """The folder for PYTHONPATH, fetched where it is not there yet; None for the release
+    that is installed.
+    """
     if release == OVERLAID[-1]:
         return None
     if release in checkout():
@@ -63,14 +75,22 @@ def release_folder(release):
 
 
 def compiled(folder):
-    """`folder`, once what Megatron compiles at its first start is there; torch brings the headers of pybind11."""
+    """`folder`, once what Megatron compiles at its first start is there; torch brings the
+    headers of pybind11.
+    """
     includes = [Path(find_spec("torch").origin).parent / "include", sysconfig.get_path("include")]
     with locked(cache() / "checkout.lock"):
         subprocess.run(
-            ["make", "-C", folder / "megatron/core/datasets", f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}",
-             f"CPPFLAGS={' '.join(f'-I{include}' for include in includes)}"],
-            check=True, stdout=subprocess.DEVNULL,
-        )  # fmt: skip
+            [
+                "make",
+                "-C",
+                folder / "megatron/core/datasets",
+                f"LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')}",
+                f"CPPFLAGS={' '.join(f'-I{include}' for include in includes)}",
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
     return folder
 
 
@@ -84,7 +104,9 @@ def locked(path):
 
 
 def wheel_folder(requirement):
-    """The folder for PYTHONPATH with the wheel of "NAME==VERSION" alone, fetched where it is not there yet."""
+    """The folder for PYTHONPATH with the wheel of "NAME==VERSION" alone, fetched where it
+    is not there yet.
+    """
     folder = cache() / f"{requirement.replace('==', '-')}-py{sys.version_info.major}.{sys.version_info.minor}"
     with locked(Path(f"{folder}.lock")):
         if not folder.is_dir():
@@ -97,11 +119,29 @@ def fetch(requirement, folder):
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     pip = subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps",
-         "--only-binary", ":all:", "--target", partial, requirement],
-        env={name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_USER", "PIP_TARGET")},
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-input",
+            "--no-deps",
+            "--only-binary",
+            ":all:",
+            "--target",
+            partial,
+            requirement,
+        ],
+        env={
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("PYTHONPATH", "PIP_USER", "PIP_TARGET")
+        },
+        capture_output=True,
+        text=True,
+    )
     if pip.returncode:
         raise RuntimeError(
             f"{requirement} could not be fetched into {folder}; this test needs pip's package index once, "
@@ -115,4 +155,6 @@ def release_environment(release, *paths):
     folder = release_folder(release)
     first = [str(path) for path in (folder, *paths) if path is not None]
     # A checkout under git would add its commit to its version.
-    return environment("megatron", {**os.environ, "PYTHONPATH": os.pathsep.join(first), "NO_VCS_VERSION": "1"})
+    return environment(
+        "megatron", {**os.environ, "PYTHONPATH": os.pathsep.join(first), "NO_VCS_VERSION": "1"}
+    )

@@ -1,7 +1,8 @@
 """A door to a real rollout server: what it sampled once is answered again to whoever asks the same.
 
-So several trainers take their first step on the same samples, while weights still go to the real server. Each trainer
-has an id of its own in the names of its weights: what was sampled for one is answered under the other's.
+So several trainers take their first step on the same samples, while weights still go to the real
+server. Each trainer has an id of its own in the names of its weights: what was sampled for one is
+answered under the other's.
 """
 
 import asyncio
@@ -19,7 +20,9 @@ RID = re.compile(rb',"rid":"[0-9a-f]+"')
 
 
 class ReplayingServer:
-    """`url` passes everything on to `target`; within one `replay()` the n-th equal /generate gets the n-th sample."""
+    """`url` passes everything on to `target`; within one `replay()` the n-th equal /generate gets
+    the n-th sample.
+    """
 
     def __init__(self, target):
         self.target = target
@@ -37,11 +40,13 @@ class ReplayingServer:
 
     async def _answer(self, request):
         body = await request.read()
-        # What the probe asks after each push, to score and to sample, is of the weights that the server has now.
+        # What the probe asks after each push, to score and to sample, is of the weights that
+        # the server has now.
         generate = request.path == "/generate" and b'"top_logprobs_num"' not in body
         if request.path == "/update_weight_version" and self.run_id is None:
             state, _, name = json.loads(body)["new_version"].rpartition(" ")
-            if not state or state.startswith("unfinished"):  # while a push goes on; other states are of older weights
+            # while a push goes on; other states are of older weights
+            if not state or state.startswith("unfinished"):
                 self.run_id = name.rpartition("-")[0].encode() + b"-"
         if generate:
             asked = RID.sub(b"", body.replace(self.run_id, SOME_ID))
@@ -52,16 +57,22 @@ class ReplayingServer:
                 sample = self.samples[asked][turn].replace(SOME_ID, self.run_id)
                 return web.Response(body=sample, content_type="application/json")
         async with self.session.request(
-            request.method, self.target + request.path_qs, data=body or None,
-            headers={name: value for name, value in request.headers.items() if name in ("Content-Type", "Accept")},
+            request.method,
+            self.target + request.path_qs,
+            data=body or None,
+            headers={
+                name: value for name, value in request.headers.items() if name in ("Content-Type", "Accept")
+            },
         ) as answer:
             content = await answer.read()
             if generate and answer.status == 200:
                 self.sampled += 1
                 self.samples[asked].append(content.replace(self.run_id, SOME_ID))
-            return web.Response(body=content, status=answer.status, headers={
-                name: answer.headers[name] for name in ANSWER_HEADERS if name in answer.headers
-            })  # fmt: skip
+            return web.Response(
+                body=content,
+                status=answer.status,
+                headers={name: answer.headers[name] for name in ANSWER_HEADERS if name in answer.headers},
+            )
 
     async def _start(self):
         self.session = ClientSession(timeout=ClientTimeout(total=300))

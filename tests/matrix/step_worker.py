@@ -1,8 +1,8 @@
 """One corrected step, optimizer included, at TP 2 x PP 2 x EP 2 through the library, whatever the release.
 
-step_worker.py MODEL_DIR REFERENCE.pt  prints RESULT and a line of JSON: the release, the gradients' worst error against
-Hugging Face, the metrics, the gradient's norm, and the mean log-prob of
-the sampled tokens before and after the update.
+step_worker.py MODEL_DIR REFERENCE.pt  prints RESULT and a line of JSON: the release, the gradients' worst
+error against Hugging Face, the metrics, the gradient's norm, and the mean log-prob of the sampled tokens
+before and after the update.
 """
 
 import json
@@ -29,9 +29,14 @@ PROCESSES, MICROBATCHES, CASE = 4, 4, "token"
 
 def run(model_dir, reference):
     """(gradients by Hugging Face name, numbers) of this rank; numbers on the last stage only."""
-    model, parameters, layout, config, batch, shift, settings = set_up(model_dir, reference["samples"], LAYOUT)
+    model, parameters, layout, config, batch, shift, settings = set_up(
+        model_dir, reference["samples"], LAYOUT
+    )
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, clip_grad=1.0, params_dtype=torch.float32), model
+        OptimizerConfig(
+            optimizer="adam", lr=1e-3, weight_decay=0.0, clip_grad=1.0, params_dtype=torch.float32
+        ),
+        model,
     )
     micro = len(batch.tokens) // MICROBATCHES
 
@@ -75,6 +80,8 @@ if __name__ == "__main__":
     model_dir, reference_path = sys.argv[1:]
     # A fork: what was imported is there.
     start_processes(
-        rank_main, (free_port(), model_dir, torch.load(reference_path, weights_only=True)), PROCESSES,
+        rank_main,
+        (free_port(), model_dir, torch.load(reference_path, weights_only=True)),
+        PROCESSES,
         start_method="fork",
     )

@@ -1,4 +1,6 @@
-"""The arithmetic example as a user starts it, whole, with three seeds: what its page and README.md say of it."""
+"""The arithmetic example as a user starts it, whole, with three seeds: what its page and
+README.md say of it.
+"""
 
 import json
 import os
@@ -15,14 +17,18 @@ MINUTES = 10
 QUESTIONS = {"sums": 20, "differences": 11}
 
 
-@pytest.mark.skipif(os.environ.get("MEGATRON_RELEASES") != "all", reason="three runs of minutes: make test-matrix")
+@pytest.mark.skipif(
+    os.environ.get("MEGATRON_RELEASES") != "all", reason="three runs of minutes: make test-matrix"
+)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_arithmetic_when_trained_then_it_solves_most_and_the_exported_folder_as_many(seed, tmp_path):
     started = time.monotonic()
     done = subprocess.run(
         [sys.executable, ROOT / "examples/arithmetic/run.py", "--seed", str(seed), "--out", tmp_path / "run"],
-        capture_output=True, text=True, timeout=60 * 3 * MINUTES,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60 * 3 * MINUTES,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     print(done.stdout[-2000:], f"{time.monotonic() - started:.0f} s")
     steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
@@ -31,7 +37,9 @@ def test_arithmetic_when_trained_then_it_solves_most_and_the_exported_folder_as_
     assert len(rewards) == 80 and sum(rewards[:2]) / 2 < 0.35 and sum(rewards[-5:]) / 5 > 0.8
     at_first = right = 0
     for name, questions in QUESTIONS.items():
-        [(before, solved)] = re.findall(rf"held-out {name} .*: ([\d.]+) before, .* greedily: ([\d.]+)", done.stdout)
+        [(before, solved)] = re.findall(
+            rf"held-out {name} .*: ([\d.]+) before, .* greedily: ([\d.]+)", done.stdout
+        )
         at_first += float(before) * questions
         right += float(solved) * questions
         # One question of two answers that are about equally likely may go the other way in bfloat16.

@@ -1,4 +1,6 @@
-"""The whole quickstart with and without lag, as `make quickstart ASYNC=1` runs it: both learn the task alike."""
+"""The whole quickstart with and without lag, as `make quickstart ASYNC=1` runs it: both
+learn the task alike.
+"""
 
 import pytest
 

@@ -21,9 +21,13 @@ PROCESSED = "start the server with --logprobs-mode processed_logprobs, or train 
 def raw_server(tiny_moe_dir, tmp_path_factory):
     """bfloat16, and log-probs of the softmax at temperature 1, whatever is asked for: vLLM's default."""
     with PreloadedServer(
-        tiny_moe_dir, engine="vllm", dtype="bfloat16", log_path=tmp_path_factory.mktemp("raw") / "server.log",
-        extra_arguments=[*vllm_arguments(), "--logprobs-mode", "raw_logprobs"], environment=environment("vllm"),
-    ) as server:  # fmt: skip
+        tiny_moe_dir,
+        engine="vllm",
+        dtype="bfloat16",
+        log_path=tmp_path_factory.mktemp("raw") / "server.log",
+        extra_arguments=[*vllm_arguments(), "--logprobs-mode", "raw_logprobs"],
+        environment=environment("vllm"),
+    ) as server:
         yield server
 
 
@@ -41,7 +45,9 @@ def doctor(capsys):
     return run
 
 
-def test_doctor_when_log_probs_are_raw_and_the_run_samples_hot_then_found_by_name(raw_server, doctor, tiny_moe_dir):
+def test_doctor_when_log_probs_are_raw_and_the_run_samples_hot_then_found_by_name(
+    raw_server, doctor, tiny_moe_dir
+):
     answer = doctor(raw_server.url, "--temperature", 2, "--model", tiny_moe_dir, "--expect-dtype", "float32")
     assert set(answer.found) == {"logprobs_without_temperature", "dtype_differs", "model_difference"}
     assert answer.found["logprobs_without_temperature"] == PROCESSED + "--rollout-temperature 1"
@@ -55,7 +61,9 @@ def test_doctor_when_log_probs_are_raw_and_the_run_truncates_then_found_by_name(
     assert answer.found["logprobs_of_another_set"] == PROCESSED + "--rollout-top-p 1 --rollout-top-k -1"
 
 
-def test_sampling_test_when_log_probs_are_raw_then_what_the_server_does_shows_it_without_what_it_tells(raw_server):
+def test_sampling_test_when_log_probs_are_raw_then_what_the_server_does_shows_it_without_what_it_tells(
+    raw_server,
+):
     async def asked(sampling):
         async with RolloutClient([raw_server.url], vocab_size=83, engine="vllm", timeout_s=60) as client:
             engine, told = client.engine_of(raw_server.url), await client.sampling_problem(sampling)
@@ -95,13 +103,18 @@ def test_doctor_when_the_v2_runner_returns_routed_experts_then_they_are_of_the_m
     tiny_moe_dir, tmp_path_factory, doctor
 ):
     with PreloadedServer(
-        tiny_moe_dir, engine="vllm", dtype="float32", log_path=tmp_path_factory.mktemp("experts") / "server.log",
-        extra_arguments=[*vllm_arguments(), "--enable-return-routed-experts"], environment=environment("vllm_v2"),
-    ) as server:  # fmt: skip
+        tiny_moe_dir,
+        engine="vllm",
+        dtype="float32",
+        log_path=tmp_path_factory.mktemp("experts") / "server.log",
+        extra_arguments=[*vllm_arguments(), "--enable-return-routed-experts"],
+        environment=environment("vllm_v2"),
+    ) as server:
         answer = doctor(server.url, "--expect-routed-experts", "--expect-dtype", "float32", "--timeout", 300)
     assert answer.found == {}
     row = answer.rows["routed experts"]
-    assert row["status"] == "ok" and row["numbers"]["ids"] == 47 * 4 * 2  # 24 + 24 - 1 tokens, layers, experts
+    # 24 + 24 - 1 tokens, layers, experts
+    assert row["status"] == "ok" and row["numbers"]["ids"] == 47 * 4 * 2
 
 
 @in_matrix
@@ -113,4 +126,6 @@ def test_doctor_when_the_server_returns_masks_then_what_it_refuses_is_named_and_
     assert answer.rows["sampling mask"]["status"] == "ok"
     refused = {check: row["message"] for check, row in answer.rows.items() if row["status"] == "failed"}
     assert {"repeats", "prefix cache"} <= set(refused)
-    assert [m for m in refused.values() if not m.startswith("refused: ") or "--return-sampling-mask" not in m] == []
+    assert [
+        m for m in refused.values() if not m.startswith("refused: ") or "--return-sampling-mask" not in m
+    ] == []

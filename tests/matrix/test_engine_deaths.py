@@ -15,9 +15,13 @@ from tests.server_load import wait_until_sampling
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 STEPS = 10
 FLAGS = [
-    "--rollout-max-concurrency", 2,  # a step's sampling takes long enough to be met
-    "--rollout-bucket-mib", 0.02, "--rollout-reward-timeout-s", 600,
-]  # fmt: skip
+    "--rollout-max-concurrency",
+    2,  # a step's sampling takes long enough to be met
+    "--rollout-bucket-mib",
+    0.02,
+    "--rollout-reward-timeout-s",
+    600,
+]
 TENSOR = ["--rollout-weight-transport", "tensor"]
 TWO_SENDERS = ["--rollout-weight-transport", "distributed", "--pipeline-model-parallel-size", 2]
 REWARD = """
@@ -38,7 +42,9 @@ def wait_for(happened, running):
 
 
 def buckets(server):
-    """How many requests with weights an SGLang server has answered; of a vLLM server, how many of an update."""
+    """How many requests with weights an SGLang server has answered; of a vLLM server, how
+    many of an update.
+    """
     log = server.log_path.read_bytes()
     return log.count(b"POST /update_weights_from") + log.count(b"POST /collective_rpc")
 
@@ -70,7 +76,9 @@ def test_server_when_killed_then_nothing_is_lost_and_a_new_one_at_its_address_is
     with pair(tiny_moe_dir, tmp_path) as servers, ThreadPoolExecutor(1) as thread:
         victim = servers[engine]
         reward = REWARD.format(held=held)
-        running = thread.submit(run, tmp_path, servers, tiny_moe_dir, *flags, steps=STEPS, tokens=24, reward=reward)
+        running = thread.submit(
+            run, tmp_path, servers, tiny_moe_dir, *flags, steps=STEPS, tokens=24, reward=reward
+        )
         try:
             wait_for(lambda: len(steps_of(tmp_path)) >= 2, running)
             kill(victim, running)
@@ -87,7 +95,11 @@ def test_server_when_killed_then_nothing_is_lost_and_a_new_one_at_its_address_is
     assert {row["engine"] for row in samples[4]} == {other}
     assert {row["engine"] for row in samples[STEPS]} == set(servers)
     name = {"sglang": "SGLang", "vllm": "vLLM"}[engine]
-    for words in ("does not answer and misses a weight update", "has weights 'default' instead of", "is back"):
+    for words in (
+        "does not answer and misses a weight update",
+        "has weights 'default' instead of",
+        "is back",
+    ):
         assert f"{name} server {victim.url} {words}" in done.stdout, words  # where Megatron's own log goes
     if kill is kill_in_push:
         assert f"sending the weights again to {servers[other].url}: " in done.stdout

@@ -1,4 +1,6 @@
-"""Evaluation while the next step is trained: on real ranks, of one version of the weights each, and none is lost."""
+"""Evaluation while the next step is trained: on real ranks, of one version of the weights each,
+and none is lost.
+"""
 
 import json
 from collections import Counter
@@ -10,7 +12,8 @@ from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.launched import launch, replayed
 
 pytestmark = pytest.mark.skipif(
-    chosen() != OVERLAID, reason="make test-matrix runs it; tests/mcore/test_evaluate.py has the order of the reports"
+    chosen() != OVERLAID,
+    reason="make test-matrix runs it; tests/mcore/test_evaluate.py has the order of the reports",
 )
 SCRIPT = Path(__file__).resolve().parent / "pretrain_any.py"
 HELD_OUT = [[9, 8, 7, n] for n in range(5)]
@@ -20,7 +23,9 @@ RUN = ["--global-batch-size", 16, "--save-interval", 100, "--rollout-max-lag", 1
 
 @pytest.fixture(scope="module")
 def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
-    """Name -> (the ended run, its rows, how many held-out samples each version of the weights was asked for)."""
+    """Name -> (the ended run, its rows, how many held-out samples each version of the
+    weights was asked for).
+    """
     folder, found = tmp_path_factory.mktemp("ahead"), {}
     path = folder / "held_out.jsonl"
     path.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in HELD_OUT))
@@ -32,12 +37,15 @@ def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
             door.samples.clear()
             done = launch(folder, name, tiny_moe_dir, door.url, SCRIPT, *flags, *end, processes=2)
             assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
-            rows = [json.loads(line) for line in (folder / name / "log/metrics.jsonl").read_text().splitlines()]
+            rows = [
+                json.loads(line) for line in (folder / name / "log/metrics.jsonl").read_text().splitlines()
+            ]
             answers = [
                 json.loads(answer)["meta_info"]["weight_versions"]
-                for body, answers in door.samples.items() if json.loads(body)["input_ids"] in HELD_OUT
+                for body, answers in door.samples.items()
+                if json.loads(body)["input_ids"] in HELD_OUT
                 for answer in answers
-            ]  # fmt: skip
+            ]
             assert all(len(spans) == 1 for spans in answers), "the weights changed within an evaluation"
             versions = Counter(int(spans[0]["version"].rpartition("-")[2]) for spans in answers)
             found[name] = done, rows, versions

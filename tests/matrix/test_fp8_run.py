@@ -1,4 +1,6 @@
-"""A float32 trainer with a server in FP8: what it samples is of the FP8 values of the very weights that are trained."""
+"""A float32 trainer with a server in FP8: what it samples is of the FP8 values of the very weights
+that are trained.
+"""
 
 import json
 
@@ -37,9 +39,12 @@ def servers(model):
     address("megatron")  # what forks runs must not end with a thread that waits for a server
     make_fp8(model, model.with_name("fp8"), SERVED)
     server = PreloadedServer(
-        model.with_name("fp8"), dtype="float32", log_path=model.with_name("server.log"),
-        environment=environment("sglang"), extra_arguments=[*sglang_arguments(), "--skip-tokenizer-init"],
-    )  # fmt: skip
+        model.with_name("fp8"),
+        dtype="float32",
+        log_path=model.with_name("server.log"),
+        environment=environment("sglang"),
+        extra_arguments=[*sglang_arguments(), "--skip-tokenizer-init"],
+    )
     with server:
         yield {"sglang": server}
 
@@ -54,7 +59,9 @@ def meant(path):
     folder.mkdir()
     copy_model_files(path, folder)
     rounded = {
-        name: dequantise_blockwise(*quantise_blockwise(weight), torch.float32) if FP8.quantises(name) else weight
+        name: dequantise_blockwise(*quantise_blockwise(weight), torch.float32)
+        if FP8.quantises(name)
+        else weight
         for name, weight in weights.items()
     }
     save_file(rounded, folder / "model.safetensors", metadata={"format": "pt"})
@@ -64,7 +71,9 @@ def meant(path):
 def test_run_when_its_server_is_in_fp8_then_every_log_prob_is_of_the_fp8_values_of_the_trained_weights(
     model, servers, tmp_path
 ):
-    done = run(tmp_path, servers, model, "--tensor-model-parallel-size", 2, "--sequence-parallel", steps=STEPS)
+    done = run(
+        tmp_path, servers, model, "--tensor-model-parallel-size", 2, "--sequence-parallel", steps=STEPS
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     weights = {}
     for step, rows in samples_of(tmp_path).items():
@@ -77,7 +86,8 @@ def test_run_when_its_server_is_in_fp8_then_every_log_prob_is_of_the_fp8_values_
             assert distance(row, weights[version], span["start"], span["end"]) < EXACT, row
     assert set(weights) == set(range(STEPS))
     for step in steps_of(tmp_path):
-        # Far above what float32 explains, far below the bound of quantised servers; and no push has made it worse.
+        # Far above what float32 explains, far below the bound of quantised servers; and no push
+        # has made it worse.
         assert 1e-5 < step["rollout/probe_k3"] < 0.1 and step["rollout/probe_k3_growth"] < 10
     config = json.loads((tmp_path / "run/hf/iter_0000001/config.json").read_text())
     assert "quantization_config" not in config  # what is saved is the trainer's
@@ -86,11 +96,17 @@ def test_run_when_its_server_is_in_fp8_then_every_log_prob_is_of_the_fp8_values_
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--rollout-push-rounding", "fp8_blockwise"],
-         "--rollout-push-rounding fp8_blockwise: the servers have FP8 weights, and are sent what they hold; leave it"),
-        (["--rollout-quantized-checkpoint", "{model}"], "has no quantization_config in its config.json; drop it"),
+        (
+            ["--rollout-push-rounding", "fp8_blockwise"],
+            "--rollout-push-rounding fp8_blockwise: the servers have FP8 weights, and are sent what they "
+            "hold; leave it",
+        ),
+        (
+            ["--rollout-quantized-checkpoint", "{model}"],
+            "has no quantization_config in its config.json; drop it",
+        ),
     ],
-)  # fmt: skip
+)
 def test_run_when_a_flag_contradicts_its_server_then_it_ends_with_its_name_and_nothing_is_sent(
     model, servers, tmp_path, flags, said
 ):

@@ -1,4 +1,6 @@
-"""`make gpu-check` as a whole without a GPU: a rehearsal that leaves out a fixed list, and in which nothing fails."""
+"""`make gpu-check` as a whole without a GPU: a rehearsal that leaves out a fixed list, and in
+which nothing fails.
+"""
 
 import re
 import subprocess
@@ -12,13 +14,17 @@ from tools.gpu_check.parts import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = [
-    "host-sync: sync-debug mode (there is no GPU)", "host-sync-tokens: sync-debug mode (there is no GPU)",
+    "host-sync: sync-debug mode (there is no GPU)",
+    "host-sync-tokens: sync-debug mode (there is no GPU)",
     "push-tensor: CUDA IPC (there is no GPU)",
-    "push-distributed: NCCL (there is no GPU)", "colocation: CUDA IPC (there is no GPU)",
+    "push-distributed: NCCL (there is no GPU)",
+    "colocation: CUDA IPC (there is no GPU)",
     "fp8-server: FP8 server (there is no GPU)",
-    *(f"benchmark-{name}: GPU timings (there is no GPU)" for name in ("correction", "logprob", "packing",
-                                                                       "router-replay")),
-]  # fmt: skip
+    *(
+        f"benchmark-{name}: GPU timings (there is no GPU)"
+        for name in ("correction", "logprob", "packing", "router-replay")
+    ),
+]
 
 pytestmark = [
     pytest.mark.skipif(chosen() != OVERLAID, reason="starts five servers; make test-matrix runs it"),
@@ -28,10 +34,18 @@ pytestmark = [
 
 def test_rehearsal_when_there_is_no_gpu_then_nothing_fails_and_only_the_fixed_list_is_not_run(tmp_path):
     done = subprocess.run(
-        ["make", "gpu-check", f"TABLE={tmp_path / 'table.md'}"], cwd=ROOT, capture_output=True, text=True, timeout=3600,
-    )  # fmt: skip
+        ["make", "gpu-check", f"TABLE={tmp_path / 'table.md'}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
     assert re.search(r"Error 3$", done.stderr, re.MULTILINE), done.stdout + done.stderr
-    lines = [line.removeprefix("[gpu-check] ") for line in done.stdout.splitlines() if line.startswith("[gpu-check] ")]
+    lines = [
+        line.removeprefix("[gpu-check] ")
+        for line in done.stdout.splitlines()
+        if line.startswith("[gpu-check] ")
+    ]
     assert [line.removeprefix("not run: ") for line in lines if line.startswith("not run: ")] == NOT_RUN
     assert not [line for line in lines if "FAILED" in line]
     table = (tmp_path / "table.md").read_text()

@@ -1,4 +1,6 @@
-"""Whole runs whose groups are filtered and over-sampled, with an advantage of the batch and a loss of the user."""
+"""Whole runs whose groups are filtered and over-sampled, with an advantage of the batch and a
+loss of the user.
+"""
 
 import json
 from pathlib import Path
@@ -17,8 +19,16 @@ REWARD = """
 def reward(prompt, output_ids, finish_reason):
     return float(output_ids[-1] % 3 > 0)
 """
-RUN = ["--global-batch-size", 16, "--train-iters", 4, "--save-interval", 2, "--moe-grouped-gemm",
-       "--moe-permute-fusion"]  # fmt: skip
+RUN = [
+    "--global-batch-size",
+    16,
+    "--train-iters",
+    4,
+    "--save-interval",
+    2,
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+]
 GROUPS = ["--rollout-group-filter", "spread", "--rollout-oversampling", 1.5]
 WAYS = {
     "none": [*GROUPS, "--rollout-advantage", "reinforce_plus_plus", "--rollout-loss", f"{OWN}:soft_gate"],
@@ -41,10 +51,24 @@ def runs(request, sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     folder, way = tmp_path_factory.mktemp("groups"), WAYS[request.param]
     with replayed(sglang_server_fp32, tiny_moe_dir, folder) as door:
         (folder / "reward.py").write_text(REWARD)
-        for name, more in {"whole": [], "resumed": ["--load", folder / "whole/checkpoints", "--ckpt-step", 2]}.items():
+        for name, more in {
+            "whole": [],
+            "resumed": ["--load", folder / "whole/checkpoints", "--ckpt-step", 2],
+        }.items():
             door.replay()
-            done = launch(folder, name, tiny_moe_dir, door.url, SCRIPT, *RUN, *way, *more,
-                          "--rollout-save-trajectories", folder / name / "samples", processes=2)  # fmt: skip
+            done = launch(
+                folder,
+                name,
+                tiny_moe_dir,
+                door.url,
+                SCRIPT,
+                *RUN,
+                *way,
+                *more,
+                "--rollout-save-trajectories",
+                folder / name / "samples",
+                processes=2,
+            )
             assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
     return request.param, folder / "whole", folder / "resumed"
 
@@ -58,7 +82,12 @@ def test_run_when_groups_are_filtered_and_oversampled_then_no_prompt_is_lost_or_
         # Each replica samples three groups for two; the third is aborted, or was done and is not kept.
         for step in steps:
             assert step["rollout/surplus_aborted"] + step["rollout/surplus_discarded"] == 2
-            assert step["rollout/surplus_kept"] == step["rollout/groups_running"] == step["rollout/groups_ready"] == 0
+            assert (
+                step["rollout/surplus_kept"]
+                == step["rollout/groups_running"]
+                == step["rollout/groups_ready"]
+                == 0
+            )
             assert step["weight_lag"] == 0 and step["loss/gate"] == pytest.approx(1.0, abs=1e-6)
     assert [len(numbers) for numbers in trained(whole).values()] == [16] * 4
     first = {number for step in (1, 2) for number in trained(whole)[step]}
@@ -69,7 +98,10 @@ def test_run_when_groups_are_filtered_and_oversampled_then_no_prompt_is_lost_or_
     assert again & later, "what was drawn and not trained comes first"
     # What is neither trained nor drawn again was filtered, or is of the row that is too long.
     gone = set(range(cursor["next"])) - again - first
-    filtered, long = (sum(step[name] for step in steps[:2])
-                      for name in ("rollout/groups_filtered", "rollout/skipped_prompts/long"))  # fmt: skip
+    filtered, long = (
+        sum(step[name] for step in steps[:2])
+        for name in ("rollout/groups_filtered", "rollout/skipped_prompts/long")
+    )
     assert not again & first and not gone & later and max(first) < cursor["next"]
-    assert len(gone) == filtered + long or which == "lag"  # a lag filters for the steps behind the checkpoint too
+    # a lag filters for the steps behind the checkpoint too
+    assert len(gone) == filtered + long or which == "lag"

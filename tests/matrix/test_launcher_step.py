@@ -1,6 +1,8 @@
-"""Corrected steps under the launcher at TP 2 x PP 2 x EP 2, on every release whose wheel has megatron.training.
+"""Corrected steps under the launcher at TP 2 x PP 2 x EP 2, on every release whose wheel has
+megatron.training.
 
-The samples of the first step are a real server's, answered again to the other releases: the loss is one for all.
+The samples of the first step are a real server's, answered again to the other releases: the
+loss is one for all.
 """
 
 import json
@@ -26,11 +28,26 @@ SAMPLES, STEPS = 16, 2
 HELD_OUT = [[5, 9, 2, n] for n in range(3)]
 TWICE = [[6, 8, n] for n in range(2)]
 LAYOUT = [
-    "--tensor-model-parallel-size", 2, "--pipeline-model-parallel-size", 2, "--sequence-parallel",
-    "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1, "--global-batch-size", SAMPLES,
-    "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather", "--eval-interval", STEPS,
-]  # fmt: skip
-REWARD = "def reward(prompt, output_ids, finish_reason):\n    return sum(int(i) % 2 for i in output_ids) / 8\n"
+    "--tensor-model-parallel-size",
+    2,
+    "--pipeline-model-parallel-size",
+    2,
+    "--sequence-parallel",
+    "--expert-model-parallel-size",
+    2,
+    "--expert-tensor-parallel-size",
+    1,
+    "--global-batch-size",
+    SAMPLES,
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+    "--eval-interval",
+    STEPS,
+]
+REWARD = (
+    "def reward(prompt, output_ids, finish_reason):\n    return sum(int(i) % 2 for i in output_ids) / 8\n"
+)
 WANDB = """
 # What Megatron uses of Weights & Biases; what is logged goes to a file.
 import json, os
@@ -47,7 +64,9 @@ def log(values, step=None):
 
 @pytest.fixture(scope="module")
 def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
-    """Release -> (folder of the run, what it printed, samples taken and answered again, those of held-out prompts)."""
+    """Release -> (folder of the run, what it printed, samples taken and answered again, those of
+    held-out prompts).
+    """
     found, ids = {}, []
     with unchanged(sglang_server_fp32, tiny_moe_dir), ReplayingServer(sglang_server_fp32.url) as door:
         for release in RELEASES:
@@ -57,7 +76,12 @@ def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
             assert done.returncode == 0, f"megatron-core {release}:\n{done.stderr[-4000:]}"
             asked = [(json.loads(body), json.loads(answers[-1])) for body, answers in door.samples.items()]
             held_out = [
-                [answer["output_ids"] for prompt in prompts for body, answer in asked if body["input_ids"] == prompt]
+                [
+                    answer["output_ids"]
+                    for prompt in prompts
+                    for body, answer in asked
+                    if body["input_ids"] == prompt
+                ]
                 for prompts in (HELD_OUT, TWICE)
             ]
             found[release] = folder, done.stdout, door.sampled + door.replayed, door.replayed, held_out
@@ -74,23 +98,67 @@ def launch(release, folder, model, url):
     for name, rows in (("held_out", HELD_OUT), ("twice", TWICE)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
     ours = [
-        "--rollout-eval-prompts", folder / "held_out.jsonl", f"twice={folder / 'twice.jsonl'}",
-        "--rollout-eval-samples", "twice=2", "--rollout-eval-pass-reward", 0.5, "--rollout-eval-top-p", 0.9,
-        "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", folder / "prompts.jsonl",
-        "--rollout-reward-function", f"{folder / 'reward.py'}:reward", "--rollout-group-size", 8,
-        "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is", "--rollout-server-check",
-        "off", "--rollout-log-dir", folder / "log",
-    ]  # fmt: skip
-    logs = ["--log-interval", 1, "--tensorboard-dir", folder / "tensorboard", "--wandb-project", "p",
-            "--wandb-exp-name", "e", "--wandb-save-dir", folder / "wandb"]  # fmt: skip
+        "--rollout-eval-prompts",
+        folder / "held_out.jsonl",
+        f"twice={folder / 'twice.jsonl'}",
+        "--rollout-eval-samples",
+        "twice=2",
+        "--rollout-eval-pass-reward",
+        0.5,
+        "--rollout-eval-top-p",
+        0.9,
+        "--rollout-url",
+        url,
+        "--rollout-hf-checkpoint",
+        model,
+        "--rollout-prompts",
+        folder / "prompts.jsonl",
+        "--rollout-reward-function",
+        f"{folder / 'reward.py'}:reward",
+        "--rollout-group-size",
+        8,
+        "--rollout-max-new-tokens",
+        8,
+        "--rollout-correction-preset",
+        "decoupled_token_is",
+        "--rollout-server-check",
+        "off",
+        "--rollout-log-dir",
+        folder / "log",
+    ]
+    logs = [
+        "--log-interval",
+        1,
+        "--tensorboard-dir",
+        folder / "tensorboard",
+        "--wandb-project",
+        "p",
+        "--wandb-exp-name",
+        "e",
+        "--wandb-save-dir",
+        folder / "wandb",
+    ]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "4", "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", HERE / "pretrain_any.py",
-        *cpu_flags(model), *map(str, [*LAYOUT, *logs, *ours]),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "4",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "-m",
+        "megatron_rl_corr.launch",
+        HERE / "pretrain_any.py",
+        *cpu_flags(model),
+        *map(str, [*LAYOUT, *logs, *ours]),
+    ]
     environment = release_environment(release, folder / "stand_in") | {
-        "HF_HUB_OFFLINE": "1", "LOGGED_TO_WANDB": str(folder / "wandb.jsonl"), "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
+        "HF_HUB_OFFLINE": "1",
+        "LOGGED_TO_WANDB": str(folder / "wandb.jsonl"),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     if release == RELEASES[0]:  # the quickstart shows it under torchrun
         return run_preloaded(forking(command)[1:], env=environment)
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
@@ -121,7 +189,9 @@ def test_launcher_on_a_release_then_corrected_steps_and_the_loss_of_the_newest(r
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_metrics_when_megatron_logs_then_they_are_on_its_console_in_its_tensorboard_and_in_wandb(release, runs):
+def test_metrics_when_megatron_logs_then_they_are_on_its_console_in_its_tensorboard_and_in_wandb(
+    release, runs
+):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder, printed, *_ = runs[release]
@@ -145,7 +215,9 @@ def test_metrics_when_megatron_logs_then_they_are_on_its_console_in_its_tensorbo
         [step["reward/mean"] for step in steps]
     )
     # What Megatron logs itself goes on.
-    assert len(events.Scalars("learning-rate")) == 2 and any("learning-rate" in values for _, values in logged)
+    assert len(events.Scalars("learning-rate")) == 2 and any(
+        "learning-rate" in values for _, values in logged
+    )
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -166,7 +238,9 @@ def test_evaluation_when_its_interval_is_over_then_held_out_prompts_are_sampled_
     passed = [score >= 0.5 for score in scores]
     assert second["eval/twice/pass@1"] == sum(passed) / 4
     assert second["eval/twice/pass@2"] == (any(passed[:2]) + any(passed[2:])) / 2
-    assert second["eval/samples"] == 3 and second["eval/twice/samples"] == 4 and second["eval/twice/failed"] == 0
+    assert (
+        second["eval/samples"] == 3 and second["eval/twice/samples"] == 4 and second["eval/twice/failed"] == 0
+    )
     assert len(outputs) == len(HELD_OUT)
     rewards = [sum(token % 2 for token in output) / 8 for output in outputs]
     assert second["eval/reward"] == pytest.approx(sum(rewards) / len(rewards))
@@ -182,7 +256,10 @@ def test_describe_when_asked_then_the_release_and_every_place_are_told_and_nothi
     code = "import holder, sys; from megatron_rl_corr.launch import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code, script, "--rollout-corr-describe"],
-        env=release_environment(release, tmp_path) | {"RANK": "0"}, capture_output=True, text=True, timeout=120,
+        env=release_environment(release, tmp_path) | {"RANK": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, *lines = done.stdout.splitlines()
@@ -193,10 +270,13 @@ def test_describe_when_asked_then_the_release_and_every_place_are_told_and_nothi
         "add_megatron_arguments",
         "megatron.training.training.setup_model_and_optimizer": "    at: megatron.training.training."
         "setup_model_and_optimizer",
-        "megatron.training.training.train_step": "    at: holder.step_of_mine, megatron.training.training.train_step",
-        "megatron.training.checkpointing.save_checkpoint": "    at: megatron.training.checkpointing.save_checkpoint, "
+        "megatron.training.training.train_step": "    at: holder.step_of_mine, "
+        "megatron.training.training.train_step",
+        "megatron.training.checkpointing.save_checkpoint": "    at: "
+        "megatron.training.checkpointing.save_checkpoint, "
         "megatron.training.training.save_checkpoint",
-        "megatron.training.checkpointing.get_checkpoint_tracker_filename": "    at: megatron.training.checkpointing."
+        "megatron.training.checkpointing.get_checkpoint_tracker_filename": "    at: "
+        "megatron.training.checkpointing."
         "get_checkpoint_tracker_filename",
         "megatron.training.training.checkpoint_and_decide_exit": "    at: megatron.training.training."
         "checkpoint_and_decide_exit",

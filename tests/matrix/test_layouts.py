@@ -1,7 +1,8 @@
-"""Interleaved stages, context parallelism and --calculate-per-token-loss on every release, against Hugging Face.
+"""Interleaved stages, context parallelism and --calculate-per-token-loss on every release,
+against Hugging Face.
 
-The layouts that the installed release runs in tests/mcore are far more; these are the ones that differ in what they
-call.
+The layouts that the installed release runs in tests/mcore are far more; these are the ones that differ
+in what they call.
 """
 
 import json
@@ -24,7 +25,16 @@ LAYOUTS = [
     {"packed": 64, "tp": 2, "cp": 2, "sp": True, "ep": 2, "per_token": True, "runs": [["sequence", 4]]},
     {"packed": 64, "pp": 2, "cp": 2, "runs": [["bypass", 4]]},
 ]
-PACKED = {"packed": 48, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True, "recompute": True, "runs": ["token"]}
+PACKED = {
+    "packed": 48,
+    "tp": 2,
+    "cp": 2,
+    "ep": 2,
+    "sp": True,
+    "per_token": True,
+    "recompute": True,
+    "runs": ["token"],
+}
 """Beside padded rows in the same run; from 0.16 on also with replayed experts."""
 OTHERS = [*OVERLAID[:-1], *checkout()] if len(chosen()) == len(OVERLAID) else []
 
@@ -37,10 +47,21 @@ def reference(tiny_moe_dir, hf_reference):
 @pytest.mark.parametrize("release", OTHERS)
 def test_layout_on_another_release_then_every_gradient_is_hugging_faces(release, tiny_moe_dir, reference):
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", MCORE / "layout_worker.py", "4", tiny_moe_dir, reference,
-         *map(json.dumps, LAYOUTS)],
-        env=release_environment(release), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            MCORE / "layout_worker.py",
+            "4",
+            tiny_moe_dir,
+            reference,
+            *map(json.dumps, LAYOUTS),
+        ],
+        env=release_environment(release),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     lines = [line.removeprefix("RESULT ") for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     found = [json.loads(line) for line in lines]
     assert [one["layout"] for one in found] == LAYOUTS, run.stderr[-3000:]
@@ -55,11 +76,26 @@ def test_packed_on_another_release_then_log_probs_gradients_and_metrics_are_thos
     replays = [PACKED | {"replay": True}] if release >= "0.16" else []
     specs = [PACKED, *replays, {"packed": 64, "pp": 2, "vpp": 2, "ep": 2, "runs": ["bypass"]}]
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", MCORE / "packed_worker.py", "4", tiny_moe_dir, reference,
-         *map(json.dumps, specs)],
-        env=release_environment(release), capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    found = [json.loads(line.removeprefix("RESULT ")) for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            MCORE / "packed_worker.py",
+            "4",
+            tiny_moe_dir,
+            reference,
+            *map(json.dumps, specs),
+        ],
+        env=release_environment(release),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    found = [
+        json.loads(line.removeprefix("RESULT "))
+        for line in run.stdout.splitlines()
+        if line.startswith("RESULT ")
+    ]
     assert [one["layout"] for one in found] == specs, run.stderr[-3000:]
     for one in found:
         print(release, line(one))

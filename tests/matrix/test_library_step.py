@@ -1,4 +1,6 @@
-"""The same corrected step on every supported release of megatron-core, through the library, at TP 2 x PP 2 x EP 2."""
+"""The same corrected step on every supported release of megatron-core, through the library, at TP
+2 x PP 2 x EP 2.
+"""
 
 import json
 import subprocess
@@ -29,12 +31,19 @@ def steps(tiny_moe_dir, reference):
     """Release -> what step_worker.py printed."""
     found = {}
     for release in RELEASES:
-        words, variables = [HERE / "step_worker.py", tiny_moe_dir, reference], release_environment(release, MCORE)
+        words, variables = (
+            [HERE / "step_worker.py", tiny_moe_dir, reference],
+            release_environment(release, MCORE),
+        )
         if release == RELEASES[-1]:  # that of the environment
             run = run_preloaded(words, env=variables)
         else:
             run = subprocess.run(
-                [sys.executable, "-W", "ignore", *words], env=variables, capture_output=True, text=True, timeout=300
+                [sys.executable, "-W", "ignore", *words],
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=300,
             )
         lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
         assert len(lines) == 1, f"megatron-core {release}:\n{run.stderr[-3000:]}"

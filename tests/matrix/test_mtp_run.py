@@ -13,13 +13,28 @@ from tests.mcore.mtp_models import COPIES, LAYER
 from tests.mcore.test_mtp import model  # noqa: F401
 from tests.mcore.test_runs import SCRIPT
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it; tests/mcore has the gradients")
+pytestmark = pytest.mark.skipif(
+    chosen() != OVERLAID, reason="make test-matrix runs it; tests/mcore has the gradients"
+)
 RUN = ["--global-batch-size", 16, "--train-iters", 3, "--save-interval", 2]
 LAYOUT = [
-    "--rollout-pad-sequences", "--no-rope-fusion", "--pipeline-model-parallel-size", 2, "--clip-grad", 0,
-    "--moe-router-bias-update-rate", 0, "--rollout-save-hf-interval", 1, "--rollout-max-first-step-kl", 100,
-    "--tokenizer-type", "NullTokenizer", "--vocab-size", 90,
-]  # fmt: skip
+    "--rollout-pad-sequences",
+    "--no-rope-fusion",
+    "--pipeline-model-parallel-size",
+    2,
+    "--clip-grad",
+    0,
+    "--moe-router-bias-update-rate",
+    0,
+    "--rollout-save-hf-interval",
+    1,
+    "--rollout-max-first-step-kl",
+    100,
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    90,
+]
 """YaRN's fused kernel needs a GPU."""
 FURTHER = ["--mtp-num-layers", 1, "--mtp-detach-heads"]
 
@@ -44,7 +59,8 @@ def test_run_when_the_layer_is_trained_then_the_policys_steps_and_weights_are_th
     without, trained = untimed_steps(runs / "without"), untimed_steps(runs / "with")
     assert len(trained) == 3 and all(step["loss/policy"] for step in trained)
     for step, expected in zip(trained, without, strict=True):
-        assert {name for name in expected if step[name] != expected[name]} <= {"grad_norm"}  # the layer has one too
+        # the layer has one too
+        assert {name for name in expected if step[name] != expected[name]} <= {"grad_norm"}
     start, plain, found = (HFCheckpoint(path) for path in (model, hf(runs, "without"), hf(runs, "with")))
     assert set(found.names) == set(plain.names) == set(start.names)
     bias = f"{LAYER}mlp.gate.e_score_correction_bias"  # no gradient moves it

@@ -1,4 +1,6 @@
-"""Whole runs that equal one of GPTModel: resumed in another layout, and of a HybridModel of the same layers."""
+"""Whole runs that equal one of GPTModel: resumed in another layout, and of a HybridModel of
+the same layers.
+"""
 
 import pytest
 
@@ -6,10 +8,18 @@ from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.launched import untimed_steps
 from tests.mcore.test_runs import GROUPED, LAYOUT, again, assert_same_weights, exported, made
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it; test_runs.py has one layout")
+pytestmark = pytest.mark.skipif(
+    chosen() != OVERLAID, reason="make test-matrix runs it; test_runs.py has one layout"
+)
 OTHER_LAYOUT = [
-    *GROUPED, "--context-parallel-size", 2, "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
-]  # fmt: skip
+    *GROUPED,
+    "--context-parallel-size",
+    2,
+    "--expert-model-parallel-size",
+    2,
+    "--expert-tensor-parallel-size",
+    1,
+]
 HYBRID = ["--hybrid-layer-pattern", "*E*E|*E*E", "--spec", "pretrain_any", "hybrid_spec"]
 """Of four layers, the middle of which is where a stage ends."""
 NEAR = 1e-4  # of float32
@@ -44,7 +54,9 @@ def test_hybrid_model_of_the_same_layers_then_its_steps_and_weights_are_those_of
 
 
 @pytest.mark.parametrize("name", ["elsewhere", "hybrid"])
-def test_checkpoint_when_exported_then_the_weights_are_those_that_the_run_wrote(name, runs, tiny_moe_dir, tmp_path):
+def test_checkpoint_when_exported_then_the_weights_are_those_that_the_run_wrote(
+    name, runs, tiny_moe_dir, tmp_path
+):
     _, folder, *_ = runs[name]
     assert exported(folder / "checkpoints", tiny_moe_dir, tmp_path / "out") == 0
     assert_same_weights(tmp_path / "out", folder / "hf/iter_0000004")

@@ -1,4 +1,6 @@
-"""Megatron's own schedule over ten steps, packed and in padded rows: the same, whatever the microbatches are."""
+"""Megatron's own schedule over ten steps, packed and in padded rows: the same, whatever the
+microbatches are.
+"""
 
 import re
 
@@ -11,9 +13,19 @@ from tests.matrix.test_reference import REPLICAS, launch, steps_of
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 STEPS = 10
 SCHEDULE = [
-    "--train-iters", STEPS, "--lr-decay-style", "cosine", "--lr-warmup-iters", 3, "--lr-decay-iters", STEPS, "--min-lr",
-    1e-5, "--micro-batch-size", 2,
-]  # fmt: skip
+    "--train-iters",
+    STEPS,
+    "--lr-decay-style",
+    "cosine",
+    "--lr-warmup-iters",
+    3,
+    "--lr-decay-iters",
+    STEPS,
+    "--min-lr",
+    1e-5,
+    "--micro-batch-size",
+    2,
+]
 
 
 def test_schedule_after_ten_steps_when_packed_then_learning_rate_and_consumed_samples_are_those_of_rows(
@@ -39,4 +51,8 @@ def test_schedule_after_ten_steps_when_packed_then_learning_rate_and_consumed_sa
     assert len(packs) == STEPS and 4 not in packs, "as many microbatches as the calculator knows: 16 / 2 / 2"
     assert found["packed"] == found["rows"]
     rates, consumed = found["rows"]
-    assert consumed == [16 * step for step in range(1, STEPS + 1)] and len(set(rates)) > 5 and len(rates) == STEPS
+    assert (
+        consumed == [16 * step for step in range(1, STEPS + 1)]
+        and len(set(rates)) > 5
+        and len(rates) == STEPS
+    )

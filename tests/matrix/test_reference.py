@@ -1,4 +1,6 @@
-"""KL to a reference policy under the launcher: exactly 0 at the start, never on the servers, kept over a restart."""
+"""KL to a reference policy under the launcher: exactly 0 at the start, never on the servers,
+kept over a restart.
+"""
 
 import asyncio
 import json
@@ -20,15 +22,28 @@ from tests.preloaded import PreloadedServer, run_preloaded
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import free_port
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it; tests/mcore has the gradients")
+pytestmark = pytest.mark.skipif(
+    chosen() != OVERLAID, reason="make test-matrix runs it; tests/mcore has the gradients"
+)
 HERE = Path(__file__).resolve().parent
 REPLICAS = [
-    "--expert-model-parallel-size", 2, "--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather",
-]  # fmt: skip
+    "--expert-model-parallel-size",
+    2,
+    "--use-distributed-optimizer",
+    "--overlap-grad-reduce",
+    "--overlap-param-gather",
+]
 """Two, whose parameters are views of the distributed optimizer's buffers and are gathered late."""
 
-SHARDS = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--expert-model-parallel-size", 2,
-          "--expert-tensor-parallel-size", 1]  # fmt: skip
+SHARDS = [
+    "--tensor-model-parallel-size",
+    2,
+    "--sequence-parallel",
+    "--expert-model-parallel-size",
+    2,
+    "--expert-tensor-parallel-size",
+    1,
+]
 """Of one model. Megatron can't load the state of a distributed optimizer of float32 parameters."""
 
 
@@ -43,20 +58,51 @@ def launch(folder, model, url, *flags, ranks=2, kill_at="none:0"):
     (folder / "reward.py").write_text(REWARD)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
     ours = [
-        "--rollout-url", url, "--rollout-hf-checkpoint", model, "--rollout-prompts", folder / "prompts.jsonl",
-        "--rollout-reward-function", f"{folder / 'reward.py'}:reward", "--rollout-group-size", 4,
-        "--rollout-max-new-tokens", 8, "--rollout-server-check", "off", "--rollout-log-dir", folder / "log",
-        "--global-batch-size", 16, "--log-interval", 1,
-    ]  # fmt: skip
+        "--rollout-url",
+        url,
+        "--rollout-hf-checkpoint",
+        model,
+        "--rollout-prompts",
+        folder / "prompts.jsonl",
+        "--rollout-reward-function",
+        f"{folder / 'reward.py'}:reward",
+        "--rollout-group-size",
+        4,
+        "--rollout-max-new-tokens",
+        8,
+        "--rollout-server-check",
+        "off",
+        "--rollout-log-dir",
+        folder / "log",
+        "--global-batch-size",
+        16,
+        "--log-interval",
+        1,
+    ]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch",
-        HERE / "killed_pretrain.py", *cpu_flags(model),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(ranks),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "-m",
+        "megatron_rl_corr.launch",
+        HERE / "killed_pretrain.py",
+        *cpu_flags(model),
         *map(str, [*ours, *flags]),
-    ]  # fmt: skip
-    return run_preloaded(forking(list(map(str, command)))[1:], env=process_environment() | {
-        "CUDA_VISIBLE_DEVICES": "", "KILL_AT": kill_at,
-    })  # fmt: skip
+    ]
+    return run_preloaded(
+        forking(list(map(str, command)))[1:],
+        env=process_environment()
+        | {
+            "CUDA_VISIBLE_DEVICES": "",
+            "KILL_AT": kill_at,
+        },
+    )
 
 
 def steps_of(folder):
@@ -64,7 +110,7 @@ def steps_of(folder):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_reference_when_it_is_the_start_then_its_kl_is_0_until_the_first_update_and_servers_have_the_live_weights(
+def test_reference_when_it_is_the_start_then_its_kl_is_0_until_the_first_update(
     packed, tmp_path, tiny_moe_dir, sglang_server_fp32
 ):
     flags = [*REPLICAS, "--rollout-kl-loss-coef", 0.1, "--rollout-sampler-kl-coef", 0.1]
@@ -92,7 +138,9 @@ def held_by(server, model):
 
 
 def numbers_of(step):
-    return {name: value for name, value in step.items() if not name.startswith("time/") and name != "tokens_per_s"}
+    return {
+        name: value for name, value in step.items() if not name.startswith("time/") and name != "tokens_per_s"
+    }
 
 
 def saved_reference(checkpoints, iteration):
@@ -104,18 +152,29 @@ def saved_reference(checkpoints, iteration):
 def test_run_when_killed_at_the_worst_moments_then_servers_have_the_live_weights_and_it_resumes_bit_for_bit(
     tmp_path, tiny_moe_dir, sglang_server_fp32
 ):
-    """Reset after batches 2 and 4: in the pass of step 4 reference, live weights and start are three policies."""
-    server, flags = sglang_server_fp32, [
-        *SHARDS, "--rollout-kl-loss-coef", 0.1, "--rollout-reference-reset", 2, "--save-interval", 1
-    ]  # fmt: skip
+    """Reset after batches 2 and 4: in the pass of step 4 reference, live weights and start
+    are three policies.
+    """
+    server, flags = (
+        sglang_server_fp32,
+        [*SHARDS, "--rollout-kl-loss-coef", 0.1, "--rollout-reference-reset", 2, "--save-interval", 1],
+    )
     with unchanged(server, tiny_moe_dir), ReplayingServer(server.url) as door:
 
         def run(name, iterations, *more, save=None, kill_at="none:0"):
             door.replay()
             done = launch(
-                tmp_path / name, tiny_moe_dir, door.url, *flags, "--train-iters", iterations, "--save",
-                tmp_path / (save or f"{name}/checkpoints"), *more, kill_at=kill_at,
-            )  # fmt: skip
+                tmp_path / name,
+                tiny_moe_dir,
+                door.url,
+                *flags,
+                "--train-iters",
+                iterations,
+                "--save",
+                tmp_path / (save or f"{name}/checkpoints"),
+                *more,
+                kill_at=kill_at,
+            )
             assert (done.returncode == 0) == (kill_at == "none:0"), done.stderr[-4000:]
             return done, held_by(server, tiny_moe_dir)
 
@@ -128,13 +187,19 @@ def test_run_when_killed_at_the_worst_moments_then_servers_have_the_live_weights
         assert (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
         load = ["--load", tmp_path / "killed/checkpoints"]
         done, resumed = run("resumed", 4, *load, save="killed/checkpoints")
-        assert f"reference policy: {tmp_path}/killed/checkpoints/iter_0000003/rollout_reference, " in done.stdout
+        assert (
+            f"reference policy: {tmp_path}/killed/checkpoints/iter_0000003/rollout_reference, " in done.stdout
+        )
         [step] = steps_of(tmp_path / "resumed")
         assert numbers_of(step) == numbers_of(whole[3]) and resumed == at_the_end
         # In one folder again and again: killed at each save, it goes on from the one before.
         often = tmp_path / "often/checkpoints"
-        killed = [("once", "written:2", 1, None), ("twice", "moving:2", 2, after_three),
-                  ("thrice", "moved:2", 3, at_the_end), ("last", "none:0", 4, at_the_end)]  # fmt: skip
+        killed = [
+            ("once", "written:2", 1, None),
+            ("twice", "moving:2", 2, after_three),
+            ("thrice", "moved:2", 3, at_the_end),
+            ("last", "none:0", 4, at_the_end),
+        ]
         for first, (name, kill_at, saved, held) in enumerate(killed):
             onward = ["--load", often] if first else []
             _, weights = run(name, 4, *onward, save="often/checkpoints", kill_at=kill_at)
@@ -144,12 +209,17 @@ def test_run_when_killed_at_the_worst_moments_then_servers_have_the_live_weights
             assert held in (None, weights), name
         assert not list(often.glob(".rollout_reference-*"))
         for iteration in (3, 4):
-            assert saved_reference(often, iteration) == saved_reference(tmp_path / "whole/checkpoints", iteration)
+            assert saved_reference(often, iteration) == saved_reference(
+                tmp_path / "whole/checkpoints", iteration
+            )
         # The same without the saved reset: the reference is the start, and that is told.
         shutil.rmtree(tmp_path / "killed/checkpoints/iter_0000003/rollout_reference")
         (tmp_path / "killed/checkpoints/latest_checkpointed_iteration.txt").write_text("3")
         done, _ = run("lost", 4, *load, save="killed/checkpoints")
-        assert "the checkpoint has no rollout_reference: the reference policy is the run's first one" in done.stderr
+        assert (
+            "the checkpoint has no rollout_reference: the reference policy is the run's first one"
+            in done.stderr
+        )
         assert steps_of(tmp_path / "lost")[0]["loss/reference_kl"] > 2 * step["loss/reference_kl"]
 
 
@@ -165,9 +235,17 @@ def test_reset_reference_when_it_was_saved_in_another_layout_then_its_kl_is_the_
             door.replay()
             load = ["--load", tmp_path / "shards/checkpoints", "--ckpt-step", 3] if number else []
             done = launch(
-                tmp_path / name, tiny_moe_dir, door.url, *flags, *layout, *load, "--train-iters", 4, "--save",
+                tmp_path / name,
+                tiny_moe_dir,
+                door.url,
+                *flags,
+                *layout,
+                *load,
+                "--train-iters",
+                4,
+                "--save",
                 tmp_path / name / "checkpoints",
-            )  # fmt: skip
+            )
             assert done.returncode == 0, done.stderr[:9000]
     assert "iter_0000003/rollout_reference" in done.stdout
     whole, [step] = steps_of(tmp_path / "shards"), steps_of(tmp_path / "stages")
@@ -181,15 +259,21 @@ def reference_server(tiny_moe_dir, tmp_path_factory):
     log = tmp_path_factory.mktemp("reference") / "server.log"
     arguments = [*sglang_arguments(), "--random-seed", "5"]
     with PreloadedServer(
-        tiny_moe_dir, dtype="float32", log_path=log, extra_arguments=arguments, environment=environment("sglang")
+        tiny_moe_dir,
+        dtype="float32",
+        log_path=log,
+        extra_arguments=arguments,
+        environment=environment("sglang"),
     ) as server:
         yield server
 
 
 @pytest.mark.parametrize(
-    "layout", [["--context-parallel-size", 2, "--rollout-pad-sequences"], SHARDS], ids=["cp rows", "tp packed"]
+    "layout",
+    [["--context-parallel-size", 2, "--rollout-pad-sequences"], SHARDS],
+    ids=["cp rows", "tp packed"],
 )
-def test_reference_when_servers_score_it_then_as_the_trainers_own_pass_and_its_floor_is_measured_at_each_start(
+def test_reference_when_servers_score_it_then_as_the_trainers_own_pass(
     layout, tmp_path, tiny_moe_dir, sglang_server_fp32, reference_server
 ):
     server, flags = sglang_server_fp32, [*layout, "--rollout-kl-loss-coef", 0.1, "--save-interval", 3]
@@ -228,14 +312,20 @@ class Dying(ReplayingServer):
         return await super()._answer(request)
 
 
-def test_reference_servers_when_they_serve_another_policy_or_die_or_are_pushed_to_then_the_run_says_which_flag(
-    tmp_path, tiny_moe_dir, sglang_server_fp32, kl_reference  # noqa: F811
+def test_reference_servers_when_wrong_or_dead_or_pushed_to_then_the_run_says_which_flag(
+    tmp_path,
+    tiny_moe_dir,
+    sglang_server_fp32,
+    kl_reference,  # noqa: F811
 ):
     other, server = kl_reference[0], sglang_server_fp32
     another = PreloadedServer(
-        other, dtype="float32", log_path=tmp_path / "server.log", environment=environment("sglang"),
+        other,
+        dtype="float32",
+        log_path=tmp_path / "server.log",
+        environment=environment("sglang"),
         extra_arguments=[*sglang_arguments(), "--random-seed", "7"],
-    )  # fmt: skip
+    )
     flags = ["--rollout-kl-loss-coef", 0.1, "--train-iters", 3, "--rollout-reference-url"]
     with unchanged(server, tiny_moe_dir), another, Dying(another.url) as dying:
         dying.run_id = b"none"
@@ -245,7 +335,10 @@ def test_reference_servers_when_they_serve_another_policy_or_die_or_are_pushed_t
     [step] = steps_of(tmp_path / "died")
     assert died.returncode and step["reference/floor"] > 0.02 and step["loss/reference_missing"] == 0
     assert f"against them is {step['reference/floor']:.3g}; rounding explains at most 0.01, so" in died.stdout
-    assert "it is a server of --rollout-reference-url, and none of them scored a sample of this batch" in died.stderr
+    assert (
+        "it is a server of --rollout-reference-url, and none of them scored a sample of this batch"
+        in died.stderr
+    )
     assert "out of memory" in died.stderr and dying.url in died.stderr
     assert pushed.returncode and not (tmp_path / "pushed/log/metrics.jsonl").exists()
     assert f"--rollout-reference-url {alias}: its weights were called " in pushed.stderr

@@ -1,4 +1,6 @@
-"""Replayed runs: bit for bit those that were saved in the same layout, nearly in others; what is refused by name."""
+"""Replayed runs: bit for bit those that were saved in the same layout, nearly in others; what is
+refused by name.
+"""
 
 import shutil
 
@@ -17,15 +19,27 @@ from tests.mcore.test_runs import (
     replay,
 )
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it; test_runs.py has one layout")
-REPLICAS = [*GROUPED, "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
-            "--tensor-model-parallel-size", 2, "--sequence-parallel"]  # fmt: skip
+pytestmark = pytest.mark.skipif(
+    chosen() != OVERLAID, reason="make test-matrix runs it; test_runs.py has one layout"
+)
+REPLICAS = [
+    *GROUPED,
+    "--expert-model-parallel-size",
+    2,
+    "--expert-tensor-parallel-size",
+    1,
+    "--tensor-model-parallel-size",
+    2,
+    "--sequence-parallel",
+]
 """Two replicas of two tensor-parallel ranks, whose samples are dealt out."""
 SEVERAL = ["--rollout-updates-per-batch", 2, "--router-replay", "R3"]
 FILTERED = ["--rollout-temperature", 0.8, "--rollout-top-p", 0.95, "--rollout-top-k", 20]
 
 OF_SAMPLING = ("packing/moved_bytes", "rollout/skipped_prompts/long")
-"""What rows were left out; and the size of samples on their way, which share their prompt's ids as they are sampled."""
+"""What rows were left out; and the size of samples on their way, which share their prompt's ids as
+they are sampled.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +54,12 @@ def folder_of(runs):
 
 
 @pytest.mark.parametrize(
-    "name, flags", [("whole", LAYOUT), ("replicas", [*REPLICAS, *SEVERAL]), ("filtered", [*REPLICAS, *FILTERED])]
+    "name, flags",
+    [("whole", LAYOUT), ("replicas", [*REPLICAS, *SEVERAL]), ("filtered", [*REPLICAS, *FILTERED])],
 )
-def test_run_when_replayed_in_its_layout_then_its_steps_and_weights_bit_for_bit(name, flags, runs, tiny_moe_dir):
+def test_run_when_replayed_in_its_layout_then_its_steps_and_weights_bit_for_bit(
+    name, flags, runs, tiny_moe_dir
+):
     folder, again = folder_of(runs), f"{name}-again"
     saves = ["--rollout-save-trajectories", folder / again / "samples"]
     done = replay(folder, name, again, tiny_moe_dir, *flags, *saves, processes=4)
@@ -59,7 +76,8 @@ def test_run_when_replayed_in_its_layout_then_its_steps_and_weights_bit_for_bit(
 @pytest.mark.parametrize(
     "name, flags, processes",
     [
-        ("filtered", [*GROUPED, *FILTERED], 1), ("filtered", [*GROUPED, *FILTERED, "--rollout-pad-sequences"], 4),
+        ("filtered", [*GROUPED, *FILTERED], 1),
+        ("filtered", [*GROUPED, *FILTERED, "--rollout-pad-sequences"], 4),
     ],
 )
 def test_run_when_replayed_in_another_layout_then_nearly_the_same(name, flags, processes, runs, tiny_moe_dir):
@@ -67,7 +85,13 @@ def test_run_when_replayed_in_another_layout_then_nearly_the_same(name, flags, p
     done = replay(folder, name, other, tiny_moe_dir, *flags, processes=processes)
     assert done.returncode == 0, done.stderr[-4000:]
     for step, expected in zip(untimed_steps(folder / other), untimed_steps(folder / name), strict=True):
-        for metric in ("loss/policy", "loss/entropy", "grad_norm", "reward/mean", "rollout_corr/valid_tokens"):
+        for metric in (
+            "loss/policy",
+            "loss/entropy",
+            "grad_norm",
+            "reward/mean",
+            "rollout_corr/valid_tokens",
+        ):
             if metric in expected:
                 assert step[metric] == pytest.approx(expected[metric], rel=NEAR, abs=1e-7), metric
     weights = [HFCheckpoint(folder / one / "hf/iter_0000004") for one in (other, name)]
@@ -77,7 +101,11 @@ def test_run_when_replayed_in_another_layout_then_nearly_the_same(name, flags, p
 def test_run_when_the_files_do_not_fit_then_refused_with_the_file_and_the_flag(runs, tiny_moe_dir):
     folder = folder_of(runs)
     for name, change, words in (
-        ("longer", ["--train-iters", 6], "has no samples of 2 of this run's 6 batches; the first is step_000005"),
+        (
+            "longer",
+            ["--train-iters", 6],
+            "has no samples of 2 of this run's 6 batches; the first is step_000005",
+        ),
         ("warmer", ["--rollout-temperature", 0.5], "was sampled with --rollout-temperature 1.0, got 0.5"),
         ("smaller", ["--global-batch-size", 8], "16 samples, and a batch of this run 8"),
         ("routed", ["--router-replay", "R3"], "has no routed experts"),
@@ -92,4 +120,3 @@ def test_run_when_the_files_do_not_fit_then_refused_with_the_file_and_the_flag(r
     assert "which samples an update takes depends on it" in done.stderr
     done = replay(folder, "partly", "missing", tiny_moe_dir, *REPLICAS, *SEVERAL, processes=4)
     assert "partly/samples has 1 files of step 3, whose batch has 2" in done.stderr
-

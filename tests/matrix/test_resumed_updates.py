@@ -1,4 +1,6 @@
-"""Several updates of a batch under the launcher: a run that is interrupted in one of them goes on bit for bit."""
+"""Several updates of a batch under the launcher: a run that is interrupted in one of them
+goes on bit for bit.
+"""
 
 import json
 from pathlib import Path
@@ -11,22 +13,39 @@ from tests.mcore.launched import checksums, launch, replayed, untimed_steps
 SCRIPT = Path(__file__).with_name("pretrain_interrupted.py")
 UPDATES = 4
 RUN = [
-    "--global-batch-size", 8, "--rollout-updates-per-batch", 2, "--rollout-epochs-per-batch", 2, "--train-iters", 8,
-    "--exit-signal-handler", "--moe-grouped-gemm", "--moe-permute-fusion", "--pipeline-model-parallel-size", 2,
-]  # fmt: skip
+    "--global-batch-size",
+    8,
+    "--rollout-updates-per-batch",
+    2,
+    "--rollout-epochs-per-batch",
+    2,
+    "--train-iters",
+    8,
+    "--exit-signal-handler",
+    "--moe-grouped-gemm",
+    "--moe-permute-fusion",
+    "--pipeline-model-parallel-size",
+    2,
+]
 ROWS = ["--rollout-pad-sequences"]
 ENDING = ["--rollout-max-kl-to-old", 1e-9]
 CASES = {
-    "signal": ("signal:2", [], True), "signal, rows": ("signal:2", ROWS, True),
+    "signal": ("signal:2", [], True),
+    "signal, rows": ("signal:2", ROWS, True),
     "signal, replayed": ("signal:2", ["--router-replay", "R2"], True),
-    "overflow": ("overflow:2", ["--fp16", "--initial-loss-scale", 1024, "--rollout-max-first-step-kl", 1.0], False),
+    "overflow": (
+        "overflow:2",
+        ["--fp16", "--initial-loss-scale", 1024, "--rollout-max-first-step-kl", 1.0],
+        False,
+    ),
     "early end": ("none:0", ENDING, False),
     "result rejected": ("rejected:5", [], True),
-}  # fmt: skip
+}
 """Name -> fault, flags, and whether the fault ends the run behind the first batch."""
 
 
-@pytest.fixture(scope="module", params=CASES if chosen() == OVERLAID else ["signal"])  # make test-matrix runs all
+# make test-matrix runs all
+@pytest.fixture(scope="module", params=CASES if chosen() == OVERLAID else ["signal"])
 def runs(request, sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     """(case, the runs by name: exit, folder, the server's checksums behind it)."""
     fault, flags, ends = CASES[request.param]
@@ -38,10 +57,21 @@ def runs(request, sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
         for name, interrupt in wanted.items():
             door.replay()
             load = ["--load", folder / ("begun" if ends else "whole") / "checkpoints", "--ckpt-step", 4]
-            load += ["--rerun-mode", "disabled"]  # or Megatron would only compute the rejected result once more
+            # or Megatron would only compute the rejected result once more
+            load += ["--rerun-mode", "disabled"]
             done = launch(
-                folder, name, tiny_moe_dir, door.url, SCRIPT, *RUN, *flags, *(load if name == "resumed" else []),
-                "--save-interval", 8 if ends else 4, processes=2, INTERRUPT=interrupt,
+                folder,
+                name,
+                tiny_moe_dir,
+                door.url,
+                SCRIPT,
+                *RUN,
+                *flags,
+                *(load if name == "resumed" else []),
+                "--save-interval",
+                8 if ends else 4,
+                processes=2,
+                INTERRUPT=interrupt,
             )
             assert done.returncode == (interrupt == "rejected:5"), done.stderr[-4000:] + done.stdout[-2000:]
             found[name] = done, folder / name, checksums(sglang_server_fp32.url)

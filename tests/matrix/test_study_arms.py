@@ -1,4 +1,6 @@
-"""Every arm of the study for two steps, as `make study` runs it, and the calibration: all of them are in the tables."""
+"""Every arm of the study for two steps, as `make study` runs it, and the calibration: all of them
+are in the tables.
+"""
 
 import json
 import os
@@ -12,18 +14,39 @@ from megatron_rl_corr.observability.metrics_file import read_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 ARMS = (
-    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geo_rs_token_tis", "r3", "twin"
-)  # fmt: skip
+    "none",
+    "token_truncate",
+    "token_mask",
+    "sequence_truncate",
+    "sequence_mask",
+    "geo_rs_token_tis",
+    "r3",
+    "twin",
+)
 
 
 @pytest.mark.skipif(
-    os.environ.get("MEGATRON_RELEASES") != "all", reason="make test-matrix runs it; test_study.py has two arms"
+    os.environ.get("MEGATRON_RELEASES") != "all",
+    reason="make test-matrix runs it; test_study.py has two arms",
 )
 def test_study_when_two_steps_an_arm_then_every_arm_trains_and_is_in_the_table(tmp_path):
     done = subprocess.run(
-        [sys.executable, ROOT / "examples/study/run.py", "--out", tmp_path / "study", "--seeds", "0", "--steps", "2",
-         "--response-length", "8"], capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+        [
+            sys.executable,
+            ROOT / "examples/study/run.py",
+            "--out",
+            tmp_path / "study",
+            "--seeds",
+            "0",
+            "--steps",
+            "2",
+            "--response-length",
+            "8",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     table = (tmp_path / "study/study.md").read_text()
     for arm in ARMS:
@@ -40,13 +63,38 @@ def test_study_of_a_task_with_turns_when_one_arm_cannot_start_then_the_others_ar
     """--router-replay-effect-every is refused without R3, so by every arm but one."""
     out, example = tmp_path / "study", ROOT / "examples/tool_use"
     done = subprocess.run(
-        [sys.executable, ROOT / "examples/study/run.py", "--out", out, "--seeds", "0", "--steps", "2",
-         "--response-length", "24", "--arms", "none,r3", "--", "--router-replay-effect-every", "1",
-         "--rollout-environment", f"{example / 'calculator.py'}:Calculator", "--rollout-max-turns", "4",
-         "--rollout-prompts", example / "prompts.jsonl", "--rollout-reward-function", "none"],
-        capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
-    assert done.returncode == 1 and "not finished: none of seed 0; the same command" in done.stdout, done.stdout[-4000:]
+        [
+            sys.executable,
+            ROOT / "examples/study/run.py",
+            "--out",
+            out,
+            "--seeds",
+            "0",
+            "--steps",
+            "2",
+            "--response-length",
+            "24",
+            "--arms",
+            "none,r3",
+            "--",
+            "--router-replay-effect-every",
+            "1",
+            "--rollout-environment",
+            f"{example / 'calculator.py'}:Calculator",
+            "--rollout-max-turns",
+            "4",
+            "--rollout-prompts",
+            example / "prompts.jsonl",
+            "--rollout-reward-function",
+            "none",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
+    assert done.returncode == 1 and "not finished: none of seed 0; the same command" in done.stdout, (
+        done.stdout[-4000:]
+    )
     found = json.loads((out / "study.json").read_text())["arms"]
     assert list(found) == ["r3"] and found["r3"]["steps"] == {"0": 2}
     assert all(mean > 0 for mean in found["r3"]["log_ratio_abs_mean"]["by_turn"])
@@ -57,8 +105,10 @@ def test_calibration_when_one_batch_a_serving_then_numerics_grow_with_rounding(t
     out = tmp_path / "calibration"
     done = subprocess.run(
         [sys.executable, ROOT / "examples/study/calibrate.py", "--out", out, "--steps", "1"],
-        capture_output=True, text=True, timeout=1800,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads((out / "calibration.json").read_text())
     k3 = [found[name]["k3"] for name in ("float32", "bf16", "FP8 weights", "4-bit weights")]

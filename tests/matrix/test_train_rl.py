@@ -1,4 +1,6 @@
-"""A checkout's own train_rl.py with our correction: against its own weights, and under context parallelism."""
+"""A checkout's own train_rl.py with our correction: against its own weights, and under
+context parallelism.
+"""
 
 import json
 import subprocess
@@ -13,18 +15,34 @@ from tests.matrix.releases import CHECKOUT, checkout, release_environment
 
 pytestmark = pytest.mark.skipif(not checkout(), reason=f"make test-matrix runs it where {CHECKOUT} is given")
 HERE = Path(__file__).resolve().parent
-TOLERANCE = 1e-4  # float32; of a tiny gradient Adam makes a whole step, so the second update has rounding of the first
+# float32; of a tiny gradient Adam makes a whole step, so the second update has rounding of the first
+TOLERANCE = 1e-4
 RL = [
-    "--perform-rl-step", "--rl-inference-logprobs-is-correction", "--grpo-prompts-per-step", 2, "--grpo-group-size", 4,
-    "--grpo-kl-beta", 0.01, "--grpo-entropy-term-weight", 0.01, "--rl-skip-bos-token", "--micro-batch-size", 1,
-    "--global-batch-size", 4, "--clip-grad", 1e6,
-]  # fmt: skip
+    "--perform-rl-step",
+    "--rl-inference-logprobs-is-correction",
+    "--grpo-prompts-per-step",
+    2,
+    "--grpo-group-size",
+    4,
+    "--grpo-kl-beta",
+    0.01,
+    "--grpo-entropy-term-weight",
+    0.01,
+    "--rl-skip-bos-token",
+    "--micro-batch-size",
+    1,
+    "--global-batch-size",
+    4,
+    "--clip-grad",
+    1e6,
+]
 BOUND = ["--rl-importance-sampling-truncation-coef", 1.1]
 SAME_BOUND = ["--rollout-is", "token", "--rollout-is-threshold", 1.1]
 OURS = [*SAME_BOUND, "--rollout-rs", "seq_mean_ratio", "--rollout-rs-threshold", "0.9_1.1"]
 PACKED = ["--rl-use-sequence-packing"]
 CP, PP = ["--context-parallel-size", 2], ["--pipeline-model-parallel-size", 2]
-TP = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--make-vocab-size-divisible-by", 64]  # 128 again
+# 128 again
+TP = ["--tensor-model-parallel-size", 2, "--sequence-parallel", "--make-vocab-size-divisible-by", 64]
 RUNS = {
     "rows": (1, [*OURS]),
     "rows, cp 2": (2, [*OURS, *CP]),
@@ -43,7 +61,8 @@ RUNS = {
 def runs(tiny_moe_dir, tmp_path_factory):
     """Name -> (each update's gradients and norm, each update's metrics)."""
     folder = tmp_path_factory.mktemp("train_rl")
-    (folder / "wandb.py").write_text("class wandb_run:\n    Run = object\n")  # megatron.rl imports it, wanted or not
+    # megatron.rl imports it, wanted or not
+    (folder / "wandb.py").write_text("class wandb_run:\n    Run = object\n")
     specs = []
     for name, (processes, flags) in RUNS.items():
         corrected = BOUND[0] not in flags
@@ -53,8 +72,10 @@ def runs(tiny_moe_dir, tmp_path_factory):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", HERE / "train_rl_worker.py", folder, *map(json.dumps, specs)],
         env=release_environment(*checkout(), folder) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found = {}
     for name in RUNS:
@@ -65,16 +86,21 @@ def runs(tiny_moe_dir, tmp_path_factory):
 
 
 def check_gradients(found, expected):
-    """Those of both updates, of rank 0's parameters, as far from each other as TOLERANCE times the largest entry."""
+    """Those of both updates, of rank 0's parameters, as far from each other as TOLERANCE times
+    the largest entry.
+    """
     for update, wanted in zip(found, expected, strict=True):
         assert update["norm"] == pytest.approx(wanted["norm"], rel=TOLERANCE) and update["norm"] > 0.1
         assert update["gradients"].keys() == wanted["gradients"].keys()
         largest = max(float(gradient.abs().max()) for gradient in wanted["gradients"].values())
         for name, gradient in update["gradients"].items():
             torch.testing.assert_close(
-                gradient, wanted["gradients"][name], rtol=0, atol=TOLERANCE * largest,
+                gradient,
+                wanted["gradients"][name],
+                rtol=0,
+                atol=TOLERANCE * largest,
                 msg=lambda said, name=name: f"{name}: {said}",
-            )  # fmt: skip
+            )
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if ", cp 2" in name])
@@ -87,7 +113,9 @@ def test_context_parallelism_in_megatrons_rl_then_gradients_and_metrics_are_thos
         assert step.keys() == wanted.keys()
         for metric, value in wanted.items():
             is_number = isinstance(value, (int, float))  # else it is not finite
-            assert step[metric] == (pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE) if is_number else value), metric
+            assert step[metric] == (
+                pytest.approx(value, rel=TOLERANCE, abs=TOLERANCE) if is_number else value
+            ), metric
     assert 0 < min(step["rollout_corr/kept_sequence_fraction"] for step in steps) < 1
 
 

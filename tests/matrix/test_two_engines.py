@@ -1,4 +1,6 @@
-"""Whole runs with an SGLang and a vLLM server: every sample's engine, server, version and log-probs are right."""
+"""Whole runs with an SGLang and a vLLM server: every sample's engine, server, version and
+log-probs are right.
+"""
 
 import json
 import time
@@ -36,8 +38,9 @@ def test_run_when_servers_run_two_engines_then_every_sample_is_right(servers, ti
 def abort_all(servers):
     """End what runs at both servers, as another program may: each answers with its tokens so far."""
     for name, path, body in (
-        ("sglang", "/abort_request", {"abort_all": True}), ("vllm", "/abort_requests", {}),
-    ):  # fmt: skip
+        ("sglang", "/abort_request", {"abort_all": True}),
+        ("vllm", "/abort_requests", {}),
+    ):
         request = urllib.request.Request(f"{servers[name].url}{path}", json.dumps(body).encode(), JSON)
         OPENER.open(request, timeout=60).close()
 
@@ -78,6 +81,8 @@ def test_servers_when_the_trainer_was_killed_in_a_push_then_named_at_the_next_st
     assert done.returncode == 0, done.stderr[-6000:]
     for name, server in servers.items():
         title = {"sglang": "SGLang", "vllm": "vLLM"}[name]
-        [line] = [line for line in done.stdout.splitlines() if f"{title} server {server.url} has weights" in line]
+        [line] = [
+            line for line in done.stdout.splitlines() if f"{title} server {server.url} has weights" in line
+        ]
         assert "'unfinished " in line and "-1': a trainer was killed while it sent them" in line
     check_samples(again, servers, tiny_moe_dir, 2)

@@ -14,8 +14,19 @@ from tests.preloaded import run_preloaded
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 WORKER = Path(__file__).with_name("vllm_loader_worker.py")
 # vLLM's kernels for the CPU take multiples of 32.
-WIDE = {"hidden_size": 128, "head_dim": 32, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
-LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 32}
+WIDE = {
+    "hidden_size": 128,
+    "head_dim": 32,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
+LATENT = {
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "q_lora_rank": 32,
+}
 
 
 def save(name, folder, seed):
@@ -28,7 +39,10 @@ def save(name, folder, seed):
     config = AutoConfig.for_model(CODE_OF.get(kind, kind), **shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))]:
+        for tensor in [
+            *model.parameters(),
+            *(b for n, b in model.named_buffers() if n.endswith("correction_bias")),
+        ]:
             tensor.copy_(torch.randn(tensor.shape, generator=generator))
     model.save_pretrained(folder)
     name_type(folder, kind)

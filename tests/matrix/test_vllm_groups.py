@@ -1,4 +1,6 @@
-"""Groups of samples, rewards that fail and rows that are left out, on a vLLM server: the tests of tests/rollout."""
+"""Groups of samples, rewards that fail and rows that are left out, on a vLLM server: the tests
+of tests/rollout.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Faults of a real vLLM server in a push, one planted at a time: each is found and named, or refused before a byte."""
+"""Faults of a real vLLM server in a push, one planted at a time: each is found and named, or
+refused before a byte.
+"""
 
 import asyncio
 import random
@@ -46,9 +48,13 @@ def planted_server(model_dir, folder, dtype):
     if gpu_available():
         pytest.skip("make setup-vllm installs vLLM without a GPU only")
     with PreloadedServer(
-        model_dir, engine="vllm", dtype=dtype, log_path=folder / "server.log",
-        extra_arguments=[*vllm_arguments(), "--worker-extension-cls", PLANTED], environment=environment("vllm"),
-    ) as server:  # fmt: skip
+        model_dir,
+        engine="vllm",
+        dtype=dtype,
+        log_path=folder / "server.log",
+        extra_arguments=[*vllm_arguments(), "--worker-extension-cls", PLANTED],
+        environment=environment("vllm"),
+    ) as server:
         yield server
 
 
@@ -91,9 +97,11 @@ def own_logprobs(tensors, tiny_moe_dir, folder):
 def differences(trainer, tensors, tiny_moe_dir, folder, version):
     """Server -> D of the text, of what a run asks after a push."""
     client, question = trainer.client, Question((tuple(TEXT),))
-    answers = trainer.loop.call(ask_servers(
-        client.control(client.base_urls), question, version=version, vocab_size=83, cache_key=None
-    ))  # fmt: skip
+    answers = trainer.loop.call(
+        ask_servers(
+            client.control(client.base_urls), question, version=version, vocab_size=83, cache_key=None
+        )
+    )
     own = own_logprobs(tensors, tiny_moe_dir, folder)
     return {url: own - answer.scores[0] for url, answer in answers.items()}
 
@@ -104,7 +112,11 @@ BFLOAT16 = TextRounding(2e-3, 6e-3, np.zeros(0, dtype=bool))
 
 
 def test_push_when_two_follow_each_other_and_nothing_is_planted_then_the_probe_is_right(
-    trainer, plant, weights, tiny_moe_dir, tmp_path  # noqa: F811
+    trainer,
+    plant,
+    weights,  # noqa: F811
+    tiny_moe_dir,
+    tmp_path,
 ):
     plant(None)
     for version in (1, 2):
@@ -122,14 +134,22 @@ def test_push_when_two_follow_each_other_and_nothing_is_planted_then_the_probe_i
     [
         ("model.norm.weight", "1 of its weights .*: model.norm.weight;"),
         ("lm_head.weight", "1 of its weights .*: lm_head.weight;"),
-        ("model.layers.1.self_attn.k_proj.weight", "1 of its weights .*: model.layers.1.self_attn.qkv_proj.weight;"),
+        (
+            "model.layers.1.self_attn.k_proj.weight",
+            "1 of its weights .*: model.layers.1.self_attn.qkv_proj.weight;",
+        ),
         (EXPERT, "1 of its weights .*: model.layers.2.mlp.experts.w13_weight;"),
         ("", "39 of its weights differ from those of"),
     ],
     ids=["norm", "head", "a part of a fused layer", "one expert", "all"],
 )
 def test_push_when_one_of_two_servers_drops_tensors_and_says_nothing_then_it_is_named_with_the_parameter(
-    trainer, plant, planted, weights, dropped, told  # noqa: F811
+    trainer,
+    plant,
+    planted,
+    weights,  # noqa: F811
+    dropped,
+    told,
 ):
     plant("drops", *filter(None, [dropped]))
     with pytest.raises(RolloutProtocolError, match=told) as error:
@@ -145,7 +165,12 @@ def test_push_when_one_of_two_servers_drops_tensors_and_says_nothing_then_it_is_
     promised="the probe after the push sees it",
 )
 def test_push_when_a_server_computes_with_other_weights_than_its_checksums_tell_then_its_text_is_off(
-    trainer, plant, planted, weights, tiny_moe_dir, tmp_path  # noqa: F811
+    trainer,
+    plant,
+    planted,
+    weights,  # noqa: F811
+    tiny_moe_dir,
+    tmp_path,
 ):
     plant("exchanges experts")
     new = noisy(weights, seed=6)
@@ -157,20 +182,28 @@ def test_push_when_a_server_computes_with_other_weights_than_its_checksums_tell_
 
 @drill("a vLLM server that loads new weights and goes back to old ones", promised="its checksums name it")
 def test_push_when_a_server_goes_back_to_old_weights_then_the_checksums_of_its_memory_tell(
-    trainer, plant, planted, weights  # noqa: F811
+    trainer,
+    plant,
+    planted,
+    weights,  # noqa: F811
 ):
     plant("exchanges experts")  # of which checksums tell nothing, as experts are packed
     trainer.push(weights, "1")  # which it goes back to
     assert trainer.compared == len(trainer.parameters())
     plant("keeps old weights")
-    with pytest.raises(RolloutProtocolError, match="weights differ|not those that were sent|of its weights") as error:
+    with pytest.raises(
+        RolloutProtocolError, match="weights differ|not those that were sent|of its weights"
+    ) as error:
         trainer.push(noisy(weights, seed=6), "2")
     assert error.value.url == planted.url and "norm.weight" in str(error.value)
 
 
 @drill("two exchanged experts in a vLLM server in 16 bits", promised="the first push's probe sees it")
 def test_push_in_16_bits_when_experts_are_exchanged_then_the_text_is_off(
-    planted_half, weights, tiny_moe_dir, tmp_path  # noqa: F811
+    planted_half,
+    weights,  # noqa: F811
+    tiny_moe_dir,
+    tmp_path,
 ):
     trainer = Pushing([planted_half.url], "tensor", tiny_moe_dir, None, "vllm")
     try:
@@ -185,7 +218,12 @@ def test_push_in_16_bits_when_experts_are_exchanged_then_the_text_is_off(
 
 
 def test_push_when_a_server_keeps_cached_prefixes_then_the_doctor_names_it_and_keyed_requests_meet_none(
-    trainer, plant, planted, weights, tiny_moe_dir, tmp_path  # noqa: F811
+    trainer,
+    plant,
+    planted,
+    weights,  # noqa: F811
+    tiny_moe_dir,
+    tmp_path,
 ):
     plant("keeps cached prefixes")
     prompt, short = [(5 * i) % 79 for i in range(300)], SamplingParams(4, ignore_eos=True)
@@ -221,11 +259,23 @@ def test_push_when_a_server_keeps_cached_prefixes_then_the_doctor_names_it_and_k
         ("other code", "tensor", OTHER_CODE),
         ("other code", "disk", OTHER_CODE),
         # `disk`: rl_corr_load_folder of old took no code either
-        ("older code", "tensor", "its worker extension is older: install the trainer's megatron-rl-corr there"),
+        (
+            "older code",
+            "tensor",
+            "its worker extension is older: install the trainer's megatron-rl-corr there",
+        ),
     ],
 )
-def test_push_when_the_servers_extension_is_of_another_version_of_the_package_then_refused_before_the_first_byte(
-    trainer, plant, planted, tiny_moe_dir, weights, tmp_path, fault, words, kind  # noqa: F811
+def test_push_when_the_servers_extension_has_another_version_then_refused_at_once(
+    trainer,
+    plant,
+    planted,
+    tiny_moe_dir,
+    weights,  # noqa: F811
+    tmp_path,
+    fault,
+    words,
+    kind,
 ):
     before = trainer.version()
     alone = Pushing([planted.url], kind, tiny_moe_dir, tmp_path / "weights", "vllm")
@@ -242,7 +292,11 @@ def test_push_when_the_servers_extension_is_of_another_version_of_the_package_th
 
 
 def test_push_when_tensors_come_in_another_order_then_every_parameter_is_the_same(
-    trainer, plant, weights, tiny_moe_dir, tmp_path  # noqa: F811
+    trainer,
+    plant,
+    weights,  # noqa: F811
+    tiny_moe_dir,
+    tmp_path,
 ):
     plant(None)
     new = noisy(weights, seed=9)
@@ -255,7 +309,10 @@ def test_push_when_tensors_come_in_another_order_then_every_parameter_is_the_sam
 
 
 def test_push_when_parts_of_a_fused_layer_are_exchanged_on_their_way_then_its_parameter_is_named(
-    trainer, plant, weights, monkeypatch  # noqa: F811
+    trainer,
+    plant,
+    weights,  # noqa: F811
+    monkeypatch,
 ):
     plant(None)
     send, layer = trainer.transport.send, "model.layers.0.self_attn.{}_proj.weight"
@@ -263,15 +320,26 @@ def test_push_when_parts_of_a_fused_layer_are_exchanged_on_their_way_then_its_pa
     monkeypatch.setattr(
         trainer.transport, "send", lambda bucket: send([(other.get(name, name), one) for name, one in bucket])
     )
-    with pytest.raises(RolloutProtocolError, match="not those that were sent: model.layers.0.self_attn.qkv_proj"):
+    with pytest.raises(
+        RolloutProtocolError, match="not those that were sent: model.layers.0.self_attn.qkv_proj"
+    ):
         trainer.push(noisy(weights, seed=10), "new")
 
 
 def test_push_when_embeddings_are_tied_then_samples_are_of_the_new_weights(tmp_path, tiny_moe_dir):
     config = AutoConfig.for_model(
-        "qwen3", vocab_size=83, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=82,
-    )  # fmt: skip
+        "qwen3",
+        vocab_size=83,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=82,
+    )
     models = []
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -282,9 +350,13 @@ def test_push_when_embeddings_are_tied_then_samples_are_of_the_new_weights(tmp_p
     new = load_file(tmp_path / "1/model.safetensors")
     assert "lm_head.weight" not in new
     with PreloadedServer(
-        tmp_path / "0", engine="vllm", dtype="float32", log_path=tmp_path / "server.log",
-        extra_arguments=vllm_arguments(), environment=environment("vllm"),
-    ) as server:  # fmt: skip
+        tmp_path / "0",
+        engine="vllm",
+        dtype="float32",
+        log_path=tmp_path / "server.log",
+        extra_arguments=vllm_arguments(),
+        environment=environment("vllm"),
+    ) as server:
         trainer = Pushing([server.url], "tensor", tmp_path / "0", None, "vllm")
         try:
             trainer.push(new, "1")

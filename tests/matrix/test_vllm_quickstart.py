@@ -1,9 +1,18 @@
-"""The quickstart on a real vLLM server, TP 2 x PP 2 x EP 2: each stage's sender has a broadcast group of its own."""
+"""The quickstart on a real vLLM server, TP 2 x PP 2 x EP 2: each stage's sender has a broadcast
+group of its own.
+"""
 
 import pytest
 
 from megatron_rl_corr.observability.metrics_file import read_metrics
-from tests.examples.test_quickstart import FORKED, IN_FLOAT32, Quickstart, assert_no_mismatch, left_of, saved_samples
+from tests.examples.test_quickstart import (
+    FORKED,
+    IN_FLOAT32,
+    Quickstart,
+    assert_no_mismatch,
+    left_of,
+    saved_samples,
+)
 from tests.matrix.releases import OVERLAID, chosen
 
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")

@@ -1,4 +1,6 @@
-"""A vLLM server of two tensor-parallel ranks in processes of their own: what arrives, and what a refusal costs."""
+"""A vLLM server of two tensor-parallel ranks in processes of their own: what arrives, and what
+a refusal costs.
+"""
 
 import pytest
 from safetensors.torch import load_file
@@ -23,9 +25,13 @@ def url(tiny_moe_dir, tmp_path_factory):
     flags = [*vllm_arguments(), "--distributed-executor-backend", "mp", "--tensor-parallel-size", "2"]
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     with LocalServer(
-        tiny_moe_dir, engine="vllm", dtype="float32", log_path=tmp_path_factory.mktemp("tp") / "server.log",
-        extra_arguments=flags, environment=environment("vllm") | variables,
-    ) as server:  # fmt: skip
+        tiny_moe_dir,
+        engine="vllm",
+        dtype="float32",
+        log_path=tmp_path_factory.mktemp("tp") / "server.log",
+        extra_arguments=flags,
+        environment=environment("vllm") | variables,
+    ) as server:
         yield server.url
 
 
@@ -41,7 +47,9 @@ def test_push_to_two_ranks_when_one_was_refused_before_then_samples_are_of_the_p
         with pytest.raises(Exception, match="q_proj.weight") as refusal:
             trainer.push(part, "part")
         if kind != "disk":
-            assert isinstance(refusal.value, RolloutServerError) and not getattr(refusal.value, "__notes__", [])
+            assert isinstance(refusal.value, RolloutServerError) and not getattr(
+                refusal.value, "__notes__", []
+            )
         trainer.push(new, kind)
         assert trainer.compared == WHOLE
         sample = trainer.sample()

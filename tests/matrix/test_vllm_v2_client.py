@@ -38,7 +38,8 @@ def assert_supports_and_routes(trajectory, model):
     assert (least > logits.masked_fill(kept, -torch.inf).amax(-1) - 1e-4).all()  # none outside is likelier
     ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
     _, settled, out = scored(model, ids)
-    routes = torch.stack([logits.topk(2).indices for logits in out.router_logits], dim=1)[:-1]  # [T - 1, M, k]
+    # [T - 1, M, k]
+    routes = torch.stack([logits.topk(2).indices for logits in out.router_logits], dim=1)[:-1]
     assert trajectory.routed_experts.shape == routes.shape and settled[:-1].any()
     assert torch.equal(trajectory.routed_experts[settled[:-1]].long(), routes[settled[:-1]])
     assert has_routes(trajectory.routed_experts, SHAPE.experts).all()
@@ -48,7 +49,8 @@ def test_generate_when_truncated_and_routed_then_supports_logprobs_and_routes_ar
     (info,) = client.wait(client.server_info())
     engine = client.engine_of(client.base_urls[0])
     assert engine.sampling_problem(info, SAMPLING) is None
-    assert "HTTP 500" in engine.sampling_problem(info, SamplingParams(8))  # the server refuses what has no top_k
+    # the server refuses what has no top_k
+    assert "HTTP 500" in engine.sampling_problem(info, SamplingParams(8))
     trajectories = client.wait(client.generate(PROMPTS, SAMPLING, samples_per_prompt=4))
     for trajectory in trajectories:
         assert trajectory.support.lengths.max() <= 20 and trajectory.support.lengths.min() < 20
@@ -58,7 +60,10 @@ def test_generate_when_truncated_and_routed_then_supports_logprobs_and_routes_ar
 
 def test_generate_when_it_goes_on_from_known_tokens_then_their_routes_are_not_asked_for_again(client, model):
     engine, url, prompt = client.engine_of(client.base_urls[0]), client.base_urls[0], torch.tensor(PROMPTS[0])
-    whole, names = client.wait(client.generate(PROMPTS[:1], SAMPLING))[0], {"prompt_index": 0, "sample_index": 0}
+    whole, names = (
+        client.wait(client.generate(PROMPTS[:1], SAMPLING))[0],
+        {"prompt_index": 0, "sample_index": 0},
+    )
     known = whole.routed_experts[: prompt.numel() + 9]
     ids = torch.cat([prompt, whole.output_ids[:10]])
     request = engine.generate(ids.tolist(), SAMPLING, seed=1, routed_experts=True, routes_from=len(known))
@@ -71,9 +76,16 @@ def test_generate_when_it_goes_on_from_known_tokens_then_their_routes_are_not_as
             await transport.close()
 
     part = engine.parse(
-        client.wait(ask()), prompt_ids=ids, server=url, vocab_size=VOCAB, truncated=True, experts=SHAPE,
-        known_routes=known, max_new_tokens=SAMPLING.max_new_tokens, **names,
-    )  # fmt: skip
+        client.wait(ask()),
+        prompt_ids=ids,
+        server=url,
+        vocab_size=VOCAB,
+        truncated=True,
+        experts=SHAPE,
+        known_routes=known,
+        max_new_tokens=SAMPLING.max_new_tokens,
+        **names,
+    )
     assert torch.equal(part.routed_experts[: len(known)], known)
     assert_supports_and_routes(part, model)
 

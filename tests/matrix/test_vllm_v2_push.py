@@ -14,7 +14,10 @@ LONG = SamplingParams(48, temperature=1.5, top_k=20, ignore_eos=True)
 
 
 def test_push_when_a_response_is_running_then_retracted_and_its_tokens_are_of_the_weights_that_its_spans_say(
-    vllm_v2_server_fp32, weights, tiny_moe_dir, tmp_path  # noqa: F811
+    vllm_v2_server_fp32,
+    weights,  # noqa: F811
+    tiny_moe_dir,
+    tmp_path,
 ):
     new = noisy(weights, seed=11)
     with unchanged(vllm_v2_server_fp32, tiny_moe_dir):
@@ -35,5 +38,7 @@ def test_push_when_a_response_is_running_then_retracted_and_its_tokens_are_of_th
         model = model_of(tiny_moe_dir, tensors, tmp_path / span.version)
         with torch.no_grad():
             logits = model(ids[None]).logits[0, sample.prompt_ids.numel() - 1 : -1] / LONG.temperature
-        own = logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, sample.output_ids[:, None])[:, 0]
+        own = (
+            logits.masked_fill(~kept, -torch.inf).log_softmax(-1).gather(1, sample.output_ids[:, None])[:, 0]
+        )
         assert (own - sample.rollout_logprobs)[span.start : span.end].abs().max() < 2e-5

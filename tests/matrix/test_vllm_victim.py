@@ -1,4 +1,5 @@
-"""What is tested of SGLang servers that are stopped, slowed, killed and updated while they sample, on vLLM servers.
+"""What is tested of SGLang servers that are stopped, slowed, killed and updated while they sample,
+on vLLM servers.
 
 The tests and their fixtures are those of tests/rollout, on other servers.
 """

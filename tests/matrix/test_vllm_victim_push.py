@@ -1,4 +1,6 @@
-"""Pushes to two vLLM servers of which one has other weights or is killed: the tests of tests/weight_sync on them."""
+"""Pushes to two vLLM servers of which one has other weights or is killed: the tests of
+tests/weight_sync on them.
+"""
 
 import pytest
 

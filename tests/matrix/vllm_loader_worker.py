@@ -1,8 +1,8 @@
 """Sends checkpoints to vLLM's own models through our extension, in this process and without a server.
 
-vllm_loader_worker.py MODEL_DIR ...  where each folder has a checkpoint `one` and another of the same shapes, `two`.
-Prints a line of JSON for each: what `two` left as it was, what differs after `one` was sent again, in buckets of one
-tensor, what the checksums prove, and what the count of parameters says.
+vllm_loader_worker.py MODEL_DIR ...  where each folder has a checkpoint `one` and another of the same
+shapes, `two`. Prints a line of JSON for each: what `two` left as it was, what differs after `one` was sent
+again, in buckets of one tensor, what the checksums prove, and what the count of parameters says.
 """
 
 import json
@@ -33,10 +33,17 @@ ENGINE, CPU = load_engine("vllm"), torch.device("cpu")
 def worker_of(folder):
     """A vLLM worker with the folder's model, as far as the extension needs one."""
     config = EngineArgs(
-        model=str(folder), dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
-        distributed_executor_backend="uni", kv_cache_memory_bytes=1 << 26, weight_transfer_config={"backend": BACKEND},
-        attention_backend="CPU_MLA",  # of latent attention: the default of a CPU with AMX does not take float32
-    ).create_engine_config()  # fmt: skip
+        model=str(folder),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=128,
+        skip_tokenizer_init=True,
+        distributed_executor_backend="uni",
+        kv_cache_memory_bytes=1 << 26,
+        weight_transfer_config={"backend": BACKEND},
+        # of latent attention: the default of a CPU with AMX does not take float32
+        attention_backend="CPU_MLA",
+    ).create_engine_config()
     with set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
@@ -50,9 +57,10 @@ def worker_of(folder):
 def state(model):
     """Every tensor that a module shows: what is packed on a CPU is hidden, and only its checksum tells."""
     return {
-        f"{path}.{name}": value for path, module in model.named_modules()
+        f"{path}.{name}": value
+        for path, module in model.named_modules()
         for name, value in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    }  # fmt: skip
+    }
 
 
 def answered(answer):
@@ -93,7 +101,13 @@ def judge(folder):
     other = push(worker, folder / "two")
     stayed = sorted(name for name in before.keys() - changed() if before[name].numel() > 1)
     again = push(worker, folder / "one")
-    return {"model": folder.name, "other": other, "stayed": stayed, "again": again, "wrong": sorted(changed())}
+    return {
+        "model": folder.name,
+        "other": other,
+        "stayed": stayed,
+        "again": again,
+        "wrong": sorted(changed()),
+    }
 
 
 for folder in sys.argv[1:]:

@@ -1,4 +1,6 @@
-"""Makes the batches of test_batch.py in a process that can import Megatron, and saves them: batch_worker.py FILE."""
+"""Makes the batches of test_batch.py in a process that can import Megatron, and saves them:
+batch_worker.py FILE.
+"""
 
 import sys
 from dataclasses import replace
@@ -27,11 +29,19 @@ def sample(
     prompt_index: int, prompt: list[int], output: list[int], logprobs: list[float], *versions: str
 ) -> Trajectory:
     ends = [*range(1, len(versions)), len(output)]  # a token each, and the rest
-    spans = tuple(VersionSpan(version, i, end) for (i, version), end in zip(enumerate(versions), ends, strict=True))
+    spans = tuple(
+        VersionSpan(version, i, end) for (i, version), end in zip(enumerate(versions), ends, strict=True)
+    )
     return Trajectory(
-        prompt_index=prompt_index, sample_index=0, prompt_ids=torch.tensor(prompt),
-        output_ids=torch.tensor(output, dtype=torch.int64), rollout_logprobs=torch.tensor(logprobs),
-        finish_reason="stop", weight_versions=spans, cached_tokens=0, server="http://127.0.0.1:1",
+        prompt_index=prompt_index,
+        sample_index=0,
+        prompt_ids=torch.tensor(prompt),
+        output_ids=torch.tensor(output, dtype=torch.int64),
+        rollout_logprobs=torch.tensor(logprobs),
+        finish_reason="stop",
+        weight_versions=spans,
+        cached_tokens=0,
+        server="http://127.0.0.1:1",
     )
 
 
@@ -89,7 +99,9 @@ def support_errors() -> list[str]:
 
 
 def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
-    """Rows of 8 with up to three turns, corrected by turns, with three policies; of two cp ranks, each its columns."""
+    """Rows of 8 with up to three turns, corrected by turns, with three policies; of two cp ranks,
+    each its columns.
+    """
     rank, size = (0, 1) if cp is None else (cp.rank(), cp.size())
     made = RolloutBatch.empty(4, 8)
     if rank == 0:
@@ -106,25 +118,39 @@ def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
     old = (batch.rollout_logprobs + log_ratio[:, batch.position_ids]).reshape(-1)
     targets = make_loss_inputs(batch, old, config, groups, group_size=2)
     return {
-        "batch": fields(batch), "weights": targets.correction.weights.view(4, -1),
+        "batch": fields(batch),
+        "weights": targets.correction.weights.view(4, -1),
         "mask": targets.correction.mask.view(4, -1),
         "metrics": all_reduce_metrics(batch_metrics(batch, targets.correction, None, groups), cp),
     }
 
 
 def two_ranks(rank: int, port: int, path: str) -> None:
-    """`turns` of each of two context-parallel ranks, where only the first has the samples: saved in `path`.RANK."""
+    """`turns` of each of two context-parallel ranks, where only the first has the samples:
+    saved in `path`.RANK.
+    """
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     cp, own = dist.group.WORLD, [dist.new_group([other]) for other in range(2)][rank]
     layout = SimpleNamespace(
-        pp_rank=0, tp_cp_group=cp, pp_group=own, cp_group=cp, tp_group=own, pp_size=1, cp_size=2, is_last_stage=True
+        pp_rank=0,
+        tp_cp_group=cp,
+        pp_group=own,
+        cp_group=cp,
+        tp_group=own,
+        pp_size=1,
+        cp_size=2,
+        is_last_stage=True,
     )
     sampling_masks = {}
     # Of the last two no token is on the second rank.
     for name, samples in (("all", TRUNCATED), ("last", TRUNCATED[3:])):
         parts = cut_sampling_masks(samples, range(0, 8 * len(samples) + 1, 8), 2) if rank == 0 else None
         mine = scatter_sampling_masks(parts, 4 * len(samples), layout=layout)
-        sampling_masks[name] = {"ids": mine.ids, "offsets": mine.offsets, "host": torch.from_numpy(mine.host_offsets)}
+        sampling_masks[name] = {
+            "ids": mine.ids,
+            "offsets": mine.offsets,
+            "host": torch.from_numpy(mine.host_offsets),
+        }
     torch.save(turns(layout, cp) | {"sampling_masks": sampling_masks}, f"{path}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
@@ -148,19 +174,32 @@ def cut(batch: RolloutBatch) -> list[dict]:
     tokens = batch.tokens.numel()
     numbers = torch.arange(tokens, dtype=torch.float32)
     correction = compute_correction(
-        -numbers, -numbers - 0.25, batch.loss_mask.reshape(-1), batch.seq_ids, num_sequences=4,
+        -numbers,
+        -numbers - 0.25,
+        batch.loss_mask.reshape(-1),
+        batch.seq_ids,
+        num_sequences=4,
         config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
     )
     made = LossInputs(
-        numbers - 0.25, batch.loss_mask.reshape(-1), batch.loss_mask.reshape(-1), numbers + 100, correction,
-        numbers + 200, numbers,
+        numbers - 0.25,
+        batch.loss_mask.reshape(-1),
+        batch.loss_mask.reshape(-1),
+        numbers + 100,
+        correction,
+        numbers + 200,
+        numbers,
     )
     micros = microbatches(batch, 2, made)
     return [
         {
-            "tokens": micro.tokens, "labels": micro.labels, "position_ids": micro.position_ids,
-            "old_logprobs": micro.loss_inputs.old_logprobs, "advantages": micro.loss_inputs.advantages,
-            "mask": micro.loss_inputs.correction.mask, "valid_tokens": micro.loss_inputs.correction.valid_tokens,
+            "tokens": micro.tokens,
+            "labels": micro.labels,
+            "position_ids": micro.position_ids,
+            "old_logprobs": micro.loss_inputs.old_logprobs,
+            "advantages": micro.loss_inputs.advantages,
+            "mask": micro.loss_inputs.correction.mask,
+            "valid_tokens": micro.loss_inputs.correction.valid_tokens,
         }
         for micro in micros
     ]
@@ -177,7 +216,8 @@ def targets(batch: RolloutBatch) -> dict:
     entropy = torch.arange(20, dtype=torch.float32)
     metrics = batch_metrics(batch, made.correction, entropy, ParallelGroups())
     return {
-        "advantages": made.advantages, "mask": made.correction.mask,
+        "advantages": made.advantages,
+        "mask": made.correction.mask,
         "metrics": {name: metric.value() for name, metric in metrics.items()},
     }
 
@@ -187,13 +227,22 @@ def main(path: str) -> None:
     batch = RolloutBatch.from_trajectories(SAMPLES, rewards, length=LENGTH, version=7)
     alone = SimpleNamespace(size=lambda: 1)
     layout = SimpleNamespace(pp_rank=0, tp_cp_group=alone, pp_group=alone)
-    torch.save({
-        "batch": fields(batch), "seq_ids": batch.seq_ids, "broadcast": fields(batch.broadcast(layout)),
-        "fits": error_of(3), "too long": error_of(4), "microbatches": cut(batch),
-        "without targets": [micro.loss_inputs for micro in microbatches(batch, 1)], "targets": targets(batch),
-        "turns": turns(layout), "support errors": support_errors(),
-        "cut": {cp: plain(cut_sampling_masks(TRUNCATED, range(0, 41, 8), cp)) for cp in (1, 2, 4)},
-    }, path)
+    torch.save(
+        {
+            "batch": fields(batch),
+            "seq_ids": batch.seq_ids,
+            "broadcast": fields(batch.broadcast(layout)),
+            "fits": error_of(3),
+            "too long": error_of(4),
+            "microbatches": cut(batch),
+            "without targets": [micro.loss_inputs for micro in microbatches(batch, 1)],
+            "targets": targets(batch),
+            "turns": turns(layout),
+            "support errors": support_errors(),
+            "cut": {cp: plain(cut_sampling_masks(TRUNCATED, range(0, 41, 8), cp)) for cp in (1, 2, 4)},
+        },
+        path,
+    )
     start_processes(two_ranks, (free_port(), path), 2, start_method="fork")
 
 

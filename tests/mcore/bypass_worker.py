@@ -1,4 +1,6 @@
-"""Two policies on one rank: saves the loss and its gradient in the logits for test_bypass.py; bypass_worker.py FILE."""
+"""Two policies on one rank: saves the loss and its gradient in the logits for test_bypass.py;
+bypass_worker.py FILE.
+"""
 
 import sys
 from dataclasses import replace
@@ -18,22 +20,41 @@ CONFIGS = {
         bypass_mode=True, rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0),), advantage="raw"
     ),
     "reinforce": RolloutCorrectionConfig(
-        bypass_mode=True, loss="reinforce", rollout_is="token", rollout_is_upper=1.5, advantage="raw",
-        rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0), RejectionRule("seq_mean", "opsm", upper=0.1)),
+        bypass_mode=True,
+        loss="reinforce",
+        rollout_is="token",
+        rollout_is_upper=1.5,
+        advantage="raw",
+        rollout_rs=(
+            RejectionRule("seq_mean", "ratio", 0.5, 2.0),
+            RejectionRule("seq_mean", "opsm", upper=0.1),
+        ),
     ),
     "turns": RolloutCorrectionConfig(
-        bypass_mode=True, loss="reinforce", rollout_is="turn", rollout_is_upper=1.2, advantage="raw",
+        bypass_mode=True,
+        loss="reinforce",
+        rollout_is="turn",
+        rollout_is_upper=1.2,
+        advantage="raw",
         rollout_rs=(RejectionRule("turn_mean", "ratio", 0.8, 1.25),),
     ),
     "vespo": RolloutCorrectionConfig(
-        bypass_mode=True, loss="reinforce", rollout_is="sequence", rollout_is_mode="gamma", advantage="raw",
+        bypass_mode=True,
+        loss="reinforce",
+        rollout_is="sequence",
+        rollout_is_mode="gamma",
+        advantage="raw",
     ),
     "vaco": RolloutCorrectionConfig(
-        bypass_mode=True, loss="reinforce", advantage="raw",
+        bypass_mode=True,
+        loss="reinforce",
+        advantage="raw",
         rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.3),),
     ),
     "dro": RolloutCorrectionConfig(bypass_mode=True, loss="dro", dro_beta=0.2, advantage="raw"),
-    "dro without rewards": RolloutCorrectionConfig(bypass_mode=True, loss="dro", dro_beta=0.2, advantage="raw"),
+    "dro without rewards": RolloutCorrectionConfig(
+        bypass_mode=True, loss="dro", dro_beta=0.2, advantage="raw"
+    ),
     "own": RolloutCorrectionConfig(bypass_mode=True, loss=f"{OWN}:distance", advantage="raw"),
     "gate": RolloutCorrectionConfig(bypass_mode=True, loss=f"{OWN}:soft_gate", advantage="raw"),
 }
@@ -52,12 +73,24 @@ def main(path: str) -> None:
     mask[:, 0] = True
     rollout[0, 0] = float("nan")
     batch = RolloutBatch(
-        labels, labels, mask, rollout, torch.tensor([1.0, 2.0, -1.0, 0.5]), torch.tensor([0, 0, 1, 1]),
-        torch.zeros(rows), torch.arange(length),
+        labels,
+        labels,
+        mask,
+        rollout,
+        torch.tensor([1.0, 2.0, -1.0, 0.5]),
+        torch.tensor([0, 0, 1, 1]),
+        torch.zeros(rows),
+        torch.arange(length),
     )
     turn_ids = (torch.arange(length) // 2).expand(rows, length).contiguous()
-    saved = {"turn_ids": turn_ids, "logits": logits, "labels": labels, "rollout": rollout, "mask": mask,
-             "rewards": batch.rewards}  # fmt: skip
+    saved = {
+        "turn_ids": turn_ids,
+        "logits": logits,
+        "labels": labels,
+        "rollout": rollout,
+        "mask": mask,
+        "rewards": batch.rewards,
+    }
     for name, config in CONFIGS.items():
         groups = ParallelGroups()
         rows_of = replace(batch, turn_ids=turn_ids, num_turns=3) if name == "turns" else batch
@@ -67,13 +100,20 @@ def main(path: str) -> None:
         scale = LossScale(num_microbatches=2, dp_size=1, per_token=False, global_positions=rows * length)
         loss = CorrectedLoss(config, LogprobSettings(None, 1.0, vocab), scale, scored=False, groups=groups)
         leaf = logits.clone().requires_grad_()
-        parts = [loss(micro, leaf[2 * i : 2 * i + 2])[0] for i, micro in enumerate(microbatches(rows_of, 2, targets))]
+        parts = [
+            loss(micro, leaf[2 * i : 2 * i + 2])[0]
+            for i, micro in enumerate(microbatches(rows_of, 2, targets))
+        ]
         total = sum(parts) / 2  # the schedule divides by the number of microbatches
         total.backward()
         made = merge(loss.metrics.values())
         numbers = {key.removeprefix("rollout_corr/"): metric.value() for key, metric in made.items()}
-        saved[name] = {"loss": total.detach(), "grad": leaf.grad, **numbers,
-                       "entropy": numbers["loss/entropy"]}
+        saved[name] = {
+            "loss": total.detach(),
+            "grad": leaf.grad,
+            **numbers,
+            "entropy": numbers["loss/entropy"],
+        }
     torch.save(saved, path)
 
 

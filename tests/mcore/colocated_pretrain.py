@@ -1,4 +1,5 @@
-"""pretrain_any.py, whose rank 0 prints in which order memory changes hands: what servers are asked, what it has.
+"""pretrain_any.py, whose rank 0 prints in which order memory changes hands: what servers are
+asked, what it has.
 
 With KILL_AT=N:WHAT all ranks are killed at the N-th line that says WHAT.
 """
@@ -14,8 +15,16 @@ from megatron_rl_corr.mcore.evaluate import Evaluation
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from tests.faults import killing
 
-ASKED = ("/pause_generation", "/flush_cache", "/release_memory_occupation", "/resume_memory_occupation",
-         "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation")
+ASKED = (
+    "/pause_generation",
+    "/flush_cache",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/end_weight_update",
+    "/continue_generation",
+)
 COUNT, _, WHAT = os.environ.get("KILL_AT", "0:").partition(":")
 said = 0
 

@@ -1,6 +1,7 @@
 """What Megatron's offloading does to its optimizers, on a CPU: prints JSON, case -> what was seen.
 
-On a GPU `offload_to_cpu` gives each of the optimizer's parameters new memory; here a copy on the CPU stands for that.
+On a GPU `offload_to_cpu` gives each of the optimizer's parameters new memory; here a copy on the CPU
+stands for that.
 """
 
 import json
@@ -18,11 +19,17 @@ from megatron_rl_corr.mcore.colocation import TrainerMemory
 
 
 def trained(bf16: bool, distributed: bool, frees: str):
-    """(whether weights would leave with the state, gradients in bytes while free, weights after two updates)."""
+    """(whether weights would leave with the state, gradients in bytes while free, weights
+    after two updates).
+    """
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     config = TransformerConfig(
-        num_layers=1, hidden_size=16, num_attention_heads=2, use_cpu_initialization=True, bf16=bf16,
+        num_layers=1,
+        hidden_size=16,
+        num_attention_heads=2,
+        use_cpu_initialization=True,
+        bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
     )
     model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=8)
@@ -31,7 +38,11 @@ def trained(bf16: bool, distributed: bool, frees: str):
     model = DistributedDataParallel(config, given, model)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=0.1, bf16=bf16, params_dtype=config.params_dtype, use_distributed_optimizer=distributed
+            optimizer="adam",
+            lr=0.1,
+            bf16=bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=distributed,
         ),
         [model],
     )
@@ -71,9 +82,11 @@ def main():
             _, left, freed = trained(bf16, distributed, "as here")
             _, _, moved = trained(bf16, distributed, "as a GPU")
             found[f"{'bf16' if bf16 else 'fp32'}{' distributed' * distributed}"] = {
-                "leave": leave, "left": left, "same": torch.equal(plain, freed),
+                "leave": leave,
+                "left": left,
+                "same": torch.equal(plain, freed),
                 "same_as_a_gpu": torch.equal(plain, moved),
-            }  # fmt: skip
+            }
     print(json.dumps(found))
 
 

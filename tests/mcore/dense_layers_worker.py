@@ -1,6 +1,7 @@
 """Replay in models of dense and sparse layers: what test_router_replay.py expects of it.
 
-Of one process with multi-token prediction, and of two pipeline stages, of which the first has dense layers only.
+Of one process with multi-token prediction, and of two pipeline stages, of which the first has
+dense layers only.
 """
 
 import json
@@ -39,22 +40,50 @@ def made_model(layer_freq, *, rank=0, stages=1, mtp=False):
     ps.initialize_model_parallel(pipeline_model_parallel_size=stages)
     model_parallel_cuda_manual_seed(1)
     config = TransformerConfig(
-        num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, normalization="RMSNorm",
-        gated_linear_unit=True, activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0,
-        attention_dropout=0.0, use_cpu_initialization=True, bias_dropout_fusion=False, bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
-        num_moe_experts=EXPERTS, moe_router_topk=TOP_K, moe_ffn_hidden_size=16, moe_token_dispatcher_type="alltoall",
-        moe_router_dtype="fp32", moe_router_load_balancing_type="none", moe_layer_freq=layer_freq,
-        mtp_num_layers=1 if mtp else None, pipeline_model_parallel_size=stages, pipeline_dtype=torch.float32,
-    )  # fmt: skip
+        num_layers=4,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_ffn_hidden_size=16,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_layer_freq=layer_freq,
+        mtp_num_layers=1 if mtp else None,
+        pipeline_model_parallel_size=stages,
+        pipeline_dtype=torch.float32,
+    )
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     predicts = {}
     if mtp:
-        predicts["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec.layer_specs[-1], use_transformer_engine=False)
+        predicts["mtp_block_spec"] = get_gpt_mtp_block_spec(
+            config, spec.layer_specs[-1], use_transformer_engine=False
+        )
     return GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=64, max_sequence_length=LENGTH, parallel_output=True,
-        share_embeddings_and_output_weights=False, position_embedding_type="rope", pre_process=rank == 0,
-        post_process=rank == stages - 1, **predicts,
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=64,
+        max_sequence_length=LENGTH,
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        pre_process=rank == 0,
+        post_process=rank == stages - 1,
+        **predicts,
     )
 
 
@@ -74,14 +103,19 @@ def several_tokens():
         model(ids, torch.arange(LENGTH).expand(ROWS, LENGTH), None, labels=ids)
     expected = torch.zeros(ROWS, LENGTH, 2, EXPERTS, dtype=torch.bool).scatter(3, routes.long(), True)
     same = {
-        name: [torch.equal(chosen.view(LENGTH, ROWS, 8).transpose(0, 1), expected[:, :, place]) for place in range(2)]
+        name: [
+            torch.equal(chosen.view(LENGTH, ROWS, 8).transpose(0, 1), expected[:, :, place])
+            for place in range(2)
+        ]
         for name, chosen in used.items()
-    }  # fmt: skip
+    }
     print("RESULT " + json.dumps({"layers": replay.layers, "shape": replay.shape.layers, "same": same}))
 
 
 def dense_stage(rank, port):
-    """Each stage's expert table, and whether the routes were found to be those of the tokens, by kind of replay."""
+    """Each stage's expert table, and whether the routes were found to be those of the tokens,
+    by kind of replay.
+    """
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model, layout = made_model([0, 0, 1, 1], rank=rank, stages=2), compat.layout()
     generator = torch.Generator().manual_seed(2)
@@ -105,7 +139,10 @@ def dense_stage(rank, port):
             routes.all_gather_statistics(1, values)
         [table] = tables
         results[kind] = {
-            "layers": replay.layers, "stages": replay.stage_layers, "table": table.tolist(), "metrics": sorted(metrics),
+            "layers": replay.layers,
+            "stages": replay.stage_layers,
+            "table": table.tolist(),
+            "metrics": sorted(metrics),
             "apart": None if apart is None else apart.tolist(),
         }
     if rank == 1:

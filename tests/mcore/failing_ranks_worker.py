@@ -1,8 +1,10 @@
-"""Runs of two ranks of which one fails in a planted place, under the launcher's own code, without a torchrun to end it.
+"""Runs of two ranks of which one fails in a planted place, under the launcher's own code, without a
+torchrun to end it.
 
-failing_ranks_worker.py MODEL_DIR SERVER_URL FOLDER CASE ...  prints RESULT and a line of JSON: of each case, each
-rank's exit status, its seconds from the planted failure to its end, and what it printed.
-Each rank is a fork of this process, which has imported Megatron; the store is this process's, as it is torchrun's.
+failing_ranks_worker.py MODEL_DIR SERVER_URL FOLDER CASE ...  prints RESULT and a line of JSON: of
+each case, each rank's exit status, its seconds from the planted failure to its end, and what it
+printed. Each rank is a fork of this process, which has imported Megatron; the store is this
+process's, as it is torchrun's.
 """
 
 import errno
@@ -67,10 +69,16 @@ def run(case, rank, port, model, url, folder):
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(case != "forward"),
-        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": case,
-    }  # fmt: skip
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+        "LOCAL_WORLD_SIZE": str(RANKS),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(case != "forward"),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RUN_ID": case,
+    }
     plant(case, rank, folder)
     sys.argv = [str(SCRIPT), *words(model, url, folder)]
     if case == "push":  # as a patched Megatron does, with no launcher
@@ -82,14 +90,33 @@ def run(case, rank, port, model, url, folder):
 
 def words(model, url, folder):
     """What a user's command line holds, and the files that it names."""
-    (folder / "reward.py").write_text("def reward(prompt, output_ids, finish_reason):\n    return output_ids[0] % 3\n")
+    (folder / "reward.py").write_text(
+        "def reward(prompt, output_ids, finish_reason):\n    return output_ids[0] % 3\n"
+    )
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 8)))
     given = [
-        *cpu_flags(model), "--pipeline-model-parallel-size", 2, "--rollout-url", url, "--rollout-hf-checkpoint", model,
-        "--rollout-prompts", folder / "prompts.jsonl", "--rollout-reward-function", f"{folder / 'reward.py'}:reward",
-        "--rollout-group-size", 4, "--rollout-max-new-tokens", 8, "--rollout-correction-preset", "decoupled_token_is",
-        "--rollout-server-check", "off", "--rollout-log-dir", folder / "log",
-    ]  # fmt: skip
+        *cpu_flags(model),
+        "--pipeline-model-parallel-size",
+        2,
+        "--rollout-url",
+        url,
+        "--rollout-hf-checkpoint",
+        model,
+        "--rollout-prompts",
+        folder / "prompts.jsonl",
+        "--rollout-reward-function",
+        f"{folder / 'reward.py'}:reward",
+        "--rollout-group-size",
+        4,
+        "--rollout-max-new-tokens",
+        8,
+        "--rollout-correction-preset",
+        "decoupled_token_is",
+        "--rollout-server-check",
+        "off",
+        "--rollout-log-dir",
+        folder / "log",
+    ]
     return list(map(str, given))
 
 
@@ -127,21 +154,44 @@ def results_of(case, model, url, folder):
     failed_at = folder / "failed_at"
     at = float(failed_at.read_text()) if failed_at.exists() else 0.0
     return [
-        {"status": ended[pid][0], "seconds": ended[pid][1] - at, "printed": (folder / f"rank_{rank}.txt").read_text()}
+        {
+            "status": ended[pid][0],
+            "seconds": ended[pid][1] - at,
+            "printed": (folder / f"rank_{rank}.txt").read_text(),
+        }
         for rank, pid in enumerate(pids)
     ]
 
 
 def under_torchrun(case, model, url, folder):
-    """The same by the command line that users type: status and output of all, seconds from the failure to the end."""
+    """The same by the command line that users type: status and output of all, seconds from the
+    failure to the end.
+    """
     folder.mkdir()
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS),
-         "--master-addr", "127.0.0.1", "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", __file__,
-         *words(model, url, folder)],
-        env=os.environ | {"PLANTED": case, "PLANTED_IN": str(folder)}, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, timeout=LONGEST_S,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            str(RANKS),
+            "--master-addr",
+            "127.0.0.1",
+            "--master-port",
+            str(free_port()),
+            "-m",
+            "megatron_rl_corr.launch",
+            __file__,
+            *words(model, url, folder),
+        ],
+        env=os.environ | {"PLANTED": case, "PLANTED_IN": str(folder)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LONGEST_S,
+    )
     seconds = time.time() - float((folder / "failed_at").read_text())
     return {"status": done.returncode, "seconds": seconds, "printed": done.stdout}
 

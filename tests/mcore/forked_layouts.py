@@ -1,4 +1,6 @@
-"""Runs what a worker computes under several layouts, each in fresh forks of a process that has Megatron already."""
+"""Runs what a worker computes under several layouts, each in fresh forks of a process that has
+Megatron already.
+"""
 
 import json
 import os
@@ -18,7 +20,10 @@ def save_results(result_of, processes, model_dir, samples, out, specs):
         own = f"{out}.{number}"
         # A fork a layout: the threads of its gloo groups go with it.
         start_processes(
-            _rank_main, (size, free_port(), result_of, model_dir, samples, spec, own), size, start_method="fork"
+            _rank_main,
+            (size, free_port(), result_of, model_dir, samples, spec, own),
+            size,
+            start_method="fork",
         )
         paths.append([f"{own}.{rank}" for rank in range(size)])
     tensor_files.save(tensor_files.Files(paths), out)

@@ -1,8 +1,9 @@
 """Losses with KL penalties, and their gradients, by Hugging Face autograd in float64, one sequence at a time.
 
-Shares no code with the package. python hf_kl.py MODEL_DIR OTHER_DIR OUT.pt makes another model by moving every weight
-of the first one, saves it in OTHER_DIR, and takes it for the reference policy. The policy loss is REINFORCE with
-pi_old and pi_rollout off pi_theta, and truncated token weights; each case adds penalties.
+Shares no code with the package. python hf_kl.py MODEL_DIR OTHER_DIR OUT.pt makes another model by
+moving every weight of the first one, saves it in OTHER_DIR, and takes it for the reference policy. The
+policy loss is REINFORCE with pi_old and pi_rollout off pi_theta, and truncated token weights; each
+case adds penalties.
 """
 
 import sys

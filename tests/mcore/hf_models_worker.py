@@ -1,11 +1,13 @@
-"""Loads Hugging Face checkpoints into real Megatron models built from their flags; compares logits, exports again.
+"""Loads Hugging Face checkpoints into real Megatron models built from their flags; compares
+logits, exports again.
 
-hf_models_worker.py 1|4 MODEL_DIR ...  in so many processes (4: TP 2, PP 2, and EP 2 of a model with experts) prints for
-each model a line of JSON with the worst difference of the logits, and of those with transformers' routes replayed;
-writes what each stage exports to MODEL_DIR/sent/export-PROCESSES-STAGE.safetensors (SGLang loads every *.safetensors
-that lies in MODEL_DIR itself), and which tensors of it are sent together to units-PROCESSES-STAGE.json; and saves a
-Megatron checkpoint, MODEL_DIR/megatron-PROCESSES.
-hf_models_worker.py push URL MODEL_DIR  pushes the model from two pipeline stages to a server, as version "1".
+hf_models_worker.py 1|4 MODEL_DIR ...  in so many processes (4: TP 2, PP 2, and EP 2 of a model with
+experts) prints for each model a line of JSON with the worst difference of the logits, and of those with
+transformers' routes replayed; writes what each stage exports to
+MODEL_DIR/sent/export-PROCESSES-STAGE.safetensors (SGLang loads every *.safetensors that lies in MODEL_DIR
+itself), and which tensors of it are sent together to units-PROCESSES-STAGE.json; and saves a Megatron
+checkpoint, MODEL_DIR/megatron-PROCESSES. hf_models_worker.py push URL MODEL_DIR  pushes the model from two
+pipeline stages to a server, as version "1".
 """
 
 import json
@@ -53,14 +55,21 @@ from tools.local_server import free_port
 
 RUN = (
     "--distributed-backend gloo --use-cpu-initialization --lr 1e-3 --train-iters 1 --micro-batch-size 1 "
-    f"--seq-length {LENGTH} --global-batch-size {ROWS} --tokenizer-type NullTokenizer --make-vocab-size-divisible-by 32"
+    f"--seq-length {LENGTH} --global-batch-size {ROWS} --tokenizer-type NullTokenizer "
+    "--make-vocab-size-divisible-by 32"
 ).split()
 TE = ["--transformer-impl", "transformer_engine", "--moe-grouped-gemm", "--moe-permute-fusion"]
 LOCAL = [
-    "--transformer-impl", "local", "--no-gradient-accumulation-fusion", "--no-masked-softmax-fusion",
-    "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm",
+    "--transformer-impl",
+    "local",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-rope-fusion",
+    "--no-persist-layer-norm",
     "--attention-softmax-in-fp32",
-]  # fmt: skip
+]
 NO_FUSED_ROPE = "--no-rope-fusion"
 """Latent attention's fused rotary embedding is a kernel of Megatron's own, which needs a GPU."""
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -69,7 +78,9 @@ EP2 = ["--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"
 
 
 def arguments(config, without=(), extra=(), spec=TE):
-    """Megatron's own, from the flags of config.json (but those of `without`, and their values) and the layout's."""
+    """Megatron's own, from the flags of config.json (but those of `without`, and their values)
+    and the layout's.
+    """
     flags, dropped = [], False
     for word in model_flags(config):
         dropped = word in without or (dropped and not word.startswith("--"))
@@ -89,8 +100,9 @@ def arguments(config, without=(), extra=(), spec=TE):
 
 
 class LatentCoreAttention(ContextParallelAttention):
-    """Scores and softmax of latent attention: Megatron's local ones refuse its unequal head sizes, the others need a
-    GPU. All around it, the projections and the rotary embedding, is Megatron's."""
+    """Scores and softmax of latent attention: Megatron's local ones refuse its unequal head sizes, the
+    others need a GPU. All around it, the projections and the rotary embedding, is Megatron's.
+    """
 
     def __init__(self, *, k_channels=None, v_channels=None, **arguments):
         super().__init__(**arguments)
@@ -106,30 +118,43 @@ def build(args, config=None, **positions):
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
     elif args.transformer_impl == "transformer_engine":
         spec = get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=args.qk_layernorm, qk_l2_norm=args.qk_l2_norm,
+            qk_layernorm=args.qk_layernorm,
+            qk_l2_norm=args.qk_l2_norm,
             multi_latent_attention=args.multi_latent_attention,
         )
     else:
         spec = get_gpt_layer_local_spec(
-            qk_layernorm=args.qk_layernorm, qk_l2_norm=args.qk_l2_norm, normalization=args.normalization,
+            qk_layernorm=args.qk_layernorm,
+            qk_l2_norm=args.qk_l2_norm,
+            normalization=args.normalization,
             multi_latent_attention=args.multi_latent_attention,
-        )  # fmt: skip
+        )
     rotary = {
-        "rotary_base": args.rotary_base, "rotary_percent": args.rotary_percent, "rope_scaling": args.use_rope_scaling,
+        "rotary_base": args.rotary_base,
+        "rotary_percent": args.rotary_percent,
+        "rope_scaling": args.use_rope_scaling,
         "rope_scaling_factor": args.rope_scaling_factor,
         "seq_len_interpolation_factor": args.rotary_seq_len_interpolation_factor,
         "position_embedding_type": args.position_embedding_type,
-    }  # fmt: skip
+    }
     model = GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=args.padded_vocab_size, max_sequence_length=LENGTH,
-        pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(), parallel_output=True,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights, **(rotary | positions),
-    )  # fmt: skip
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=LENGTH,
+        pre_process=ps.is_pipeline_first_stage(),
+        post_process=ps.is_pipeline_last_stage(),
+        parallel_output=True,
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        **(rotary | positions),
+    )
     return model.eval()
 
 
 def all_gather_logits(model, tokens, layout, before=lambda row: None):
-    """[ROWS, LENGTH, VOCAB] on the last stage, None elsewhere. before(number of the row) is called before its pass."""
+    """[ROWS, LENGTH, VOCAB] on the last stage, None elsewhere. before(number of the row) is called
+    before its pass.
+    """
 
     def forward_step(iterator, model):
         number, row = next(iterator)
@@ -141,9 +166,15 @@ def all_gather_logits(model, tokens, layout, before=lambda row: None):
     rows = enumerate(tokens.split(1))
     with torch.no_grad():
         rows = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=rows, model=[model], num_microbatches=ROWS,
-            seq_length=LENGTH, micro_batch_size=1, forward_only=True, collect_non_loss_data=True,
-        )  # fmt: skip
+            forward_step_func=forward_step,
+            data_iterator=rows,
+            model=[model],
+            num_microbatches=ROWS,
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
     if not layout.is_last_stage:
         return None
     shard = torch.cat(rows)
@@ -175,7 +206,9 @@ def load(path):
 
 
 def check_exchange(model, layout, parameters, tokens, logits):
-    """The checkpoint's weights wait on the host and take the place of others: all that the logits depend on goes."""
+    """The checkpoint's weights wait on the host and take the place of others: all that the
+    logits depend on goes.
+    """
     weights, live = ReferenceWeights(parameters), [parameter.tensor for parameter in parameters]
     with torch.no_grad():
         for tensor in live:
@@ -185,7 +218,9 @@ def check_exchange(model, layout, parameters, tokens, logits):
         inside = all_gather_logits(model, tokens, layout)
     assert all(map(torch.equal, live, halved)), "the exchange is not undone"
     other = all_gather_logits(model, tokens, layout)
-    assert logits is None or (torch.equal(inside, logits) and not torch.equal(other, logits)), "not all is exchanged"
+    assert logits is None or (torch.equal(inside, logits) and not torch.equal(other, logits)), (
+        "not all is exchanged"
+    )
     with weights.in_place():
         weights_of_checkpoint = [tensor.clone() for tensor in live]
     with torch.no_grad():
@@ -194,7 +229,9 @@ def check_exchange(model, layout, parameters, tokens, logits):
 
 
 def replay(model, layout, reference):
-    """The logits where the routers take transformers' experts (R3), which must be those that they choose themselves."""
+    """The logits where the routers take transformers' experts (R3), which must be those that they
+    choose themselves.
+    """
     tokens, routes, same = reference["tokens"], reference["routes"], []
     replayed = ReplayedRouters("R3", [model], layout, num_layers=model.config.num_layers)
     own = [replayed.shape.layers.index(layer) for layer in replayed.layers]
@@ -203,9 +240,11 @@ def replay(model, layout, reference):
         given = torch.cat([routes[:, own], routes[:1, own]])  # the last row stands for what is no token
         with replayed.scoring(given, lambda *seen: same.append(is_same(*seen[2:4])), tokens=len(routes)):
             return all_gather_logits(
-                model, tokens, layout,
+                model,
+                tokens,
+                layout,
                 lambda row: replayed.before_forward(model, torch.arange(LENGTH)[:, None] + row * LENGTH),
-            )  # fmt: skip
+            )
 
     def is_same(given, chosen):
         return torch.equal(given.sort(-1).values, chosen.view(given.shape).sort(-1).values)
@@ -242,8 +281,10 @@ def compare(path):
     saved.mkdir(exist_ok=True)
     dist_checkpointing.save(model.sharded_state_dict(), str(saved))
     with_routes = replay(model, layout, reference) if "routes" in reference else None
-    return [None if found is None else (found - reference["logits"]).abs().max().item()
-            for found in (logits, with_routes)]  # fmt: skip
+    return [
+        None if found is None else (found - reference["logits"]).abs().max().item()
+        for found in (logits, with_routes)
+    ]
 
 
 def push(url, path):
@@ -252,11 +293,20 @@ def push(url, path):
     loop = LoopThread()
     client = RolloutClient([url], vocab_size=VOCAB, timeout_s=60)
     transport = make_transport(
-        "distributed", client, loop, backend="gloo", checkpoint=path, folder=None, stage=layout.pp_rank,
+        "distributed",
+        client,
+        loop,
+        backend="gloo",
+        checkpoint=path,
+        folder=None,
+        stage=layout.pp_rank,
         sends=exporter.sends,
-    )  # fmt: skip
+    )
     servers = WeightServers(
-        client, loop, transport, verifiers=make_verifiers("checksum", path, client.fleet.engines),
+        client,
+        loop,
+        transport,
+        verifiers=make_verifiers("checksum", path, client.fleet.engines),
         coverage=make_coverage(path),
     )
     push_weights(exporter, servers, version="1", bucket_bytes=20_000)  # several buckets
@@ -268,7 +318,8 @@ def push(url, path):
 def rank_main(rank, size, port, task, *arguments):
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     torch.set_num_threads(1)
-    get_write_results_queue("fork")  # Megatron's checkpoints would spawn its process, which imports torch anew
+    # Megatron's checkpoints would spawn its process, which imports torch anew
+    get_write_results_queue("fork")
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     found = [None] * size
     dist.all_gather_object(found, task(*arguments) or [None, None])
@@ -277,7 +328,10 @@ def rank_main(rank, size, port, task, *arguments):
             max((difference for difference in differences if difference is not None), default=None)
             for differences in zip(*found, strict=True)
         )
-        print("RESULT " + json.dumps({"model": arguments[-1].name, "worst": worst, "replayed": replayed}), flush=True)
+        print(
+            "RESULT " + json.dumps({"model": arguments[-1].name, "worst": worst, "replayed": replayed}),
+            flush=True,
+        )
     dist.barrier()
     for writer in multiprocessing.active_children():  # of the checkpoint: os._exit would leave them behind
         writer.terminate()

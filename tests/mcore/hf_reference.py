@@ -1,12 +1,13 @@
 """Corrected losses, gradients and log-probs by Hugging Face autograd in float64, one sequence at a time.
 
-Shares no code with the package. python hf_reference.py MODEL_DIR OUT.pt makes samples, rollout and old log-probs, and
-saves them with the results of each case: "token" (PPO clip, token weights, two rules, mean over tokens), "sequence"
-(GSPO, sequence weights, seq_max rule, mean over sequences), "bypass" (two policies, REINFORCE), and with pi_old the
-current policy "once token" (PPO clip, token weights) and "once sequence" (GSPO, sequence weights). Under "truncated"
-"token" and "bypass" once more, for samples whose tokens were each drawn from a few ids; under "odd" all cases for
-samples of odd lengths; under "masked" two cases where some samples are not in the loss, and in their group's baseline.
-Under "many" more samples, alone.
+Shares no code with the package. python hf_reference.py MODEL_DIR OUT.pt makes samples, rollout and old
+log-probs, and saves them with the results of each case: "token" (PPO clip, token weights, two rules,
+mean over tokens), "sequence" (GSPO, sequence weights, seq_max rule, mean over sequences), "bypass" (two
+policies, REINFORCE), and with pi_old the current policy "once token" (PPO clip, token weights) and
+"once sequence" (GSPO, sequence weights). Under "truncated" "token" and "bypass" once more, for samples
+whose tokens were each drawn from a few ids; under "odd" all cases for samples of odd lengths; under
+"masked" two cases where some samples are not in the loss, and in their group's baseline. Under "many"
+more samples, alone.
 """
 
 import math
@@ -20,7 +21,9 @@ GROUPS, GROUP_SIZE = 4, 4
 MANY = 6
 """Groups of the samples that several updates share."""
 ODD = ((1, (24, 0, 1, 8)), (3, (0, 22, 9, 2)), (1, (0, 12, 14, 11)), (5, (17, 18, 11, 16)))
-"""Prompts and responses of odd lengths, group by group: no response, a prompt of one token, 24 positions of 24."""
+"""Prompts and responses of odd lengths, group by group: no response, a prompt of one token, 24
+positions of 24.
+"""
 MASKED = (1, 2, 7, 12, 13, 14, 15)
 """Two of a group, one, none, and all of the last."""
 TRUNCATED_SEED = 0
@@ -50,7 +53,9 @@ def odd_samples(generator):
 
 
 def distribution_of(model, sample):
-    """Log-probs of all ids at each token of the response, [n, V], -inf for those that it can't have been drawn from."""
+    """Log-probs of all ids at each token of the response, [n, V], -inf for those that it can't have
+    been drawn from.
+    """
     ids = torch.cat([sample["prompt"], sample["output"]])
     start = len(sample["prompt"])
     logits = model(ids[None]).logits[0, start - 1 : -1]
@@ -70,7 +75,9 @@ def logprobs_of(model, sample):
 
 
 def truncated(samples, generator):
-    """The same prompts and responses; every third token was drawn from itself alone, the others from up to 9 ids."""
+    """The same prompts and responses; every third token was drawn from itself alone, the others
+    from up to 9 ids.
+    """
     found = []
     for sample in samples:
         support = []
@@ -84,7 +91,9 @@ def truncated(samples, generator):
 
 
 def advantages_of(samples, accepted):
-    """(reward - mean) / (std + 1e-6) over the accepted and masked rows of each prompt; 0 where there are none."""
+    """(reward - mean) / (std + 1e-6) over the accepted and masked rows of each prompt; 0
+    where there are none.
+    """
     advantages = []
     for sample in samples:
         rows = [i for i, other in enumerate(samples) if other["group"] == sample["group"]]
@@ -96,7 +105,9 @@ def advantages_of(samples, accepted):
 
 
 def token_case(samples, now, old):
-    """Weights min(rho, 1.02) over their mean; geometric mean of rho in [0.98, 1.03] and each rho in [0.9, 1.12]."""
+    """Weights min(rho, 1.02) over their mean; geometric mean of rho in [0.98, 1.03] and each
+    rho in [0.9, 1.12].
+    """
     d = [(o - s["rollout"]).tolist() for o, s in zip(old, samples, strict=True)]
     accepted = [bool(row) and 0.98 <= math.exp(sum(row) / len(row)) <= 1.03 for row in d]
     advantages = advantages_of(samples, accepted)
@@ -117,15 +128,25 @@ def token_case(samples, now, old):
             if advantage < 0 and surrogate < 3.0 * advantage:
                 surrogate, dual = torch.tensor(3.0 * advantage), dual + 1
             total = total - weights[i][t] / average * surrogate
-    assert 0 < sum(accepted) < len(samples) and 0 < clipped < kept < valid and dual, "the case must exercise them all"
-    return total / valid, {
-        "policy": total.item() / kept, "clip_fraction": clipped / kept, "dual_clip_fraction": dual / kept,
-        "rollout_corr/kept_fraction": kept / valid,
-    }, moved
+    assert 0 < sum(accepted) < len(samples) and 0 < clipped < kept < valid and dual, (
+        "the case must exercise them all"
+    )
+    return (
+        total / valid,
+        {
+            "policy": total.item() / kept,
+            "clip_fraction": clipped / kept,
+            "dual_clip_fraction": dual / kept,
+            "rollout_corr/kept_fraction": kept / valid,
+        },
+        moved,
+    )
 
 
 def sequence_case(samples, now, old):
-    """GSPO's sequence form; weights min(prod rho, 1.05); each rho in [0.8, 1.25]; mean over kept sequences."""
+    """GSPO's sequence form; weights min(prod rho, 1.05); each rho in [0.8, 1.25]; mean
+    over kept sequences.
+    """
     d = [(o - s["rollout"]).tolist() for o, s in zip(old, samples, strict=True)]
     accepted = [bool(row) and all(0.8 <= math.exp(x) <= 1.25 for x in row) for row in d]
     advantages = advantages_of(samples, accepted)
@@ -139,7 +160,9 @@ def sequence_case(samples, now, old):
         total, by_token = total + loss, by_token + len(row) * loss.item()
         clipped, kept = clipped + len(row) * bool(bounded < free), kept + len(row)
         moved += (now[i] - old[i]).tolist()
-    assert 0 < sum(accepted) < len(samples) and 0 < clipped < kept, "the case must exercise rejection and clip"
+    assert 0 < sum(accepted) < len(samples) and 0 < clipped < kept, (
+        "the case must exercise rejection and clip"
+    )
     return total / sum(accepted), {"policy": by_token / kept, "clip_fraction": clipped / kept}, moved
 
 
@@ -159,11 +182,16 @@ def bypass_case(samples, now, old):
 
 
 def whitened_of(samples, accepted):
-    """r - the group's mean, less its mean and over its deviation over the tokens of accepted rows; as masked_whiten."""
+    """r - the group's mean, less its mean and over its deviation over the tokens of accepted rows;
+    as masked_whiten.
+    """
     values = []
     for sample in samples:
-        rows = [other["reward"] for other, there in zip(samples, accepted, strict=True)
-                if there and other["group"] == sample["group"]]  # fmt: skip
+        rows = [
+            other["reward"]
+            for other, there in zip(samples, accepted, strict=True)
+            if there and other["group"] == sample["group"]
+        ]
         values.append(sample["reward"] - sum(rows) / len(rows) if rows else 0.0)
     tokens = [v for v, s, there in zip(values, samples, accepted, strict=True) for _ in s["output"] if there]
     mean = sum(tokens) / len(tokens)
@@ -172,9 +200,11 @@ def whitened_of(samples, accepted):
 
 
 def token_advantages_of(samples, kept, weights):
-    """r - B of each token, B the rewards of the group at its position weighed by sum_j w^2 (1 - 2 p + sum_v p_v^2).
+    """r - B of each token, B the rewards of the group at its position weighed by sum_j w^2 (1 - 2
+    p + sum_v p_v^2).
 
-    A token that is not kept counts nowhere; one of a masked sample counts with weight 1. kept, weights: [tokens] each.
+    A token that is not kept counts nowhere; one of a masked sample counts with weight 1. kept,
+    weights: [tokens] each.
     """
     energies = []  # so far, by token; None where it does not count
     for i, sample in enumerate(samples):
@@ -189,21 +219,30 @@ def token_advantages_of(samples, kept, weights):
         rows = [j for j, other in enumerate(samples) if other["group"] == sample["group"]]
         advantages.append([])
         longest = max(len(energies[j]) for j in rows)
-        if all(sum(t < len(energies[j]) and energies[j][t] is not None for j in rows) < 2 for t in range(longest)):
+        if all(
+            sum(t < len(energies[j]) and energies[j][t] is not None for j in rows) < 2 for t in range(longest)
+        ):
             advantages[-1] = [0.0] * len(sample["output"])  # nobody to compare with anywhere
             continue
         for t in range(len(sample["output"])):
-            there = [(samples[j]["reward"], energies[j][t] + 1e-8) for j in rows
-                     if t < len(energies[j]) and energies[j][t] is not None]  # fmt: skip
-            baseline = sum(r * energy for r, energy in there) / sum(energy for _, energy in there) if there else 0.0
+            there = [
+                (samples[j]["reward"], energies[j][t] + 1e-8)
+                for j in rows
+                if t < len(energies[j]) and energies[j][t] is not None
+            ]
+            baseline = (
+                sum(r * energy for r, energy in there) / sum(energy for _, energy in there) if there else 0.0
+            )
             advantages[-1].append(sample["reward"] - (baseline if len(there) > 1 else 0.0))
     return advantages
 
 
 def once_otb_case(samples, now, old):
     """Token advantages; weights min(rho, 1.02), each rho in [0.9, 1.12], mean over tokens."""
-    ratios = [[math.exp(p.item() - q.item()) for p, q in zip(row, s["rollout"], strict=True)]
-              for row, s in zip(now, samples, strict=True)]  # fmt: skip
+    ratios = [
+        [math.exp(p.item() - q.item()) for p, q in zip(row, s["rollout"], strict=True)]
+        for row, s in zip(now, samples, strict=True)
+    ]
     kept = [[0.9 <= rho <= 1.12 for rho in row] for row in ratios]
     weights = [[min(rho, 1.02) for rho in row] for row in ratios]
     advantages, total, count = token_advantages_of(samples, kept, weights), 0.0, sum(map(len, now))
@@ -221,8 +260,11 @@ def own_of(samples, accepted):
     """own_functions.leave_best_out, sample by sample."""
     advantages = []
     for i, sample in enumerate(samples):
-        others = [other["reward"] for j, (other, there) in enumerate(zip(samples, accepted, strict=True))
-                  if there and j != i and other["group"] == sample["group"]]  # fmt: skip
+        others = [
+            other["reward"]
+            for j, (other, there) in enumerate(zip(samples, accepted, strict=True))
+            if there and j != i and other["group"] == sample["group"]
+        ]
         baseline = sum(others) / max(len(others), 1)
         advantages.append((sample["reward"] - baseline) / math.sqrt(max(len(sample["output"]), 1)))
     return advantages
@@ -247,7 +289,9 @@ def once_token_case(samples, now, old, advantages_of=advantages_of, of_ratio=lam
 
 
 def once_sequence_case(samples, now, old):
-    """The same with weights min(prod rho, 1.05), and the mean over sequences of the mean over their tokens."""
+    """The same with weights min(prod rho, 1.05), and the mean over sequences of the mean
+    over their tokens.
+    """
     there = [len(row) > 0 for row in now]
     advantages, total, by_token = advantages_of(samples, there), 0.0, 0.0
     for sample, advantage, row in zip(samples, advantages, now, strict=True):
@@ -261,10 +305,15 @@ def once_sequence_case(samples, now, old):
 
 
 CASES = {
-    "token": token_case, "sequence": sequence_case, "bypass": bypass_case, "once token": once_token_case,
-    "once sequence": once_sequence_case, "once plus plus": partial(once_token_case, advantages_of=whitened_of),
-    "once own": partial(once_token_case, advantages_of=own_of, of_ratio=soft_gated), "once otb": once_otb_case,
-}  # fmt: skip
+    "token": token_case,
+    "sequence": sequence_case,
+    "bypass": bypass_case,
+    "once token": once_token_case,
+    "once sequence": once_sequence_case,
+    "once plus plus": partial(once_token_case, advantages_of=whitened_of),
+    "once own": partial(once_token_case, advantages_of=own_of, of_ratio=soft_gated),
+    "once otb": once_otb_case,
+}
 
 
 def main(model_dir, out):
@@ -296,7 +345,8 @@ def sampled(model, samples, generator):
         with torch.no_grad():
             now, _ = logprobs_of(model, sample)
             sample["collision"] = distribution_of(model, sample).exp().square().sum(dim=-1)
-        # pi_old stands off pi_theta (so that the clip acts), and pi_rollout off pi_old (so that weights and rules act).
+        # pi_old stands off pi_theta (so that the clip acts), and pi_rollout off pi_old (so that
+        # weights and rules act).
         sample["now"] = now
         sample["old_shift"] = 0.25 * torch.randn(now.shape, generator=generator)
         sample["old_shift"][::4] *= 5.0  # far enough for the dual clip
@@ -316,8 +366,10 @@ def results(model, samples, generator, names):
         # A masked sample has no token that the loss sees.
         loss, metrics, moved = CASES[name](
             [one | {"rollout": one["rollout"][:0]} if one.get("masked") else one for one in samples],
-            *([row[:0] if one.get("masked") else row for one, row in zip(samples, rows, strict=True)]
-              for rows in (now, old)),
+            *(
+                [row[:0] if one.get("masked") else row for one, row in zip(samples, rows, strict=True)]
+                for rows in (now, old)
+            ),
         )
         loss.backward()
         cases[name] = {"grads": hf_named_grads(model), "metrics": metrics, "moved": moved}
@@ -335,7 +387,9 @@ def hf_named_grads(model):
 
 
 def hf_named(named):
-    """(name, tensor) pairs under checkpoint names: transformers keeps all experts of a layer in one tensor."""
+    """(name, tensor) pairs under checkpoint names: transformers keeps all experts of a
+    layer in one tensor.
+    """
     found = {}
     for name, tensor in named:
         if name.endswith("experts.gate_up_proj"):

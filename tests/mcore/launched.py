@@ -40,31 +40,73 @@ def replayed(server, model, folder):
 
 
 def launch(
-    folder, name, model, url, script, *flags, processes, mixed=False, checks="off", tokens=8, torchrun=None, **variables
+    folder,
+    name,
+    model,
+    url,
+    script,
+    *flags,
+    processes,
+    mixed=False,
+    checks="off",
+    tokens=8,
+    torchrun=None,
+    **variables,
 ):
     """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
 
-    url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a row too long.
-    checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags, beside the processes.
+    url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a
+    row too long. checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags,
+    beside the processes.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     urls = [url] if isinstance(url, str) else url
-    sampling = [] if url is None else [
-        "--rollout-url", *urls, "--rollout-prompts", folder / "prompts.jsonl", *more,
-        "--rollout-reward-function", f"{folder / 'reward.py'}:reward",
-        "--rollout-server-check", checks,
-    ]  # fmt: skip
+    sampling = (
+        []
+        if url is None
+        else [
+            "--rollout-url",
+            *urls,
+            "--rollout-prompts",
+            folder / "prompts.jsonl",
+            *more,
+            "--rollout-reward-function",
+            f"{folder / 'reward.py'}:reward",
+            "--rollout-server-check",
+            checks,
+        ]
+    )
     ours = [
-        *sampling, "--rollout-hf-checkpoint", model, "--rollout-group-size", 4,
-        "--rollout-max-new-tokens", tokens, "--rollout-correction-preset", "decoupled_token_is", "--rollout-log-dir",
-        folder / name / "log", "--save", folder / name / "checkpoints",
-        "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable", "--weight-decay", 0.1,
-    ]  # fmt: skip
+        *sampling,
+        "--rollout-hf-checkpoint",
+        model,
+        "--rollout-group-size",
+        4,
+        "--rollout-max-new-tokens",
+        tokens,
+        "--rollout-correction-preset",
+        "decoupled_token_is",
+        "--rollout-log-dir",
+        folder / name / "log",
+        "--save",
+        folder / name / "checkpoints",
+        "--use-distributed-optimizer",
+        "--dist-ckpt-optim-fully-reshardable",
+        "--weight-decay",
+        0.1,
+    ]
     torchrun = torchrun or ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), *torchrun,
-        "-m", "megatron_rl_corr.launch", *map(str, [script, *cpu_flags(model), *flags, *ours]),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(processes),
+        *torchrun,
+        "-m",
+        "megatron_rl_corr.launch",
+        *map(str, [script, *cpu_flags(model), *flags, *ours]),
+    ]
     variables |= release_environment(OVERLAID[-1]) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return run_preloaded(forking(command)[1:], env=variables)
 
@@ -81,7 +123,9 @@ def checksums(url):
 
 
 def untimed_steps(folder):
-    """The run's steps, without what a clock says, and a server, which rounds otherwise with other requests beside."""
+    """The run's steps, without what a clock says, and a server, which rounds otherwise with other
+    requests beside.
+    """
     steps = [json.loads(line) for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
     chance = ("time/", "tokens_per_s", "rollout/probe_")
     return [{n: x for n, x in step.items() if not n.startswith(chance)} for step in steps]

@@ -1,7 +1,8 @@
 """Loss, gradients and metrics of one corrected step under several layouts against a saved reference.
 
-layout_worker.py PROCESSES MODEL_DIR REFERENCE.pt '{"tp": 2, "sp": true, "runs": [["token", 4]]}' ...  prints a line of
-JSON for each run, of a case of CONFIGS in so many microbatches: the gradients' worst error, and the metrics.
+layout_worker.py PROCESSES MODEL_DIR REFERENCE.pt '{"tp": 2, "sp": true, "runs": [["token", 4]]}' ...
+prints a line of JSON for each run, of a case of CONFIGS in so many microbatches: the gradients' worst
+error, and the metrics.
 """
 
 import json
@@ -59,58 +60,113 @@ DEALT = []
 
 
 def transformer_config(hf, layout, **settings):
-    moe = {} if "num_experts_per_tok" not in hf else {
-        "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
-        "moe_router_topk": hf["num_experts_per_tok"],
-        "moe_ffn_hidden_size": hf["moe_intermediate_size"], "moe_token_dispatcher_type": "alltoall",
-        "moe_router_load_balancing_type": "none", "moe_router_dtype": "fp32",
-        "expert_model_parallel_size": layout.get("ep", 1), "expert_tensor_parallel_size": layout.get("etp", 1),
-        "moe_grouped_gemm": not layout.get("local"), "moe_permute_fusion": not layout.get("local"),
-    }  # fmt: skip
-    return TransformerConfig(**{**dict(
-        num_layers=hf["num_hidden_layers"], hidden_size=hf["hidden_size"], ffn_hidden_size=hf["intermediate_size"],
-        num_attention_heads=hf["num_attention_heads"], num_query_groups=hf["num_key_value_heads"],
-        kv_channels=hf["head_dim"],
-        normalization="RMSNorm", layernorm_epsilon=hf["rms_norm_eps"], qk_layernorm=True, gated_linear_unit=True,
-        activation_func=F.silu, add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0,
-        attention_softmax_in_fp32=True, use_cpu_initialization=True, pipeline_dtype=torch.float32,
-        bias_dropout_fusion=False, bias_activation_fusion=False, masked_softmax_fusion=False,
-        gradient_accumulation_fusion=not layout.get("local", False), apply_rope_fusion=not layout.get("local", False),
-        # As Megatron's own arguments demand: in one batch, two stages would take each other's sends for one another.
-        overlap_p2p_comm="vpp" in layout, batch_p2p_comm="vpp" not in layout,
-        calculate_per_token_loss=layout.get("per_token", False),
-        tensor_model_parallel_size=layout.get("tp", 1), sequence_parallel=layout.get("sp", False),
-        context_parallel_size=layout.get("cp", 1), pipeline_model_parallel_size=layout.get("pp", 1),
-        virtual_pipeline_model_parallel_size=layout.get("vpp"), **moe,
-        **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-           if layout.get("recompute") else {}),
-    ), **({"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"} if "packed" in layout else {}),
-    **settings})  # fmt: skip
+    moe = (
+        {}
+        if "num_experts_per_tok" not in hf
+        else {
+            "num_moe_experts": hf.get("num_experts") or hf["num_local_experts"],
+            "moe_router_topk": hf["num_experts_per_tok"],
+            "moe_ffn_hidden_size": hf["moe_intermediate_size"],
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "expert_model_parallel_size": layout.get("ep", 1),
+            "expert_tensor_parallel_size": layout.get("etp", 1),
+            "moe_grouped_gemm": not layout.get("local"),
+            "moe_permute_fusion": not layout.get("local"),
+        }
+    )
+    return TransformerConfig(
+        **{
+            **dict(
+                num_layers=hf["num_hidden_layers"],
+                hidden_size=hf["hidden_size"],
+                ffn_hidden_size=hf["intermediate_size"],
+                num_attention_heads=hf["num_attention_heads"],
+                num_query_groups=hf["num_key_value_heads"],
+                kv_channels=hf["head_dim"],
+                normalization="RMSNorm",
+                layernorm_epsilon=hf["rms_norm_eps"],
+                qk_layernorm=True,
+                gated_linear_unit=True,
+                activation_func=F.silu,
+                add_bias_linear=False,
+                hidden_dropout=0.0,
+                attention_dropout=0.0,
+                attention_softmax_in_fp32=True,
+                use_cpu_initialization=True,
+                pipeline_dtype=torch.float32,
+                bias_dropout_fusion=False,
+                bias_activation_fusion=False,
+                masked_softmax_fusion=False,
+                gradient_accumulation_fusion=not layout.get("local", False),
+                apply_rope_fusion=not layout.get("local", False),
+                # As Megatron's own arguments demand: in one batch, two stages would take each other's sends
+                # for one another.
+                overlap_p2p_comm="vpp" in layout,
+                batch_p2p_comm="vpp" not in layout,
+                calculate_per_token_loss=layout.get("per_token", False),
+                tensor_model_parallel_size=layout.get("tp", 1),
+                sequence_parallel=layout.get("sp", False),
+                context_parallel_size=layout.get("cp", 1),
+                pipeline_model_parallel_size=layout.get("pp", 1),
+                virtual_pipeline_model_parallel_size=layout.get("vpp"),
+                **moe,
+                **(
+                    {
+                        "recompute_granularity": "full",
+                        "recompute_method": "uniform",
+                        "recompute_num_layers": 1,
+                    }
+                    if layout.get("recompute")
+                    else {}
+                ),
+            ),
+            **(
+                {"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"}
+                if "packed" in layout
+                else {}
+            ),
+            **settings,
+        }
+    )
 
 
 def build(hf, config, layout):
     """The model's chunks on this rank."""
     if layout.get("local"):
         spec = get_gpt_layer_local_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=False,
+            qk_layernorm=True,
+            normalization="RMSNorm",
         )
         if "packed" in layout:  # the local spec's own attention does not take packed sequences
             spec.submodules.self_attention.submodules.core_attention = ContextParallelAttention
     else:
         spec = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts, moe_grouped_gemm=config.num_moe_experts is not None, qk_layernorm=True
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.num_moe_experts is not None,
+            qk_layernorm=True,
         )
     virtual = config.virtual_pipeline_model_parallel_size
     stages = range(virtual) if virtual else [None]
     return [
         GPTModel(
-            config=config, transformer_layer_spec=spec, vocab_size=PADDED_VOCAB, max_sequence_length=LENGTH,
-            parallel_output=True, pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage), vp_stage=stage,
-            share_embeddings_and_output_weights=False, position_embedding_type="rope", rotary_base=10000,
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=PADDED_VOCAB,
+            max_sequence_length=LENGTH,
+            parallel_output=True,
+            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
+            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            vp_stage=stage,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
+            rotary_base=10000,
         )
         for stage in stages
-    ]  # fmt: skip
+    ]
 
 
 def replica_batch(samples, layout, *, packed=False):
@@ -120,9 +176,15 @@ def replica_batch(samples, layout, *, packed=False):
     first_group = 0 if packed else mine[0]["group"]
     trajectories = [
         Trajectory(
-            prompt_index=s["group"] - first_group, sample_index=number, prompt_ids=s["prompt"], output_ids=s["output"],
-            rollout_logprobs=s["rollout"].float(), finish_reason="length" if s.get("masked") else "stop",
-            weight_versions=(VersionSpan("0", 0, len(s["output"])),), cached_tokens=0, server="http://none",
+            prompt_index=s["group"] - first_group,
+            sample_index=number,
+            prompt_ids=s["prompt"],
+            output_ids=s["output"],
+            rollout_logprobs=s["rollout"].float(),
+            finish_reason="length" if s.get("masked") else "stop",
+            weight_versions=(VersionSpan("0", 0, len(s["output"])),),
+            cached_tokens=0,
+            server="http://none",
             support=support_of(s),
         )
         for number, s in enumerate(mine, layout.dp_rank * share)
@@ -131,7 +193,9 @@ def replica_batch(samples, layout, *, packed=False):
     if packed:
         mine, shift, whole, trajectories = packed_batch(trajectories, rewards, samples, layout)
         return with_sampling_masks(mine, trajectories, whole, layout), shift
-    batch = RolloutBatch.from_trajectories(trajectories, rewards, length=LENGTH, version=0, mask_truncated=True)
+    batch = RolloutBatch.from_trajectories(
+        trajectories, rewards, length=LENGTH, version=0, mask_truncated=True
+    )
     shift = torch.zeros(len(mine), LENGTH)
     for row, s in enumerate(mine):
         start = len(s["prompt"]) - 1
@@ -143,7 +207,9 @@ def replica_batch(samples, layout, *, packed=False):
 def with_sampling_masks(mine, trajectories, whole, layout):
     if trajectories[0].support is None:
         return mine
-    parts = cut_sampling_masks(trajectories, whole.cu_seqlens, layout.cp_size) if layout.is_data_leader else None
+    parts = (
+        cut_sampling_masks(trajectories, whole.cu_seqlens, layout.cp_size) if layout.is_data_leader else None
+    )
     with Traffic() as traffic:
         sampling_masks = scatter_sampling_masks(parts, mine.tokens.numel(), layout=layout)
     Traffic.seen = traffic.bytes
@@ -159,7 +225,10 @@ def packed_batch(trajectories, rewards, samples, layout):
         scored, sent = all_gather_dealt(scored, len(trajectories), PackLimits(0, 0.01), layout)
         assert scored is None or sent > 0 or layout.dp_size == 1, "nothing moved"
     if layout.is_data_leader:
-        trajectories, rewards = [one.trajectory for one in scored], torch.tensor([one.reward for one in scored])
+        trajectories, rewards = (
+            [one.trajectory for one in scored],
+            torch.tensor([one.reward for one in scored]),
+        )
         DEALT[:] = [one.sample_index for one in trajectories]
         batch = PackedBatch.from_trajectories(
             trajectories, rewards, length=LENGTH, version=0, multiple=multiple, mask_truncated=True
@@ -221,38 +290,55 @@ class Traffic(TorchDispatchMode):
 
 
 def set_up(model_dir, samples, spec, **settings):
-    """Groups, model with the checkpoint's weights, and this rank's share of the batch; settings are Megatron's."""
+    """Groups, model with the checkpoint's weights, and this rank's share of the batch;
+    settings are Megatron's.
+    """
     ps.initialize_model_parallel(
-        tensor_model_parallel_size=spec.get("tp", 1), pipeline_model_parallel_size=spec.get("pp", 1),
-        virtual_pipeline_model_parallel_size=spec.get("vpp"), context_parallel_size=spec.get("cp", 1),
-        expert_model_parallel_size=spec.get("ep", 1), expert_tensor_parallel_size=spec.get("etp", 1),
+        tensor_model_parallel_size=spec.get("tp", 1),
+        pipeline_model_parallel_size=spec.get("pp", 1),
+        virtual_pipeline_model_parallel_size=spec.get("vpp"),
+        context_parallel_size=spec.get("cp", 1),
+        expert_model_parallel_size=spec.get("ep", 1),
+        expert_tensor_parallel_size=spec.get("etp", 1),
     )
     model_parallel_cuda_manual_seed(1)
     layout, checkpoint = compat.layout(sequence_parallel=spec.get("sp", False)), HFCheckpoint(model_dir)
     config = transformer_config(checkpoint.config, spec, **settings)
     chunks = build(checkpoint.config, config, spec)
     table = NameTable(checkpoint.config, padded_vocab_size=PADDED_VOCAB)
-    parameters = local_parameters(chunks, table, experts_per_rank=(config.num_moe_experts or 0) // spec.get("ep", 1))
+    parameters = local_parameters(
+        chunks, table, experts_per_rank=(config.num_moe_experts or 0) // spec.get("ep", 1)
+    )
     load_shards(parameters, checkpoint, layout.shard)
     ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
     model = [
-        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)
+        DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(chunks)
     ]
     config.finalize_model_grads_func = finalize_model_grads
     batch, shift = replica_batch(samples, layout, packed="packed" in spec)
     vocab_size, from_hidden = checkpoint.config["vocab_size"], spec.get("hidden", False)
     copies = not from_hidden and compat.has_output_processor(compat.unwrapped(model))
-    logprobs = LogprobSettings(layout.tp_group, 1.0, vocab_size, from_hidden=from_hidden, before_copies=copies)
+    logprobs = LogprobSettings(
+        layout.tp_group, 1.0, vocab_size, from_hidden=from_hidden, before_copies=copies
+    )
     return model, parameters, layout, config, batch, shift, logprobs
 
 
 def run(model_dir, reference, spec):
-    """(case, number of microbatches, metrics on the last stage, this rank's share of the gradients) of each run."""
+    """(case, number of microbatches, metrics on the last stage, this rank's share of the
+    gradients) of each run.
+    """
     model, parameters, layout, config, batch, shift, settings = set_up(model_dir, reference["samples"], spec)
     packs = packs_of(batch, layout, spec)
     scored = compute_log_probs(
-        model, batch, settings, micro_batch_size=batch.num_sequences // spec["runs"][0][1], seq_length=LENGTH,
-        routes=Routes(), packs=packs,
+        model,
+        batch,
+        settings,
+        micro_batch_size=batch.num_sequences // spec["runs"][0][1],
+        seq_length=LENGTH,
+        routes=Routes(),
+        packs=packs,
     )
     for case, microbatch_count in spec["runs"]:
         name, _, how = case.partition("/")
@@ -260,21 +346,42 @@ def run(model_dir, reference, spec):
         # Another pi_old, as in a later update of a batch, but for the cases of one update.
         shifted = scored if scored is None or once else (scored[0] + shift, scored[1])
         metrics = step(
-            model, layout, CONFIGS[name], batch, shifted, settings, microbatch_count, config,
-            updates=1 if once else 2, in_loss=once and how != "scored", packs=packs,
+            model,
+            layout,
+            CONFIGS[name],
+            batch,
+            shifted,
+            settings,
+            microbatch_count,
+            config,
+            updates=1 if once else 2,
+            in_loss=once and how != "scored",
+            packs=packs,
         )
         numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
         yield case, microbatch_count, numbers, whole_gradients(parameters, layout)
 
 
 def step(
-    model, layout, correction, batch, scored, settings, microbatch_count, config, *, updates=2, in_loss=False,
-    packs=None, reference=None, routes=None,
+    model,
+    layout,
+    correction,
+    batch,
+    scored,
+    settings,
+    microbatch_count,
+    config,
+    *,
+    updates=2,
+    in_loss=False,
+    packs=None,
+    reference=None,
+    routes=None,
 ):
     """Correct, and one forward and backward pass into the gradient buffers; the metrics of the step.
 
-    updates: of the batch; with more than one pi_old is `scored`. in_loss: the loss makes the correction. reference:
-    log pi_ref of the labels. routes: replay experts, within their `training`.
+    updates: of the batch; with more than one pi_old is `scored`. in_loss: the loss makes the correction.
+    reference: log pi_ref of the labels. routes: replay experts, within their `training`.
     """
     groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
     in_loss = in_loss or correction.bypass_mode
@@ -287,7 +394,13 @@ def step(
         lowered, kl = less_reference_kl(batch, scored[0], reference, correction, groups)
         collisions = scored[2] if correction.advantage_by_token else None
         inputs = make_loss_inputs(
-            lowered, scored[0], correction, groups, group_size=GROUP_SIZE, collisions=collisions, seq_length=LENGTH
+            lowered,
+            scored[0],
+            correction,
+            groups,
+            group_size=GROUP_SIZE,
+            collisions=collisions,
+            seq_length=LENGTH,
         )
         inputs = replace(inputs, ref_logprobs=reference)
         metrics = batch_metrics(batch, inputs.correction, scored[1], groups) | kl
@@ -300,18 +413,27 @@ def step(
     if packs is not None:
         microbatch_count, positions = packs.count, packs.count * layout.dp_cp_group.size()
     scale = LossScale(
-        num_microbatches=microbatch_count, dp_size=layout.dp_size, per_token=config.calculate_per_token_loss,
+        num_microbatches=microbatch_count,
+        dp_size=layout.dp_size,
+        per_token=config.calculate_per_token_loss,
         global_positions=positions,
     )
     loss = CorrectedLoss(correction, settings, scale, scored=not in_loss, groups=groups, updates=updates)
     for chunk in model:
         chunk.zero_grad_buffer()
-    iterators = [microbatches(batch, micro, inputs) if packs is None else packs.microbatches(inputs) for _ in model]
+    iterators = [
+        microbatches(batch, micro, inputs) if packs is None else packs.microbatches(inputs) for _ in model
+    ]
     get_forward_backward_func()(
-        forward_step_func=make_forward_step(loss, settings, with_entropy=loss.with_entropy, routes=routes or Routes()),
+        forward_step_func=make_forward_step(
+            loss, settings, with_entropy=loss.with_entropy, routes=routes or Routes()
+        ),
         model=model,
-        data_iterator=iterators if len(model) > 1 else iterators[0], num_microbatches=microbatch_count,
-        seq_length=LENGTH, micro_batch_size=micro, forward_only=False,
+        data_iterator=iterators if len(model) > 1 else iterators[0],
+        num_microbatches=microbatch_count,
+        seq_length=LENGTH,
+        micro_batch_size=micro,
+        forward_only=False,
     )
     made = merge(loss.metrics.values())
     return metrics | {name: metric for name, metric in made.items() if not name.startswith("decision/")}
@@ -320,7 +442,9 @@ def step(
 def whole_gradients(parameters, layout):
     """Hugging Face names -> whole gradients of this stage, on its sender: the exporter run over main_grad."""
     grads = [replace(p, tensor=p.tensor.main_grad) for p in parameters]
-    exporter = StageExporter(grads, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size)
+    exporter = StageExporter(
+        grads, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+    )
     tensors = {name: tensor.clone() for unit in exporter.units() for name, tensor in unit}
     if not exporter.sends:
         assert exporter.planned() == {}
@@ -349,11 +473,21 @@ def rank_main(rank, size, port, model_dir, reference, spec):
         if rank == 0:
             merged = {name: grad for _, part, _ in everything for name, grad in part.items()}
             error, worst = gradient_error(reference["cases"][case.partition("/")[0]]["grads"], merged)
-            print("RESULT " + json.dumps({
-                "layout": spec, "case": case, "microbatches": microbatch_count, "gradient": error, "worst": worst,
-                "metrics": next(found for found, _, _ in reversed(everything) if found),
-                "traffic": [seen for _, _, seen in everything],
-            }), flush=True)
+            print(
+                "RESULT "
+                + json.dumps(
+                    {
+                        "layout": spec,
+                        "case": case,
+                        "microbatches": microbatch_count,
+                        "gradient": error,
+                        "worst": worst,
+                        "metrics": next(found for found, _, _ in reversed(everything) if found),
+                        "traffic": [seen for _, _, seen in everything],
+                    }
+                ),
+                flush=True,
+            )
     dist.barrier()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
 

@@ -1,8 +1,9 @@
 """A tiny DeepSeek-V3 with a layer that predicts further tokens (MTP), and that layer in plain torch.
 
-transformers ignores the layer's tensors, so they are written here, and the layer is built of transformers' decoder
-layer by the formula of the paper (arXiv:2412.19437, 2.2): h'_i = layer(eh_proj([enorm(embed(t_{i+1})), hnorm(h_i)])),
-logits = head(shared_head.norm(h'_i)), for token t_{i+2}; h_i is what the model's own head reads.
+transformers ignores the layer's tensors, so they are written here, and the layer is built of transformers'
+decoder layer by the formula of the paper (arXiv:2412.19437, 2.2): h'_i =
+layer(eh_proj([enorm(embed(t_{i+1})), hnorm(h_i)])), logits = head(shared_head.norm(h'_i)), for token
+t_{i+2}; h_i is what the model's own head reads.
 """
 
 import json
@@ -18,8 +19,9 @@ from tests.mcore.tiny_models import MODELS, SHAPE, make_model
 LAYER = "model.layers.4."
 """Behind the tiny model's own four."""
 COPIES = {
-    LAYER + "embed_tokens.weight": "model.embed_tokens.weight", LAYER + "shared_head.head.weight": "lm_head.weight",
-}  # fmt: skip
+    LAYER + "embed_tokens.weight": "model.embed_tokens.weight",
+    LAYER + "shared_head.head.weight": "lm_head.weight",
+}
 """The copies that published checkpoints hold -> what they are copies of."""
 
 
@@ -28,7 +30,10 @@ class MTPLayer(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+        from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+            DeepseekV3DecoderLayer,
+            DeepseekV3RMSNorm,
+        )
 
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm, self.hnorm = DeepseekV3RMSNorm(size, eps=eps), DeepseekV3RMSNorm(size, eps=eps)
@@ -111,5 +116,7 @@ def mtp_gradients(folder, rows, sizes, factor, padded_vocab):
         start += size
         total = total + factor * torch.cat(losses).mean() / len(sizes)
     total.backward()
-    grads = ((name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in layer.named_parameters())
+    grads = (
+        (name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in layer.named_parameters()
+    )
     return layer.named_tensors(grads)

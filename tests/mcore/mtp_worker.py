@@ -1,8 +1,10 @@
-"""A tiny DeepSeek-V3 with its MTP layer in real Megatron: logits, exports, and the gradients of one corrected step.
+"""A tiny DeepSeek-V3 with its MTP layer in real Megatron: logits, exports, and the gradients of
+one corrected step.
 
-mtp_worker.py 1|4 MODEL_DIR SAMPLES.pt OUT  (4: TP 2, PP 2, EP 2) saves OUT.RANK with each rank's results: both kinds of
-logits, the exported tensors, gradients of each of CASES; and writes OUT.hf, a folder as --rollout-save-hf makes it of
-trained weights, OUT.megatron, a Megatron checkpoint of those, and OUT.without.* of a model without the layer.
+mtp_worker.py 1|4 MODEL_DIR SAMPLES.pt OUT  (4: TP 2, PP 2, EP 2) saves OUT.RANK with each rank's results:
+both kinds of logits, the exported tensors, gradients of each of CASES; and writes OUT.hf, a folder as
+--rollout-save-hf makes it of trained weights, OUT.megatron, a Megatron checkpoint of those, and
+OUT.without.* of a model without the layer.
 """
 
 import multiprocessing
@@ -41,11 +43,19 @@ from tools.local_server import free_port
 FACTOR = 0.3
 MTP = ["--mtp-num-layers", "1", "--mtp-detach-heads", "--mtp-loss-scaling-factor", str(FACTOR)]
 CASES = {
-    "without": [], "with": MTP, "attached": [*MTP[:2], *MTP[3:]],
+    "without": [],
+    "with": MTP,
+    "attached": [*MTP[:2], *MTP[3:]],
     "recomputed": [
-        *MTP, "--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1",
+        *MTP,
+        "--recompute-granularity",
+        "full",
+        "--recompute-method",
+        "uniform",
+        "--recompute-num-layers",
+        "1",
     ],
-}  # fmt: skip
+}
 """Of the gradients."""
 MICROBATCHES = 4
 
@@ -55,11 +65,15 @@ def load(checkpoint, extra):
     args = arguments(checkpoint.config, extra=extra)
     config, spec = core_transformer_config_from_args(args), None
     if args.mtp_num_layers:
-        layers = get_gpt_decoder_block_spec(config, use_transformer_engine=True, normalization=args.normalization)
+        layers = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, normalization=args.normalization
+        )
         spec = get_gpt_mtp_block_spec(config, layers.layer_specs[-1], use_transformer_engine=True)
     model = build(args, config, mtp_block_spec=spec)
     table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
-    parameters = local_parameters([model], table, experts_per_rank=args.num_experts // args.expert_model_parallel_size)
+    parameters = local_parameters(
+        [model], table, experts_per_rank=args.num_experts // args.expert_model_parallel_size
+    )
     load_shards(parameters, checkpoint, compat.layout(sequence_parallel=args.sequence_parallel).shard)
     return args, config, model, parameters
 
@@ -71,7 +85,9 @@ def both_logits(model, tokens, layout):
         return None
     made = []
     # Copies: Megatron's cross entropy makes probabilities of its logits.
-    hook = model.output_layer.register_forward_hook(lambda module, given, output: made.append(output[0].clone()))
+    hook = model.output_layer.register_forward_hook(
+        lambda module, given, output: made.append(output[0].clone())
+    )
     policy = all_gather_logits(model, tokens, layout)
     hook.remove()
     assert len(made) == 2 * len(tokens), "the MTP layer's logits come before the policy's"
@@ -83,15 +99,34 @@ def both_logits(model, tokens, layout):
 
 def gradients(config, model, parameters, layout, samples, vocab_size):
     """Whole gradients of this stage after one corrected step, on its sender."""
-    wrapped = [DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.train())]
+    wrapped = [
+        DistributedDataParallel(
+            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.train()
+        )
+    ]
     config.finalize_model_grads_func = finalize_model_grads
     batch, _ = replica_batch(samples, layout)
     settings = LogprobSettings(layout.tp_group, 1.0, vocab_size, before_copies=True)
     scored = compute_log_probs(
-        wrapped, batch, settings, micro_batch_size=batch.num_sequences // MICROBATCHES, seq_length=LENGTH,
+        wrapped,
+        batch,
+        settings,
+        micro_batch_size=batch.num_sequences // MICROBATCHES,
+        seq_length=LENGTH,
         routes=Routes(),
-    )  # fmt: skip
-    step(wrapped, layout, CONFIGS["once token"], batch, scored, settings, MICROBATCHES, config, updates=1, in_loss=True)
+    )
+    step(
+        wrapped,
+        layout,
+        CONFIGS["once token"],
+        batch,
+        scored,
+        settings,
+        MICROBATCHES,
+        config,
+        updates=1,
+        in_loss=True,
+    )
     return whole_gradients([p for p in parameters if not p.local_name.endswith("expert_bias")], layout)
 
 
@@ -102,7 +137,9 @@ def exporter_of(parameters, layout):
 
 
 def save_trained(model, parameters, layout, checkpoint, out):
-    """Weights after a step that adds 1 to all, as --rollout-save-hf writes them, and as Megatron saves them."""
+    """Weights after a step that adds 1 to all, as --rollout-save-hf writes them, and as
+    Megatron saves them.
+    """
     with torch.no_grad():
         for parameter in parameters:
             parameter.tensor.add_(1)
@@ -122,7 +159,11 @@ def save_trained(model, parameters, layout, checkpoint, out):
 def task(path, samples, out):
     checkpoint = HFCheckpoint(path)
     size = dist.get_world_size()
-    parts = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    parts = {
+        "tensor_model_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+    }
     ps.initialize_model_parallel(**(parts if size == 4 else {}), expert_tensor_parallel_size=1)
     model_parallel_cuda_manual_seed(1)
     vocab_size, found = checkpoint.config["vocab_size"], {}
@@ -139,7 +180,9 @@ def task(path, samples, out):
     found["sent"] = {name: tensor for unit in units for name, tensor in unit}
     found["units"] = [[name for name, _ in unit] for unit in units]
     planned = exporter.planned()
-    assert not exporter.sends or planned == {name: list(tensor.shape) for name, tensor in found["sent"].items()}
+    assert not exporter.sends or planned == {
+        name: list(tensor.shape) for name, tensor in found["sent"].items()
+    }
     found["sent"] = found["sent"] if exporter.sends else {}
     save_trained(model, parameters, layout, checkpoint, out)
     return found

@@ -12,7 +12,11 @@ import sys
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -37,20 +41,41 @@ VOCAB, PADDED, LENGTH, ROWS, MICROBATCHES = 60, 76, 12, 2, 2
 
 def build(layout):
     config = TransformerConfig(
-        num_layers=2, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, normalization="RMSNorm",
-        add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0, use_cpu_initialization=True,
-        attention_softmax_in_fp32=True, bias_dropout_fusion=False, bias_activation_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
-        pipeline_dtype=torch.bfloat16 if layout.get("bf16") else torch.float32, bf16=layout.get("bf16", False),
-        params_dtype=torch.bfloat16 if layout.get("bf16") else torch.float32, overlap_p2p_comm=False,
-        tensor_model_parallel_size=layout.get("tp", 1), sequence_parallel=layout.get("sp", False),
-        pipeline_model_parallel_size=layout.get("pp", 1), deallocate_pipeline_outputs=True, init_method_std=0.5,
-    )  # fmt: skip
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        attention_softmax_in_fp32=True,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        pipeline_dtype=torch.bfloat16 if layout.get("bf16") else torch.float32,
+        bf16=layout.get("bf16", False),
+        params_dtype=torch.bfloat16 if layout.get("bf16") else torch.float32,
+        overlap_p2p_comm=False,
+        tensor_model_parallel_size=layout.get("tp", 1),
+        sequence_parallel=layout.get("sp", False),
+        pipeline_model_parallel_size=layout.get("pp", 1),
+        deallocate_pipeline_outputs=True,
+        init_method_std=0.5,
+    )
     model = GPTModel(
-        config=config, transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=PADDED,
-        max_sequence_length=LENGTH, pre_process=ps.is_pipeline_first_stage(), post_process=ps.is_pipeline_last_stage(),
-        position_embedding_type="rope", share_embeddings_and_output_weights=layout.get("tied", False),
-    )  # fmt: skip
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=PADDED,
+        max_sequence_length=LENGTH,
+        pre_process=ps.is_pipeline_first_stage(),
+        post_process=ps.is_pipeline_last_stage(),
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=layout.get("tied", False),
+    )
     wrapped = Float16Module(config, model) if layout.get("bf16") else model
     config.finalize_model_grads_func = finalize_model_grads
     ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrapped)
@@ -71,7 +96,9 @@ def sampled_of(labels):
 
 
 class LogitCopies(TorchDispatchMode):
-    """Counts copies of a microbatch's logits, in any type and order; nothing else here has as many columns."""
+    """Counts copies of a microbatch's logits, in any type and order; nothing else here has
+    as many columns.
+    """
 
     def __init__(self, columns):
         super().__init__()
@@ -101,10 +128,14 @@ def forward_step(settings, way, some_rows):
                 logprobs, entropy, collision = split_output(output)
             else:
                 logprobs, entropy, collision = vocab_parallel_logprobs(
-                    output.reshape(-1, output.shape[-1]), labels.reshape(-1), tp_group=settings.tp_group,
-                    temperature=settings.temperature, vocab_size=settings.vocab_size, with_entropy=True,
+                    output.reshape(-1, output.shape[-1]),
+                    labels.reshape(-1),
+                    tp_group=settings.tp_group,
+                    temperature=settings.temperature,
+                    vocab_size=settings.vocab_size,
+                    with_entropy=True,
                     with_collision=True,
-                )  # fmt: skip
+                )
                 if some_rows:
                     kept = (labels % 2 == 0).reshape(-1)
                     columns = (logprobs, entropy, collision)
@@ -123,9 +154,12 @@ def run_step(config, model, ddp, settings, way, some_rows=False):
     """The microbatches' losses, log-probs and collisions on the last stage, and this rank's gradients."""
     ddp.zero_grad_buffer()
     schedule = {
-        "forward_step_func": forward_step(settings, way, some_rows), "model": ddp,
-        "num_microbatches": MICROBATCHES, "seq_length": LENGTH, "micro_batch_size": ROWS,
-    }  # fmt: skip
+        "forward_step_func": forward_step(settings, way, some_rows),
+        "model": ddp,
+        "num_microbatches": MICROBATCHES,
+        "seq_length": LENGTH,
+        "micro_batch_size": ROWS,
+    }
     reports = get_forward_backward_func()(data_iterator=batches(), forward_only=False, **schedule)
     gradients = {name: p.main_grad.clone() for name, p in model.named_parameters()}
     with torch.no_grad():
@@ -155,8 +189,10 @@ def compare(layout):
     some = errors(expected, run_step(config, model, ddp, settings, "hidden", some_rows=True))
     ps.destroy_model_parallel()
     return whole | {
-        "sampled rows": some, "layer": errors(expected, of_layer), "copies": [copies.count, copies_of_layer.count],
-    }  # fmt: skip
+        "sampled rows": some,
+        "layer": errors(expected, of_layer),
+        "copies": [copies.count, copies_of_layer.count],
+    }
 
 
 def errors(expected, found):
@@ -165,9 +201,13 @@ def errors(expected, found):
     worst = {name: float((gradients2[name] - g).norm() / g.norm()) for name, g in gradients.items()}
     return {
         "loss": max((abs(b / a - 1) for a, b in zip(losses, losses2, strict=True)), default=0.0),
-        "scores": max((float((a - b).abs().max()) for a, b in zip(scores, scores2, strict=True)), default=0.0),
-        "gradient": max(worst.values()), "parameters": len(worst), "microbatches": len(losses2),
-    }  # fmt: skip
+        "scores": max(
+            (float((a - b).abs().max()) for a, b in zip(scores, scores2, strict=True)), default=0.0
+        ),
+        "gradient": max(worst.values()),
+        "parameters": len(worst),
+        "microbatches": len(losses2),
+    }
 
 
 def main():

@@ -16,7 +16,9 @@ def soft_gate(inputs, config, *, metrics):
     """-w A r sigmoid gate, in the manner of SAPO."""
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
     gate = torch.sigmoid(4 * (ratio - 1)) * 2
-    used = torch.stack([(gate.detach() * inputs.mask).sum(dtype=torch.float64), inputs.mask.sum(dtype=torch.float64)])
+    used = torch.stack(
+        [(gate.detach() * inputs.mask).sum(dtype=torch.float64), inputs.mask.sum(dtype=torch.float64)]
+    )
     metrics["gate"] = Mean(used)
     return -inputs.correction.weights * inputs.advantages * ratio * gate
 

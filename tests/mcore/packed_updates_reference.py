@@ -1,7 +1,8 @@
-"""The updates of packed_updates_worker.py by Hugging Face autograd in float64 and plain descent, one sample at a time.
+"""The updates of packed_updates_worker.py by Hugging Face autograd in float64 and plain descent, one
+sample at a time.
 
-Shares no code with the package. packed_updates_reference.py MODEL_DIR REFERENCE.pt OUT.pt ORDERS CASE ...  takes the
-samples of each update as the worker found them: ORDERS is JSON, [orders][updates][samples].
+Shares no code with the package. packed_updates_reference.py MODEL_DIR REFERENCE.pt OUT.pt ORDERS CASE ...
+takes the samples of each update as the worker found them: ORDERS is JSON, [orders][updates][samples].
 """
 
 import json
@@ -18,7 +19,9 @@ from updates_reference import update_loss, weights_of
 
 
 def bypass_loss(samples, advantages, now):
-    """REINFORCE with the policy of this very update against pi_rollout: weights, rule and loss are made anew."""
+    """REINFORCE with the policy of this very update against pi_rollout: weights, rule and
+    loss are made anew.
+    """
     low, high = BYPASS_KEPT
     total, kept, count = 0.0, 0, sum(map(len, now))
     for sample, advantage, row in zip(samples, advantages, now, strict=True):
@@ -43,13 +46,20 @@ def descended(case, model_dir, samples, order):
         now = {i: logprobs_of(model, samples[i])[0] for i in chosen}
         part = [i for i in chosen if left[i]]
         if case == "bypass":
-            loss, metrics = bypass_loss(*zip(*((samples[i], advantages[i], now[i]) for i in part), strict=True))
+            loss, metrics = bypass_loss(
+                *zip(*((samples[i], advantages[i], now[i]) for i in part), strict=True)
+            )
         else:
             weights, name = weights_of(case.split()[0], samples, old), case.split()[0]
             counted = chosen if REJECTING.get(case) == "valid" else part
             loss, metrics = update_loss(
-                name, [advantages[i] for i in part], [now[i] for i in part], [old[i] for i in part],
-                [weights[i] for i in part], rows=len(counted), tokens=sum(len(old[i]) for i in counted),
+                name,
+                [advantages[i] for i in part],
+                [now[i] for i in part],
+                [old[i] for i in part],
+                [weights[i] for i in part],
+                rows=len(counted),
+                tokens=sum(len(old[i]) for i in counted),
             )
         loss.backward()
         found.append(({i: row.detach() for i, row in now.items()}, metrics, hf_named_grads(model)))
@@ -66,8 +76,9 @@ def main(model_dir, reference, out, orders, *cases):
     labels = [tuple(torch.cat([s["prompt"], s["output"]])[1:].tolist()) for s in samples]
     made = {
         (at, case): descended(case, model_dir, samples, order)
-        for at, order in enumerate(json.loads(orders)) for case in cases
-    }  # fmt: skip
+        for at, order in enumerate(json.loads(orders))
+        for case in cases
+    }
     torch.save({"labels": labels, "made": made}, out)
 
 

@@ -1,7 +1,7 @@
 """Several updates of one batch, packed and in padded rows from the same weights in one run.
 
-packed_updates_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"packed": 24, "parts": 3, "cases": [...]}' ...  saves
-of each layout what every rank found: (kind, case) -> its updates and weights.
+packed_updates_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"packed": 24, "parts": 3, "cases":
+[...]}' ...  saves of each layout what every rank found: (kind, case) -> its updates and weights.
 """
 
 import os
@@ -35,14 +35,21 @@ SAMPLES = 24
 
 
 class PartedRows(RolloutBatch):
-    """Rows of the samples that a replica has after dealing, so that updates take the samples of the packed run."""
+    """Rows of the samples that a replica has after dealing, so that updates take the samples
+    of the packed run.
+    """
 
     parted_groups = SAMPLES // GROUP_SIZE
 
 
 BYPASS = RolloutCorrectionConfig(
-    bypass_mode=True, loss="reinforce", advantage="grpo", loss_aggregation="token-mean", rollout_is="token",
-    rollout_is_upper=WEIGHT, rollout_rs=(RejectionRule("seq_mean", "ratio", *BYPASS_KEPT),),
+    bypass_mode=True,
+    loss="reinforce",
+    advantage="grpo",
+    loss_aggregation="token-mean",
+    rollout_is="token",
+    rollout_is_upper=WEIGHT,
+    rollout_rs=(RejectionRule("seq_mean", "ratio", *BYPASS_KEPT),),
 )
 
 
@@ -90,15 +97,23 @@ def trained(model, parameters, layout, batch, settings, optimizer, spec, case, k
     reports = []
     train_step = megatrons(model, optimizer, batch.num_sequences // parts)
     corrected = CorrectedStep(
-        config=BYPASS if case == "bypass" else config_of(case), layout=layout, logprobs=settings, routes=routes,
-        push=lambda version: {}, report=reports.append,
+        config=BYPASS if case == "bypass" else config_of(case),
+        layout=layout,
+        logprobs=settings,
+        routes=routes,
+        push=lambda version: {},
+        report=reports.append,
         collector=SimpleNamespace(device="cpu", collect=lambda _: batch, metrics={}, trajectories=[]),
         shape=BatchShape(
-            SAMPLES // parts, GROUP_SIZE, ROWS, LENGTH, packing=limits_of(spec) if kind == "packed" else None,
+            SAMPLES // parts,
+            GROUP_SIZE,
+            ROWS,
+            LENGTH,
+            packing=limits_of(spec) if kind == "packed" else None,
             updates=parts,
         ),
         updates=Updates(parts, epochs, None, SEED),
-    )  # fmt: skip
+    )
     trainable = [one for one in parameters if one.tensor.requires_grad]  # routers' biases are buffers
     seen = loss_module.label_logprobs = TrainedLogprobs(batch, layout)
     found = []
@@ -121,7 +136,8 @@ def run(model_dir, samples, spec):
     samples = near(samples)
     model, parameters, layout, config, packed, _, settings = set_up(model_dir, samples, spec)
     optimizer = get_megatron_optimizer(
-        OptimizerConfig(optimizer="sgd", lr=PACKED_RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0), model
+        OptimizerConfig(optimizer="sgd", lr=PACKED_RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0),
+        model,
     )
     first, found = [one.tensor.detach().clone() for one in parameters], {}
     for kind, batch in both_batches(samples, layout, packed):
@@ -129,9 +145,7 @@ def run(model_dir, samples, spec):
         for case in spec["cases"]:
             for one, values in zip(parameters, first, strict=True):
                 one.tensor.data.copy_(values)
-            updates = trained(
-                model, parameters, layout, batch, settings, optimizer, spec, case, kind, routes
-            )
+            updates = trained(model, parameters, layout, batch, settings, optimizer, spec, case, kind, routes)
             exporter = StageExporter(
                 parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
             )

@@ -1,9 +1,10 @@
-"""The same samples packed and in padded rows, on the same weights in one run: log-probs, gradients and metrics of both.
+"""The same samples packed and in padded rows, on the same weights in one run: log-probs, gradients and
+metrics of both.
 
-packed_worker.py PROCESSES MODEL_DIR REFERENCE.pt '{"tp": 2, "sp": true, "packed": 64, "runs": ["token"]}' ...  prints a
-line of JSON for each run: how far the two are from each other, and each from the reference. "replay": routes drawn at
-random are replayed, which the reference does not know. "truncated", "odd", "masked": the samples that hf_reference.py
-saves by that name.
+packed_worker.py PROCESSES MODEL_DIR REFERENCE.pt '{"tp": 2, "sp": true, "packed": 64, "runs": ["token"]}'
+...  prints a line of JSON for each run: how far the two are from each other, and each from the reference.
+"replay": routes drawn at random are replayed, which the reference does not know. "truncated", "odd",
+"masked": the samples that hf_reference.py saves by that name.
 """
 
 import json
@@ -28,9 +29,12 @@ from megatron_rl_corr.parallel.collectives import all_reduce_metrics
 ROWS = 4
 """Microbatches of padded rows."""
 FLAGS = {
-    "tp": "--tensor-model-parallel-size", "pp": "--pipeline-model-parallel-size", "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size", "etp": "--expert-tensor-parallel-size",
-}  # fmt: skip
+    "tp": "--tensor-model-parallel-size",
+    "pp": "--pipeline-model-parallel-size",
+    "cp": "--context-parallel-size",
+    "ep": "--expert-model-parallel-size",
+    "etp": "--expert-tensor-parallel-size",
+}
 
 
 def latent_config(hf, spec, **settings):
@@ -44,9 +48,15 @@ def latent_config(hf, spec, **settings):
     layout += ["--calculate-per-token-loss"] if spec.get("per_token") else []
     layout += ["--moe-router-bias-update-rate", "0"]  # each run must start from the same model
     sys.argv = [
-        "worker", *model_flags(hf), *hf_models_worker.TE, hf_models_worker.NO_FUSED_ROPE, *hf_models_worker.RUN,
-        *layout, "--global-batch-size", "4",
-    ]  # fmt: skip
+        "worker",
+        *model_flags(hf),
+        *hf_models_worker.TE,
+        hf_models_worker.NO_FUSED_ROPE,
+        *hf_models_worker.RUN,
+        *layout,
+        "--global-batch-size",
+        "4",
+    ]
     args = parse_args(add_missing_flags)
     validate_args(args)
     args.padded_vocab_size, args.variable_seq_lengths = layout_worker.PADDED_VOCAB, True
@@ -78,8 +88,14 @@ def run(model_dir, reference, spec):
         )
         with routes.scoring():
             scored = compute_log_probs(
-                model, batch, settings, micro_batch_size=batch.num_sequences // ROWS, seq_length=LENGTH, routes=routes,
-                packs=packs, with_collision=any(CONFIGS[case].advantage_by_token for case in spec["runs"]),
+                model,
+                batch,
+                settings,
+                micro_batch_size=batch.num_sequences // ROWS,
+                seq_length=LENGTH,
+                routes=routes,
+                packs=packs,
+                with_collision=any(CONFIGS[case].advantage_by_token for case in spec["runs"]),
             )
         agreement = routes.all_reduce_agreement(1, str)
         by_sample = {} if scored is None else labelled(batch, scored, layout)
@@ -88,8 +104,18 @@ def run(model_dir, reference, spec):
             shifted = scored if scored is None or once else (scored[0] + shift, *scored[1:])
             with routes.training():
                 metrics = step(
-                    model, layout, CONFIGS[case], batch, shifted, settings, ROWS, config, updates=1 if once else 2,
-                    in_loss=once and not CONFIGS[case].advantage_by_token, packs=packs, routes=routes,
+                    model,
+                    layout,
+                    CONFIGS[case],
+                    batch,
+                    shifted,
+                    settings,
+                    ROWS,
+                    config,
+                    updates=1 if once else 2,
+                    in_loss=once and not CONFIGS[case].advantage_by_token,
+                    packs=packs,
+                    routes=routes,
                 )
             numbers = {}
             if layout.is_last_stage:
@@ -127,7 +153,9 @@ def replaying(model, batch, layout, layers):
         scores = torch.rand(len(tokens), layers, shape.experts, generator=torch.Generator().manual_seed(seed))
         drawn.append(scores.topk(shape.top_k).indices[:, list(routers.layers)].to(shape.dtype))
     routes.given = no_routes(shape, len(batch.seq_ids) + 1)[:, : len(routers.layers)]
-    for place, (row, at) in enumerate(zip(batch.seq_ids.tolist(), batch.flat_positions.tolist(), strict=True)):
+    for place, (row, at) in enumerate(
+        zip(batch.seq_ids.tolist(), batch.flat_positions.tolist(), strict=True)
+    ):
         if at < len(drawn[row]):
             routes.given[place] = drawn[row][at]
     return routes
@@ -136,35 +164,47 @@ def replaying(model, batch, layout, layers):
 def compared(everything, case, reference):
     """How far packed is from rows, and each from the reference; what all ranks found of one case."""
     logprobs, numbers, gradients = (
-        {kind: {name: value for rank in everything for name, value in rank[kind, case][part].items()}
-         for kind in ("rows", "packed")}
+        {
+            kind: {name: value for rank in everything for name, value in rank[kind, case][part].items()}
+            for kind in ("rows", "packed")
+        }
         for part in range(3)
-    )  # fmt: skip
+    )
     assert logprobs["rows"].keys() == logprobs["packed"].keys() and len(logprobs["rows"]) > 8
-    apart = max(float((value - logprobs["packed"][name]).abs().max()) for name, value in logprobs["rows"].items())
+    apart = max(
+        float((value - logprobs["packed"][name]).abs().max()) for name, value in logprobs["rows"].items()
+    )
     named = {tuple(torch.cat([s["prompt"], s["output"]])[1:].tolist()): s for s in reference["samples"]}
     from_reference, expected = {}, reference["cases"][case]["grads"]
     for kind, found in logprobs.items():
         far = max(float((value[0] - named[name]["now"]).abs().max()) for name, value in found.items())
         from_reference[kind] = far, *gradient_error(expected, gradients[kind])
     return {
-        "case": case, "logprobs": apart, "gradient": gradient_error(gradients["rows"], gradients["packed"]),
-        "reference": from_reference, "metrics": [numbers["rows"], numbers["packed"]], "parameters": len(expected),
+        "case": case,
+        "logprobs": apart,
+        "gradient": gradient_error(gradients["rows"], gradients["packed"]),
+        "reference": from_reference,
+        "metrics": [numbers["rows"], numbers["packed"]],
+        "parameters": len(expected),
         "size": math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients["rows"].values())),
         "needed": sorted({rank["needed"] for rank in everything}),
-    }  # fmt: skip
+    }
 
 
 def rank_main(rank, size, port, model_dir, reference, spec):
     torch.set_num_threads(1)
-    reference = next((reference[kind] for kind in ("truncated", "odd", "masked") if spec.get(kind)), reference)
+    reference = next(
+        (reference[kind] for kind in ("truncated", "odd", "masked") if spec.get(kind)), reference
+    )
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     found, everything = run(model_dir, reference, spec), [None] * size
     dist.all_gather_object(everything, found)
     if rank == 0:
         for case in spec["runs"]:
-            print("RESULT " + json.dumps({"layout": spec} | compared(everything, case, reference)), flush=True)
+            print(
+                "RESULT " + json.dumps({"layout": spec} | compared(everything, case, reference)), flush=True
+            )
     dist.barrier()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
 

@@ -1,9 +1,9 @@
-"""Gradients of MoE's auxiliary losses and the balancing bias's token counts, of padded rows and of unpadded ones.
+"""Gradients of MoE's auxiliary losses and the balancing bias's token counts, of padded rows and
+of unpadded ones.
 
-padding_worker.py PROCESSES MODEL_DIR OUT.pt '{"tp": 2, "sp": true, "length": 48, "lengths": [6, 12]}' ...  saves a list
-with, for each layout, its ranks' (gradients, {layer: counts}, {logged loss: sum}); a microbatch is a group of
-samples of so many tokens.
-"old": as of a Megatron whose models take no mask.
+padding_worker.py PROCESSES MODEL_DIR OUT.pt '{"tp": 2, "sp": true, "length": 48, "lengths": [6, 12]}' ...
+saves a list with, for each layout, its ranks' (gradients, {layer: counts}, {logged loss: sum}); a
+microbatch is a group of samples of so many tokens. "old": as of a Megatron whose models take no mask.
 """
 
 import sys
@@ -29,9 +29,12 @@ from forked_layouts import save_results
 from layout_worker import GROUP_SIZE, local_parameters, set_up, step, whole_gradients
 
 LEARNING = {
-    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1,
-    "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
-}  # fmt: skip
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+}
 
 
 def without_bias(*args, **kwargs):
@@ -44,13 +47,22 @@ def group_of(length, number):
     ids = torch.randint(1, 60, (GROUP_SIZE, length + 1), generator=torch.Generator().manual_seed(length))
     empty = torch.zeros(length - 2)
     return [
-        {"group": number, "prompt": row[:3], "output": row[3:], "rollout": empty, "old_shift": empty, "reward": 1.0}
+        {
+            "group": number,
+            "prompt": row[:3],
+            "output": row[3:],
+            "rollout": empty,
+            "old_shift": empty,
+            "reward": 1.0,
+        }
         for row in ids
     ]
 
 
 def learned(model_dir, spec):
-    """This rank's share of the gradients, and the tokens that its routers counted for each expert of a layer."""
+    """This rank's share of the gradients, and the tokens that its routers counted for each
+    expert of a layer.
+    """
     layout_worker.LENGTH = spec["length"]
     samples = [sample for number, length in enumerate(spec["lengths"]) for sample in group_of(length, number)]
     layout_worker.local_parameters = without_bias
@@ -72,7 +84,13 @@ def learned(model_dir, spec):
         samples = tuple(tuple(range(at, at + GROUP_SIZE)) for at in range(0, batch.num_sequences, GROUP_SIZE))
         packs = Packs(batch, samples, sequence_multiple(layout.cp_size) * layout.tp_group.size())
     scored = compute_log_probs(
-        model, batch, logprobs, micro_batch_size=GROUP_SIZE, seq_length=spec["length"], routes=Routes(), packs=packs
+        model,
+        batch,
+        logprobs,
+        micro_batch_size=GROUP_SIZE,
+        seq_length=spec["length"],
+        routes=Routes(),
+        packs=packs,
     )
     if packs is not None:
         padding.set_packed_share(model, packs.all_reduce_share(layout, known=spec.get("known", packs.count)))

@@ -1,10 +1,14 @@
-"""For each flag that is compared with config.json, or ignored, what flips it: a model of tiny_models, and words."""
+"""For each flag that is compared with config.json, or ignored, what flips it: a model of
+tiny_models, and words.
+"""
 
 from typing import NamedTuple
 
 
 class Flip(NamedTuple):
-    """Words that are added to the model's flags, from which `without` is taken; `both` is added before the flip too."""
+    """Words that are added to the model's flags, from which `without` is taken; `both` is added
+    before the flip too.
+    """
 
     model: str
     words: str
@@ -76,7 +80,9 @@ COMPARED = {
     ),
     "--use-mup": Flip(DENSE, "--use-mup --mup-base-hidden-size 16 --mup-output-mult 2"),
 }
-"""A flip of each compared flag that can be run without a GPU; the flag is among the words, or in `without`."""
+"""A flip of each compared flag that can be run without a GPU; the flag is among the words,
+or in `without`.
+"""
 
 IGNORED = {
     "--disable-jit-fuser": Flip(DENSE, "--disable-jit-fuser"),
@@ -106,12 +112,15 @@ IGNORED = {
     "--make-vocab-size-divisible-by": Flip(DENSE, "--make-vocab-size-divisible-by 128"),
     "--flash-decode": Flip(DENSE, "--flash-decode"),
     "--inference-rng-tracker": Flip(
-        MOE, "--inference-rng-tracker --nccl-all-reduce-for-prefill --moe-pad-experts-for-cuda-graph-inference"
+        MOE,
+        "--inference-rng-tracker --nccl-all-reduce-for-prefill --moe-pad-experts-for-cuda-graph-inference",
     ),
     "--mlp-chunks-for-prefill": Flip(DENSE, "--mlp-chunks-for-prefill 4"),
     "--moe-per-layer-logging": Flip(MOE, "--moe-per-layer-logging"),
     "--moe-enable-routing-replay": Flip(MOE, "--moe-enable-routing-replay"),
-    "--use-rotary-position-embeddings": Flip(DENSE, "--use-rotary-position-embeddings", "--position-embedding-type"),
+    "--use-rotary-position-embeddings": Flip(
+        DENSE, "--use-rotary-position-embeddings", "--position-embedding-type"
+    ),
     "--no-position-embedding": Flip(DENSE, "--no-position-embedding"),
     "--apply-residual-connection-post-layernorm": Flip(DENSE, "--apply-residual-connection-post-layernorm"),
     "--openai-gelu": Flip(DENSE, "--openai-gelu"),
@@ -119,38 +128,47 @@ IGNORED = {
         MOE, "--moe-token-drop-policy position --moe-router-quantile-balancing-ema 0.5"
     ),
     "--mup-output-mult": Flip(
-        DENSE, "--mup-output-mult 3 --mup-embedding-mult 3 --mup-attn-scale-power 0.5 --mup-width-mult 2 "
-        "--mup-base-head-dim 4 --mup-base-hidden-size 16"
+        DENSE,
+        "--mup-output-mult 3 --mup-embedding-mult 3 --mup-attn-scale-power 0.5 --mup-width-mult 2 "
+        "--mup-base-head-dim 4 --mup-base-hidden-size 16",
     ),
     "--mtp-loss-scaling-factor": Flip(
-        DENSE, "--mtp-loss-scaling-factor 0.7 --mtp-use-repeated-layer --mtp-detach-heads --mtp-standalone "
-        "--mtp-hybrid-override-pattern M"
+        DENSE,
+        "--mtp-loss-scaling-factor 0.7 --mtp-use-repeated-layer --mtp-detach-heads --mtp-standalone "
+        "--mtp-hybrid-override-pattern M",
     ),
     "--relative-attention-num-buckets": Flip(
         DENSE, "--relative-attention-num-buckets 8 --relative-attention-max-distance 16"
     ),
     "--linear-key-head-dim": Flip(
-        DENSE, "--linear-key-head-dim 16 --linear-attention-freq 2 --linear-conv-kernel-dim 2 --linear-num-key-heads 2 "
-        "--linear-num-value-heads 2 --linear-value-head-dim 16"
+        DENSE,
+        "--linear-key-head-dim 16 --linear-attention-freq 2 --linear-conv-kernel-dim 2 "
+        "--linear-num-key-heads 2 "
+        "--linear-num-value-heads 2 --linear-value-head-dim 16",
     ),
     "--dsa-indexer-topk": Flip(
-        LATENT, "--dsa-indexer-topk 2 --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk-freq 2 "
+        LATENT,
+        "--dsa-indexer-topk 2 --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk-freq 2 "
         "--dsa-indexer-skip-topk-offset 1 --dsa-indexer-loss-coeff 0.5 --dsa-indexer-use-sparse-loss "
         "--dsa-indexer-rope-interleaved --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu "
-        "--dsa-indexer-k-norm-epsilon 0.1 --dsa-indexer-k-norm-fp32 --dsa-kernel-backend tilelang"
+        "--dsa-indexer-k-norm-epsilon 0.1 --dsa-indexer-k-norm-fp32 --dsa-kernel-backend tilelang",
     ),
     "--mamba-state-dim": Flip(
-        DENSE, "--mamba-state-dim 16 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 4 "
-        "--disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype fp32"
+        DENSE,
+        "--mamba-state-dim 16 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 4 "
+        "--disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype fp32",
     ),
     "--is-hybrid-model": Flip(DENSE, "--is-hybrid-model"),
     "--yarn-beta-fast": Flip(
-        DENSE, "--yarn-beta-fast 3 --yarn-beta-slow 2 --yarn-original-max-position-embeddings 16 "
-        "--yarn-correction-range-round-to-int"
+        DENSE,
+        "--yarn-beta-fast 3 --yarn-beta-slow 2 --yarn-original-max-position-embeddings 16 "
+        "--yarn-correction-range-round-to-int",
     ),
     "--mrope-section": Flip(DENSE, "--mrope-section 1 1 2"),
 }
-"""A flip of each ignored flag that can be run without a GPU on one rank; the words may flip others of them too."""
+"""A flip of each ignored flag that can be run without a GPU on one rank; the words may flip
+others of them too.
+"""
 
 TRAINING = {
     "--attention-dropout": Flip(DENSE, "--attention-dropout 0.1"),
@@ -160,74 +178,168 @@ TRAINING = {
     "--moe-router-force-load-balancing": Flip(MOE, "--moe-router-force-load-balancing"),
     "--moe-router-force-biased": Flip(MOE, "--moe-router-force-biased 0.5"),
     "--moe-router-load-balancing-type": Flip(MOE, "--moe-router-load-balancing-type sinkhorn"),
-}  # fmt: skip
+}
 """Refused flags whose forward pass in training mode can be run without a GPU."""
 
 NOT_RUN = {
     "kernels and layers of Transformer Engine, or CUDA graphs, which need a GPU": (
-        "--attention-backend", "--flash-attention-version", "--use-flash-attn", "--no-masked-softmax-fusion",
-        "--no-bias-swiglu-fusion", "--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm",
-        "--no-gradient-accumulation-fusion", "--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl",
-        "--use-fused-weighted-squared-relu", "--fused-residual-rmsnorm", "--use-transformer-engine-op-fuser",
-        "--use-te-activation-func", "--moe-grouped-gemm", "--moe-permute-fusion", "--moe-router-fusion",
-        "--batch-invariant-mode", "--deterministic-mode", "--enable-cuda-graph", "--external-cuda-graph",
-        "--cuda-graph-impl", "--cuda-graph-warmup-steps", "--cuda-graph-modules", "--cuda-graph-scope", "--test-mode",
-        "--onnx-safe", "--no-fp8-wgrad", "--fp8-format", "--fp8-margin", "--fp8-interval", "--fp8-amax-history-len",
-        "--fp8-amax-compute-algo", "--fp8-output-proj", "--fp8-quantizer-factory", "--first-last-layers-bf16",
-        "--num-layers-at-start-in-bf16", "--num-layers-at-end-in-bf16", "--fp4-format", "--fp4-recipe",
-        "--fp4-quantizer-factory", "--moe-router-padding-for-quantization", "--moe-router-padding-for-fp8",
-        "--tp-comm-overlap", "--tp-comm-overlap-cfg", "--disable-tp-comm-bulk-wgrad", "--disable-tp-comm-bulk-dgrad",
-        "--disable-tp-comm-overlap-ag", "--disable-tp-comm-overlap-rs", "--tp-comm-overlap-rs-dgrad",
+        "--attention-backend",
+        "--flash-attention-version",
+        "--use-flash-attn",
+        "--no-masked-softmax-fusion",
+        "--no-bias-swiglu-fusion",
+        "--no-bias-dropout-fusion",
+        "--no-rope-fusion",
+        "--no-persist-layer-norm",
+        "--no-gradient-accumulation-fusion",
+        "--cross-entropy-loss-fusion",
+        "--cross-entropy-fusion-impl",
+        "--use-fused-weighted-squared-relu",
+        "--fused-residual-rmsnorm",
+        "--use-transformer-engine-op-fuser",
+        "--use-te-activation-func",
+        "--moe-grouped-gemm",
+        "--moe-permute-fusion",
+        "--moe-router-fusion",
+        "--batch-invariant-mode",
+        "--deterministic-mode",
+        "--enable-cuda-graph",
+        "--external-cuda-graph",
+        "--cuda-graph-impl",
+        "--cuda-graph-warmup-steps",
+        "--cuda-graph-modules",
+        "--cuda-graph-scope",
+        "--test-mode",
+        "--onnx-safe",
+        "--no-fp8-wgrad",
+        "--fp8-format",
+        "--fp8-margin",
+        "--fp8-interval",
+        "--fp8-amax-history-len",
+        "--fp8-amax-compute-algo",
+        "--fp8-output-proj",
+        "--fp8-quantizer-factory",
+        "--first-last-layers-bf16",
+        "--num-layers-at-start-in-bf16",
+        "--num-layers-at-end-in-bf16",
+        "--fp4-format",
+        "--fp4-recipe",
+        "--fp4-quantizer-factory",
+        "--moe-router-padding-for-quantization",
+        "--moe-router-padding-for-fp8",
+        "--tp-comm-overlap",
+        "--tp-comm-overlap-cfg",
+        "--disable-tp-comm-bulk-wgrad",
+        "--disable-tp-comm-bulk-dgrad",
+        "--disable-tp-comm-overlap-ag",
+        "--disable-tp-comm-overlap-rs",
+        "--tp-comm-overlap-rs-dgrad",
         "--disable-tp-comm-split-ag",
-        "--disable-tp-comm-split-rs", "--tp-comm-bootstrap-backend", "--symmetric-ar-type", "--moe-enable-deepep",
-        "--moe-flex-dispatcher-backend", "--moe-permute-fusion-into-hybridep", "--moe-flex-dispatcher-num-sms",
-        "--moe-hybridep-pad-uneven-dispatch-inputs", "--moe-deepep-num-sms", "--moe-hybridep-num-sms",
-        "--moe-hybridep-num-blocks-permute", "--moe-hybridep-num-blocks-unpermute",
-        "--moe-hybridep-num-sms-preprocessing", "--moe-ncclep-static-shape", "--moe-ncclep-zero-copy",
-        "--moe-shared-expert-overlap", "--high-priority-a2a-comm-stream", "--delay-wgrad-compute",
-        "--overlap-dispatch-backward-with-experts-wgrad", "--ep-overlap-early-attn-memory-release",
-        "--cpu-offloading-num-layers", "--cpu-offloading-retain-pinned-cpu-buffers",
-        "--fine-grained-activation-offloading", "--offload-modules", "--min-offloaded-tensor-size",
-        "--delay-offload-until-cuda-graph", "--delta-offload-bytes-across-pp-ranks", "--activation-offload-fraction",
-        "--fine-grained-offloading-max-inflight-offloads", "--moe-paged-stash", "--moe-paged-stash-page-size",
-        "--moe-paged-stash-buffer-size-factor-cuda", "--moe-paged-stash-buffer-size-factor-cpu", "--qk-clip",
-        "--log-max-attention-logit", "--cache-mla-latents", "--no-clone-scatter-output-in-embedding",
-        "--mlp-chunks-for-training", "--moe-latent-size",
+        "--disable-tp-comm-split-rs",
+        "--tp-comm-bootstrap-backend",
+        "--symmetric-ar-type",
+        "--moe-enable-deepep",
+        "--moe-flex-dispatcher-backend",
+        "--moe-permute-fusion-into-hybridep",
+        "--moe-flex-dispatcher-num-sms",
+        "--moe-hybridep-pad-uneven-dispatch-inputs",
+        "--moe-deepep-num-sms",
+        "--moe-hybridep-num-sms",
+        "--moe-hybridep-num-blocks-permute",
+        "--moe-hybridep-num-blocks-unpermute",
+        "--moe-hybridep-num-sms-preprocessing",
+        "--moe-ncclep-static-shape",
+        "--moe-ncclep-zero-copy",
+        "--moe-shared-expert-overlap",
+        "--high-priority-a2a-comm-stream",
+        "--delay-wgrad-compute",
+        "--overlap-dispatch-backward-with-experts-wgrad",
+        "--ep-overlap-early-attn-memory-release",
+        "--cpu-offloading-num-layers",
+        "--cpu-offloading-retain-pinned-cpu-buffers",
+        "--fine-grained-activation-offloading",
+        "--offload-modules",
+        "--min-offloaded-tensor-size",
+        "--delay-offload-until-cuda-graph",
+        "--delta-offload-bytes-across-pp-ranks",
+        "--activation-offload-fraction",
+        "--fine-grained-offloading-max-inflight-offloads",
+        "--moe-paged-stash",
+        "--moe-paged-stash-page-size",
+        "--moe-paged-stash-buffer-size-factor-cuda",
+        "--moe-paged-stash-buffer-size-factor-cpu",
+        "--qk-clip",
+        "--log-max-attention-logit",
+        "--cache-mla-latents",
+        "--no-clone-scatter-output-in-embedding",
+        "--mlp-chunks-for-training",
+        "--moe-latent-size",
     ),
     "another floating type, in which log-probs are rounded otherwise": (
-        "--fp16", "--bf16", "--attention-softmax-in-fp32", "--fp32-residual-connection", "--fp16-lm-cross-entropy",
+        "--fp16",
+        "--bf16",
+        "--attention-softmax-in-fp32",
+        "--fp32-residual-connection",
+        "--fp16-lm-cross-entropy",
         "--disable-bf16-reduced-precision-matmul",
     ),
     "several ranks: tests/mcore/test_hf_models.py has the same logits in a layout of four": (
-        "--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size",
-        "--pipeline-model-parallel-comm-backend", "--pipeline-model-parallel-layout", "--context-parallel-size",
-        "--hierarchical-context-parallel-sizes", "--max-seqlen-per-dp-cp-rank", "--cp-comm-type",
-        "--expert-model-parallel-size", "--expert-tensor-parallel-size", "--decoder-first-pipeline-num-layers",
-        "--decoder-last-pipeline-num-layers", "--num-layers-per-virtual-pipeline-stage",
-        "--num-virtual-stages-per-pipeline-rank", "--microbatch-group-size-per-virtual-pipeline-stage",
-        "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split",
-        "--no-overlap-p2p-communication", "--overlap-p2p-communication-warmup-flush", "--use-ring-exchange-p2p",
-        "--defer-embedding-wgrad-compute", "--no-barrier-with-level-1-timing", "--distribute-saved-activations",
+        "--tensor-model-parallel-size",
+        "--sequence-parallel",
+        "--pipeline-model-parallel-size",
+        "--pipeline-model-parallel-comm-backend",
+        "--pipeline-model-parallel-layout",
+        "--context-parallel-size",
+        "--hierarchical-context-parallel-sizes",
+        "--max-seqlen-per-dp-cp-rank",
+        "--cp-comm-type",
+        "--expert-model-parallel-size",
+        "--expert-tensor-parallel-size",
+        "--decoder-first-pipeline-num-layers",
+        "--decoder-last-pipeline-num-layers",
+        "--num-layers-per-virtual-pipeline-stage",
+        "--num-virtual-stages-per-pipeline-rank",
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        "--account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "--no-overlap-p2p-communication",
+        "--overlap-p2p-communication-warmup-flush",
+        "--use-ring-exchange-p2p",
+        "--defer-embedding-wgrad-compute",
+        "--no-barrier-with-level-1-timing",
+        "--distribute-saved-activations",
     ),
     "layers beside the policy: tests/mcore/test_mtp.py has the policy's logits and gradients with them": (
         "--mtp-num-layers",
     ),
     "gone from this release": (
-        "--moe-extended-tp", "--no-async-tensor-model-parallel-allreduce", "--kitchen-attention-backend",
+        "--moe-extended-tp",
+        "--no-async-tensor-model-parallel-allreduce",
+        "--kitchen-attention-backend",
         "--hybrid-override-pattern",
     ),
     "models of another kind, which the names of weights refuse": (
-        "--experimental-attention-variant", "--hybrid-layer-pattern", "--heterogeneous-layers-config-path",
-        "--heterogeneous-layers-config-encoded-json", "--spec",
+        "--experimental-attention-variant",
+        "--hybrid-layer-pattern",
+        "--heterogeneous-layers-config-path",
+        "--heterogeneous-layers-config-encoded-json",
+        "--spec",
     ),
     "part of --num-query-groups' flip, given by every flip, or without a value that this machine can have": (
-        "--group-query-attention", "--use-cpu-initialization", "--init-model-with-meta-device",
-        "--init-method-xavier-uniform", "--padded-vocab-size", "--no-pad-vocab-size", "--inference-cuda-graph-scope",
+        "--group-query-attention",
+        "--use-cpu-initialization",
+        "--init-model-with-meta-device",
+        "--init-method-xavier-uniform",
+        "--padded-vocab-size",
+        "--no-pad-vocab-size",
+        "--inference-cuda-graph-scope",
         "--config-logger-dir",
     ),
     "nothing but for --transformer-impl inference_optimized, which is refused": (
-        "--inference-fuse-tp-communication", "--inference-disable-triton-nvls-kernels",
-        "--inference-grouped-gemm-backend", "--inference-moe-disable-fused-quant-kernels",
+        "--inference-fuse-tp-communication",
+        "--inference-disable-triton-nvls-kernels",
+        "--inference-grouped-gemm-backend",
+        "--inference-moe-disable-fused-quant-kernels",
         "--inference-moe-token-dispatcher-type",
     ),
 }

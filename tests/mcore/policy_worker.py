@@ -1,7 +1,7 @@
 """Flips Megatron's flags on tiny models, and runs the checks of flags and models against them; one process.
 
-policy_worker.py FLIPS.json MODEL_DIR ...  prints a line of JSON for each flip of policy_cases.py (how far log-probs
-moved, what is refused, what differs from config.json), and a last one of what the checks say.
+policy_worker.py FLIPS.json MODEL_DIR ...  prints a line of JSON for each flip of policy_cases.py (how far
+log-probs moved, what is refused, what differs from config.json), and a last one of what the checks say.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Flipper:
 def parameters(model):
     """Names and shapes, but for the size of the padded vocabulary; buffers of the routers too."""
     shapes = {name: t.shape for name, t in model.state_dict().items() if isinstance(t, torch.Tensor)}
-    return {name: shape[name.startswith(("embedding.", "output_layer.")):] for name, shape in shapes.items()}
+    return {name: shape[name.startswith(("embedding.", "output_layer.")) :] for name, shape in shapes.items()}
 
 
 def flip_all(file, flippers, parser):
@@ -75,18 +75,26 @@ def flip_all(file, flippers, parser):
         flipper = flippers[flip["model"]]
         try:
             args, moved = flipper.moved(flip, kind)
-        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as failure:  # Megatron's own
+        # Megatron's own
+        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as failure:
             yield {"flip": name, "kind": kind, "error": repr(failure)[:300]}
             continue
         yield {
-            "flip": name, "kind": kind, "moved": moved, "error": None,
+            "flip": name,
+            "kind": kind,
+            "moved": moved,
+            "error": None,
             "refused": policy_check.refused_flags(args, parser),
-            "differences": policy_check.model_differences(args, model_flags(flipper.checkpoint.config), parser),
-        }  # fmt: skip
+            "differences": policy_check.model_differences(
+                args, model_flags(flipper.checkpoint.config), parser
+            ),
+        }
 
 
 def inventory(parser):
-    """What Megatron's parser and configuration have, and the name that each flag's value has in the arguments."""
+    """What Megatron's parser and configuration have, and the name that each flag's value has
+    in the arguments.
+    """
     return {
         "destinations": {flag: action.dest for flag, action in parser.actions.items()},
         "fields": [field.name for field in dataclasses.fields(MLATransformerConfig)],
@@ -120,9 +128,18 @@ def checks(dense, moe, latent):
     wrong = "--rotary-base 10000 --norm-epsilon 1e-2 --no-bias-gelu-fusion"
     yield "several", said(check_policy, run_arguments(dense, wrong, "--swiglu --disable-bias-linear"))
     yield "allowed", said(check_policy, run_arguments(dense, wrong, rollout_allow_model_differences=True))
-    yield "default dropout", said(check_policy, run_arguments(
-        dense, "", "--attention-dropout --hidden-dropout", rollout_allow_model_differences=True,
-    ))  # fmt: skip
+    yield (
+        "default dropout",
+        said(
+            check_policy,
+            run_arguments(
+                dense,
+                "",
+                "--attention-dropout --hidden-dropout",
+                rollout_allow_model_differences=True,
+            ),
+        ),
+    )
     args = run_arguments(dense)
     del args.rotary_percent
     yield "taken out", said(check_policy, args)
@@ -143,10 +160,16 @@ def checks(dense, moe, latent):
     args = run_arguments(dense, "--hidden-dropout 0.5", rollout_pad_sequences=True)
     yield "run's arguments", said(run_flags.check_megatron_arguments, args)
     args = run_arguments(dense, "--rope-scaling-factor 32")
-    yield "run's model", said(session._parameters, HFCheckpoint(dense), args, [build(args, rope_scaling_factor=8.0)])
+    yield (
+        "run's model",
+        said(session._parameters, HFCheckpoint(dense), args, [build(args, rope_scaling_factor=8.0)]),
+    )
     nowhere = {"rollout_hf_checkpoint": "nowhere"}
     yield "no folder", said(check_policy, run_arguments(dense, **nowhere))
-    options, megatron = argparse.Namespace(hf_checkpoint="nowhere", save_hf=None), argparse.Namespace(args=args)
+    options, megatron = (
+        argparse.Namespace(hf_checkpoint="nowhere", save_hf=None),
+        argparse.Namespace(args=args),
+    )
     yield "run's folder", said(session._prepare, options, megatron, *[None] * 6)
     args = run_arguments(dense)
     other = argparse.Namespace(config={"model_type": "gpt2"}, path=Path("there"))
@@ -156,15 +179,22 @@ def checks(dense, moe, latent):
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for allowed in (False, True):
             changed = {"rollout_hf_checkpoint": folder, "rollout_allow_model_differences": allowed}
-            yield f"no flags, {allowed}", [text.replace(folder, "DIR") for text in said(
-                check_policy, run_arguments(dense, **changed))]
+            yield (
+                f"no flags, {allowed}",
+                [text.replace(folder, "DIR") for text in said(check_policy, run_arguments(dense, **changed))],
+            )
     with tempfile.TemporaryDirectory() as folder:
         config = HFCheckpoint(dense).config | {"hidden_act": "gelu", "logit_scale": 2.0, "mlp_bias": True}
         (Path(folder) / "config.json").write_text(json.dumps(config))
         for allowed in (False, True):
             changed = {"rollout_hf_checkpoint": folder, "rollout_allow_model_differences": allowed}
-            yield f"settings, {allowed}", [text.replace(folder, "DIR") for text in said(
-                check_policy, run_arguments(dense, "--norm-epsilon 1e-2", **changed))]
+            yield (
+                f"settings, {allowed}",
+                [
+                    text.replace(folder, "DIR")
+                    for text in said(check_policy, run_arguments(dense, "--norm-epsilon 1e-2", **changed))
+                ],
+            )
     args = run_arguments(dense)
     config = core_transformer_config_from_args(args)
     config.activation_func = torch.nn.functional.gelu
@@ -183,17 +213,26 @@ def checks(dense, moe, latent):
 
 
 def further_tokens(latent):
-    """What is refused with layers that predict further tokens: each change of a run that is right, by its name."""
+    """What is refused with layers that predict further tokens: each change of a run that is
+    right, by its name.
+    """
     config = HFCheckpoint(latent).config | {"num_nextn_predict_layers": 1}
     changes = {
-        "right": {}, "other number": {"mtp_num_layers": 2}, "attached": {"mtp_detach_heads": False},
-        "no loss": {"mtp_loss_scaling_factor": 0.0}, "repeated": {"mtp_use_repeated_layer": True},
-        "tied": {"untie_embeddings_and_output_weights": False}, "context": {"context_parallel_size": 2},
-        "packed": {"rollout_pad_sequences": False}, "per token": {"calculate_per_token_loss": True},
-        "hidden": {"rollout_linear_logprobs": True}, "interleaved": {"virtual_pipeline_model_parallel_size": 2},
-        "placed": {"pipeline_model_parallel_layout": "E|t|m"}, "hybrid": {"hybrid_layer_pattern": "*E*E/*E"},
+        "right": {},
+        "other number": {"mtp_num_layers": 2},
+        "attached": {"mtp_detach_heads": False},
+        "no loss": {"mtp_loss_scaling_factor": 0.0},
+        "repeated": {"mtp_use_repeated_layer": True},
+        "tied": {"untie_embeddings_and_output_weights": False},
+        "context": {"context_parallel_size": 2},
+        "packed": {"rollout_pad_sequences": False},
+        "per token": {"calculate_per_token_loss": True},
+        "hidden": {"rollout_linear_logprobs": True},
+        "interleaved": {"virtual_pipeline_model_parallel_size": 2},
+        "placed": {"pipeline_model_parallel_layout": "E|t|m"},
+        "hybrid": {"hybrid_layer_pattern": "*E*E/*E"},
         "fp8": {"fp8": "hybrid"},
-    }  # fmt: skip
+    }
     for name, changed in changes.items():
         args = run_arguments(latent, "--mtp-num-layers 1 --mtp-detach-heads", rollout_pad_sequences=True)
         vars(args).update(changed)
@@ -213,15 +252,28 @@ def further_tokens(latent):
 
 
 GIVEN = {
-    "--fp8-param-gather": True, "--fp4-param-gather": True, "--use-megatron-fsdp": True, "--use-torch-fsdp2": True,
-    "--tensor-parallel-num-weight-shards": 2, "--expert-tensor-parallel-num-weight-shards": 2,
-    "--moe-mlp-glu-interleave-size": 32, "--moe-shared-expert-glu-interleave-size": 32,
-    "--moe-single-grouped-weight": True, "--moe-single-grouped-bias": True, "--use-grouped-gemm-for-dense-mlp": True,
-    "--use-grouped-gemm-for-shared-expert": True, "--mla-down-proj-fusion": True,
-    "--transformer-impl": "inference_optimized", "--hybrid-context-parallel": True,
-    "--overlap-moe-expert-parallel-comm": True, "--apply-layernorm-1p": True, "--fp8-recipe": "delayed",
-    "--te-precision-config-file": "recipes.yaml", "--use-kitchen-attention": True,
-    "--moe-pad-expert-input-to-capacity": True, "--moe-expert-rank-capacity-factor": 1.5,
+    "--fp8-param-gather": True,
+    "--fp4-param-gather": True,
+    "--use-megatron-fsdp": True,
+    "--use-torch-fsdp2": True,
+    "--tensor-parallel-num-weight-shards": 2,
+    "--expert-tensor-parallel-num-weight-shards": 2,
+    "--moe-mlp-glu-interleave-size": 32,
+    "--moe-shared-expert-glu-interleave-size": 32,
+    "--moe-single-grouped-weight": True,
+    "--moe-single-grouped-bias": True,
+    "--use-grouped-gemm-for-dense-mlp": True,
+    "--use-grouped-gemm-for-shared-expert": True,
+    "--mla-down-proj-fusion": True,
+    "--transformer-impl": "inference_optimized",
+    "--hybrid-context-parallel": True,
+    "--overlap-moe-expert-parallel-comm": True,
+    "--apply-layernorm-1p": True,
+    "--fp8-recipe": "delayed",
+    "--te-precision-config-file": "recipes.yaml",
+    "--use-kitchen-attention": True,
+    "--moe-pad-expert-input-to-capacity": True,
+    "--moe-expert-rank-capacity-factor": 1.5,
 }
 """Refused flags that no model without a GPU can be built with."""
 

@@ -1,7 +1,8 @@
-"""Log-probs of texts, a server's and Megatron's in several layouts: probe_worker.py N MODEL_DIR ENGINE=URL OUT SPECS.
+"""Log-probs of texts, a server's and Megatron's in several layouts: probe_worker.py N MODEL_DIR
+ENGINE=URL OUT SPECS.
 
-OUT: of each layout every rank's (what the probe found, or its error; what it left changed; log-probs of the texts,
-and what simulated rounding moves them by).
+OUT: of each layout every rank's (what the probe found, or its error; what it left changed; log-probs of
+the texts, and what simulated rounding moves them by).
 """
 
 import asyncio
@@ -29,14 +30,25 @@ from megatron_rl_corr.parallel.failure import PeerFailure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 
-PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [53, 58, 9, 79, 32, 38, 46, 26], [43, 38, 32, 79, 50, 28, 8, 41], [97 % 83]]
+PROMPTS = [
+    [3, 1, 4, 1, 5, 9, 2, 6],
+    [53, 58, 9, 79, 32, 38, 46, 26],
+    [43, 38, 32, 79, 50, 28, 8, 41],
+    [97 % 83],
+]
 
 
 def state(model):
     """Everything that a pass might move."""
-    found = {f"{i}.{n}": t.detach().clone() for i, chunk in enumerate(model) for n, t in chunk.state_dict().items()
-             if torch.is_tensor(t)}  # fmt: skip
-    gradients = {f"{i}.{n}.grad": p.main_grad.clone() for i, c in enumerate(model) for n, p in c.named_parameters()}
+    found = {
+        f"{i}.{n}": t.detach().clone()
+        for i, chunk in enumerate(model)
+        for n, t in chunk.state_dict().items()
+        if torch.is_tensor(t)
+    }
+    gradients = {
+        f"{i}.{n}.grad": p.main_grad.clone() for i, c in enumerate(model) for n, p in c.named_parameters()
+    }
     return found | gradients
 
 
@@ -55,9 +67,12 @@ def probed(model_dir, arguments, spec):
             probe_push="on", max_probe_log_ratio=spec.get("bound"), push_rounding=spec.get("rounding", "none")
         )
         arguments = SimpleNamespace(
-            seq_length=length, params_dtype=torch.bfloat16 if spec.get("half") else torch.float32,
-            virtual_pipeline_model_parallel_size=spec.get("vpp"), pipeline_model_parallel_size=spec.get("pp", 1),
-            microbatch_group_size_per_vp_stage=None, iteration=0,
+            seq_length=length,
+            params_dtype=torch.bfloat16 if spec.get("half") else torch.float32,
+            virtual_pipeline_model_parallel_size=spec.get("vpp"),
+            pipeline_model_parallel_size=spec.get("pp", 1),
+            microbatch_group_size_per_vp_stage=None,
+            iteration=0,
         )
         megatron = SimpleNamespace(args=arguments, model=model, optimizer=None)
         shape = BatchShape(8, 4, 2, length, packing=limits_of(spec))
@@ -90,10 +105,16 @@ def probed(model_dir, arguments, spec):
 def main(processes, model_dir, url, out, *specs):
     generator = torch.Generator().manual_seed(0)
     samples = [
-        {"group": i // 4, "prompt": torch.randint(83, (4,), generator=generator), "reward": 0.0,
-         "output": torch.randint(83, (5,), generator=generator), "rollout": torch.zeros(5), "old_shift": torch.zeros(5)}
+        {
+            "group": i // 4,
+            "prompt": torch.randint(83, (4,), generator=generator),
+            "reward": 0.0,
+            "output": torch.randint(83, (5,), generator=generator),
+            "rollout": torch.zeros(5),
+            "old_shift": torch.zeros(5),
+        }
         for i in range(8)
-    ]  # fmt: skip
+    ]
     save_results(probed, processes, model_dir, (url.split("=", 1), samples), out, specs)
 
 

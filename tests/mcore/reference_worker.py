@@ -1,7 +1,8 @@
 """Steps with KL penalties against a reference policy that takes the live weights' place, in several layouts.
 
-reference_worker.py PROCESSES MODEL_DIR OTHER_DIR HF.pt '{"tp": 2, "sp": true}' ...  prints a line of JSON for each
-layout and case of hf_kl.py: the gradients' worst error, the metrics, and what the exchange of weights left behind.
+reference_worker.py PROCESSES MODEL_DIR OTHER_DIR HF.pt '{"tp": 2, "sp": true}' ...  prints a line of JSON
+for each layout and case of hf_kl.py: the gradients' worst error, the metrics, and what the exchange of
+weights left behind.
 """
 
 import json
@@ -58,14 +59,19 @@ def same(before, parameters):
 
 
 def saved_and_loaded(weights, parameters, layout, model_dir, other_dir):
-    """Whether a reset reference is saved as the model that it is, bit for bit, and is the same when it is loaded.
+    """Whether a reset reference is saved as the model that it is, bit for bit, and is the same
+    when it is loaded.
 
     What any layout saves is so what any other one loads: each loads `other_dir` alike.
     """
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, src=0)
     exporter = StageExporter(
-        weights.on_device(), layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
+        weights.on_device(),
+        layout.shard,
+        layout.stage_groups,
+        stage=layout.pp_rank,
+        num_stages=layout.pp_size,
     )
     reference = LocalReference(weights, reset_every=2, reset_after=2, exporter=exporter)
     again = ReferenceWeights(parameters)
@@ -79,8 +85,10 @@ def saved_and_loaded(weights, parameters, layout, model_dir, other_dir):
     kept = [(weights.parameter(i), again.parameter(i)) for i in range(len(weights))]
     # Rows that pad the vocabulary are no part of a Hugging Face model, and of no log-prob.
     words = {"embedding.word_embeddings.weight", "output_layer.weight"}
-    return whole and all(torch.equal(a.tensor, b.tensor) for a, b in kept if a.local_name not in words) and all(
-        torch.equal(a.tensor[:16], b.tensor[:16]) for a, b in kept if a.local_name in words
+    return (
+        whole
+        and all(torch.equal(a.tensor, b.tensor) for a, b in kept if a.local_name not in words)
+        and all(torch.equal(a.tensor[:16], b.tensor[:16]) for a, b in kept if a.local_name in words)
     )
 
 
@@ -130,8 +138,17 @@ def run(model_dir, other_dir, samples, cases, spec):
         kl = replace(BASE, **CONFIGS[name])
         shifted = None if scored is None else (scored[0] + shift, scored[1])
         metrics = step(
-            model, layout, kl, batch, shifted, settings, MICROBATCHES, config, packs=packs, reference=ref,
-        )  # fmt: skip
+            model,
+            layout,
+            kl,
+            batch,
+            shifted,
+            settings,
+            MICROBATCHES,
+            config,
+            packs=packs,
+            reference=ref,
+        )
         numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
         found[name] = numbers, whole_gradients(parameters, layout)
     return left, found
@@ -149,10 +166,20 @@ def rank_main(rank, size, port, model_dir, other_dir, reference, spec):
             merged = {k: grad for _, part in everything for k, grad in part[name][1].items()}
             error, worst = gradient_error(expected["grads"], merged)
             numbers = next(part[name][0] for _, part in reversed(everything) if part[name][0])
-            print("RESULT " + json.dumps({
-                "layout": spec, "case": name, "gradient": error, "worst": worst,
-                "metrics": {key: numbers[key] for key in expected["metrics"]}, "left": [one for one, _ in everything],
-            }), flush=True)  # fmt: skip
+            print(
+                "RESULT "
+                + json.dumps(
+                    {
+                        "layout": spec,
+                        "case": name,
+                        "gradient": error,
+                        "worst": worst,
+                        "metrics": {key: numbers[key] for key in expected["metrics"]},
+                        "left": [one for one, _ in everything],
+                    }
+                ),
+                flush=True,
+            )
     dist.barrier()
     os._exit(0)  # Megatron's leftovers may wait for each other at interpreter exit
 

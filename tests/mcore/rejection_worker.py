@@ -1,7 +1,8 @@
-"""Steps of which much or all is rejected, or that must not be taken, on real Megatron ranks; for test_rejection.py.
+"""Steps of which much or all is rejected, or that must not be taken, on real Megatron ranks; for
+test_rejection.py.
 
-rejection_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"ep": 2}' ...  saves a list with, for each layout, what
-`everything_of` returns.
+rejection_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"ep": 2}' ...  saves a list with, for each
+layout, what `everything_of` returns.
 """
 
 import sys
@@ -61,38 +62,57 @@ def gradients(model_dir, samples, spec, **settings):
 
 
 def auxiliary(model_dir, samples, spec):
-    """Gradients of MoE's auxiliary losses alone (equal rewards: no advantage), by how many rows are rejected."""
+    """Gradients of MoE's auxiliary losses alone (equal rewards: no advantage), by how many
+    rows are rejected.
+    """
     equal = [s | {"reward": 1.0} for s in samples]
-    losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1}
+    losses = {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.1,
+        "moe_z_loss_coeff": 0.1,
+    }
     return {
         (rows, per_token): gradients(
             model_dir, far(equal, ROWS.get(rows, ())), spec | {"per_token": per_token}, **losses
         )
-        for rows in ("none", "one rank") for per_token in (False, True)
-    }  # fmt: skip
+        for rows in ("none", "one rank")
+        for per_token in (False, True)
+    }
 
 
 def corrected_step(config, layout, logprobs, collect, reports, **others):
     """A CorrectedStep on what collect(iteration) gives; what it reports and pushes goes to `reports`."""
     return CorrectedStep(
-        config=config, layout=layout, logprobs=logprobs, push=lambda version: reports.append({"pushed": version}) or {},
-        report=reports.append, collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
-        shape=BatchShape(global_batch_size=16, group_size=4, micro_batch_size=MICRO_BATCH_SIZE, seq_length=LENGTH),
+        config=config,
+        layout=layout,
+        logprobs=logprobs,
+        push=lambda version: reports.append({"pushed": version}) or {},
+        report=reports.append,
+        collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
+        shape=BatchShape(
+            global_batch_size=16, group_size=4, micro_batch_size=MICRO_BATCH_SIZE, seq_length=LENGTH
+        ),
         **others,
-    )  # fmt: skip
+    )
 
 
 def megatrons(model, batch, optimizer, leaving):
-    """Megatron's `train_step`: the gradient, and an update unless the rerun state machine leaves before it."""
+    """Megatron's `train_step`: the gradient, and an update unless the rerun state machine
+    leaves before it.
+    """
 
     def train_step(forward_step, iterators):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators, model=model,
-            num_microbatches=len(batch.tokens) // MICRO_BATCH_SIZE, seq_length=LENGTH,
-            micro_batch_size=MICRO_BATCH_SIZE, forward_only=False,
+            forward_step_func=forward_step,
+            data_iterator=iterators,
+            model=model,
+            num_microbatches=len(batch.tokens) // MICRO_BATCH_SIZE,
+            seq_length=LENGTH,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            forward_only=False,
         )
         if leaving():
             return {}, True, True, True, 17, None, None, 0
@@ -132,7 +152,9 @@ def snapshot(model, parameters, optimizer):
 
 
 BALANCED = {
-    "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 1e-3,
 }
 """The last stage's backward pass moves a bias, before the optimizer's step."""
 WEIGHTS = RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0)
@@ -147,24 +169,39 @@ def equal_rewards(batch):
 
 
 SKIPPED = {
-    "rejected": (WIDE, nothing_left), "rejected in the loss": (BYPASS, nothing_left),
-    "no log-probs": (WEIGHTS, lambda batch: replace(batch, rollout_logprobs=batch.rollout_logprobs * torch.nan)),
-    "equal rewards": (WEIGHTS, equal_rewards), "equal rewards, scored": (WIDE, equal_rewards),
+    "rejected": (WIDE, nothing_left),
+    "rejected in the loss": (BYPASS, nothing_left),
+    "no log-probs": (
+        WEIGHTS,
+        lambda batch: replace(batch, rollout_logprobs=batch.rollout_logprobs * torch.nan),
+    ),
+    "equal rewards": (WEIGHTS, equal_rewards),
+    "equal rewards, scored": (WIDE, equal_rewards),
     "leaving": (WEIGHTS, lambda batch: batch),
-}  # fmt: skip
+}
 """Why the second step makes no update: its configuration, and its batch of the first one's."""
 
 
 def first_steps(model_dir, samples, spec):
-    """Of each planted fault, and config: the error, the updates and the pushes of the first step after a start."""
+    """Of each planted fault, and config: the error, the updates and the pushes of the first
+    step after a start.
+    """
     exact = [s | {"rollout": s["now"]} for s in samples]
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, exact, spec)
     layers = [m for chunk in model for m in chunk.modules() if hasattr(m, "hidden_dropout")]
     found = {}
     for fault in (
-        "dropout", "shift", "checkpoint", "nan", "no own token", "other tokens are old", "few tokens are absurd",
-        "all are cut", "shift of cut ones", "right",
-    ):  # fmt: skip
+        "dropout",
+        "shift",
+        "checkpoint",
+        "nan",
+        "no own token",
+        "other tokens are old",
+        "few tokens are absurd",
+        "all are cut",
+        "shift of cut ones",
+        "right",
+    ):
         mask, given = batch.loss_mask, batch
         if "cut" in fault:  # as --rollout-truncated-samples mask leaves them
             given = replace(batch, in_loss=torch.zeros_like(batch.version_lags, dtype=torch.bool))
@@ -202,7 +239,9 @@ def first_step(config, model, layout, logprobs, batch):
     """(error, updates, versions that were pushed) of step 6 as the first one after a start."""
     reports, updates, error = [], [], None
     optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: updates.append(1) or (True, 1.0, 0))
-    corrected = corrected_step(config, layout, logprobs, lambda step: batch, reports, first_step=FirstStep(5, 1e-4))
+    corrected = corrected_step(
+        config, layout, logprobs, lambda step: batch, reports, first_step=FirstStep(5, 1e-4)
+    )
     try:
         corrected.run(megatrons(model, batch, optimizer, lambda: False), 5, model, optimizer, per_token=False)
     except (StartupError, PeerFailure) as failure:
@@ -211,7 +250,9 @@ def first_step(config, model, layout, logprobs, batch):
 
 
 def dropped_out(model_dir, samples, spec):
-    """Metrics of a step with dropout in training mode, which the scoring pass does not have; on the last rank."""
+    """Metrics of a step with dropout in training mode, which the scoring pass does not have;
+    on the last rank.
+    """
     model, _, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, hidden_dropout=0.1)
     reports, optimizer = [], SimpleNamespace(zero_grad=lambda: None, step=lambda: (True, 1.0, 0))
     corrected = corrected_step(WIDE, layout, logprobs, lambda step: batch, reports)
@@ -222,10 +263,13 @@ def dropped_out(model_dir, samples, spec):
 
 def everything_of(model_dir, samples, spec):
     parts = {rows: gradients(model_dir, far(samples, which), spec) for rows, which in ROWS.items()}
-    return {"gradients": parts, "auxiliary": auxiliary(model_dir, samples, spec),
-            "skipped": {case: two_steps(model_dir, samples, spec, case) for case in SKIPPED},
-            "first": first_steps(model_dir, samples, spec),
-            "dropout": dropped_out(model_dir, samples, spec)}  # fmt: skip
+    return {
+        "gradients": parts,
+        "auxiliary": auxiliary(model_dir, samples, spec),
+        "skipped": {case: two_steps(model_dir, samples, spec, case) for case in SKIPPED},
+        "first": first_steps(model_dir, samples, spec),
+        "dropout": dropped_out(model_dir, samples, spec),
+    }
 
 
 def main(processes, model_dir, reference_path, out, *specs):

@@ -1,7 +1,8 @@
-"""Two steps of Adam that replay routes, with and without measuring what replay removes; for test_replay_effect.py.
+"""Two steps of Adam that replay routes, with and without measuring what replay removes; for
+test_replay_effect.py.
 
-replay_effect_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"tp": 2, "sp": true}' ...  saves, for each layout, a
-list of the ranks' results.
+replay_effect_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"tp": 2, "sp": true}' ...  saves, for each
+layout, a list of the ranks' results.
 """
 
 import sys
@@ -34,11 +35,17 @@ from replay_worker import RECOMPUTE, ROWS, samples_of
 layout_worker.local_parameters = without_bias
 
 TRACES = {
-    "moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid", "moe_router_bias_update_rate": 1e-3,
-    "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_bias_update_rate": 1e-3,
+    "moe_router_load_balancing_type": "aux_loss",
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.1,
     "hidden_dropout": 0.1,
-}  # fmt: skip
-"""What an additional pass might disturb: token counts of the balancing bias, losses that are logged, random numbers."""
+}
+"""What an additional pass might disturb: token counts of the balancing bias, losses that are
+logged, random numbers.
+"""
 
 
 def prepared(model_dir, samples, spec):
@@ -47,7 +54,9 @@ def prepared(model_dir, samples, spec):
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, **settings)
     routes = ReplayedRoutes(ReplayedRouters("R3", model, layout, num_layers=4), layout, min_agreement=-1.0)
     trained = samples_of(batch, samples, layout)
-    boundaries = batch.cu_seqlens.tolist() if "packed" in spec else range(0, LENGTH * len(trained) + 1, LENGTH)
+    boundaries = (
+        batch.cu_seqlens.tolist() if "packed" in spec else range(0, LENGTH * len(trained) + 1, LENGTH)
+    )
     routes.scatter([samples[n]["routes"] for n in trained] if layout.is_data_leader else None, boundaries)
     return model, parameters, layout, batch, logprobs, routes
 
@@ -58,22 +67,35 @@ def two_steps(model_dir, samples, spec, every):
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1), model)
     reports = []
     step = CorrectedStep(
-        config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0), layout=layout, logprobs=logprobs,
-        push=lambda version: {}, report=reports.append, routes=routes, replay_effect=ReplayEffect(every),
+        config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
+        layout=layout,
+        logprobs=logprobs,
+        push=lambda version: {},
+        report=reports.append,
+        routes=routes,
+        replay_effect=ReplayEffect(every),
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}, trajectories=[]),
         shape=BatchShape(
-            global_batch_size=len(samples), group_size=4, micro_batch_size=ROWS, seq_length=LENGTH,
+            global_batch_size=len(samples),
+            group_size=4,
+            micro_batch_size=ROWS,
+            seq_length=LENGTH,
             packing=limits_of(spec),
         ),
-    )  # fmt: skip
+    )
 
     def train_step(forward_step, iterators, count=None):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators, model=model, seq_length=LENGTH,
-            num_microbatches=count or batch.num_sequences // ROWS, micro_batch_size=ROWS, forward_only=False,
+            forward_step_func=forward_step,
+            data_iterator=iterators,
+            model=model,
+            seq_length=LENGTH,
+            num_microbatches=count or batch.num_sequences // ROWS,
+            micro_batch_size=ROWS,
+            forward_only=False,
         )
         _, grad_norm, _ = optimizer.step()
         return {}, 0, False, False, 0, grad_norm, None, 0
@@ -91,7 +113,9 @@ def two_steps(model_dir, samples, spec, every):
 
 
 def naive_parts(model_dir, samples, spec):
-    """D of the tokens that are measured, from passes over the whole batch: with replay, without; on the last stage."""
+    """D of the tokens that are measured, from passes over the whole batch: with replay, without;
+    on the last stage.
+    """
     model, _, layout, batch, logprobs, routes = prepared(model_dir, samples, spec)
     packs = packs_of(batch, layout, spec)
     given = {"micro_batch_size": ROWS, "seq_length": LENGTH, "packs": packs}

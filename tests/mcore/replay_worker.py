@@ -1,7 +1,7 @@
 """Steps that replay routes, on real Megatron ranks; saves what test_router_replay.py looks at.
 
-replay_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"tp": 2, "sp": true, "runs": ["R3", "recompute"]}' ...  saves,
-for each layout, a list of the ranks' results by run.
+replay_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"tp": 2, "sp": true, "runs": ["R3", "recompute"]}'
+...  saves, for each layout, a list of the ranks' results by run.
 """
 
 import sys
@@ -33,36 +33,58 @@ from layout_worker import DEALT, LENGTH, limits_of, set_up, whole_gradients
 
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 BIASED = {
-    "moe_router_score_function": "sigmoid", "moe_router_num_groups": 4, "moe_router_group_topk": 2,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
 }
 """With a bias for the choice alone, as auxiliary-loss-free balancing has it; the checkpoint has none."""
 BYPASS = RolloutCorrectionConfig(bypass_mode=True, loss="reinforce", loss_aggregation="token-mean")
 WATCHED = RolloutCorrectionConfig(
-    rollout_is="token", rollout_is_upper=1.05,
+    rollout_is="token",
+    rollout_is_upper=1.05,
     rollout_rs=(RejectionRule("token", "ratio", 0.85, 1.15), RejectionRule("token", "routing", upper=0.1)),
 )
 NO_ROUTES = replace(WATCHED, rollout_rs=WATCHED.rollout_rs[:1])
 """For runs in which nobody tells Megatron's choice from another."""
 RUNS = {
-    "R3": {"watch": True}, "recompute": {"settings": RECOMPUTE}, "selective": {"settings": {
-        "recompute_granularity": "selective", "recompute_modules": ["moe"],
-    }},
-    "bias": {"settings": BIASED}, "bypass": {"config": BYPASS}, "R2": {"kind": "R2", "config": NO_ROUTES},
+    "R3": {"watch": True},
+    "recompute": {"settings": RECOMPUTE},
+    "selective": {
+        "settings": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["moe"],
+        }
+    },
+    "bias": {"settings": BIASED},
+    "bypass": {"config": BYPASS},
+    "R2": {"kind": "R2", "config": NO_ROUTES},
     "off": {"kind": "off", "watch": True, "config": NO_ROUTES},
     "off bias": {"kind": "off", "settings": BIASED, "config": NO_ROUTES},
     "R2 updates": {"kind": "R2", "config": NO_ROUTES, "parts": 2},
     "R2 recompute": {"kind": "R2", "settings": RECOMPUTE, "config": NO_ROUTES},
-    "shift": {"routes": "shift"}, "layers": {"routes": "layers"}, "other": {"routes": "other"},
+    "shift": {"routes": "shift"},
+    "layers": {"routes": "layers"},
+    "other": {"routes": "other"},
     "bypass shift": {"config": BYPASS, "routes": "shift"},
-}  # fmt: skip
+}
 ROWS = 2
 """Of a microbatch."""
 
 
 def one_run(
-    model_dir, samples, spec, *, kind="R3", config=WATCHED, settings=None, routes="routes", watch=False, parts=1
+    model_dir,
+    samples,
+    spec,
+    *,
+    kind="R3",
+    config=WATCHED,
+    settings=None,
+    routes="routes",
+    watch=False,
+    parts=1,
 ):
-    """What is replayed, read back by hooks on the routers, of one step; its gradients and metrics, or its refusal.
+    """What is replayed, read back by hooks on the routers, of one step; its gradients and
+    metrics, or its refusal.
 
     parts: updates of the batch; before the last one the routers' weights change their sign.
     """
@@ -75,30 +97,47 @@ def one_run(
     if kind != "off" or watch:
         replayed = ReplayedRouters(kind, model, layout, num_layers=4, watch=watch)
         minimum = 0.25 if routes != "routes" else -1.0
-        routed = ReplayedRoutes(replayed, layout, min_agreement=minimum, log=KeptLog(tables) if watch else None)
+        routed = ReplayedRoutes(
+            replayed, layout, min_agreement=minimum, log=KeptLog(tables) if watch else None
+        )
     trained = samples_of(batch, samples, layout)
-    boundaries = batch.cu_seqlens.tolist() if "packed" in spec else range(0, LENGTH * len(trained) + 1, LENGTH)
+    boundaries = (
+        batch.cu_seqlens.tolist() if "packed" in spec else range(0, LENGTH * len(trained) + 1, LENGTH)
+    )
     own = [samples[number].get(routes) for number in trained]
     routed.scatter(own if layout.is_data_leader else None, boundaries)
     given = routed.given if kind == "R3" else None
     corrected = CorrectedStep(
-        config=config, layout=layout, logprobs=logprobs, push=lambda version: {},
-        report=reports.append, routes=routed,
+        config=config,
+        layout=layout,
+        logprobs=logprobs,
+        push=lambda version: {},
+        report=reports.append,
+        routes=routed,
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}, trajectories=[]),
         shape=BatchShape(
-            global_batch_size=len(samples) // parts, group_size=4, micro_batch_size=ROWS, seq_length=LENGTH,
-            packing=limits_of(spec), updates=parts,
+            global_batch_size=len(samples) // parts,
+            group_size=4,
+            micro_batch_size=ROWS,
+            seq_length=LENGTH,
+            packing=limits_of(spec),
+            updates=parts,
         ),
         updates=Updates(parts),
-    )  # fmt: skip
+    )
     optimizer = SimpleNamespace(step=lambda: updates.append(1) or (True, 1.0, 0))
 
     def train_step(forward_step, iterators, count=None):
         for chunk in model:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators, model=model, seq_length=LENGTH,
-            num_microbatches=count or len(trained) // parts // ROWS, micro_batch_size=ROWS, forward_only=False,
+            forward_step_func=forward_step,
+            data_iterator=iterators,
+            model=model,
+            seq_length=LENGTH,
+            num_microbatches=count or len(trained) // parts // ROWS,
+            micro_batch_size=ROWS,
+            forward_only=False,
         )
         optimizer.step()
         return {}, 0, False, False, 0, 1.0, None, 0
@@ -106,29 +145,40 @@ def one_run(
     refused = None
     try:
         with (
-            keeping(step_module, "make_loss_inputs", lambda inputs: tables.update(values=values_of(inputs, batch))),
+            keeping(
+                step_module, "make_loss_inputs", lambda inputs: tables.update(values=values_of(inputs, batch))
+            ),
             keeping(routes_module, "all_gather_expert_table", lambda table: tables.update(table=table)),
         ):
             for update in range(parts):
-                for router in (m for chunk in model for m in chunk.modules() if isinstance(m, TopKRouter) and update):
+                for router in (
+                    m for chunk in model for m in chunk.modules() if isinstance(m, TopKRouter) and update
+                ):
                     router.weight.data.neg_()
                 corrected.run(train_step, update, model, optimizer, per_token=False)
     except (StartupError, PeerFailure) as error:
         refused = str(error) if isinstance(error, StartupError) else "by another rank"
     result = {
-        "refused": refused, "updates": len(updates), "passes": passes, "dp": (layout.dp_rank, layout.dp_size),
-        "positions": None if "packed" in spec else row_positions(layout), "trained": trained,
-        "gradients": {} if refused else whole_gradients(parameters, layout), "metrics": (reports or [None])[0],
+        "refused": refused,
+        "updates": len(updates),
+        "passes": passes,
+        "dp": (layout.dp_rank, layout.dp_size),
+        "positions": None if "packed" in spec else row_positions(layout),
+        "trained": trained,
+        "gradients": {} if refused else whole_gradients(parameters, layout),
+        "metrics": (reports or [None])[0],
         "held": None if given is None else tuple(given.shape),
         "layers": None if type(routed) is Routes else replayed.layers,
         "tables": tables,
-    }  # fmt: skip
+    }
     ps.destroy_model_parallel()
     return result
 
 
 def samples_of(batch, samples, layout):
-    """The numbers of this replica's samples: of packed ones, on the leader, in the order in which they were dealt."""
+    """The numbers of this replica's samples: of packed ones, on the leader, in the order in which
+    they were dealt.
+    """
     if isinstance(batch, PackedBatch):
         return list(DEALT) if layout.is_data_leader else [0] * batch.num_sequences
     share = len(samples) // layout.dp_size
@@ -164,9 +214,10 @@ def values_of(inputs, batch):
     correction = inputs.correction
     return {
         "difference": (inputs.old_logprobs - batch.rollout_logprobs.reshape(-1)).view_as(batch.tokens),
-        "valid": correction.valid.view_as(batch.tokens), "mask": correction.mask.view_as(batch.tokens),
+        "valid": correction.valid.view_as(batch.tokens),
+        "mask": correction.mask.view_as(batch.tokens),
         "weights": correction.weights.view_as(batch.tokens),
-    }  # fmt: skip
+    }
 
 
 class KeptLog:

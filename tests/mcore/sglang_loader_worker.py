@@ -1,8 +1,9 @@
 """Sends checkpoints to SGLang's own models through its own loaders, in this process and without a server.
 
-sglang_loader_worker.py MODEL_DIR ...  prints a line of JSON for each: what differs from the model that has loaded the
-folder itself, once with sent/units-1-0.json's units as requests and once with a request for each tensor; what the
-checksums prove; and what the count of parameters says of a push that is whole, and of one without its last unit.
+sglang_loader_worker.py MODEL_DIR ...  prints a line of JSON for each: what differs from the model that has
+loaded the folder itself, once with sent/units-1-0.json's units as requests and once with a request for
+each tensor; what the checksums prove; and what the count of parameters says of a push that is whole, and
+of one without its last unit.
 """
 
 import json
@@ -47,7 +48,9 @@ def judge(path):
     expected = {name: tensor.clone() for name, tensor in loaded.state().items()}
 
     def wrong():
-        return sorted(name for name, tensor in loaded.state().items() if not torch.equal(tensor, expected[name]))
+        return sorted(
+            name for name, tensor in loaded.state().items() if not torch.equal(tensor, expected[name])
+        )
 
     def show():
         sums = WeightChecker(get_model=lambda: loaded.model).handle("checksum", role="target")["checksums"]
@@ -65,15 +68,18 @@ def judge(path):
         for bucket in requests:
             verifier.keep(bucket, "1")
         found[how] = {
-            "wrong": wrong(), "proven": told(lambda verifier=verifier, shown=shown: verifier.compare([shown])),
+            "wrong": wrong(),
+            "proven": told(lambda verifier=verifier, shown=shown: verifier.compare([shown])),
             "held": len(shown.ranks[0][1]),
-        }  # fmt: skip
+        }
     found["whole"] = count(path, shown, *units)
     found["left out"] = [name for name, _ in units[-1]]
     found["incomplete"] = count(path, shown, *units[:-1])
     sums = shown.ranks[0][1]
     more = replace(shown, ranks=((0, sums | {"model.layers.0.extra.weight": "0"}),))
-    less = replace(shown, ranks=((0, {name: told for name, told in sums.items() if name != "model.norm.weight"}),))
+    less = replace(
+        shown, ranks=((0, {name: told for name, told in sums.items() if name != "model.norm.weight"}),)
+    )
     found |= {"more": count(path, more, *units), "less": count(path, less, *units)}
     return found
 

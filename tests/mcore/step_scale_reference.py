@@ -1,7 +1,7 @@
 """VCPO's step scale of every update by Hugging Face in float64, one sample at a time; for test_step_scale.py.
 
-Shares no code with the package. python step_scale_reference.py MODEL_DIR REFERENCE.pt OUT.pt  saves, by the number of
-replicas, sqrt(ESS / n) of each update, with the weights of its own samples.
+Shares no code with the package. python step_scale_reference.py MODEL_DIR REFERENCE.pt OUT.pt  saves, by
+the number of replicas, sqrt(ESS / n) of each update, with the weights of its own samples.
 """
 
 import math
@@ -30,10 +30,15 @@ def main(model_dir, reference, out):
     with torch.no_grad():
         drifts = [(logprobs_of(model, s)[0] - s["rollout"]).sum().item() for s in samples]
     weights = [math.exp(drift) for drift in drifts]
-    tensor_files.save({
-        replicas: [step_scale([weights[i] for i in sample_part(u, replicas)]) for u in range(PARTS * EPOCHS)]
-        for replicas in (1, 2)
-    }, out)  # fmt: skip
+    tensor_files.save(
+        {
+            replicas: [
+                step_scale([weights[i] for i in sample_part(u, replicas)]) for u in range(PARTS * EPOCHS)
+            ]
+            for replicas in (1, 2)
+        },
+        out,
+    )
 
 
 if __name__ == "__main__":

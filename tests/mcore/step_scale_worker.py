@@ -1,7 +1,8 @@
 """Updates of one batch with the step scale on real Megatron ranks; for test_step_scale.py.
 
-step_scale_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"tp": 2, "losses": ["ppo_clip"]}' ...  saves of each
-layout every rank's results: with the scale, with its factors put into the rates by hand, and without.
+step_scale_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"tp": 2, "losses": ["ppo_clip"]}' ...
+saves of each layout every rank's results: with the scale, with its factors put into the rates by
+hand, and without.
 """
 
 import sys
@@ -38,7 +39,13 @@ def three_runs(model_dir, samples, spec, case):
         for group in optimizer.param_groups:
             group["lr"] = rate * everywhere[-1][update]  # the last rank reports
 
-    return {"scaled": scaled, "by hand": run(before_update=by_hand), "plain": run(), "rates": seen, "rate": rate}
+    return {
+        "scaled": scaled,
+        "by hand": run(before_update=by_hand),
+        "plain": run(),
+        "rates": seen,
+        "rate": rate,
+    }
 
 
 def every_case(model_dir, reference, spec):

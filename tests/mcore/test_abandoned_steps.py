@@ -52,8 +52,11 @@ def rows(path):
     return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-@drill("a run begins at step 0 in the folders of another one, and torchrun restarts it before its first checkpoint",
-       promised="the other's rows and samples are kept, aside; each step is there once")  # fmt: skip
+@drill(
+    "a run begins at step 0 in the folders of another one, and torchrun restarts it before its first "
+    "checkpoint",
+    promised="the other's rows and samples are kept, aside; each step is there once",
+)
 def test_start_when_a_folder_holds_another_run_then_that_is_kept_aside_after_a_restart_too(
     start, tmp_path, seen
 ):
@@ -66,14 +69,17 @@ def test_start_when_a_folder_holds_another_run_then_that_is_kept_aside_after_a_r
     write_steps(tmp_path, range(1, 4), "new")
     start(0, torchrun_restarts=1)
     assert rows(tmp_path / "log/metrics.jsonl") == []
-    for kept in ("samples/earlier-*/step_*", "trace/earlier-*/step_*"):  # those of the attempt before lie apart
+    # those of the attempt before lie apart
+    for kept in ("samples/earlier-*/step_*", "trace/earlier-*/step_*"):
         assert sorted(path.read_text() for path in tmp_path.glob(kept)) == ["new"] * 3 + ["old"] * 30
     assert (aside / "run.json").read_text() == "old"
     assert not list(tmp_path.glob("samples/step_*")) and not list(tmp_path.glob("trace/step_*"))
     seen("30 steps of the other run in one earlier-TIME, 3 of the attempt before in another")
 
 
-def test_start_when_one_folder_is_named_for_all_then_another_run_s_rows_samples_and_traces_are_kept(start, tmp_path):
+def test_start_when_one_folder_is_named_for_all_then_another_run_s_rows_samples_and_traces_are_kept(
+    start, tmp_path
+):
     write_steps(tmp_path, range(1, 31), "old")
     for path in tmp_path.glob("*/*"):
         path.rename(tmp_path / path.name)
@@ -84,7 +90,9 @@ def test_start_when_one_folder_is_named_for_all_then_another_run_s_rows_samples_
     assert not list(tmp_path.glob("step_*"))
 
 
-def test_start_when_an_attempt_has_died_before_it_began_then_a_restart_keeps_another_run_all_the_same(start, tmp_path):
+def test_start_when_an_attempt_has_died_before_it_began_then_a_restart_keeps_another_run_all_the_same(
+    start, tmp_path
+):
     write_steps(tmp_path, range(1, 31), "old")
     start(0, torchrun_restarts=1)
     assert rows(tmp_path / "log/metrics.jsonl") == []

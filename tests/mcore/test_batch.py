@@ -71,7 +71,8 @@ def test_microbatches_when_cut_then_rows_and_their_targets_stay_together(made):
 
 
 def test_targets_when_a_row_is_rejected_then_it_leaves_its_groups_baseline(made):
-    # Group 0 has a rejected row and one without tokens: no baseline, advantage 0. Group 1: rewards 2, 4, mean 3.
+    # Group 0 has a rejected row and one without tokens: no baseline, advantage 0. Group 1:
+    # rewards 2, 4, mean 3.
     assert made["targets"]["advantages"].tolist() == [0.0] * 10 + [-1.0] * 5 + [1.0] * 5
     assert made["targets"]["mask"].int().tolist() == [0] * 10 + MASK[2] + MASK[3]
 
@@ -79,12 +80,20 @@ def test_targets_when_a_row_is_rejected_then_it_leaves_its_groups_baseline(made)
 def test_metrics_when_of_a_batch_then_by_hand(made):
     metrics = made["targets"]["metrics"]
     expected = {
-        "reward/mean": 3.0, "reward/std": 2.5**0.5, "reward/max": 5.0, "reward/min": 1.0,  # 1, 5, 2, 4
-        "response_length/mean": 7 / 4, "weight_lag": 3.0, "weight_lag_mean": 5 / 4,
+        "reward/mean": 3.0,
+        "reward/std": 2.5**0.5,
+        "reward/max": 5.0,
+        "reward/min": 1.0,  # 1, 5, 2, 4
+        "response_length/mean": 7 / 4,
+        "weight_lag": 3.0,
+        "weight_lag_mean": 5 / 4,
         # Entropy is the position's number: valid ones are 2, 11, 12, 13, 14, 16 (3 has no log-prob).
         "loss/entropy": 68 / 6,
-        "rollout_corr/valid_tokens": 6, "rollout_corr/nonfinite_tokens": 1, "rollout_corr/sequences": 3,
-        "rollout_corr/kept_sequence_fraction": 2 / 3, "rollout_corr/kept_fraction": 5 / 7,
+        "rollout_corr/valid_tokens": 6,
+        "rollout_corr/nonfinite_tokens": 1,
+        "rollout_corr/sequences": 3,
+        "rollout_corr/kept_sequence_fraction": 2 / 3,
+        "rollout_corr/kept_fraction": 5 / 7,
     }
     assert {name: metrics[name] for name in expected} == pytest.approx(expected)
 
@@ -123,17 +132,23 @@ def test_turn_ids_when_broadcast_to_two_context_parallel_ranks_then_each_has_tho
 
 
 def test_turn_correction_when_through_a_batch_then_each_turn_is_judged_by_its_own_sampled_tokens(made):
-    # Row 0: turn 0 has D = 0.1, -0.35 (product e^-0.25, geometric mean e^-0.125), turn 1 has 0.5: e^0.5 = 1.6487 is
-    # cut at 1.5. Row 1: turns of 0.2, -0.4 (e^-0.4 = 0.67 < 0.7: goes) and 0.9 (e^0.9 = 2.46 > 1.7: goes).
+    # Row 0: turn 0 has D = 0.1, -0.35 (product e^-0.25, geometric mean e^-0.125), turn 1 has 0.5: e^0.5
+    # = 1.6487 is cut at 1.5. Row 1: turns of 0.2, -0.4 (e^-0.4 = 0.67 < 0.7: goes) and 0.9 (e^0.9 =
+    # 2.46 > 1.7: goes).
     weights, mask, metrics = (made["turns"][name] for name in ("weights", "mask", "metrics"))
     assert mask.int().tolist() == [TURN_MASK[0], [1] + [0] * 7, [1] + [0] * 7, [1] + [0] * 7]
     expected = [0.7788008, 0.7788008, 1.5, 1.2214028, 1.0, 1.0]
     assert weights[mask].tolist() == pytest.approx(expected, rel=1e-5)
     expected = {
-        "rollout_corr/valid_tokens": 8, "rollout_corr/nonfinite_tokens": 0, "response_length/mean": 8 / 4,
-        "rollout_corr/kept_fraction": 6 / 8, "rollout_corr/rejected_fraction/turn_mean_ratio": 2 / 8,
-        "rollout_corr/by_turn/first/tokens": 5, "rollout_corr/by_turn/first/kl": (-0.1 + 0.35 - 0.2) / 5,
-        "rollout_corr/by_turn/later/tokens": 3, "rollout_corr/by_turn/later/kl": (-0.5 + 0.4 - 0.9) / 3,
+        "rollout_corr/valid_tokens": 8,
+        "rollout_corr/nonfinite_tokens": 0,
+        "response_length/mean": 8 / 4,
+        "rollout_corr/kept_fraction": 6 / 8,
+        "rollout_corr/rejected_fraction/turn_mean_ratio": 2 / 8,
+        "rollout_corr/by_turn/first/tokens": 5,
+        "rollout_corr/by_turn/first/kl": (-0.1 + 0.35 - 0.2) / 5,
+        "rollout_corr/by_turn/later/tokens": 3,
+        "rollout_corr/by_turn/later/kl": (-0.5 + 0.4 - 0.9) / 3,
     }
     assert {name: metrics.get(name) for name in expected} == pytest.approx(expected, rel=1e-5)
 
@@ -146,8 +161,8 @@ def test_turn_correction_when_a_turn_lies_on_two_ranks_then_as_on_one(made):
         assert rank["metrics"] == pytest.approx(made["turns"]["metrics"], rel=1e-6, nan_ok=True)
 
 
-# How many ids each position's label was drawn from, by row: prompts and what is behind the end have none, a token of
-# the environment has itself; the last row was aborted before its first token.
+# How many ids each position's label was drawn from, by row: prompts and what is behind the end have none, a
+# token of the environment has itself; the last row was aborted before its first token.
 SIZES = [[0, 2, 1, 1, 3, 0, 0, 0], [1, 1, 1, 2, 1, 1, 0, 0], [4] + [0] * 7, [1] + [0] * 7, [0] * 8]
 IDS = [21, 5, 22, 91, 7, 23, 1, 31, 92, 93, 32, 2, 94, 33, 41, 40, 42, 43, 51]
 TWO_RANKS = [
@@ -160,8 +175,11 @@ def test_supports_when_cut_for_context_parallel_ranks_then_each_has_those_of_its
     assert made["cut"][1] == [(SIZES, IDS)] and made["cut"][2] == TWO_RANKS
     # Of eight chunks of a column rank r of four has columns r and 7 - r.
     assert [ids for _, ids in made["cut"][4]] == [
-        [31, 41, 40, 42, 43, 51], [21, 5, 92], [22, 93, 33], [91, 7, 23, 1, 32, 2, 94],
-    ]  # fmt: skip
+        [31, 41, 40, 42, 43, 51],
+        [21, 5, 92],
+        [22, 93, 33],
+        [91, 7, 23, 1, 32, 2, 94],
+    ]
     assert [sizes[0] for sizes, _ in made["cut"][4]] == [[0, 0], [2, 0], [1, 0], [1, 3]]
 
 
@@ -177,7 +195,10 @@ def test_supports_when_scattered_to_two_ranks_then_as_cut_also_where_one_has_non
 
 def test_supports_when_one_is_missing_or_without_its_token_then_refused_by_name(made):
     missing, outside = made["support errors"]
-    assert missing.startswith("a sample of prompt 0 has no sampling mask, but --rollout-top-k and --rollout-top-p")
+    assert missing.startswith(
+        "a sample of prompt 0 has no sampling mask, but --rollout-top-k and --rollout-top-p"
+    )
     assert outside.startswith(
-        "a sample of prompt 0 has token 22 at position 1 of its response, which is none of the 2 ids of its sampling"
+        "a sample of prompt 0 has token 22 at position 1 of its response, which is none of the 2 ids of its "
+        "sampling"
     )

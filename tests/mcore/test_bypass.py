@@ -42,7 +42,9 @@ def naive(made: dict, loss: str) -> tuple[torch.Tensor, torch.Tensor, float]:
                 continue
             ratio = (p - made["rollout"][row, t].double()).exp()
             surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            total = total - (surrogate if advantage > 0 else torch.maximum(surrogate, torch.tensor(3.0 * advantage)))
+            total = total - (
+                surrogate if advantage > 0 else torch.maximum(surrogate, torch.tensor(3.0 * advantage))
+            )
     (total / valid).backward()
     return total.detach() / valid, logits.grad, kept / int(made["mask"].sum())
 
@@ -84,7 +86,9 @@ def test_bypass_when_the_server_gave_no_log_prob_then_the_token_is_counted_and_i
 
 
 @pytest.mark.parametrize(("loss", "rejected_rows"), [("ppo_clip", [1]), ("reinforce", [1, 2])])
-def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradient(made, loss, rejected_rows):
+def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradient(
+    made, loss, rejected_rows
+):
     total, gradient, kept_fraction = naive(made, loss)
     result = made[loss]
     assert result["loss"].item() == pytest.approx(total.item(), rel=1e-5)
@@ -95,7 +99,9 @@ def test_bypass_when_rows_are_rejected_in_the_loss_then_the_naive_loss_and_gradi
 
 
 @pytest.mark.parametrize(("loss", "kept_rows"), [("ppo_clip", [0, 2, 3]), ("reinforce", [0, 3])])
-def test_step_scale_when_rows_are_rejected_in_the_loss_then_that_of_the_rows_that_are_left(made, loss, kept_rows):
+def test_step_scale_when_rows_are_rejected_in_the_loss_then_that_of_the_rows_that_are_left(
+    made, loss, kept_rows
+):
     now = torch.log_softmax(made["logits"].double(), -1).gather(2, made["labels"][..., None])[..., 0]
     d = torch.where(made["mask"], now - made["rollout"], 0.0).nan_to_num(0.0)
     products = d.sum(1).exp()
@@ -134,7 +140,9 @@ def naive_without_rejected_rows(made: dict, name: str) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("name", ["vespo", "vaco", "dro"])
-def test_bypass_when_gamma_weighs_or_tokens_are_dropped_or_pulled_then_the_naive_loss_and_gradient(made, name):
+def test_bypass_when_gamma_weighs_or_tokens_are_dropped_or_pulled_then_the_naive_loss_and_gradient(
+    made, name
+):
     total, gradient, kept_fraction = naive_without_rejected_rows(made, name)
     result = made[name]
     assert result["loss"].item() == pytest.approx(total.item(), rel=1e-5)

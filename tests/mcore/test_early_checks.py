@@ -43,17 +43,26 @@ def test_command_line_when_nothing_is_wrong_then_nothing_is_told():
     assert found(rank=None, correction_preset="decoupled_token_is", loss="reward.py:reward") == []
 
 
-@pytest.mark.parametrize("text, told", [
-    ("", "p: no prompts in it; expected one JSON object a line"),
-    ("\n \n", "p: no prompts in it; expected one JSON object a line"),
-    ("\n{\n", "p:2: not JSON: "), ("[1]\n", "p:1: expected a JSON object, got list"),
-    ('\ufeff{"input_ids": [1]}\n', None), ('{"text": "a"}\n', "p:1: expected one of input_ids, prompt, messages, got "),
-    ('{"prompt": null, "messages": null}\n', "p:1: expected one of input_ids, prompt, messages"),
-    ('{"prompt": "a"}\n{broken\n', None),  # a later row is for the check of all of them
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, told",
+    [
+        ("", "p: no prompts in it; expected one JSON object a line"),
+        ("\n \n", "p: no prompts in it; expected one JSON object a line"),
+        ("\n{\n", "p:2: not JSON: "),
+        ("[1]\n", "p:1: expected a JSON object, got list"),
+        ('\ufeff{"input_ids": [1]}\n', None),
+        ('{"text": "a"}\n', "p:1: expected one of input_ids, prompt, messages, got "),
+        ('{"prompt": null, "messages": null}\n', "p:1: expected one of input_ids, prompt, messages"),
+        ('{"prompt": "a"}\n{broken\n', None),  # a later row is for the check of all of them
+    ],
+)
 def test_prompts_when_their_first_row_can_not_be_used_then_told(text, told):
     answer = found(prompts=write("p", text))
-    assert answer == [] if told is None else [one.startswith(f"--rollout-prompts: {told}") for one in answer] == [True]
+    assert (
+        answer == []
+        if told is None
+        else [one.startswith(f"--rollout-prompts: {told}") for one in answer] == [True]
+    )
 
 
 def test_prompts_when_their_keys_are_others_then_told_of_rows_and_of_columns():
@@ -65,7 +74,9 @@ def test_prompts_when_their_keys_are_others_then_told_of_rows_and_of_columns():
             f"--rollout-prompts: {place}: no key \"questoin\"; the row has ['extra', 'question']"
         ]
         [missing] = found(prompts=path)
-        assert missing.startswith(f"--rollout-prompts: {place}: expected one of input_ids, prompt, messages, got the")
+        assert missing.startswith(
+            f"--rollout-prompts: {place}: expected one of input_ids, prompt, messages, got the"
+        )
         [label] = found(prompts=path, input_key="question", label_key="label")
         assert f'{place}: no key "label"' in label
 
@@ -77,30 +88,47 @@ def test_prompts_when_several_paths_are_wrong_then_each_is_told_once_held_out_on
         file.write(b"\x1f\x8b\x08")
     answer = found(prompts="gone prompts.jsonl empty p.gz", eval_prompts="a=gone2 b=prompts.jsonl")
     assert [one.split(": ")[:2] for one in answer] == [
-        ["--rollout-prompts", "gone"], ["--rollout-prompts", "empty"], ["--rollout-prompts", "p.gz"],
+        ["--rollout-prompts", "gone"],
+        ["--rollout-prompts", "empty"],
+        ["--rollout-prompts", "p.gz"],
         ["--rollout-eval-prompts", "gone2"],
-    ]  # fmt: skip
+    ]
 
 
 def test_functions_when_several_are_wrong_then_each_with_its_flag():
     write("bad.py", "def f(:\n")
     answer = found(
-        reward_function="gone.py:r bad.py:f math", environment="reward.py:Env", group_filter="no_such_package:keep",
-        loss="gone.py:l", advantage="bad.py:a",
-    )  # fmt: skip
+        reward_function="gone.py:r bad.py:f math",
+        environment="reward.py:Env",
+        group_filter="no_such_package:keep",
+        loss="gone.py:l",
+        advantage="bad.py:a",
+    )
     assert [one.split(" ")[0].rstrip(":") for one in answer] == [
-        "--rollout-reward-function", "--rollout-reward-function", "--rollout-environment", "--rollout-group-filter",
-        "--rollout-loss", "--rollout-advantage",
-    ]  # fmt: skip
+        "--rollout-reward-function",
+        "--rollout-reward-function",
+        "--rollout-environment",
+        "--rollout-group-filter",
+        "--rollout-loss",
+        "--rollout-advantage",
+    ]
 
 
 def test_folders_when_they_can_not_be_written_or_links_are_in_the_way_then_each_is_told():
     os.makedirs("hf")
     os.symlink("model", "hf/iter_0000001")
-    answer = found(save_hf="hf", trace="reward.py/t", save_trajectories="reward.py/s", weight_transport="disk",
-                   weight_dir="reward.py/w")  # fmt: skip
+    answer = found(
+        save_hf="hf",
+        trace="reward.py/t",
+        save_trajectories="reward.py/s",
+        weight_transport="disk",
+        weight_dir="reward.py/w",
+    )
     assert [one.split(" ")[0] for one in answer] == [
-        "--rollout-save-trajectories", "--rollout-trace", "--rollout-save-hf", "--rollout-weight-dir"
+        "--rollout-save-trajectories",
+        "--rollout-trace",
+        "--rollout-save-hf",
+        "--rollout-weight-dir",
     ]
     assert "iter_0000001 in it is a link to model" in answer[2]
 
@@ -109,10 +137,14 @@ def test_other_checkpoints_when_they_are_wrong_then_told_with_their_own_flags():
     os.mkdir("reference")
     write("reference/config.json", "{}")
     save_file({"a": numpy.zeros(1)}, "reference/part.safetensors")
-    write("reference/model.safetensors.index.json", json.dumps({"weight_map": {"a": "part.safetensors", "b": "lost"}}))
+    write(
+        "reference/model.safetensors.index.json",
+        json.dumps({"weight_map": {"a": "part.safetensors", "b": "lost"}}),
+    )
     answer = found(reference_checkpoint="reference", kl_loss_coef="0.1", quantized_checkpoint="nowhere")
     assert [one.split(" ")[0].rstrip(":") for one in answer] == [
-        "--rollout-quantized-checkpoint", "--rollout-reference-checkpoint"
+        "--rollout-quantized-checkpoint",
+        "--rollout-reference-checkpoint",
     ]
     assert "reference/lost can't be read as safetensors" in answer[1]
 
@@ -129,7 +161,9 @@ def test_replay_when_its_folder_is_wrong_then_told_and_nothing_of_prompts():
 def test_checks_when_a_flag_was_refused_then_those_of_it_are_left_out_and_others_run():
     answer = found(eval_prompts="gone", eval_samples="0", prompts="gone2", temperature="0")
     assert [one.split(" ")[0].rstrip(":") for one in answer] == [
-        "--rollout-temperature", "--rollout-eval-samples", "--rollout-prompts"
+        "--rollout-temperature",
+        "--rollout-eval-samples",
+        "--rollout-prompts",
     ]
 
 
@@ -139,9 +173,12 @@ def test_functions_when_something_else_of_the_reward_is_refused_then_their_files
         ({"max_new_tokens": "0"}, "--rollout-max-new-tokens"),
         ({"reward_weights": "1 2 3"}, "--rollout-reward-weights"),
         ({"reward_url": "ftp://x"}, "--rollout-reward-url"),
-    ):  # fmt: skip
+    ):
         answer = found(reward_function="gone.py:r bad.py:f", **changed)
-        assert [one.split(" ")[0].rstrip(":") for one in answer] == [flag, *["--rollout-reward-function"] * 2], answer
+        assert [one.split(" ")[0].rstrip(":") for one in answer] == [
+            flag,
+            *["--rollout-reward-function"] * 2,
+        ], answer
 
 
 def test_prompts_when_both_keys_are_others_then_both_are_told():
@@ -151,21 +188,30 @@ def test_prompts_when_both_keys_are_others_then_both_are_told():
         assert 'no key "questoin"' in answer and 'no key "anwser"' in answer
 
 
-@pytest.mark.parametrize(("flags", "told"), [
-    ({"top_p": "1.5"}, ["--rollout-top-p must be from 0 to 1, got 1.5"]),
-    ({"top_p": "0", "top_k": "50"}, ["--rollout-top-p must be positive"]),
-    ({"top_k": "1", "min_p": "1"},
-     ["--rollout-top-k must be -1 (off) or at least 2, got 1", "--rollout-min-p must be in [0, 1)"]),
-    ({"temperature": "inf"}, ["--rollout-temperature must be finite, got inf"]),
-    ({"top_p": "0.9", "top_k": "50", "min_p": "0.05", "temperature": "0.7"}, []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"top_p": "1.5"}, ["--rollout-top-p must be from 0 to 1, got 1.5"]),
+        ({"top_p": "0", "top_k": "50"}, ["--rollout-top-p must be positive"]),
+        (
+            {"top_k": "1", "min_p": "1"},
+            ["--rollout-top-k must be -1 (off) or at least 2, got 1", "--rollout-min-p must be in [0, 1)"],
+        ),
+        ({"temperature": "inf"}, ["--rollout-temperature must be finite, got inf"]),
+        ({"top_p": "0.9", "top_k": "50", "min_p": "0.05", "temperature": "0.7"}, []),
+    ],
+)
 def test_sampling_when_it_is_none_then_it_is_told_before_anything_heavy_is_imported(flags, told):
     answer = found(**flags)
     assert len(answer) == len(told) and all(map(str.startswith, answer, told)), answer
 
 
 def test_replay_when_flags_have_no_effect_then_those_alone_that_were_given():
-    given = {"reward_url": "http://a:1/r", "environment": "reward.py:reward", "group_filter": "reward.py:reward"}
+    given = {
+        "reward_url": "http://a:1/r",
+        "environment": "reward.py:reward",
+        "group_filter": "reward.py:reward",
+    }
     for more in ({}, {"truncated_samples": "cut"}):
         answer = found(replay="model", **given, **more)
         idle = sorted(one.split(" ")[0] for one in answer if "has no effect with --rollout-replay" in one)

@@ -1,4 +1,6 @@
-"""What an evaluation counts, by hand; which samples each replica asks for; when its step's numbers are written."""
+"""What an evaluation counts, by hand; which samples each replica asks for; when its step's
+numbers are written.
+"""
 
 import asyncio
 import itertools
@@ -61,7 +63,9 @@ def test_metrics_of_a_set_when_worked_out_by_hand_then_the_same():
 
 
 def test_metrics_of_a_set_when_one_sample_a_prompt_then_the_old_names_and_what_passes_is_the_users():
-    found = metrics_of_set(EvaluationSet("", "p", 1), iter(totals_of_set([scored(0.5), scored(0.25)], 1, 0.5)))
+    found = metrics_of_set(
+        EvaluationSet("", "p", 1), iter(totals_of_set([scored(0.5), scored(0.25)], 1, 0.5))
+    )
     assert found["eval/reward"] == 0.375 and found["eval/pass@1"] == 0.5 and "eval/mean@1" not in found
     empty = metrics_of_set(EvaluationSet("", "p", 1), iter(totals_of_set([scored(None)], 1, 1.0)))
     assert math.isnan(empty["eval/reward"]) and empty["eval/failed"] == 1
@@ -120,7 +124,8 @@ def test_evaluation_when_dealt_over_replicas_then_every_sample_is_asked_for_once
         totals = running.future.result() + totals
         assert running.done + running.failed == running.total
     assert len(client.asked) == 3 + 2 * 2 and len(set(client.asked)) == 7
-    assert {number for _, number in client.asked} == set(range(-7, 0))  # each its own draw, none of the training's
+    # each its own draw, none of the training's
+    assert {number for _, number in client.asked} == set(range(-7, 0))
     assert client.most <= 2
     # Set "": rewards 1, 2, 3, of which one may be the failed one; set "b": 1, 1, 2, 2.
     assert totals.sum() > 0 and capsys.readouterr().err.count("of --rollout-eval-prompts") == 1
@@ -177,7 +182,10 @@ def test_reports_when_samples_are_ahead_then_a_step_waits_for_its_evaluation_and
     end(4, ahead=False)  # the last one is not left running
     assert rows[3].pop("time/eval_s") > 0
     assert rows[3] == {"step": 4, "eval/reward": 0.4, "eval/pass@2": 0.5}
-    assert capsys.readouterr().out.splitlines()[0] == "[rollout] held-out reward after step 2: 0.2000, pass@2 0.5000"
+    assert (
+        capsys.readouterr().out.splitlines()[0]
+        == "[rollout] held-out reward after step 2: 0.2000, pass@2 0.5000"
+    )
     made.close()
     assert len(rows) == 4
 

@@ -1,4 +1,6 @@
-"""An exception on one rank ends all ranks within seconds, with that rank's message; servers go on sampling."""
+"""An exception on one rank ends all ranks within seconds, with that rank's message;
+servers go on sampling.
+"""
 
 import json
 import re
@@ -23,7 +25,8 @@ CASES = {
     "forward": "ValueError: the stage is broken",
     "loss": "RuntimeError: the loss is broken",
     "report": (
-        "OSError: --rollout-log-dir DIR: [Errno 28] No space left on device: 'metrics.jsonl', so step 1 is not written "
+        "OSError: --rollout-log-dir DIR: [Errno 28] No space left on device: 'metrics.jsonl', so step 1 is "
+        "not written "
         "there; make room, or name another folder, and go on from the last checkpoint with --load"
     ),
     "push": "KeyError: 'no such parameter'",
@@ -38,8 +41,11 @@ def results(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     with unchanged(sglang_server_fp32, tiny_moe_dir), (folder / "stdout").open("w+") as out:
         worker = PreloadedPopen(
             [sys.executable, "-W", "ignore", WORKER, tiny_moe_dir, sglang_server_fp32.url, folder, *CASES],
-            env=variables, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            env=variables,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             worker.wait(400)
             assert group_members(worker.pid) == []
@@ -59,7 +65,9 @@ def results(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
 @pytest.mark.parametrize("case", CASES)
 def test_exception_when_on_one_rank_then_all_end_within_seconds_and_name_it(case, results):
     other, failing = results[case]
-    assert (other["status"], failing["status"]) == (1, 1), other["printed"][-2000:] + failing["printed"][-2000:]
+    assert (other["status"], failing["status"]) == (1, 1), (
+        other["printed"][-2000:] + failing["printed"][-2000:]
+    )
     assert other["seconds"] < WITHIN_S and failing["seconds"] < WITHIN_S
     assert f"rank 1 failed: {CASES[case]}" in failing["printed"] and "Traceback" in failing["printed"]
     told = [line for line in other["printed"].splitlines() if line.startswith("megatron_rl_corr: ")]

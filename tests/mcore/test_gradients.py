@@ -1,7 +1,7 @@
 """The corrected step on real Megatron-core over gloo, in every layout, against Hugging Face autograd.
 
-The reference is float64 and shares no code with the package; compared are the loss, every parameter's gradient, and
-every metric.
+The reference is float64 and shares no code with the package; compared are the loss, every parameter's
+gradient, and every metric.
 """
 
 import itertools
@@ -22,8 +22,12 @@ TOLERANCE = 1e-5  # of float32 Megatron against float64; measured 1e-6
 
 
 def moe_layouts(processes):
-    """{tp} x {pp, vpp} x {cp} x {dp} x {ep} of so many processes; Megatron's MoE wants sp wherever it has tp."""
-    for tp, (pp, vpp), cp, dp, ep in itertools.product((1, 2), ((1, 1), (2, 1), (2, 2)), (1, 2), (1, 2), (1, 2)):
+    """{tp} x {pp, vpp} x {cp} x {dp} x {ep} of so many processes; Megatron's MoE wants sp
+    wherever it has tp.
+    """
+    for tp, (pp, vpp), cp, dp, ep in itertools.product(
+        (1, 2), ((1, 1), (2, 1), (2, 2)), (1, 2), (1, 2), (1, 2)
+    ):
         if tp * pp * cp * dp == processes and tp * cp * dp % ep == 0:
             layout = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
             yield layout | ({"vpp": 2} if vpp == 2 else {}) | ({"sp": True} if tp == 2 else {})
@@ -41,15 +45,19 @@ def specs(layouts):
     for layout in layouts:
         # Interleaved stages need at least as many microbatches as there are stages.
         few = 2 if "vpp" in layout else 1
-        # Where the loss makes the correction, both ways must give the same: with the scoring pass and without.
+        # Where the loss makes the correction, both ways must give the same: with the scoring
+        # pass and without.
         yield layout | {"runs": [["token", few], ["token", 4], ["sequence", 4], ["once sequence", 4]]}
         scored = [["once sequence/scored", 4]] if layout.get("cp", 1) > 1 else [["once token/scored", 4]]
-        yield layout | {"per_token": True, "runs": [["token", few], ["bypass", 4], ["once token", 4], *scored]}
+        yield layout | {
+            "per_token": True,
+            "runs": [["token", few], ["bypass", 4], ["once token", 4], *scored],
+        }
 
 
 def some(specs, processes):
-    """All of one process; of more, which take minutes, each layout in one of its two ways, and of four ranks only those
-    whose experts are cut too, as are their layers' matrices or their stages.
+    """All of one process; of more, which take minutes, each layout in one of its two ways, and of four ranks
+    only those whose experts are cut too, as are their layers' matrices or their stages.
 
     tests/matrix/test_all_layouts.py runs the others.
     """
@@ -61,36 +69,58 @@ def some(specs, processes):
     chosen = [pair[(at + at // 2) % 2] for at, pair in pairs]
     cut = {"tp", "vpp"}
     return [
-        spec for spec in chosen
-        if processes == 2 or spec.get("ep") != 1 and any(spec.get(name, 1) > 1 for name in cut) or "local" in spec
-    ]  # fmt: skip
+        spec
+        for spec in chosen
+        if processes == 2
+        or spec.get("ep") != 1
+        and any(spec.get(name, 1) > 1 for name in cut)
+        or "local" in spec
+    ]
 
 
 EXTRA = {
     1: [],
     2: [{"cp": 2, "hidden": True}, {"tp": 2, "sp": True, "ep": 2, "local": True}],
-    4: [{"tp": 2, "ep": 2, "etp": 2, "sp": True}, {"ep": 4}, {"cp": 4},
+    4: [
+        {"tp": 2, "ep": 2, "etp": 2, "sp": True},
+        {"ep": 4},
+        {"cp": 4},
         {"tp": 2, "cp": 2, "ep": 2, "sp": True, "hidden": True},
-        {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "hidden": True}, {"cp": 2, "pp": 2, "ep": 2, "local": True}],
+        {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "hidden": True},
+        {"cp": 2, "pp": 2, "ep": 2, "local": True},
+    ],
 }
-"""More experts' ranks; log-probs from hidden states instead of logits; and the local spec, not Transformer Engine's."""
+"""More experts' ranks; log-probs from hidden states instead of logits; and the local spec, not
+Transformer Engine's.
+"""
 
 PACKED = {
     1: [{"packed": 64}],
     2: [{"packed": 64, "cp": 2, "hidden": True}, {"packed": 64, "pp": 2, "vpp": 2, "per_token": True}],
-    4: [{"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "recompute": True},
-        {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True}, {"packed": 64, "cp": 2, "pp": 2},
-        {"packed": 32, "tp": 2, "ep": 2, "etp": 2, "sp": True}],
+    4: [
+        {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "recompute": True},
+        {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True},
+        {"packed": 64, "cp": 2, "pp": 2},
+        {"packed": 32, "tp": 2, "ep": 2, "etp": 2, "sp": True},
+    ],
 }
-"""Sequences packed into microbatches of at most so many tokens; a number of microbatches is not theirs to choose."""
+"""Sequences packed into microbatches of at most so many tokens; a number of microbatches is not
+theirs to choose.
+"""
 
 TRUNCATED = {
     1: [{"recompute": True}],
     2: [{"cp": 2}, {"pp": 2}, {"tp": 2, "sp": True}],
-    4: [{"pp": 2, "cp": 2, "recompute": True}, {"tp": 2, "cp": 2, "sp": True, "per_token": True},
-        {"tp": 2, "pp": 2, "vpp": 2, "sp": True}, {"cp": 2}],
+    4: [
+        {"pp": 2, "cp": 2, "recompute": True},
+        {"tp": 2, "cp": 2, "sp": True, "per_token": True},
+        {"tp": 2, "pp": 2, "vpp": 2, "sp": True},
+        {"cp": 2},
+    ],
 }
-"""Where samples were drawn from a few ids each: sampling masks go to the last stage, cut for context parallelism."""
+"""Where samples were drawn from a few ids each: sampling masks go to the last stage, cut for
+context parallelism.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +130,21 @@ def tiny_dense_dir(tiny_moe_dir, tmp_path_factory):
 
     out = tmp_path_factory.mktemp("tiny_dense")
     moe = json.loads((tiny_moe_dir / "config.json").read_text())
-    shape = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-             "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters")  # fmt: skip
+    shape = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "max_position_embeddings",
+        "rope_parameters",
+    )
     torch.manual_seed(0)
-    config = Qwen3Config(tie_word_embeddings=False, initializer_range=0.05, **{name: moe[name] for name in shape})
+    config = Qwen3Config(
+        tie_word_embeddings=False, initializer_range=0.05, **{name: moe[name] for name in shape}
+    )
     Qwen3ForCausalLM(config).save_pretrained(out)
     return out
 
@@ -127,7 +168,9 @@ def results(processes, model_dir, reference, chosen):
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     found = [json.loads(line.removeprefix("RESULT ")) for line in lines]
     expected = [[spec, *one] for spec in chosen for one in spec["runs"]]
-    assert [[one["layout"], one["case"], one["microbatches"]] for one in found] == expected, run.stderr[-3000:]
+    assert [[one["layout"], one["case"], one["microbatches"]] for one in found] == expected, run.stderr[
+        -3000:
+    ]
     return found
 
 
@@ -135,26 +178,50 @@ def expected_metrics(reference, case):
     """Every metric of a case, from the reference's log-probs alone; of truncated samples, its "truncated"."""
     case = case.partition("/")[0]
     samples, train = reference["samples"], "now" if case == "bypass" or case.startswith("once") else "old"
-    tokens = [(i, float(s[train][t]), float(s["rollout"][t]))
-              for i, s in enumerate(samples) for t in range(len(s["output"]))]  # fmt: skip
+    tokens = [
+        (i, float(s[train][t]), float(s["rollout"][t]))
+        for i, s in enumerate(samples)
+        for t in range(len(s["output"]))
+    ]
     padding = len(samples) * LENGTH - len(tokens)
     rows, trains, rollouts = zip(*tokens, *[(0, 0.0, 0.0)] * padding, strict=True)
     answer = correct(
-        Batch(list(trains), list(rollouts), [True] * len(tokens) + [False] * padding, list(rows), len(samples),
-              [0] * len(rows), [0.0] * len(rows), lags=[0] * len(rows)),
-        CONFIGS[case], with_turns=False,
-    )  # fmt: skip
+        Batch(
+            list(trains),
+            list(rollouts),
+            [True] * len(tokens) + [False] * padding,
+            list(rows),
+            len(samples),
+            [0] * len(rows),
+            [0.0] * len(rows),
+            lags=[0] * len(rows),
+        ),
+        CONFIGS[case],
+        with_turns=False,
+    )
     rewards, n, moved = [s["reward"] for s in samples], len(samples), reference["cases"][case]["moved"]
     losses = {
-        name if "/" in name else f"loss/{name}": value for name, value in reference["cases"][case]["metrics"].items()
+        name if "/" in name else f"loss/{name}": value
+        for name, value in reference["cases"][case]["metrics"].items()
     }
-    return {f"rollout_corr/{name}": value for name, value in answer.metrics.items()} | losses | {
-        "reward/mean": sum(rewards) / n, "reward/max": max(rewards), "reward/min": min(rewards),
-        "reward/std": math.sqrt(sum((r - sum(rewards) / n) ** 2 for r in rewards) / n),
-        "response_length/mean": len(tokens) / n, "weight_lag": 0.0, "weight_lag_mean": 0.0,
-        "loss/entropy": reference["entropy"], "loss/old_new_k3_kl": mean(math.expm1(d) - d for d in moved),
-        "loss/old_new_k3_kl_clamped": mean(math.expm1(d) - d for d in (clamp(d, LOW, HIGH) for d in moved)),
-    }  # fmt: skip
+    return (
+        {f"rollout_corr/{name}": value for name, value in answer.metrics.items()}
+        | losses
+        | {
+            "reward/mean": sum(rewards) / n,
+            "reward/max": max(rewards),
+            "reward/min": min(rewards),
+            "reward/std": math.sqrt(sum((r - sum(rewards) / n) ** 2 for r in rewards) / n),
+            "response_length/mean": len(tokens) / n,
+            "weight_lag": 0.0,
+            "weight_lag_mean": 0.0,
+            "loss/entropy": reference["entropy"],
+            "loss/old_new_k3_kl": mean(math.expm1(d) - d for d in moved),
+            "loss/old_new_k3_kl_clamped": mean(
+                math.expm1(d) - d for d in (clamp(d, LOW, HIGH) for d in moved)
+            ),
+        }
+    )
 
 
 def check(found, whole_reference, parameters):
@@ -165,7 +232,8 @@ def check(found, whole_reference, parameters):
         assert one["gradient"] < TOLERANCE, (where, one["gradient"], one["worst"])
         expected = expected_metrics(reference, one["case"])
         assert one["metrics"].keys() == expected.keys(), where
-        if "packed" in one["layout"]:  # counts what is no sampled token: of packs prompts, and next to no padding
+        # counts what is no sampled token: of packs prompts, and next to no padding
+        if "packed" in one["layout"]:
             padded = "rollout_corr/padded_tokens"
             assert one["metrics"][padded] < expected.pop(padded) / 2
         for name, value in expected.items():
@@ -182,10 +250,14 @@ def test_corrected_step_of_moe_in_every_layout_then_gradients_and_metrics_equal_
     for layout in TRUNCATED[processes]:
         chosen.append(layout | {"truncated": True, "runs": [["token", 4], ["bypass", 2]]})
     for layout in PACKED[processes][:1]:
-        chosen.append({name: value for name, value in layout.items() if name != "hidden"}
-                      | {"truncated": True, "runs": [["token", 4]]})  # fmt: skip
+        chosen.append(
+            {name: value for name, value in layout.items() if name != "hidden"}
+            | {"truncated": True, "runs": [["token", 4]]}
+        )
     for layout in PACKED[processes]:
-        chosen.append(layout | {"runs": [["token", 4], ["bypass" if "per_token" in layout else "once sequence", 4]]})
+        chosen.append(
+            layout | {"runs": [["token", 4], ["bypass" if "per_token" in layout else "once sequence", 4]]}
+        )
     found = results(processes, tiny_moe_dir, path, chosen)
     check(found, reference, parameters=135)  # 3 outside the layers; 4 x (9 + 8 experts x 3) inside
     for one in found:
@@ -194,7 +266,9 @@ def test_corrected_step_of_moe_in_every_layout_then_gradients_and_metrics_equal_
 
 
 def check_traffic(one, samples):
-    """Of the sampling masks every byte is sent once to the last stage, and once to each context-parallel rank of it."""
+    """Of the sampling masks every byte is sent once to the last stage, and once to each
+    context-parallel rank of it.
+    """
     layout, per_rank = one["layout"], one["traffic"]
     tp, cp, pp = (layout.get(name, 1) for name in ("tp", "cp", "pp"))
     dp = len(per_rank) // (tp * cp * pp)
@@ -206,10 +280,12 @@ def check_traffic(one, samples):
     if cp == 1:
         assert sent == received == (whole if pp > 1 else 0)
     else:
-        # Each context-parallel rank but the first is sent its own: with two ranks in chunks of a quarter, some of it.
+        # Each context-parallel rank but the first is sent its own: with two ranks in chunks of a
+        # quarter, some of it.
         to_cp = sent - (whole if pp > 1 else 0)
         assert sent == received and 4 * len(samples) * LENGTH // cp < to_cp < whole
-    # Tensor-parallel ranks hand on what their first one has; nobody else broadcasts, and no other stage gets an id.
+    # Tensor-parallel ranks hand on what their first one has; nobody else broadcasts, and no other
+    # stage gets an id.
     assert sum(rank["broadcast_"] for rank in last) == (tp * whole if tp > 1 else 0)
     if pp > 1:
         assert all(rank["recv_"] == rank["broadcast_"] == 0 for rank in first)

@@ -1,4 +1,6 @@
-"""What the hooks replace, and what they refuse, in processes of their own: pytest's never imports Megatron."""
+"""What the hooks replace, and what they refuse, in processes of their own: pytest's never
+imports Megatron.
+"""
 
 import json
 
@@ -31,7 +33,9 @@ CASES = {}
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Name -> what the case said; Megatron is imported once, and every case has a fork of that."""
-    code = START + """
+    code = (
+        START
+        + """
 import os
 for name, case in json.loads(sys.argv[1]).items():
     sys.stdout.flush()
@@ -41,6 +45,7 @@ for name, case in json.loads(sys.argv[1]).items():
         os._exit(0)
     os.wait()
 """
+    )
     script = tmp_path_factory.mktemp("hooks") / "cases.py"
     script.write_text(code)
     done = run_megatron(script, json.dumps(CASES))
@@ -77,7 +82,9 @@ CASES["missing"] = REFUSAL.format(change="del training.train_step")
         ("missing", f"megatron.training.training of megatron-core 0.19.2 has no train_step: {CHANGED}"),
     ],
 )
-def test_install_when_a_function_is_not_as_known_then_it_is_named_and_nothing_is_replaced(case, words, results):
+def test_install_when_a_function_is_not_as_known_then_it_is_named_and_nothing_is_replaced(
+    case, words, results
+):
     assert results[case]["said"].endswith(words) and results[case]["same"]
 
 
@@ -99,7 +106,13 @@ say(
 
 def test_install_when_a_function_was_imported_before_then_every_name_of_it_is_bound_anew(results):
     found = results["imported before"]
-    assert found == {"case": "imported before", "renewed": [True] * 6, "names": [True] * 2, "left": True, "stale": []}
+    assert found == {
+        "case": "imported before",
+        "renewed": [True] * 6,
+        "names": [True] * 2,
+        "left": True,
+        "stale": [],
+    }
 
 
 CASES["restart"] = """
@@ -140,53 +153,80 @@ say(log=log, parsed=parsed, kinds=dict(EVENTS.counts), left=len(WATCH._clean_ups
 """
 
 
-def test_hooks_when_megatron_restarts_within_the_process_then_flags_parse_anew_and_the_old_servers_are_left(results):
+def test_hooks_when_megatron_restarts_within_the_process_then_flags_parse_anew_and_the_old_servers_are_left(
+    results,
+):
     found = results["restart"]
     assert found["parsed"] == [["p"], ["p"]]
     assert found["log"] == [
-        ["set up", None], ["start", 1], ["close", 1], ["set up", None], ["start", 2], ["close", 2],
-    ]  # fmt: skip
+        ["set up", None],
+        ["start", 1],
+        ["close", 1],
+        ["set up", None],
+        ["start", 2],
+        ["close", 2],
+    ]
     assert found["kinds"] == {"run_started": 1, "run_restarted": 1, "run_ended": 1}
     assert found["restarted"] == [False, True]
     assert found["left"] == 1  # to close the reports of the second start; the first one's is forgotten
 
 
 # The first start opens something and fails: the second closes it, and is a restart.
-CASES["failed start"] = CASES["restart"].replace("""
+CASES["failed start"] = (
+    CASES["restart"]
+    .replace(
+        """
     return step
-session""", """
+session""",
+        """
     if step.number == 1:
         raise RuntimeError("a collective was aborted")
     return step
-session""").replace("""
+session""",
+    )
+    .replace(
+        """
     training.setup_model_and_optimizer("provider", "type")
 leave()
-""", """
+""",
+        """
     try:
         training.setup_model_and_optimizer("provider", "type")
     except RuntimeError as error:
         log.append(["failed", str(error)])
 leave()
-""")
+""",
+    )
+)
 
 
-def test_hooks_when_a_start_fails_and_megatron_restarts_then_what_it_opened_is_closed_and_a_restart_is_told(results):
+def test_hooks_when_a_start_fails_and_megatron_restarts_then_what_it_opened_is_closed_and_a_restart_is_told(
+    results,
+):
     found = results["failed start"]
     assert found["log"] == [
-        ["set up", None], ["start", 1], ["failed", "a collective was aborted"], ["close", 1], ["set up", None],
-        ["start", 2], ["close", 2],
-    ]  # fmt: skip
+        ["set up", None],
+        ["start", 1],
+        ["failed", "a collective was aborted"],
+        ["close", 1],
+        ["set up", None],
+        ["start", 2],
+        ["close", 2],
+    ]
     assert found["kinds"] == {"run_restarted": 1, "run_ended": 1}
 
 
-CASES["failed close"] = CASES["restart"].replace("""
+CASES["failed close"] = CASES["restart"].replace(
+    """
         log.append(["close", self.number])
-""", """
+""",
+    """
         log.append(["close", self.number])
         if self.number == 1:
             import torch
             raise torch.distributed.DistBackendError("the communicator was aborted")
-""")  # fmt: skip
+""",
+)
 
 
 def test_hooks_when_the_old_step_can_not_be_closed_at_a_restart_then_the_new_one_starts(results):
@@ -277,11 +317,19 @@ def test_cursor_when_megatron_saves_then_it_is_in_the_folder_before_the_checkpoi
 
 
 def test_cursor_when_a_batch_has_no_update_yet_then_its_prompts_are_to_be_drawn_again(results):
-    assert results["cursor"]["asked"] == ["evaluated", [25, False], "evaluated", [25, False], "evaluated", [25, True]]
+    assert results["cursor"]["asked"] == [
+        "evaluated",
+        [25, False],
+        "evaluated",
+        [25, False],
+        "evaluated",
+        [25, True],
+    ]
 
 
 def test_batches_when_a_checkpoint_was_made_with_other_updates_a_batch_then_they_are_counted_on(results):
-    # 25 batches in 40 steps; without the file they are counted by steps, and an older file is of one update a batch.
+    # 25 batches in 40 steps; without the file they are counted by steps, and an older file is of
+    # one update a batch.
     assert results["cursor"]["batches"] == [[25, 27], [25, 26], [10, 11], [40, 44], [40, 41]]
 
 
@@ -289,27 +337,52 @@ CASES["folders to load"] = """
 import pathlib, tempfile
 from megatron.training import checkpointing, global_vars
 from megatron_rl_corr.mcore.checkpoint_files import folders_to_load
+
 here = pathlib.Path(tempfile.mkdtemp())
+
+
 def loads(load_dir, args, rank0, state, iteration, *rest, **named):
-    return None, checkpointing.get_checkpoint_name(str(load_dir), iteration, return_base_dir=True), False, None
+    return (
+        None,
+        checkpointing.get_checkpoint_name(str(load_dir), iteration, return_base_dir=True),
+        False,
+        None,
+    )
+
+
 checkpointing._load_global_dist_base_checkpoint = loads
+
+
 def loaded(kind, directory=None):
-    "(the folder that Megatron loads, the first of ours that is there) with a non-persistent checkpoint of step 40."
+    "A non-persistent checkpoint of step 40: (what Megatron loads, the first of ours that is there)."
     root = here / str(directory)
     parent = pathlib.Path(directory) if directory else root / "old/non_persistent"
     args = types.SimpleNamespace(
-        load=str(root / "old"), save=str(root / "new"), iteration=40, ckpt_step=None, non_persistent_ckpt_type=kind,
-        non_persistent_global_ckpt_dir=directory)
-    for folder in (parent, root / "old", root / "new/non_persistent"):  # that of another run would be taken for ours
+        load=str(root / "old"),
+        save=str(root / "new"),
+        iteration=40,
+        ckpt_step=None,
+        non_persistent_ckpt_type=kind,
+        non_persistent_global_ckpt_dir=directory,
+    )
+    for folder in (
+        parent,
+        root / "old",
+        root / "new/non_persistent",
+    ):  # that of another run would be taken for ours
         (folder / "iter_0000040").mkdir(parents=True)
         (folder / "latest_checkpointed_iteration.txt").write_text("40")
     _, own, *_ = checkpointing._load_base_checkpoint(args.load, args, rank0=True)
     return [own, *map(str, folders_to_load(args))]
+
+
 say(beside=loaded("global"), elsewhere=loaded("global", str(here / "local disk")))
 """
 
 
-def test_folders_to_load_when_a_checkpoint_is_non_persistent_then_ours_are_looked_for_where_megatron_loads_it(results):
+def test_folders_to_load_when_a_checkpoint_is_non_persistent_then_ours_are_looked_for_where_megatron_loads_it(
+    results,
+):
     for where in ("beside", "elsewhere"):
         own, first, second = results["folders to load"][where]
         assert own == first and second.endswith("old/iter_0000040")
@@ -324,6 +397,7 @@ from megatron_rl_corr.mcore import serving
 from megatron_rl_corr.mcore.serving import WeightPush
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.models.shards import LocalParameter
+
 live = torch.nn.Parameter(torch.ones(3))
 weights = ReferenceWeights([LocalParameter(live, "w", 0, 0, None)])
 with torch.no_grad():
@@ -332,8 +406,16 @@ reference, seen = LocalReference(weights), []
 serving.push_weights = lambda *args, **named: seen.append(["pushed", live.tolist()])
 push = WeightPush(None, None, "run", 1, reference)
 run = hooks.CorrectedTraining(*parse(FLAGS), None)
-step = CorrectedStep(config=RolloutCorrectionConfig(), layout=None, shape=None, collector=types.SimpleNamespace(
-    all_gather_cursor=lambda *args, **named: None), logprobs=None, push=push, report=None, reference=reference)
+step = CorrectedStep(
+    config=RolloutCorrectionConfig(),
+    layout=None,
+    shape=None,
+    collector=types.SimpleNamespace(all_gather_cursor=lambda *args, **named: None),
+    logprobs=None,
+    push=push,
+    report=None,
+    reference=reference,
+)
 run.session = types.SimpleNamespace(step=step)
 folder = pathlib.Path(tempfile.mkdtemp())
 others = folder / "iter_0000001/rollout_reference"
@@ -341,15 +423,31 @@ others.mkdir(parents=True)
 training.get_args = lambda: types.SimpleNamespace(save=str(folder), iteration=0)
 reference_checkpoint.dist = types.SimpleNamespace(get_rank=lambda: 0)
 save = run.wrap_save(lambda iteration: seen.append(["saved", live.tolist()]))
+
+
 def train():
-    step._train(lambda *args: seen.append(["trained"]), None, types.SimpleNamespace(
-        inputs=None, packs=None), 0, [], None, False, {})
+    step._train(
+        lambda *args: seen.append(["trained"]),
+        None,
+        types.SimpleNamespace(inputs=None, packs=None),
+        0,
+        [],
+        None,
+        False,
+        {},
+    )
+
+
 uses = {"push": lambda: push(1), "save": lambda: save(1), "train": train}
+
+
 def said(use):
     try:
         use()
     except ReferenceInPlace as error:
         return str(error)
+
+
 with weights.in_place():
     inside, refused = live.tolist(), {name: said(use) for name, use in uses.items()}
 push(1), save(1)
@@ -367,7 +465,9 @@ def test_reference_when_its_weights_are_in_place_then_a_push_a_save_and_an_updat
     found = results["reference in place"]
     assert found["inside"] == [1.0] * 3
     for use, word in (("push", "pushed"), ("save", "saved"), ("train", "trained")):
-        assert found["refused"][use].startswith(f"the model's weights can't be {word} now: they are the reference")
+        assert found["refused"][use].startswith(
+            f"the model's weights can't be {word} now: they are the reference"
+        )
     assert found["seen"] == [["pushed", [2.0] * 3], ["saved", [2.0] * 3]]
     # What another run has left in a checkpoint that is written over is not taken for this run's.
     assert found["others"] == [False, True]
@@ -396,7 +496,8 @@ say(
 def test_expert_layout_when_an_older_release_would_lose_gradients_then_it_is_refused(results):
     found = results["experts"]
     assert found["refused"].startswith(
-        "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2 and --expert-model-parallel-size 1: "
+        "--expert-tensor-parallel-size 1 with --tensor-model-parallel-size 2 and "
+        "--expert-model-parallel-size 1: "
     )
     assert "leaves tokens out of the experts' gradients; use 0.19 or newer" in found["refused"]
     assert found["taken"] == [None] * 5
@@ -404,37 +505,76 @@ def test_expert_layout_when_an_older_release_would_lose_gradients_then_it_is_ref
 
 CASES["evaluation"] = """
 run_flags.check_policy = lambda args: None
+
+
 def said(check):
     try:
         return check()
     except ValueError as error:
         return str(error)
+
+
 def flags(interval, prompts=("held_out.jsonl",), **run):
     run = {"train_iters": 20, "train_samples": None, "global_batch_size": 16, "rampup_batch_size": None} | run
     return types.SimpleNamespace(
-        context_parallel_size=1, yaml_cfg=None, finetune=False, pretrained_checkpoint=None,
-        load=None, iterations_to_skip=None, eval_iters=0, rollout_eval_prompts=prompts, eval_interval=interval, **run,
-        num_experts=None, router_replay="off", expert_statistics=False, expert_tensor_parallel_size=None,
-        rollout_pad_sequences=True, rollout_updates_per_batch=1, rollout_epochs_per_batch=1, exit_interval=None,
+        context_parallel_size=1,
+        yaml_cfg=None,
+        finetune=False,
+        pretrained_checkpoint=None,
+        load=None,
+        iterations_to_skip=None,
+        eval_iters=0,
+        rollout_eval_prompts=prompts,
+        eval_interval=interval,
+        **run,
+        num_experts=None,
+        router_replay="off",
+        expert_statistics=False,
+        expert_tensor_parallel_size=None,
+        rollout_pad_sequences=True,
+        rollout_updates_per_batch=1,
+        rollout_epochs_per_batch=1,
+        exit_interval=None,
         rollout_colocate=False,
-        save=None, adlr_autoresume=False, rollout_save_hf_interval=None,
-        tensor_model_parallel_size=1, expert_model_parallel_size=1, seq_length=32, calculate_per_token_loss=False,
-        multi_latent_attention=False, transformer_impl="local",
+        save=None,
+        adlr_autoresume=False,
+        rollout_save_hf_interval=None,
+        tensor_model_parallel_size=1,
+        expert_model_parallel_size=1,
+        seq_length=32,
+        calculate_per_token_loss=False,
+        multi_latent_attention=False,
+        transformer_impl="local",
     )
+
+
 def refused(args):
     return said(lambda: run_flags.check_megatron_arguments(args))
+
+
 say(
     intervals=[refused(flags(n)) for n in (None, 0, 21, 20, 1)],
     by_samples=[refused(flags(n, train_iters=None, train_samples=170)) for n in (11, 10)],
     without=refused(flags(1000, prompts=())),
-    batches=[refused(flags(1, **{name: given}))
-             for name, given in (("rampup_batch_size", ["4", "4", "9"]), ("step_batch_size_schedule", "0:8 9:16"))],
+    batches=[
+        refused(flags(1, **{name: given}))
+        for name, given in (("rampup_batch_size", ["4", "4", "9"]), ("step_batch_size_schedule", "0:8 9:16"))
+    ],
     offloaded=[refused(flags(1, optimizer_cpu_offload=True, fp16=False, bf16=b)) for b in (False, True)],
     latent=[
-        said(lambda: run_flags.check_latent_attention(types.SimpleNamespace(
-            tensor_model_parallel_size=ranks, multi_latent_attention=latent, transformer_impl=spec)))
-        for ranks, latent, spec in ((2, True, "local"), (1, True, "local"), (2, False, "local"),
-                                    (2, True, "transformer_engine"))
+        said(
+            lambda: run_flags.check_latent_attention(
+                types.SimpleNamespace(
+                    tensor_model_parallel_size=ranks, multi_latent_attention=latent, transformer_impl=spec
+                )
+            )
+        )
+        for ranks, latent, spec in (
+            (2, True, "local"),
+            (1, True, "local"),
+            (2, False, "local"),
+            (2, True, "transformer_engine"),
+        )
     ],
 )
 """
@@ -442,8 +582,11 @@ say(
 
 def test_evaluation_when_it_would_never_come_then_refused_at_the_start(results):
     found = results["evaluation"]
-    never = ("--rollout-eval-prompts would never be asked: --eval-interval {}, the steps from one evaluation to the "
-             "next, must be from 1 to the run's 20 steps, by --train-iters or --train-samples")  # fmt: skip
+    never = (
+        "--rollout-eval-prompts would never be asked: --eval-interval {}, the steps from one evaluation to "
+        "the "
+        "next, must be from 1 to the run's 20 steps, by --train-iters or --train-samples"
+    )
     assert found["intervals"] == [*map(never.format, (None, 0, 21)), None, None] and found["without"] is None
     assert found["by_samples"] == [never.format(11).replace("20 steps", "10 steps"), None]
     assert found["batches"] == [
@@ -460,7 +603,8 @@ def test_offloaded_optimizer_in_float32_when_its_copies_would_stay_the_initial_w
 def test_latent_attention_when_the_local_spec_cuts_it_over_ranks_then_refused(results):
     refused, *taken = results["evaluation"]["latent"]
     assert refused == (
-        "--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size 2: Megatron does not "
+        "--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size 2: Megatron "
+        "does not "
         "sum the positional key's gradient over the ranks; use --transformer-impl transformer_engine, or "
         "--tensor-model-parallel-size 1"
     )
@@ -488,14 +632,18 @@ say(
 """
 
 
-def test_checkpoint_when_it_would_begin_at_iteration_0_then_refused_as_the_first_weights_would_be_loaded_over_it(
-    results
+def test_checkpoint_when_it_would_begin_at_iteration_0_then_refused(
+    results,
 ):
     found = results["begin"]
     for said, named in zip(found["release"], ("release", "release", "0"), strict=True):
-        assert said.startswith(f"--load DIR: its checkpoint ({named}) begins at iteration 0, where the weights of ")
+        assert said.startswith(
+            f"--load DIR: its checkpoint ({named}) begins at iteration 0, where the weights of "
+        )
         assert said.endswith("name it by --pretrained-checkpoint, and by --load the run's own folder")
-    assert found["overridden"].startswith("--override-ckpt-iteration 0 begins at iteration 0, where the weights of ")
+    assert found["overridden"].startswith(
+        "--override-ckpt-iteration 0 begins at iteration 0, where the weights of "
+    )
     assert found["taken"] == [None] * 6
 
 
@@ -537,14 +685,21 @@ say(
 def test_checkpoint_when_its_layers_name_their_norms_otherwise_then_refused_with_the_remedy(results):
     found = results["layers"]
     te = "transformer_engine"
-    expected = [("local", "DIR/iter_0000040", te), (te, "DIR/iter_0000020", "local"), ("local", "DIR/iter_0000040", te)]
+    expected = [
+        ("local", "DIR/iter_0000040", te),
+        (te, "DIR/iter_0000020", "local"),
+        ("local", "DIR/iter_0000040", te),
+    ]
     for said, (impl, path, saved) in zip(found["refused"], expected, strict=True):
-        assert said.startswith(f"--transformer-impl {impl}: the checkpoint {path} was saved with {saved}, whose ")
+        assert said.startswith(
+            f"--transformer-impl {impl}: the checkpoint {path} was saved with {saved}, whose "
+        )
         assert f"give --transformer-impl {saved}, or convert it to Hugging Face format" in said
     assert found["taken"] == [None] * 5
     gpt, hybrid, same = found["hybrid"]
     assert same is None and gpt == (
-        "--hybrid-layer-pattern: the checkpoint DIR/iter_0000040 was saved with none, and this run has *E*E, whose "
+        "--hybrid-layer-pattern: the checkpoint DIR/iter_0000040 was saved with none, and this run has *E*E, "
+        "whose "
         "layers have other numbers; give that of the checkpoint, or convert it to Hugging Face format for "
         "--rollout-hf-checkpoint and leave --load out"
     )
@@ -569,8 +724,13 @@ say(refused=said(pretrained_checkpoint="sft"),
 
 def test_reference_when_the_start_is_a_checkpoint_of_megatron_then_its_folder_must_be_named(results):
     found = results["start"]
-    assert found["refused"].startswith("--pretrained-checkpoint sft with a KL penalty against a reference policy: ")
-    assert "name that folder by --rollout-reference-checkpoint" in found["refused"] and found["taken"] == [None] * 2
+    assert found["refused"].startswith(
+        "--pretrained-checkpoint sft with a KL penalty against a reference policy: "
+    )
+    assert (
+        "name that folder by --rollout-reference-checkpoint" in found["refused"]
+        and found["taken"] == [None] * 2
+    )
 
 
 CASES["per token"] = """
@@ -589,9 +749,14 @@ say(
 """
 
 
-def test_per_token_loss_when_half_precision_or_32_bits_could_not_hold_it_then_refused_with_the_remedy(results):
+def test_per_token_loss_when_half_precision_or_32_bits_could_not_hold_it_then_refused_with_the_remedy(
+    results,
+):
     found = results["per token"]
-    assert found["half"].startswith("--fp16 with --calculate-per-token-loss: ") and "or use --bf16" in found["half"]
+    assert (
+        found["half"].startswith("--fp16 with --calculate-per-token-loss: ")
+        and "or use --bf16" in found["half"]
+    )
     assert "--global-batch-size 32768 x --seq-length 65536 = 2147483648 positions" in found["many"]
     assert "leave --calculate-per-token-loss out (the gradient is the same)" in found["many"]
     assert found["taken"] == [None] * 3
@@ -599,93 +764,155 @@ def test_per_token_loss_when_half_precision_or_32_bits_could_not_hold_it_then_re
 
 CASES["packed"] = """
 from megatron_rl_corr.mcore import compat, packed_flags
+
+
 def said(**given):
-    args = {"transformer_impl": "transformer_engine", "cuda_graph_impl": "none", "num_experts": 8, "fp8": None,
-            "moe_token_dispatcher_type": "alltoall", "moe_router_load_balancing_type": "aux_loss", "seq_length": 32,
-            "rollout_max_tokens_per_microbatch": None} | given
+    args = {
+        "transformer_impl": "transformer_engine",
+        "cuda_graph_impl": "none",
+        "num_experts": 8,
+        "fp8": None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_load_balancing_type": "aux_loss",
+        "seq_length": 32,
+        "rollout_max_tokens_per_microbatch": None,
+    } | given
     try:
         packed_flags.check_packed(types.SimpleNamespace(**args))
     except ValueError as error:
         return str(error)
+
+
 def packed(stages):
     args = types.SimpleNamespace(
-        pipeline_model_parallel_size=stages, moe_token_dispatcher_type="allgather", variable_seq_lengths=False,
+        pipeline_model_parallel_size=stages,
+        moe_token_dispatcher_type="allgather",
+        variable_seq_lengths=False,
     )
     packed_flags.set_packed(args)
     return [args.variable_seq_lengths, args.moe_token_dispatcher_type]
+
+
 import torch
 from megatron_rl_corr.moe.padding import check_packed_routers
+
+
 class WithoutMask(torch.nn.Module):
     def __init__(self, coefficient):
         super().__init__()
         self.config = types.SimpleNamespace(
-            num_moe_experts=8, moe_aux_loss_coeff=coefficient, moe_router_load_balancing_type="aux_loss",
-            moe_z_loss_coeff=None, moe_router_enable_expert_bias=False, moe_router_bias_update_rate=1e-3,
+            num_moe_experts=8,
+            moe_aux_loss_coeff=coefficient,
+            moe_router_load_balancing_type="aux_loss",
+            moe_z_loss_coeff=None,
+            moe_router_enable_expert_bias=False,
+            moe_router_bias_update_rate=1e-3,
         )
+
     def forward(self, input_ids):
         pass
+
+
 def learning(coefficient):
     try:
         check_packed_routers([WithoutMask(coefficient)])
     except ValueError as error:
         return str(error)
+
+
 def train_step(forward_step_func, config, forward_backward_func, iteration=None):
     return forward_backward_func(num_microbatches=4, seq_length=8), iteration
+
+
 seven = compat.with_microbatches(train_step, 7)
+
+
 def schedule(**named):
     return named
+
+
 try:
     compat.with_microbatches(lambda forward_step_func: None, 7)
     unknown = None
 except versions.UnsupportedMegatron as error:
     unknown = str(error)
 say(
-    refused=[said(transformer_impl="local"), said(moe_token_dispatcher_type="allgather"), said(cuda_graph_impl="local"),
-             said(fp8="hybrid"), said(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]),
-             said(tp_comm_overlap=True), said(fine_grained_activation_offloading=True),
-             said(external_cuda_graph=True), said(overlap_p2p_comm_warmup_flush=True),
-             said(rollout_max_tokens_per_microbatch=31)],
-    taken=[said(), said(num_experts=None, moe_token_dispatcher_type="allgather"),
-           said(rollout_max_tokens_per_microbatch=32)],
-    lengths=[packed(1), packed(2)], unknown=unknown, learning=[learning(0.0), learning(0.01)],
+    refused=[
+        said(transformer_impl="local"),
+        said(moe_token_dispatcher_type="allgather"),
+        said(cuda_graph_impl="local"),
+        said(fp8="hybrid"),
+        said(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]),
+        said(tp_comm_overlap=True),
+        said(fine_grained_activation_offloading=True),
+        said(external_cuda_graph=True),
+        said(overlap_p2p_comm_warmup_flush=True),
+        said(rollout_max_tokens_per_microbatch=31),
+    ],
+    taken=[
+        said(),
+        said(num_experts=None, moe_token_dispatcher_type="allgather"),
+        said(rollout_max_tokens_per_microbatch=32),
+    ],
+    lengths=[packed(1), packed(2)],
+    unknown=unknown,
+    learning=[learning(0.0), learning(0.01)],
     counts=[seven(None, None, schedule, 3), seven(None, None, forward_backward_func=schedule)],
 )
 """
 
 
 def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(results):
-    found, but, rows = results["packed"], "does not go with packed sequences, as", "or give --rollout-pad-sequences"
+    found, but, rows = (
+        results["packed"],
+        "does not go with packed sequences, as",
+        "or give --rollout-pad-sequences",
+    )
     assert found["refused"] == [
         f"--transformer-impl local {but} its attention takes whole rows only; use --transformer-impl "
         f"transformer_engine, {rows}",
-        f"--moe-token-dispatcher-type allgather {but} it is not proven with microbatches of other lengths; use "
+        f"--moe-token-dispatcher-type allgather {but} it is not proven with microbatches of other lengths; "
+        "use "
         f"--moe-token-dispatcher-type alltoall, {rows}",
-        f"--cuda-graph-impl local {but} it would repeat one microbatch's boundaries; use --cuda-graph-impl none, "
+        f"--cuda-graph-impl local {but} it would repeat one microbatch's boundaries; use --cuda-graph-impl "
+        "none, "
         f"{rows}",
-        f"--fp8-format hybrid {but} sequences are not padded to the multiples that it needs; leave it out, {rows}",
-        f"--moe-router-load-balancing-type aux_loss seq_aux_loss {but} it balances rows or batches, which packs are "
+        f"--fp8-format hybrid {but} sequences are not padded to the multiples that it needs; leave it out, "
+        f"{rows}",
+        f"--moe-router-load-balancing-type aux_loss seq_aux_loss {but} it balances rows or batches, which "
+        "packs are "
         f"not; use --moe-router-load-balancing-type aux_loss, {rows}",
         f"--tp-comm-overlap {but} its buffers have the size of rows; leave it out, {rows}",
-        f"--fine-grained-activation-offloading {but} it plans with the first step's microbatches, and keeps pinned "
+        f"--fine-grained-activation-offloading {but} it plans with the first step's microbatches, and keeps "
+        "pinned "
         f"buffers of every length that it meets; leave it out, {rows}",
         f"--external-cuda-graph {but} it would repeat one microbatch's boundaries; leave it out, {rows}",
-        f"--overlap-p2p-communication-warmup-flush {but} stages tell each other every microbatch's length, and in its "
+        f"--overlap-p2p-communication-warmup-flush {but} stages tell each other every microbatch's length, "
+        "and in its "
         f"order wait for each other for ever; leave it out, {rows}",
         "--rollout-max-tokens-per-microbatch 31 must be at least --seq-length 32: a sequence is not cut",
     ]
     assert found["taken"] == [None] * 3
     assert found["lengths"] == [[False, "allgather"], [True, "alltoall"]]
-    assert found["learning"] == [None, (
-        "--moe-aux-loss-coeff 0.01 with packed sequences: routers would learn from padding, and alike from packs of "
-        "other lengths, as megatron-core 0.19.2 can't leave it out; use --moe-aux-loss-coeff 0, or give "
-        "--rollout-pad-sequences"
-    )]
+    assert found["learning"] == [
+        None,
+        (
+            "--moe-aux-loss-coeff 0.01 with packed sequences: routers would learn from padding, and alike "
+            "from packs of "
+            "other lengths, as megatron-core 0.19.2 can't leave it out; use --moe-aux-loss-coeff 0, or give "
+            "--rollout-pad-sequences"
+        ),
+    ]
 
 
-def test_packed_when_it_has_other_microbatches_than_megatron_counts_then_only_the_schedule_hears_of_them(results):
+def test_packed_when_it_has_other_microbatches_than_megatron_counts_then_only_the_schedule_hears_of_them(
+    results,
+):
     found = results["packed"]
-    assert found["counts"] == [[{"num_microbatches": 7, "seq_length": 8}, 3], [{"num_microbatches": 7, "seq_length": 8},
-                                                                              None]]  # fmt: skip
+    assert found["counts"] == [
+        [{"num_microbatches": 7, "seq_length": 8}, 3],
+        [{"num_microbatches": 7, "seq_length": 8}, None],
+    ]
     assert "does not take forward_backward_func" in found["unknown"]
 
 
@@ -714,20 +941,36 @@ def test_update_when_asked_about_then_the_optimizers_step_is_what_it_was_a_graph
 
 CASES["leaving"] = """
 import torch
+
+
 def fails(*args):
     raise AssertionError("a run that ends to write a checkpoint asks for nothing more")
+
+
 left = ({}, True, True, True, 17, None, None, 0)
+
+
 class Step:
     evaluation = types.SimpleNamespace(is_due=lambda step: True, start=fails)
     step = types.SimpleNamespace(run=lambda train_step, *args: train_step(None, None))
+
+
 session.start = lambda *args: Step()
 run_flags.check_loaded_iteration = lambda args: None
 start_checks.check_start = lambda config, options, args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: types.SimpleNamespace(iteration=3, curr_iteration=3)
-training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")
+training.setup_model_and_optimizer = lambda model_provider_func, model_type: (
+    "model",
+    "optimizer",
+    "scheduler",
+)
+
+
 def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config):
     return left
+
+
 training.train_step = train_step
 install()
 training.setup_model_and_optimizer("provider", "type")
@@ -736,8 +979,8 @@ say(same=given == left)
 """
 
 
-def test_train_step_when_megatron_leaves_to_write_a_checkpoint_then_its_result_is_handed_on_and_nothing_is_asked(
-    results
+def test_train_step_when_megatron_leaves_to_write_a_checkpoint_then_its_result_is_handed_on(
+    results,
 ):
     assert results["leaving"]["same"]
 
@@ -745,6 +988,7 @@ def test_train_step_when_megatron_leaves_to_write_a_checkpoint_then_its_result_i
 CASES["qk clip"] = """
 import torch
 from megatron_rl_corr.mcore import compat
+
 layer = torch.nn.Linear(2, 2)
 layer.current_max_attn_logits = torch.ones(2)
 unseen = torch.nn.Linear(2, 2)
@@ -758,24 +1002,33 @@ state.zero_attention_logits()
 state.restore()
 with compat.attention_logits_kept([torch.nn.Sequential(layer, unseen)]):
     layer.current_max_attn_logits, unseen.current_max_attn_logits = torch.full((2,), 100.0), torch.ones(2)
-say(logits=[layer.current_max_attn_logits.tolist(), unseen.current_max_attn_logits], bias=layer.expert_bias.tolist(),
-    counts=layer.local_tokens_per_expert.tolist())
+say(
+    logits=[layer.current_max_attn_logits.tolist(), unseen.current_max_attn_logits],
+    bias=layer.expert_bias.tolist(),
+    counts=layer.local_tokens_per_expert.tolist(),
+)
 """
 
 
 def test_router_state_when_put_back_then_what_a_checkpoint_holds_and_no_logits_to_clip_weights_by(results):
     found = results["qk clip"]
-    assert found["logits"] == [[0.0] * 2, None] and found["bias"] == [0.0] * 3 and found["counts"] == [1.0] * 3
+    assert (
+        found["logits"] == [[0.0] * 2, None] and found["bias"] == [0.0] * 3 and found["counts"] == [1.0] * 3
+    )
 
 
 CASES["warnings"] = """
 import tempfile
 from pathlib import Path
 from tests.test_launch import write_inputs
+
+
 def with_files(flags):
     names = {"m": "model", "p": "prompts.jsonl", "r.py:r": "reward.py:reward"}
     write_inputs(folder := Path(tempfile.mkdtemp()))
     return [str(folder / names[flag]) if flag in names else flag for flag in flags]
+
+
 import asyncio, contextlib, dataclasses, io, logging
 import torch.distributed as dist
 from megatron_rl_corr.events import EVENTS
@@ -790,11 +1043,20 @@ from megatron_rl_corr.observability.catalogue import spec_of
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 from megatron_rl_corr.rollout.cursor import Drawn, SavedCursor
 from megatron_rl_corr.rollout.failures import CAUSES, FailedPrompts
+
 failure = SampleFailure("protocol", "what `top_p` kept is unknown")
+
+
 async def generate(*prompts, **how):
     raise failure
-client = types.SimpleNamespace(generate=generate, vocab_size=10, counts=dict, check_sampling=lambda sampling: None)
-source = SampleSource(client, None, PromptDataset([Prompt(3, [1])], seed=0), types.SimpleNamespace(check_labels=print))
+
+
+client = types.SimpleNamespace(
+    generate=generate, vocab_size=10, counts=dict, check_sampling=lambda sampling: None
+)
+source = SampleSource(
+    client, None, PromptDataset([Prompt(3, [1])], seed=0), types.SimpleNamespace(check_labels=print)
+)
 _, options = parse([*FLAGS, "--rollout-group-size", "2", "--rollout-max-new-tokens", "4"])
 layout = types.SimpleNamespace(dp_size=1, dp_rank=0)
 errors = io.StringIO()
@@ -804,7 +1066,9 @@ with contextlib.redirect_stderr(errors):
     logging.getLogger("megatron_rl_corr.weight_sync.verify").warning("`verify_push` is %s", "off")
     held_out = evaluate.HeldOut(EvaluationSet("", "p", 1), PromptDataset([Prompt(3, [1])]))
     running = types.SimpleNamespace(failed=0)
-    asyncio.run(evaluate.Evaluation(layout, source, [held_out], None, 1, 1.0)._scored(held_out, 0, 0, running))
+    asyncio.run(
+        evaluate.Evaluation(layout, source, [held_out], None, 1, 1.0)._scored(held_out, 0, 0, running)
+    )
     collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1))
     collector._failures.failed(failure, "sample 0 of row 3")
     evaluated = dict(EVENTS.counts)
@@ -816,24 +1080,37 @@ with contextlib.redirect_stderr(io.StringIO()):
         collector._all_gather_failed_prompts()
 saved = SavedCursor.of([Drawn(0)], source.prompts, FailedPrompts(1), 1, [{"ended": 90.0, "refused": 40.0}])
 others = dataclasses.replace(source, prompts=None)  # on a rank that draws none
-judged = [collect.Collector(options, layout, BatchShape(4, 2, 2, 16), one, batches=(0, 1), saved=saved)
-          ._failed_fraction.exceeded([10.0] + [0.0] * len(CAUSES)) for one in (source, others)]
+judged = [
+    collect.Collector(
+        options, layout, BatchShape(4, 2, 2, 16), one, batches=(0, 1), saved=saved
+    )._failed_fraction.exceeded([10.0] + [0.0] * len(CAUSES))
+    for one in (source, others)
+]
 other_seed = dataclasses.replace(saved, seed=1, again=(4, 8))
 with contextlib.redirect_stderr(io.StringIO()):
     collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1), saved=other_seed)
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
 say(
-    judged=[share for share, _ in judged], evaluated=evaluated, told=dict(EVENTS.counts),
+    judged=[share for share, _ in judged],
+    evaluated=evaluated,
+    told=dict(EVENTS.counts),
     undescribed=[name for name in hooks.CONSOLE if spec_of(name) is None],
-    printed=errors.getvalue().splitlines(), start=scoring.describe_start(idle, (), 1),
+    printed=errors.getvalue().splitlines(),
+    start=scoring.describe_start(idle, (), 1),
 )
 """
 
 
-def test_events_when_held_out_samples_fail_or_a_prompt_is_left_out_for_an_epoch_then_each_is_told_once(results):
+def test_events_when_held_out_samples_fail_or_a_prompt_is_left_out_for_an_epoch_then_each_is_told_once(
+    results,
+):
     assert results["warnings"]["evaluated"] == {"sample_failed": 2}  # one held out, one trained
-    assert results["warnings"]["told"] == {"sample_failed": 2, "group_dropped": 3, "prompt_left_out": 1,
-                                           "groups_forgotten": 1}  # fmt: skip
+    assert results["warnings"]["told"] == {
+        "sample_failed": 2,
+        "group_dropped": 3,
+        "prompt_left_out": 1,
+        "groups_forgotten": 1,
+    }
 
 
 def test_metrics_of_megatrons_own_log_line_then_the_catalogue_describes_them(results):
@@ -858,8 +1135,12 @@ def test_failures_before_a_checkpoint_then_every_rank_judges_them_or_they_would_
 
 CASES["loading"] = """
 from megatron_rl_corr.mcore.updates import Updates
+
+
 def fails(*args):
     raise ValueError("the checkpoint has no tensor lm_head.weight")
+
+
 session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4})
 session.sample_source = lambda *args: "source"
 session.Evaluation = types.SimpleNamespace(of=lambda *args: None)
@@ -868,9 +1149,13 @@ closed, opened = [], session.ExitStack()
 collector = types.SimpleNamespace(sampling=None, close=lambda: closed.append("collector"))
 session.Collector = lambda *args, **kwargs: collector
 session.LoopThread = lambda: types.SimpleNamespace(close=lambda: closed.append("loop"))
-megatron = types.SimpleNamespace(args=types.SimpleNamespace(iteration=0, finetune=False, train_iters=1), model=[])
+megatron = types.SimpleNamespace(
+    args=types.SimpleNamespace(iteration=0, finetune=False, train_iters=1), model=[]
+)
 try:
-    session._prepare(parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None, opened)
+    session._prepare(
+        parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None, opened
+    )
     said = ""
 except ValueError as error:
     said = str(error)
@@ -880,65 +1165,113 @@ say(said=said, closed=closed)
 
 
 def test_weights_when_they_can_not_be_loaded_then_the_flag_and_the_folder_are_named(results):
-    assert results["loading"]["said"] == "--rollout-hf-checkpoint m: the checkpoint has no tensor lm_head.weight"
+    assert (
+        results["loading"]["said"] == "--rollout-hf-checkpoint m: the checkpoint has no tensor lm_head.weight"
+    )
 
 
-def test_start_when_it_fails_after_sampling_was_prepared_then_what_it_had_opened_is_there_to_be_closed(results):
+def test_start_when_it_fails_after_sampling_was_prepared_then_what_it_had_opened_is_there_to_be_closed(
+    results,
+):
     assert results["loading"]["closed"] == ["collector", "loop"]
 
 
 CASES["scoring"] = """
 from megatron_rl_corr.mcore.scoring import describe_scoring, scoring_reasons
+
 lines = {}
 for flags in json.loads(FLAG_SETS):
     config, options = parse([*FLAGS, *flags.split()])
-    saves, experts = options.save_trajectories is not None, ("--expert-statistics",) * options.expert_statistics
+    saves, experts = (
+        options.save_trajectories is not None,
+        ("--expert-statistics",) * options.expert_statistics,
+    )
     lines[flags] = describe_scoring(config, scoring_reasons(config, saves=saves, routes=experts))
 say(lines=lines)
-""".replace("FLAG_SETS", repr(json.dumps([
-    "", "--rollout-correction-preset decoupled_seq_is --rollout-loss gspo",
-    "--rollout-correction-preset bypass_pg_geo_rs",
-    "--rollout-correction-preset decoupled_geo_rs_token_tis --rollout-save-trajectories there",
-    "--rollout-correction-preset decoupled_token_is --rollout-is-batch-normalize --expert-statistics",
-    "--rollout-m2-threshold 0.04 --rollout-batch-filter-kl 0.1 --rollout-loss-denominator kept",
-    "--rollout-advantage otb --rollout-group-size 4",
-])))  # fmt: skip
+""".replace(
+    "FLAG_SETS",
+    repr(
+        json.dumps(
+            [
+                "",
+                "--rollout-correction-preset decoupled_seq_is --rollout-loss gspo",
+                "--rollout-correction-preset bypass_pg_geo_rs",
+                "--rollout-correction-preset decoupled_geo_rs_token_tis --rollout-save-trajectories there",
+                "--rollout-correction-preset decoupled_token_is --rollout-is-batch-normalize "
+                "--expert-statistics",
+                "--rollout-m2-threshold 0.04 --rollout-batch-filter-kl 0.1 --rollout-loss-denominator kept",
+                "--rollout-advantage otb --rollout-group-size 4",
+            ]
+        )
+    ),
+)
 
 
-def test_scoring_pass_when_something_needs_the_whole_batch_then_it_is_named_else_the_pass_is_left_out(results):
+def test_scoring_pass_when_something_needs_the_whole_batch_then_it_is_named_else_the_pass_is_left_out(
+    results,
+):
     of_one_update = "with one update a batch pi_old is the policy that is trained, known in the loss"
     assert list(results["scoring"]["lines"].values()) == [
         *[f"scoring pass: left out ({of_one_update})"] * 2,
         "scoring pass: left out (bypass mode: pi_rollout stands in for pi_old)",
         "scoring pass: kept for --rollout-rs seq_mean_ratio, --rollout-save-trajectories",
         "scoring pass: kept for --rollout-is-batch-normalize, --expert-statistics",
-        "scoring pass: kept for --rollout-m2-threshold, --rollout-batch-filter-kl, --rollout-loss-denominator kept",
+        "scoring pass: kept for --rollout-m2-threshold, --rollout-batch-filter-kl, "
+        "--rollout-loss-denominator kept",
         "scoring pass: kept for --rollout-advantage otb",
     ]
 
 
 CASES["updates"] = """
 def said(check, **given):
-    args = {"rollout_updates_per_batch": 2, "rollout_epochs_per_batch": 2, "train_iters": 16, "train_samples": None,
-            "global_batch_size": 8, "exit_interval": None, "save": None, "save_interval": None,
-            "non_persistent_save_interval": None, "rollout_eval_prompts": (), "eval_interval": 1000,
-            "adlr_autoresume": False, "adlr_autoresume_interval": 1000, "iteration": 8, "load": "DIR",
-            "rollout_save_hf_interval": None} | given
+    args = {
+        "rollout_updates_per_batch": 2,
+        "rollout_epochs_per_batch": 2,
+        "train_iters": 16,
+        "train_samples": None,
+        "global_batch_size": 8,
+        "exit_interval": None,
+        "save": None,
+        "save_interval": None,
+        "non_persistent_save_interval": None,
+        "rollout_eval_prompts": (),
+        "eval_interval": 1000,
+        "adlr_autoresume": False,
+        "adlr_autoresume_interval": 1000,
+        "iteration": 8,
+        "load": "DIR",
+        "rollout_save_hf_interval": None,
+    } | given
     try:
         check(types.SimpleNamespace(**args))
     except ValueError as error:
         return str(error)
+
+
 check, loaded = run_flags.check_updates, run_flags.check_loaded_iteration
 say(
-    refused=[said(check, **given) for given in (
-        {"train_iters": 18}, {"train_iters": None, "train_samples": 8 * 17}, {"exit_interval": 6},
-        {"save": "S", "save_interval": 2}, {"save": "S", "non_persistent_save_interval": 1},
-        {"rollout_eval_prompts": ("p",), "eval_interval": 1002},
-        {"adlr_autoresume": True, "adlr_autoresume_interval": 2},
-        {"phase_transition_iterations": [4, 7]}, {"rollout_save_hf_interval": 3})],
-    taken=[said(check), said(check, save_interval=3), said(check, eval_interval=1001),
-           said(check, train_iters=None, train_samples=8 * 16 + 7), said(check, save="S", save_interval=12),
-           said(check, train_iters=17, rollout_updates_per_batch=1, rollout_epochs_per_batch=1)],
+    refused=[
+        said(check, **given)
+        for given in (
+            {"train_iters": 18},
+            {"train_iters": None, "train_samples": 8 * 17},
+            {"exit_interval": 6},
+            {"save": "S", "save_interval": 2},
+            {"save": "S", "non_persistent_save_interval": 1},
+            {"rollout_eval_prompts": ("p",), "eval_interval": 1002},
+            {"adlr_autoresume": True, "adlr_autoresume_interval": 2},
+            {"phase_transition_iterations": [4, 7]},
+            {"rollout_save_hf_interval": 3},
+        )
+    ],
+    taken=[
+        said(check),
+        said(check, save_interval=3),
+        said(check, eval_interval=1001),
+        said(check, train_iters=None, train_samples=8 * 16 + 7),
+        said(check, save="S", save_interval=12),
+        said(check, train_iters=17, rollout_updates_per_batch=1, rollout_epochs_per_batch=1),
+    ],
     loaded=[said(loaded), said(loaded, iteration=10)],
 )
 """
@@ -946,34 +1279,56 @@ say(
 
 def test_updates_of_a_batch_when_a_run_would_save_or_end_within_one_then_refused_with_the_flag(results):
     found = results["updates"]
-    flags = ["--train-iters 18", "--train-samples / --global-batch-size 17", "--exit-interval 6", "--save-interval 2",
-             "--non-persistent-save-interval 1", "--eval-interval 1002", "--adlr-autoresume-interval 2",
-             "--phase-transition-iterations 7", "--rollout-save-hf-interval 3"]  # fmt: skip
+    flags = [
+        "--train-iters 18",
+        "--train-samples / --global-batch-size 17",
+        "--exit-interval 6",
+        "--save-interval 2",
+        "--non-persistent-save-interval 1",
+        "--eval-interval 1002",
+        "--adlr-autoresume-interval 2",
+        "--phase-transition-iterations 7",
+        "--rollout-save-hf-interval 3",
+    ]
     for said, flag in zip(found["refused"], flags, strict=True):
         assert said == (
-            f"{flag} must be a multiple of 4, the updates that a batch makes (--rollout-updates-per-batch 2 x "
+            f"{flag} must be a multiple of 4, the updates that a batch makes (--rollout-updates-per-batch 2 "
+            "x "
             "--rollout-epochs-per-batch 2): a run saves, evaluates and ends between two batches"
         )
     assert found["taken"] == [None] * 6
     taken, refused = found["loaded"]
     assert taken is None
-    assert refused.startswith("--load DIR: iteration 10 of the checkpoint is not a multiple of 4, the updates that a ")
+    assert refused.startswith(
+        "--load DIR: iteration 10 of the checkpoint is not a multiple of 4, the updates that a "
+    )
 
 
 CASES["save hf"] = """
 import pathlib, tempfile
 from megatron_rl_corr.mcore.hf_saves import check_folder
+
 root = pathlib.Path(tempfile.mkdtemp())
 (root / "link").symlink_to(root / "saved")
+
+
 def said(folder, save=None, load=None, source="m"):
     options = types.SimpleNamespace(save_hf=folder and str(root / folder), hf_checkpoint=str(root / source))
     try:
-        check_folder(options, types.SimpleNamespace(save=save and str(root / save), load=load and str(root / load)))
+        check_folder(
+            options, types.SimpleNamespace(save=save and str(root / save), load=load and str(root / load))
+        )
     except ValueError as error:
         return str(error).replace(str(root), "ROOT")
+
+
 say(
-    refused=[said("saved", save="saved"), said("saved/", load="saved"), said("link", save="there/../saved"),
-             said("hf", source="hf/iter_0000040")],
+    refused=[
+        said("saved", save="saved"),
+        said("saved/", load="saved"),
+        said("link", save="there/../saved"),
+        said("hf", source="hf/iter_0000040"),
+    ],
     taken=[said(None, save="saved"), said("saved/hf", save="saved", load="saved", source="hf/iter_0000040")],
 )
 """
@@ -986,24 +1341,38 @@ def test_hf_folders_when_they_would_replace_megatrons_checkpoints_or_the_start_t
         megatrons, [("saved", "--save"), ("saved", "--load"), ("link", "--save")], strict=True
     ):
         assert said.startswith(f"--rollout-save-hf ROOT/{folder} is the folder of {flag}, where Megatron's ")
-    assert start.startswith("--rollout-save-hf ROOT/hf holds --rollout-hf-checkpoint ROOT/hf/iter_0000040, which a ")
+    assert start.startswith(
+        "--rollout-save-hf ROOT/hf holds --rollout-hf-checkpoint ROOT/hf/iter_0000040, which a "
+    )
     assert found["taken"] == [None, None]
 
 
 CASES["end of a batch"] = """
 asked = []
 args = types.SimpleNamespace(iteration=3, curr_iteration=3, exit_interval=None)
+
+
 class Step:
     evaluation, step = None, types.SimpleNamespace(leaves_after_batch=False)
+
+
 session.start = lambda *args: Step()
 run_flags.check_loaded_iteration = lambda args: None
 start_checks.check_start = lambda config, options, args: None
 hooks.all_reduce_startup = lambda prepare: prepare()
 training.get_args = lambda: args
-training.setup_model_and_optimizer = lambda model_provider_func, model_type: ("model", "optimizer", "scheduler")
+training.setup_model_and_optimizer = lambda model_provider_func, model_type: (
+    "model",
+    "optimizer",
+    "scheduler",
+)
+
+
 def checkpoint_and_decide_exit(model, optimizer, opt_param_scheduler, iteration, *rest):
     asked.append([iteration, args.exit_interval])
     return True
+
+
 training.checkpoint_and_decide_exit = checkpoint_and_decide_exit
 FLAGS += ["--rollout-updates-per-batch", "4"]
 install()
@@ -1011,7 +1380,9 @@ before = training.checkpoint_and_decide_exit(None, None, None, 2)
 training.setup_model_and_optimizer("provider", "type")
 found = [training.checkpoint_and_decide_exit(None, None, None, iteration) for iteration in (5, 6, 7, 8)]
 Step.step.leaves_after_batch = True
-found += [training.checkpoint_and_decide_exit(None, None, None, iteration=iteration) for iteration in (10, 12)]
+found += [
+    training.checkpoint_and_decide_exit(None, None, None, iteration=iteration) for iteration in (10, 12)
+]
 say(before=before, found=found, asked=asked, interval=args.exit_interval)
 """
 

@@ -12,9 +12,14 @@ from megatron_rl_corr.mcore.model_check import difference
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": 6, "num_hidden_layers": 1, "hidden_size": 8, "tie_word_embeddings": True,
-    "num_attention_heads": 2, "num_key_value_heads": 1,
-}  # fmt: skip
+    "model_type": "qwen3",
+    "vocab_size": 6,
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "tie_word_embeddings": True,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 NAMES = ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.input_layernorm.weight"]
 INFO = {"tp_size": 1, "pp_size": 1, "ep_size": 1, "dtype": "float32", "device": "cpu", "quantization": None}
 SGLANG = load_engine("sglang")
@@ -58,7 +63,9 @@ def test_server_when_it_has_the_model_then_nothing_is_said(checkpoint):
 
 
 @pytest.mark.parametrize(("own", "served"), [("kimi_k2", "deepseek_v3"), ("deepseek_v3", "kimi_k2")])
-def test_server_when_config_json_names_the_same_architecture_otherwise_then_nothing_is_said(tmp_path, own, served):
+def test_server_when_config_json_names_the_same_architecture_otherwise_then_nothing_is_said(
+    tmp_path, own, served
+):
     """Kimi-K2 is served as a DeepSeek-V3 where a server knows no other."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": own}))
     save_file({name: torch.ones(2) for name in NAMES}, tmp_path / "model.safetensors")
@@ -72,7 +79,11 @@ def test_server_when_config_json_names_the_same_architecture_otherwise_then_noth
     [
         ({"model_type": "qwen2"}, NAMES, "its model_type is qwen2, the checkpoint's qwen3"),
         ({}, NAMES[:2], "it has none of 1 of its 3 parameters: model.layers.0.input_layernorm.weight"),
-        ({}, [*NAMES, "model.layers.1.input_layernorm.weight"], "it has 1 parameters that the checkpoint lacks: model"),
+        (
+            {},
+            [*NAMES, "model.layers.1.input_layernorm.weight"],
+            "it has 1 parameters that the checkpoint lacks: model",
+        ),
     ],
 )
 def test_server_when_it_has_another_model_then_what_differs(checkpoint, model, names, words):
@@ -85,7 +96,9 @@ def test_server_of_this_host_when_its_folder_has_other_sizes_then_they_are_named
 ):
     other = tmp_path / "other"
     other.mkdir()
-    (other / "config.json").write_text(json.dumps(CONFIG | {"hidden_size": 4, "num_hidden_layers": 2, "rope": 1}))
+    (other / "config.json").write_text(
+        json.dumps(CONFIG | {"hidden_size": 4, "num_hidden_layers": 2, "rope": 1})
+    )
     _, what = said(Client({"model_path": str(other)}, NAMES), checkpoint)
     assert what == (
         f"its folder {other} has hidden_size 4 where the checkpoint has 8, "
@@ -100,11 +113,17 @@ def test_server_of_this_host_when_its_folder_has_other_sizes_then_they_are_named
     [
         ({"hidden_act": "gelu"}, "hidden_act gelu where the checkpoint has silu"),
         ({"rope_theta": 1000000.0}, "rope rope_theta 1000000.0 where the checkpoint has 10000.0"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope factor 4.0 where the checkpoint has it not set"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+            "rope factor 4.0 where the checkpoint has it not set",
+        ),
         ({"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 where the checkpoint has 1e-06"),
         ({"attention_bias": True}, "attention_bias True where the checkpoint has False"),
         ({"head_dim": 4}, "head_dim 4 where the checkpoint has 128"),
-        ({"rope_scaling": [1]}, "settings that can't be compared: config.json: rope_scaling [1] must be an object"),
+        (
+            {"rope_scaling": [1]},
+            "settings that can't be compared: config.json: rope_scaling [1] must be an object",
+        ),
     ],
 )
 def test_server_of_this_host_when_its_folder_has_other_settings_then_they_are_named(
@@ -116,11 +135,21 @@ def test_server_of_this_host_when_its_folder_has_other_settings_then_they_are_na
     assert what.startswith(f"its folder {tmp_path / 'other'} has {words}")
 
 
-def test_server_of_this_host_when_its_folder_says_the_same_otherwise_then_nothing_is_said(checkpoint, tmp_path):
+def test_server_of_this_host_when_its_folder_says_the_same_otherwise_then_nothing_is_said(
+    checkpoint, tmp_path
+):
     (tmp_path / "other").mkdir()
-    same = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "head_dim": 128, "hidden_act": "silu",
-            "sliding_window": None, "attention_dropout": 0.1, "torch_dtype": "float16", "max_position_embeddings": 64,
-            "layer_types": ["full_attention"], "quantization_config": {"quant_method": "fp8"}}  # fmt: skip
+    same = {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "sliding_window": None,
+        "attention_dropout": 0.1,
+        "torch_dtype": "float16",
+        "max_position_embeddings": 64,
+        "layer_types": ["full_attention"],
+        "quantization_config": {"quant_method": "fp8"},
+    }
     (tmp_path / "other/config.json").write_text(json.dumps(CONFIG | same))
     assert said(Client({"model_path": str(tmp_path / "other")}, NAMES), checkpoint) is None
 

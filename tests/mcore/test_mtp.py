@@ -1,4 +1,5 @@
-"""DeepSeek-V3's layer that predicts further tokens (MTP), in real Megatron, on one rank and on TP 2, PP 2, EP 2.
+"""DeepSeek-V3's layer that predicts further tokens (MTP), in real Megatron, on one rank and on
+TP 2, PP 2, EP 2.
 
 The references are mtp_models.py's layer in float64, and the same model in Megatron without the layer.
 """
@@ -42,9 +43,10 @@ def samples():
     for sample in found:
         count = len(sample["output"])
         sample |= {
-            "rollout": -4.5 + torch.randn(count, generator=generator), "old_shift": torch.zeros(count),
+            "rollout": -4.5 + torch.randn(count, generator=generator),
+            "old_shift": torch.zeros(count),
             "reward": float(torch.rand((), generator=generator)),
-        }  # fmt: skip
+        }
     return found
 
 
@@ -68,7 +70,9 @@ def merged(ranks, name):
     return tensors
 
 
-def test_loaded_layer_then_its_logits_are_those_of_the_formula_and_the_policys_those_of_hugging_face(found, model):
+def test_loaded_layer_then_its_logits_are_those_of_the_formula_and_the_policys_those_of_hugging_face(
+    found, model
+):
     ranks, _ = found
     reference = torch.load(model / "reference.pt", weights_only=True)
     policy, further = next(rank["logits"] for rank in ranks if rank["logits"] is not None)
@@ -90,7 +94,9 @@ def test_exported_weights_then_every_tensor_but_the_copies_is_the_checkpoints_bi
 
 
 @pytest.mark.parametrize("case", ["with", "recomputed"])
-def test_step_when_the_layer_is_trained_then_the_policys_gradients_are_those_without_it_bit_for_bit(found, case):
+def test_step_when_the_layer_is_trained_then_the_policys_gradients_are_those_without_it_bit_for_bit(
+    found, case
+):
     without, with_layer = merged(found[0], "without"), merged(found[0], case)
     own = {name for name in with_layer if name.startswith(LAYER)}
     assert without.keys() == with_layer.keys() - own and len(own) == 41
@@ -137,7 +143,9 @@ def test_folders_of_trained_weights_then_the_layer_and_its_copies_are_trained_to
             assert torch.equal(folder.tensor(name), source.tensor(name) + 1), name
 
 
-def test_folders_when_the_layer_was_not_in_megatron_then_it_is_the_checkpoints_unchanged(found, model, tmp_path):
+def test_folders_when_the_layer_was_not_in_megatron_then_it_is_the_checkpoints_unchanged(
+    found, model, tmp_path
+):
     source = HFCheckpoint(model)
     for folder in exported(f"{found[1]}.without", source, tmp_path):
         for name in source.names:
@@ -147,7 +155,9 @@ def test_folders_when_the_layer_was_not_in_megatron_then_it_is_the_checkpoints_u
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed")
 @pytest.mark.parametrize("found", [1], indirect=True)
-def test_push_when_a_server_drafts_with_the_layer_then_sglangs_draft_model_has_all_of_it(found, model, tmp_path):
+def test_push_when_a_server_drafts_with_the_layer_then_sglangs_draft_model_has_all_of_it(
+    found, model, tmp_path
+):
     ranks, _ = found
     sent = ranks[0]["sent"]
     save_file({name: tensor.contiguous() for name, tensor in sent.items()}, tmp_path / "sent.safetensors")

@@ -18,10 +18,13 @@ FP8, FP4 = {"fp8": "hybrid"}, {"fp4": "e2m1"}
     ("dtype", "flags", "name", "bound"),
     [
         (torch.float32, {}, "tf32" if torch.cuda.is_available() else "float32", 1e-2),
-        (torch.bfloat16, {}, "bfloat16", 1e-2), (torch.float16, {"fp8": None, "fp4": None}, "float16", 1e-2),
-        (torch.bfloat16, FP8, "fp8", 1e-1), (torch.bfloat16, FP4, "int4", 1e-1), (torch.float32, FP8, "fp8", 1e-1),
+        (torch.bfloat16, {}, "bfloat16", 1e-2),
+        (torch.float16, {"fp8": None, "fp4": None}, "float16", 1e-2),
+        (torch.bfloat16, FP8, "fp8", 1e-1),
+        (torch.bfloat16, FP4, "int4", 1e-1),
+        (torch.float32, FP8, "fp8", 1e-1),
     ],
-)  # fmt: skip
+)
 def test_trainer_when_it_multiplies_in_fewer_bits_than_its_parameters_have_then_their_rounding_counts(
     monkeypatch, dtype, flags, name, bound
 ):

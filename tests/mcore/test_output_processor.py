@@ -1,4 +1,6 @@
-"""Log-probs that Megatron's hook takes from hidden states, in real models over gloo, against those from the logits."""
+"""Log-probs that Megatron's hook takes from hidden states, in real models over gloo, against those
+from the logits.
+"""
 
 import json
 import re
@@ -11,7 +13,13 @@ from tests.megatron_forks import run_megatron
 WORKER = Path(__file__).with_name("output_processor_worker.py")
 LAYOUTS = {
     1: [{}, {"tied": True}],
-    2: [{"tp": 2}, {"tp": 2, "sp": True}, {"tp": 2, "sp": True, "bf16": True}, {"tp": 2, "tied": True}, {"pp": 2}],
+    2: [
+        {"tp": 2},
+        {"tp": 2, "sp": True},
+        {"tp": 2, "sp": True, "bf16": True},
+        {"tp": 2, "tied": True},
+        {"pp": 2},
+    ],
     4: [{"tp": 2, "sp": True, "pp": 2}],
 }
 
@@ -19,11 +27,15 @@ LAYOUTS = {
 @pytest.mark.parametrize("processes", sorted(LAYOUTS))
 def test_hidden_states_when_instead_of_logits_then_the_same_loss_scores_and_every_gradient(processes):
     run = run_megatron(WORKER, *map(json.dumps, LAYOUTS[processes]), ranks=processes)
-    results = [json.loads(x.removeprefix("RESULT ")) for x in run.stdout.splitlines() if x.startswith("RESULT ")]
+    results = [
+        json.loads(x.removeprefix("RESULT ")) for x in run.stdout.splitlines() if x.startswith("RESULT ")
+    ]
     assert [result["layout"] for result in results] == LAYOUTS[processes], run.stderr[-3000:]
     for result in results:
         narrow = "bf16" in result["layout"]
-        assert sum(rank["microbatches"] for rank in result["ranks"]) == 2 * processes // result["layout"].get("pp", 1)
+        assert sum(rank["microbatches"] for rank in result["ranks"]) == 2 * processes // result["layout"].get(
+            "pp", 1
+        )
         for rank in result["ranks"]:
             # Megatron copies the logits, and their gradient: into rows, and in 16 bits into float32.
             before, after = rank["copies"]
@@ -37,7 +49,9 @@ def test_hidden_states_when_instead_of_logits_then_the_same_loss_scores_and_ever
 
 @pytest.fixture(scope="module")
 def refusals() -> dict[str, str]:
-    """What output_refusals.py prints: importing Megatron changes how tensors are pickled, so not in this process."""
+    """What output_refusals.py prints: importing Megatron changes how tensors are pickled, so not
+    in this process.
+    """
     run = run_megatron(WORKER.with_name("output_refusals.py"))
     lines = [line.removeprefix("RESULT ") for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     assert run.returncode == 0, run.stderr[-3000:]

@@ -17,18 +17,33 @@ LOGPROBS, GRADIENT, METRIC, REFERENCE = 5e-6, 5e-6, 1e-5, 1e-5
 COUNTS = ("tokens", "/sequences")
 """How the names of metrics end that must be equal."""
 SOME = {
-    1: [{"packed": 64, "runs": ["token", "bypass", "once plus plus", "once own"]},
+    1: [
+        {"packed": 64, "runs": ["token", "bypass", "once plus plus", "once own"]},
         {"packed": 24, "replay": True, "runs": ["once token"]},
         {"packed": 24, "odd": True, "runs": ["sequence"]},
         {"packed": 64, "masked": True, "runs": ["token", "once otb"]},
-        {"packed": 64, "truncated": True, "runs": ["once otb"]}, {"packed": 64, "hidden": True, "runs": ["once otb"]}],
-    4: [{"packed": 48, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True, "recompute": True, "replay": True,
-         "runs": ["sequence"]}, {"packed": 64, "cp": 2, "masked": True, "runs": ["once sequence"]},
+        {"packed": 64, "truncated": True, "runs": ["once otb"]},
+        {"packed": 64, "hidden": True, "runs": ["once otb"]},
+    ],
+    4: [
+        {
+            "packed": 48,
+            "tp": 2,
+            "cp": 2,
+            "ep": 2,
+            "sp": True,
+            "per_token": True,
+            "recompute": True,
+            "replay": True,
+            "runs": ["sequence"],
+        },
+        {"packed": 64, "cp": 2, "masked": True, "runs": ["once sequence"]},
         # Advantages of the global batch, and the user's: packed, groups are parted over replicas.
         {"packed": 48, "cp": 2, "runs": ["once plus plus", "once own", "once otb"]},
         {"packed": 64, "tp": 2, "ep": 2, "sp": True, "runs": ["once otb"]},
-        {"packed": 64, "cp": 2, "pp": 2, "masked": True, "runs": ["once otb"]}],
-}  # fmt: skip
+        {"packed": 64, "cp": 2, "pp": 2, "masked": True, "runs": ["once otb"]},
+    ],
+}
 
 
 def compared(processes, model_dir, reference, specs):
@@ -64,13 +79,24 @@ def line(one):
     """The run's worst distances, for a log."""
     layout = {name: value for name, value in one["layout"].items() if name != "runs"}
     rows, packed = one["metrics"]
-    metric = max(abs(packed[name] - value) / max(abs(value), 1) for name, value in rows.items()
-                 if value == value and name != "rollout_corr/padded_tokens")  # fmt: skip
-    hf = "" if "replay" in layout else " ".join(
-        f"{kind} from HF {logprobs:.1e} {gradient:.1e}" for kind, (logprobs, gradient, _) in one["reference"].items()
+    metric = max(
+        abs(packed[name] - value) / max(abs(value), 1)
+        for name, value in rows.items()
+        if value == value and name != "rollout_corr/padded_tokens"
     )
-    return (f"{json.dumps(layout)} {one['case']}: log-probs {one['logprobs']:.1e}, gradient {one['gradient'][0]:.1e}, "
-            f"metrics {metric:.1e}; {hf}")  # fmt: skip
+    hf = (
+        ""
+        if "replay" in layout
+        else " ".join(
+            f"{kind} from HF {logprobs:.1e} {gradient:.1e}"
+            for kind, (logprobs, gradient, _) in one["reference"].items()
+        )
+    )
+    return (
+        f"{json.dumps(layout)} {one['case']}: log-probs {one['logprobs']:.1e}, gradient "
+        f"{one['gradient'][0]:.1e}, "
+        f"metrics {metric:.1e}; {hf}"
+    )
 
 
 @pytest.mark.parametrize("processes", SOME)

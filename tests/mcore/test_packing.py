@@ -6,11 +6,18 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl_corr.mcore.deal import destinations
-from megatron_rl_corr.mcore.packing import PackLimits, attention_share, balanced_packs, first_fit, karmarkar_karp
+from megatron_rl_corr.mcore.packing import (
+    PackLimits,
+    attention_share,
+    balanced_packs,
+    first_fit,
+    karmarkar_karp,
+)
 
 
 def test_karmarkar_karp_when_two_parts_then_the_largest_difference_first():
-    # 8 and 7 part (spread 1), 6 and 5 part (spread 1), 4 joins the smaller side of 8|7: 8 | 7+4; ... by hand: 16 | 14.
+    # 8 and 7 part (spread 1), 6 and 5 part (spread 1), 4 joins the smaller side of 8|7: 8 | 7+4; ...
+    # by hand: 16 | 14.
     parts = karmarkar_karp([8, 7, 6, 5, 4], 2)
     assert sorted(sum(parts, [])) == [0, 1, 2, 3, 4]
     assert sorted(sum([8, 7, 6, 5, 4][i] for i in part) for part in parts) == [14, 16]
@@ -64,11 +71,22 @@ def test_balanced_packs_when_there_is_room_then_by_cost_and_not_by_tokens():
 @pytest.mark.parametrize(("experts", "width"), [(None, 10), (8, 2 * 3 + 5)])
 def test_attention_share_when_heads_and_layers_are_known_then_by_their_operations(experts, width):
     args = SimpleNamespace(
-        num_attention_heads=4, kv_channels=2, group_query_attention=True, num_query_groups=2, swiglu=True,
-        ffn_hidden_size=10, num_experts=experts, moe_router_topk=2, moe_ffn_hidden_size=3, num_layers=2,
-        moe_shared_expert_intermediate_size=5, hidden_size=4, padded_vocab_size=20,
-    )  # fmt: skip
-    # Queries and output 4 x 16, keys and values 4 x 8, three matrices 4 x width; half of the vocabulary's 4 x 20.
+        num_attention_heads=4,
+        kv_channels=2,
+        group_query_attention=True,
+        num_query_groups=2,
+        swiglu=True,
+        ffn_hidden_size=10,
+        num_experts=experts,
+        moe_router_topk=2,
+        moe_ffn_hidden_size=3,
+        num_layers=2,
+        moe_shared_expert_intermediate_size=5,
+        hidden_size=4,
+        padded_vocab_size=20,
+    )
+    # Queries and output 4 x 16, keys and values 4 x 8, three matrices 4 x width; half of the
+    # vocabulary's 4 x 20.
     assert attention_share(args) == pytest.approx(2 * 8 / (4 * (16 + 8 + 3 * width) + 40))
 
 

@@ -12,9 +12,18 @@ HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-4
 LENGTHS = [8, 16]
 PADDED = {"length": 64, "lengths": LENGTHS}
-ONE = [PADDED, PADDED | {"per_token": True},
-       PADDED | {"settings": {"recompute_granularity": "full", "recompute_method": "uniform",
-                              "recompute_num_layers": 1}}]  # fmt: skip
+ONE = [
+    PADDED,
+    PADDED | {"per_token": True},
+    PADDED
+    | {
+        "settings": {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    },
+]
 TWO = [PADDED | {"cp": 2}, PADDED | {"cp": 2, "per_token": True}]
 FOUR = [PADDED | {"tp": 2, "sp": True, "pp": 2}, PADDED | {"tp": 2, "sp": True, "pp": 2, "per_token": True}]
 """Of the first tensor-parallel rank are the first 32 columns, so the other has padding alone."""
@@ -26,7 +35,9 @@ def run(tiny_moe_dir, tmp_path_factory):
 
     def of(processes, specs):
         out = tmp_path_factory.mktemp("padding") / f"{processes}.pt"
-        ended = run_megatron(HERE / "padding_worker.py", processes, tiny_moe_dir, out, *map(json.dumps, specs))
+        ended = run_megatron(
+            HERE / "padding_worker.py", processes, tiny_moe_dir, out, *map(json.dumps, specs)
+        )
         assert ended.returncode == 0, ended.stderr[-3000:]
         found = []
         for ranks in tensor_files.load(out):
@@ -43,7 +54,9 @@ def run(tiny_moe_dir, tmp_path_factory):
 @pytest.fixture(scope="module")
 def unpadded(run):
     """Each length alone in rows of just that length: the mean of their gradients, the sum of their counts."""
-    (first, one, *_), (second, two, *_) = run(1, [{"length": length, "lengths": [length]} for length in LENGTHS])
+    (first, one, *_), (second, two, *_) = run(
+        1, [{"length": length, "lengths": [length]} for length in LENGTHS]
+    )
     gradients = {name: (gradient + second[name]) / 2 for name, gradient in first.items()}
     return gradients, {layer: tokens + two[layer] for layer, tokens in one.items()}
 
@@ -79,17 +92,22 @@ PACKED_LENGTHS = [7, 13]
 """Not multiples of 2 * cp: under context parallelism a sequence is padded."""
 PACKED = {"length": 64, "lengths": PACKED_LENGTHS, "packed": 1000}
 PACKED_LAYOUTS = {
-    1: [PACKED | {"known": 4}, PACKED | {"per_token": True, "known": 4},
-        PACKED | {"settings": ONE[2]["settings"]}],
+    1: [
+        PACKED | {"known": 4},
+        PACKED | {"per_token": True, "known": 4},
+        PACKED | {"settings": ONE[2]["settings"]},
+    ],
     2: [PACKED | {"cp": 2}, PACKED | {"cp": 2, "per_token": True}],
     4: [PACKED | {"tp": 2, "sp": True, "pp": 2, "per_token": True}],
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
 def alone(run):
     """Each length alone: a microbatch weighs 7 / 20 and 13 / 20 of both, by its real tokens."""
-    (first, one, _, log), (second, two, _, log2) = run(1, [{"length": n, "lengths": [n]} for n in PACKED_LENGTHS])
+    (first, one, _, log), (second, two, _, log2) = run(
+        1, [{"length": n, "lengths": [n]} for n in PACKED_LENGTHS]
+    )
     small, large = (n / sum(PACKED_LENGTHS) for n in PACKED_LENGTHS)
     gradients = {name: small * gradient + large * second[name] for name, gradient in first.items()}
     logged = {name: small * value + large * log2[name] for name, value in log.items()}
@@ -111,4 +129,6 @@ def test_packs_when_their_tokens_differ_then_auxiliary_losses_weigh_by_real_toke
         if processes == 1:
             # Megatron divides the sum by the microbatches that its calculator knows.
             for name, value in expected_log.items():
-                assert float(logged[name]) / spec.get("known", 2) == pytest.approx(float(value), rel=TOLERANCE), spec
+                assert float(logged[name]) / spec.get("known", 2) == pytest.approx(
+                    float(value), rel=TOLERANCE
+                ), spec

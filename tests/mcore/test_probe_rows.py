@@ -1,4 +1,6 @@
-"""The rows of a few texts: as short as these are, in as few microbatches as hold no more than one of the run's."""
+"""The rows of a few texts: as short as these are, in as few microbatches as hold no more than
+one of the run's.
+"""
 
 from argparse import Namespace
 
@@ -22,23 +24,28 @@ ROUND = [256] + [64] * 7
         (RowShapes(8192, 2, 1, 0), ROUND[:3], [([0, 1, 2, 0], 8192, 2)]),
         (RowShapes(8192, 2, 3, 0), ROUND[:1], [([0] * 6, 8192, 2)]),
     ],
-)  # fmt: skip
+)
 def test_rows_then_each_text_has_one_that_is_long_enough_in_whole_passes(shapes, counts, wanted):
     rows = shapes.rows(counts)
     assert rows == [TextRows(tuple(places), length, size) for places, length, size in wanted]
     for one in rows:
         assert all(counts[place] - 1 <= one.length for place in one.places)
         assert len(one.places) % (one.micro_batch_size * shapes.multiple) == 0
-        assert one.micro_batch_size * one.length <= max(shapes.micro_batch_size * shapes.seq_length, one.length)
+        assert one.micro_batch_size * one.length <= max(
+            shapes.micro_batch_size * shapes.seq_length, one.length
+        )
 
 
 @pytest.mark.parametrize(
     ("values", "kept"),
     [
-        ({}, False), ({"cuda_graph_impl": "none", "tp_comm_overlap": False}, False), ({"tp_comm_overlap": True}, True),
-        ({"cuda_graph_impl": "local"}, True), ({"enable_cuda_graph": True}, True),
+        ({}, False),
+        ({"cuda_graph_impl": "none", "tp_comm_overlap": False}, False),
+        ({"tp_comm_overlap": True}, True),
+        ({"cuda_graph_impl": "local"}, True),
+        ({"enable_cuda_graph": True}, True),
         ({"external_cuda_graph": True}, True),
     ],
-)  # fmt: skip
+)
 def test_shape_when_megatron_has_graphs_or_buffers_of_it_then_it_is_kept(values, kept):
     assert keeps_shape(Namespace(**values)) == kept

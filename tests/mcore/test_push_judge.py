@@ -1,4 +1,6 @@
-"""Rank 0's part of the probe on made-up servers, whose log-probs differ from the trainer's by rounding and faults."""
+"""Rank 0's part of the probe on made-up servers, whose log-probs differ from the trainer's by
+rounding and faults.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -22,7 +24,9 @@ TEMPLATE = list(range(40))
 
 
 class World:
-    """A model's log-probs: those of TEMPLATE are near 0; each server's own rounding, and what is wrong with it."""
+    """A model's log-probs: those of TEMPLATE are near 0; each server's own rounding, and what
+    is wrong with it.
+    """
 
     def __init__(self, **wrong):
         self.wrong, self.random = wrong, np.random.default_rng(1)
@@ -80,7 +84,12 @@ def made_judge(monkeypatch, world, urls, *, template=TEMPLATE, prompts=12, simul
         loop=SimpleNamespace(call=asyncio.run, submit=submit),
         prompts=PromptDataset([Prompt(i, ids) for i, ids in enumerate(rows)]),
     )
-    settings = {"dtype": "bfloat16", "max_log_ratio": None, "push_rounding": "none", "longest": 1023} | settings
+    settings = {
+        "dtype": "bfloat16",
+        "max_log_ratio": None,
+        "push_rounding": "none",
+        "longest": 1023,
+    } | settings
     judge = PushJudge(source, responses=lambda: [], resumed=False, **settings)
     servers = SimpleNamespace(urls=urls, loaded={}, quantization=None)
 
@@ -123,7 +132,9 @@ def test_judge_when_more_servers_differ_than_are_asked_again_then_all_are_said_t
     assert "Every server differs" in str(error)
 
 
-def test_judge_when_another_server_was_suspicious_and_is_cleared_then_the_fault_is_the_servers_own(monkeypatch):
+def test_judge_when_another_server_was_suspicious_and_is_cleared_then_the_fault_is_the_servers_own(
+    monkeypatch,
+):
     world = World(a="weights", b="weights")
     push = made_judge(monkeypatch, world, ["a", "b"])
     answer = world.answer
@@ -158,7 +169,9 @@ def test_judge_when_many_healthy_servers_are_suspicious_in_every_push_then_the_w
     assert errors and errors[0].url == "s8" and "decode path" in str(errors[0])
 
 
-def test_judge_when_a_sure_policy_gives_one_response_again_and_again_then_it_is_no_evidence_for_itself(monkeypatch):
+def test_judge_when_a_sure_policy_gives_one_response_again_and_again_then_it_is_no_evidence_for_itself(
+    monkeypatch,
+):
     world = World()
     answer, first = world.answer, []
 
@@ -173,7 +186,9 @@ def test_judge_when_a_sure_policy_gives_one_response_again_and_again_then_it_is_
     assert error is None and numbers["rollout/probe_rounds"] >= 1
 
 
-def test_judge_in_further_rounds_then_prompts_of_responses_are_others_and_the_cached_ones_begin_alike(monkeypatch):
+def test_judge_in_further_rounds_then_prompts_of_responses_are_others_and_the_cached_ones_begin_alike(
+    monkeypatch,
+):
     world, asked = World(), []
     answer = world.answer
 
@@ -210,7 +225,9 @@ def test_texts_of_rounds_then_they_have_no_ids_in_common(size):
 
 
 def test_texts_when_all_prompts_begin_alike_then_they_are_of_what_is_their_own():
-    prompts = PromptDataset([Prompt(i, [*range(80), *range(100 + 50 * i, 150 + 50 * i)]) for i in range(1000)])
+    prompts = PromptDataset(
+        [Prompt(i, [*range(80), *range(100 + 50 * i, 150 + 50 * i)]) for i in range(1000)]
+    )
     texts = [text for number in range(ROUNDS + 1) for text in round_texts(prompts, number, (), 1023)]
     assert len(set(texts)) == len(texts) and all(sum(one >= 100 for one in text) >= 50 for text in texts)
 
@@ -231,8 +248,12 @@ def test_judge_when_there_is_one_prompt_then_a_text_that_is_off_is_evidence_once
     assert error is None and numbers["rollout/probe_rounds"] >= 1
 
 
-def test_judge_when_a_sure_policy_goes_on_alike_from_each_beginning_then_its_tokens_are_evidence_once(monkeypatch):
-    """Healthy: ten neighbouring tokens of the one continuation of a prompt are off in decoding, as at a tie."""
+def test_judge_when_a_sure_policy_goes_on_alike_from_each_beginning_then_its_tokens_are_evidence_once(
+    monkeypatch,
+):
+    """Healthy: ten neighbouring tokens of the one continuation of a prompt are off in
+    decoding, as at a tie.
+    """
     chain, world = list(range(100, 200)), World()
     world.moves = lambda ids: np.full(len(ids) - 1, MOVES)
 
@@ -242,7 +263,9 @@ def test_judge_when_a_sure_policy_goes_on_alike_from_each_beginning_then_its_tok
             tail = usual[len(draw.prompt) :] + (*range(500, 600),)
             random = world.random.integers(0, 1000, draw.tokens).tolist()
             ids = (*draw.prompt, *(tail[: draw.tokens] if sure else random))
-            sampled, scored = (world.rounded(world.own(ids)[-draw.tokens :], ids[-draw.tokens - 1 :]) for _ in range(2))
+            sampled, scored = (
+                world.rounded(world.own(ids)[-draw.tokens :], ids[-draw.tokens - 1 :]) for _ in range(2)
+            )
             at = np.arange(len(draw.prompt), len(ids))
             sampled -= 0.5 * ((at >= 32) & (at < 42)) * sure
             return Decoded(ids, sampled, scored, draw.fresh)
@@ -258,7 +281,9 @@ def test_judge_when_a_sure_policy_goes_on_alike_from_each_beginning_then_its_tok
 
 
 @pytest.mark.parametrize(("dtype", "served"), [("float32", "bfloat16"), ("bfloat16", "fp8")])
-def test_judge_when_a_server_does_not_tell_its_type_once_then_it_is_that_of_before(monkeypatch, dtype, served):
+def test_judge_when_a_server_does_not_tell_its_type_once_then_it_is_that_of_before(
+    monkeypatch, dtype, served
+):
     world, asked = World(), []
     world.types["a"] = served
     answer = world.answer
@@ -273,9 +298,18 @@ def test_judge_when_a_server_does_not_tell_its_type_once_then_it_is_that_of_befo
 
     world.answer = once_odd
     relative = {"float32": 2e-7, "bfloat16": 2.5e-3, "fp8": 4e-2}[served]
-    push = made_judge(monkeypatch, world, ["a"], dtype=dtype, simulates=lambda asked, ids: (
-        world.random.standard_normal((4, len(ids) - 1)) * world.moves(ids) * asked.relative_error / relative
-    ))  # fmt: skip
+    push = made_judge(
+        monkeypatch,
+        world,
+        ["a"],
+        dtype=dtype,
+        simulates=lambda asked, ids: (
+            world.random.standard_normal((4, len(ids) - 1))
+            * world.moves(ids)
+            * asked.relative_error
+            / relative
+        ),
+    )
     error, numbers = push()
     assert error is None and numbers["rollout/probe_rounds"] == 1
 
@@ -290,4 +324,6 @@ def test_draws_when_sequences_are_short_then_prompt_and_response_fit(monkeypatch
 
     world.answer = noted
     made_judge(monkeypatch, world, ["sounds"], longest=15)()
-    assert len(asked) > 1 and all(len(draw.prompt) >= 2 and len(draw.prompt) + draw.tokens <= 15 for draw in asked)
+    assert len(asked) > 1 and all(
+        len(draw.prompt) >= 2 and len(draw.prompt) + draw.tokens <= 15 for draw in asked
+    )

@@ -1,4 +1,6 @@
-"""After a push a real server's log-probs of a text are Megatron's own, in every layout; one wrong expert is found."""
+"""After a push a real server's log-probs of a text are Megatron's own, in every layout; one wrong
+expert is found.
+"""
 
 import asyncio
 import json
@@ -59,11 +61,15 @@ def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_
         numbers, _, logprobs, rounded = ranks[0]
         assert 0 < numbers["rollout/probe_max_abs_log_ratio"] < 1e-5, spec  # measured 1e-6
         assert numbers["rollout/probe_mean_abs_log_ratio"] < 1e-6 and numbers["rollout/probe_k3"] < 1e-11
-        assert numbers["rollout/probe_over_rounding"] < 1 and numbers["rollout/probe_decode_over_rounding"] < 4
-        assert numbers["rollout/probe_rounds"] == 0 and numbers["rollout/probe_bits"] < -4.8  # 5 texts, none off
+        assert (
+            numbers["rollout/probe_over_rounding"] < 1 and numbers["rollout/probe_decode_over_rounding"] < 4
+        )
+        # 5 texts, none off
+        assert numbers["rollout/probe_rounds"] == 0 and numbers["rollout/probe_bits"] < -4.8
         assert [len(one) for one in logprobs] == [22] * 5  # of 24 - 1 ids
         assert all((one < -1).all() for one in logprobs)
-        # Simulated rounding of 16 bits moves every text by about what 16 bits do, by other values in each draw.
+        # Simulated rounding of 16 bits moves every text by about what 16 bits do, by other
+        # values in each draw.
         assert all(one.shape == (4, 22) and 2e-4 < one.abs().median() < 2e-2 for one in rounded), spec
         assert all(not torch.equal(one[0], one[1]) for one in rounded)
         for found, moved, own, other in ranks:
@@ -71,10 +77,19 @@ def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_
             assert all(map(torch.equal, own, logprobs)) and all(map(torch.equal, other, rounded))
 
 
-def test_probe_when_rows_are_long_then_its_own_are_as_short_as_its_texts(tiny_moe_dir, engine_server, tmp_path):
-    layouts = probed(4, tiny_moe_dir, engine_server, tmp_path, [
-        {"cp": 2, "pp": 2, "vpp": 2, "length": 4096}, {"tp": 2, "pp": 2, "sp": True, "length": 4096},
-    ])  # fmt: skip
+def test_probe_when_rows_are_long_then_its_own_are_as_short_as_its_texts(
+    tiny_moe_dir, engine_server, tmp_path
+):
+    layouts = probed(
+        4,
+        tiny_moe_dir,
+        engine_server,
+        tmp_path,
+        [
+            {"cp": 2, "pp": 2, "vpp": 2, "length": 4096},
+            {"tp": 2, "pp": 2, "sp": True, "length": 4096},
+        ],
+    )
     for [numbers, moved, logprobs, _], *_ in layouts:
         assert 0 < numbers["rollout/probe_max_abs_log_ratio"] < 1e-5 and not moved, (numbers, moved)
         assert [len(one) for one in logprobs] == [191] + [63] * 4
@@ -88,7 +103,10 @@ def test_probe_when_one_experts_weights_are_exchanged_at_the_server_then_it_is_n
     with exchanged_experts(engine, server.url, tiny_moe_dir):
         (first, second), allowed = probed(2, tiny_moe_dir, engine_server, tmp_path, specs)
     endpoint = load_engine(engine).generate_endpoint
-    words = f"rollout server {server.url} broke the protocol of {endpoint}: its weights differ from the trainer's, "
+    words = (
+        f"rollout server {server.url} broke the protocol of {endpoint}: its weights differ from the "
+        "trainer's, "
+    )
     assert first[0].startswith(f"RolloutProtocolError: {words}"), first[0]
     # The worker's server has had these weights before the push, too.
     assert "before the first push" in first[0] and "model-flags" in first[0], first[0]
@@ -115,7 +133,9 @@ def test_probe_when_the_first_push_exchanges_two_experts_then_found_in_16_bits_t
 
 
 class SplitProxy:
-    """Asks one server to sample, and another one everything else: what decodes with old weights looks like this."""
+    """Asks one server to sample, and another one everything else: what decodes with old weights
+    looks like this.
+    """
 
     def __init__(self, samples, scores):
         self._samples, self._scores, self.url = samples, scores, ""
@@ -126,8 +146,12 @@ class SplitProxy:
         upstream = self._samples if samples else self._scores
         async with aiohttp.ClientSession() as session:
             kind = {"Content-Type": "application/json"}
-            async with session.request(request.method, upstream + request.path_qs, data=body, headers=kind) as answer:
-                return web.Response(status=answer.status, body=await answer.read(), content_type="application/json")
+            async with session.request(
+                request.method, upstream + request.path_qs, data=body, headers=kind
+            ) as answer:
+                return web.Response(
+                    status=answer.status, body=await answer.read(), content_type="application/json"
+                )
 
 
 @contextmanager
@@ -176,9 +200,12 @@ def test_probe_when_a_server_computes_with_another_setting_then_it_was_so_before
     (other / "config.json").write_text(json.dumps(config))
     arguments = [*sglang_arguments(), "--random-seed", "0"]
     with PreloadedServer(
-        other, dtype="float32", log_path=tmp_path / "server.log", extra_arguments=arguments,
+        other,
+        dtype="float32",
+        log_path=tmp_path / "server.log",
+        extra_arguments=arguments,
         environment=environment("sglang"),
-    ) as server:  # fmt: skip
+    ) as server:
         specs = [{}, {"half": True}]
         found = probed(1, tiny_moe_dir, ("sglang", server), tmp_path, specs)
     for spec, [[message, *_]] in zip(specs, found, strict=True):
@@ -192,11 +219,17 @@ def test_probe_when_a_push_leaves_tensors_as_they_were_then_the_server_is_named(
     """The server has other weights before the push, and the push brings the trainer's, but for these."""
     weights, (engine, server) = load_file(tiny_moe_dir / "model.safetensors"), engine_server
     generator = torch.Generator().manual_seed(3)
-    old = {name: w + 0.05 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
-    save_file({name: (old if stale in name else weights)[name] for name in weights}, tmp_path / "sent.safetensors")
+    old = {
+        name: w + 0.05 * w.std() * torch.randn(w.shape, generator=generator) for name, w in weights.items()
+    }
+    save_file(
+        {name: (old if stale in name else weights)[name] for name in weights}, tmp_path / "sent.safetensors"
+    )
     asyncio.run(load(engine, server.url, old))
     try:
-        [[found]] = probed(1, tiny_moe_dir, engine_server, tmp_path, [{"sent": str(tmp_path / "sent.safetensors")}])
+        [[found]] = probed(
+            1, tiny_moe_dir, engine_server, tmp_path, [{"sent": str(tmp_path / "sent.safetensors")}]
+        )
     finally:
         asyncio.run(load(engine, server.url, weights))
     assert "its weights differ from the trainer's, with" in found[0], found

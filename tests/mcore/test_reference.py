@@ -1,4 +1,6 @@
-"""KL penalties against a reference policy on the trainer's ranks, against Hugging Face autograd in float64."""
+"""KL penalties against a reference policy on the trainer's ranks, against Hugging Face
+autograd in float64.
+"""
 
 import json
 from pathlib import Path
@@ -18,9 +20,17 @@ LAYOUTS = {
 }
 """Rows, packed sequences, and samples whose tokens were drawn from a few ids each."""
 MORE = {
-    2: [{"pp": 2, "vpp": 2}, {"cp": 2, "packed": 64, "hidden": True}, {"cp": 2, "truncated": True}, {"ep": 2}],
-    4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64}, {"cp": 2, "pp": 2},
-        {"tp": 2, "cp": 2, "ep": 2, "sp": True}],
+    2: [
+        {"pp": 2, "vpp": 2},
+        {"cp": 2, "packed": 64, "hidden": True},
+        {"cp": 2, "truncated": True},
+        {"ep": 2},
+    ],
+    4: [
+        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64},
+        {"cp": 2, "pp": 2},
+        {"tp": 2, "cp": 2, "ep": 2, "sp": True},
+    ],
 }
 """Those of `make test-matrix`."""
 
@@ -37,7 +47,13 @@ def kl_reference(tiny_moe_dir, tmp_path_factory):
 def check(processes, specs, tiny_moe_dir, kl_reference):
     other, path = kl_reference
     run = run_megatron(
-        HERE / "reference_worker.py", processes, tiny_moe_dir, other, path, *map(json.dumps, specs), timeout=600
+        HERE / "reference_worker.py",
+        processes,
+        tiny_moe_dir,
+        other,
+        path,
+        *map(json.dumps, specs),
+        timeout=600,
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT ")]
     found = [json.loads(line.removeprefix("RESULT ")) for line in lines]
@@ -72,17 +88,25 @@ from megatron_rl_corr.parallel.collectives import ParallelGroups
 
 # A group of three samples of two tokens. What the reference has of the last one is not known.
 batch = dataclasses.replace(
-    RolloutBatch.empty(3, 2), loss_mask=torch.ones(3, 2, dtype=torch.bool), rewards=torch.tensor([1.0, 0.0, 1.0]),
+    RolloutBatch.empty(3, 2),
+    loss_mask=torch.ones(3, 2, dtype=torch.bool),
+    rewards=torch.tensor([1.0, 0.0, 1.0]),
     rollout_logprobs=torch.full((3, 2), -1.0),
 )
 config = RolloutCorrectionConfig(kl_reward_coef=0.5, kl_reward_type="k1", advantage="group_mean")
 old, reference = torch.full((6,), -1.0), torch.tensor([-1.5, -1.5, -1.0, -1.0, torch.nan, torch.nan])
 lowered, metrics = less_reference_kl(batch, old, reference, config, ParallelGroups())
 inputs = make_loss_inputs(lowered, old, config, ParallelGroups(), group_size=3)
-print("RESULT", json.dumps({
-    "advantages": inputs.advantages.tolist(), "mask": inputs.correction.mask.tolist(),
-    "missing": inputs.correction.metrics["nonfinite_tokens"].value(),
-}))
+print(
+    "RESULT",
+    json.dumps(
+        {
+            "advantages": inputs.advantages.tolist(),
+            "mask": inputs.correction.mask.tolist(),
+            "missing": inputs.correction.metrics["nonfinite_tokens"].value(),
+        }
+    ),
+)
 """
 
 

@@ -1,5 +1,6 @@
-"""Rejection of a microbatch, a rank or the batch, on real Megatron: gradients, auxiliary losses, steps without update;
-and the first step's bound."""
+"""Rejection of a microbatch, a rank or the batch, on real Megatron: gradients, auxiliary losses, steps
+without update; and the first step's bound.
+"""
 
 import json
 import math
@@ -56,12 +57,16 @@ def whole(ranks, part, key):
 def assert_same(gradients, expected, tolerance):
     assert gradients.keys() == expected.keys()
     for name, gradient in expected.items():
-        error = (gradients[name].double() - gradient.double()).norm() / gradient.double().norm().clamp(min=1e-6)
+        error = (gradients[name].double() - gradient.double()).norm() / gradient.double().norm().clamp(
+            min=1e-6
+        )
         assert error < tolerance, (name, error)
 
 
 @pytest.mark.parametrize("at", range(3), ids=map(json.dumps, LAYOUTS))
-@pytest.mark.parametrize(("rows", "left"), [("one microbatch", range(4, 16)), ("one rank", range(8)), ("all", ())])
+@pytest.mark.parametrize(
+    ("rows", "left"), [("one microbatch", range(4, 16)), ("one rank", range(8)), ("all", ())]
+)
 def test_step_when_all_of_a_part_is_rejected_then_gradients_are_those_of_one_process(
     results, lengths, at, rows, left
 ):
@@ -81,7 +86,9 @@ def test_step_when_all_of_a_part_is_rejected_then_gradients_are_those_of_one_pro
 
 
 @pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
-def test_moe_auxiliary_losses_when_half_is_rejected_then_their_gradients_stay_in_both_normalisations(results, at):
+def test_moe_auxiliary_losses_when_half_is_rejected_then_their_gradients_stay_in_both_normalisations(
+    results, at
+):
     # Equal rewards: the policy's gradient is 0, what is left is load balancing and the router's z-loss.
     expected, _ = whole(results[at], "auxiliary", ("none", False))
     assert expected["model.layers.0.mlp.gate.weight"].norm() > 0.01
@@ -102,7 +109,9 @@ def test_step_when_it_makes_no_update_then_weights_moments_and_balancing_biases_
         (before, trained, after), _, _ = rank["skipped"][case]
         # An ordinary step first, so that there is momentum that would move the weights.
         assert (trained[0] - before[0]).abs().max() > 1e-3
-        assert (trained[2] - before[2]).abs().max() == pytest.approx(1e-3), "the bias moves in an ordinary step"
+        assert (trained[2] - before[2]).abs().max() == pytest.approx(1e-3), (
+            "the bias moves in an ordinary step"
+        )
         assert all(torch.equal(now, then) for now, then in zip(after, trained, strict=True))
 
 
@@ -136,14 +145,18 @@ def test_step_when_megatron_leaves_before_its_update_then_nothing_is_pushed_or_r
 
 
 @pytest.mark.parametrize("how", ["scored", "in the loss"])
-@pytest.mark.parametrize("fault", ["dropout", "shift", "shift of cut ones", "checkpoint", "nan", "no own token"])
+@pytest.mark.parametrize(
+    "fault", ["dropout", "shift", "shift of cut ones", "checkpoint", "nan", "no own token"]
+)
 @pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_first_step_when_what_is_trained_is_not_what_was_sampled_then_all_ranks_end_before_an_update(
     results, at, fault, how
 ):
     found = [rank["first"][fault, how] for rank in results[at]]
     [said] = [error for error, _, _ in found if error != "another rank"]
-    assert said.startswith("--rollout-max-first-step-kl 0.0001: in the first step the servers sampled with the weights")
+    assert said.startswith(
+        "--rollout-max-first-step-kl 0.0001: in the first step the servers sampled with the weights"
+    )
     assert ("not a number" in said) == (fault in ("nan", "no own token"))
     assert all(updates == 0 and pushed == [] for _, updates, pushed in found)
 
@@ -158,7 +171,9 @@ def test_first_step_when_own_samples_agree_then_it_is_taken_whatever_older_or_fe
 
 
 @pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
-def test_ratio_when_training_mode_is_another_policy_than_the_scoring_passs_then_it_is_1_all_the_same(results, at):
+def test_ratio_when_training_mode_is_another_policy_than_the_scoring_passs_then_it_is_1_all_the_same(
+    results, at
+):
     step = results[at][-1]["dropout"]
     assert step["skipped"] == 0 and step["rollout_corr/kept_fraction"] > 0.5
     for name in ("old_new_k3_kl", "old_new_k3_kl_clamped", "clip_fraction", "dual_clip_fraction"):

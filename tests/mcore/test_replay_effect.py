@@ -1,4 +1,6 @@
-"""What replay removes of the mismatch: by hand, against passes over whole batches; training does not notice."""
+"""What replay removes of the mismatch: by hand, against passes over whole batches; training
+does not notice.
+"""
 
 import json
 import math
@@ -17,31 +19,49 @@ from tests.megatron_forks import run_megatron
 HERE = Path(__file__).resolve().parent
 LAYOUTS = {
     1: [{}, {"recompute": True}, {"packed": 64}],
-    2: [{"pp": 2}, {"tp": 2, "sp": True}, {"cp": 2}, {"ep": 2}, {"packed": 64, "cp": 2},
-        {"packed": 48, "pp": 2, "vpp": 2}],
-}  # fmt: skip
+    2: [
+        {"pp": 2},
+        {"tp": 2, "sp": True},
+        {"cp": 2},
+        {"ep": 2},
+        {"packed": 64, "cp": 2},
+        {"packed": 48, "pp": 2, "vpp": 2},
+    ],
+}
 CASES = [(processes, json.dumps(spec)) for processes, specs in LAYOUTS.items() for spec in specs]
 NAMES = ("router_replay/k3_with", "router_replay/k3_without", "router_replay/share_removed")
 
 
 def test_effect_of_three_tokens_then_the_numbers_by_hand():
-    # rho with replay: 1, 1.25, and a token outside the mask; without: 2, 0.5. The last token is infinite in one pass.
-    # k3 = rho - 1 - ln rho: with 0 and 0.25 - ln 1.25; without 1 - ln 2 and ln 2 - 0.5.
+    # rho with replay: 1, 1.25, and a token outside the mask; without: 2, 0.5. The last token is infinite in
+    # one pass. k3 = rho - 1 - ln rho: with 0 and 0.25 - ln 1.25; without 1 - ln 2 and ln 2 - 0.5.
     rollout = torch.tensor([0.25, 0.4, 0.1, 0.5]).log()
     replayed = torch.tensor([0.25, 0.5, 0.9, 0.5]).log()
     chosen = torch.tensor([0.5, 0.2, 0.9, 0.0]).log()
     mask = torch.tensor([True, True, False, True])
     found = {name: metric.value() for name, metric in effect_metrics(replayed, chosen, rollout, mask).items()}
     with_replay, without = (0.25 - math.log(1.25)) / 2, 0.5 / 2
-    assert found == pytest.approx({
-        "router_replay/k3_with": with_replay, "router_replay/k3_without": without,
-        "router_replay/share_removed": 1 - with_replay / without,
-    }, rel=1e-5)  # fmt: skip
+    assert found == pytest.approx(
+        {
+            "router_replay/k3_with": with_replay,
+            "router_replay/k3_without": without,
+            "router_replay/share_removed": 1 - with_replay / without,
+        },
+        rel=1e-5,
+    )
 
 
 def test_flag_when_nothing_is_replayed_or_the_number_is_no_count_then_refused_by_name():
-    required = ["--rollout-url", "http://a:1", "--rollout-prompts", "p", "--rollout-hf-checkpoint", "m",
-                "--rollout-reward-function", "math"]  # fmt: skip
+    required = [
+        "--rollout-url",
+        "http://a:1",
+        "--rollout-prompts",
+        "p",
+        "--rollout-hf-checkpoint",
+        "m",
+        "--rollout-reward-function",
+        "math",
+    ]
     flag = ["--router-replay-effect-every", "5"]
     with pytest.raises(ValueError, match="--router-replay-effect-every.*--router-replay.*R3"):
         parse([*required, *flag])
@@ -82,13 +102,17 @@ def test_step_when_measured_then_weights_biases_logged_losses_and_random_state_b
         for before, after, other in zip(plain, measured, once, strict=True):
             assert torch.equal(before, after) and torch.equal(before, other)
         for ours, theirs in zip(reports, told, strict=True):
-            same = {name: value for name, value in ours.items() if not name.startswith(("time/", "tokens_per_s"))}
+            same = {
+                name: value for name, value in ours.items() if not name.startswith(("time/", "tokens_per_s"))
+            }
             assert {name: theirs[name] for name in same} == pytest.approx(same, rel=0, abs=0, nan_ok=True)
             assert theirs.keys() - ours.keys() == set(NAMES)
 
 
 @pytest.mark.parametrize(("processes", "layout"), CASES)
-def test_effect_in_every_layout_then_that_of_passes_over_whole_batches_token_by_token(results, processes, layout):
+def test_effect_in_every_layout_then_that_of_passes_over_whole_batches_token_by_token(
+    results, processes, layout
+):
     ranks = results(processes, layout)
     parts = [rank["naive"] for rank in ranks if rank["naive"] is not None]
     k3 = [sum(math.expm1(d) - d for part in parts for d in part[way]) for way in (0, 1)]

@@ -1,7 +1,7 @@
 """Replayed routes on real Megatron ranks: read back from the routers, and what a step does with them.
 
-The routes are those that one process chooses by itself (which "off" tells), changed for some tokens as another engine
-would. T tokens of a sample, M layers, k experts a token.
+The routes are those that one process chooses by itself (which "off" tells), changed for some tokens as
+another engine would. T tokens of a sample, M layers, k experts a token.
 """
 
 import json
@@ -17,27 +17,48 @@ HERE = Path(__file__).resolve().parent
 LAYERS, TOP_K, EXPERTS, SAMPLES, ROWS = 4, 2, 8, 16, 2
 REFUSED = ("shift", "layers", "other")
 TWO = [
-    {"pp": 2, "runs": ["R3", "R2", "layers"]}, {"tp": 2, "sp": True, "runs": ["R3", "shift"]},
-    {"cp": 2, "runs": ["R3", "bypass", "shift"]}, {"ep": 2, "runs": ["R3", "R2", "other", "off"]},
-]  # fmt: skip
+    {"pp": 2, "runs": ["R3", "R2", "layers"]},
+    {"tp": 2, "sp": True, "runs": ["R3", "shift"]},
+    {"cp": 2, "runs": ["R3", "bypass", "shift"]},
+    {"ep": 2, "runs": ["R3", "R2", "other", "off"]},
+]
 FOUR = [
     {"tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3", "recompute", "R2 recompute"]},
     {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "runs": ["R3", "recompute", "shift"]},
     {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias"]},
-    {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]}, {"ep": 4, "runs": ["R3", "off"]},
-]  # fmt: skip
+    {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]},
+    {"ep": 4, "runs": ["R3", "off"]},
+]
 PACKED = {
     1: [{"packed": 64, "runs": ["R3", "recompute", "bypass", "R2", "off", "shift", "other"]}],
-    2: [{"packed": 64, "cp": 2, "runs": ["R3", "R2"]}, {"packed": 48, "pp": 2, "vpp": 2, "runs": ["recompute"]},
-        {"packed": 64, "tp": 2, "sp": True, "runs": ["R2", "R2 updates", "shift"]}],
-    4: [{"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "R2 recompute", "off"]},
-        {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3"]}],
-}  # fmt: skip
+    2: [
+        {"packed": 64, "cp": 2, "runs": ["R3", "R2"]},
+        {"packed": 48, "pp": 2, "vpp": 2, "runs": ["recompute"]},
+        {"packed": 64, "tp": 2, "sp": True, "runs": ["R2", "R2 updates", "shift"]},
+    ],
+    4: [
+        {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "R2 recompute", "off"]},
+        {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3"]},
+    ],
+}
 """Sequences packed into microbatches of at most so many tokens."""
-ALONE = [{"runs": [
-    "R3", "recompute", "selective", "bias", "bypass", "R2", "R2 updates", "R2 recompute", "off", *REFUSED,
-    "bypass shift",
-]}]  # fmt: skip
+ALONE = [
+    {
+        "runs": [
+            "R3",
+            "recompute",
+            "selective",
+            "bias",
+            "bypass",
+            "R2",
+            "R2 updates",
+            "R2 recompute",
+            "off",
+            *REFUSED,
+            "bypass shift",
+        ]
+    }
+]
 
 
 def some_samples():
@@ -46,10 +67,16 @@ def some_samples():
     for index in range(SAMPLES):
         prompt, output = 4 + index // 4, 10 + index % 8
         ids = torch.randint(0, 80, (prompt + output,), generator=generator)
-        samples.append({
-            "group": index // 4, "prompt": ids[:prompt], "output": ids[prompt:], "reward": float(index % 3),
-            "rollout": torch.full((output,), -4.4), "old_shift": torch.zeros(output),
-        })
+        samples.append(
+            {
+                "group": index // 4,
+                "prompt": ids[:prompt],
+                "output": ids[prompt:],
+                "reward": float(index % 3),
+                "rollout": torch.full((output,), -4.4),
+                "old_shift": torch.zeros(output),
+            }
+        )
     return samples
 
 
@@ -77,7 +104,9 @@ def chosen_alone(rank, samples, *, biased=False):
 
 
 MISSING, RETRACTED, LOST = 255, 3, slice(4, 11)
-"""An id that is none; tokens of a sample whose routes are lost, as after a retraction, the last of its prompt too."""
+"""An id that is none; tokens of a sample whose routes are lost, as after a retraction, the last
+of its prompt too.
+"""
 
 
 def known(routes):
@@ -86,7 +115,9 @@ def known(routes):
 
 
 def changed(routes, index):
-    """As another engine would: every seventh token's second expert is another in one layer; sample 5 has none."""
+    """As another engine would: every seventh token's second expert is another in one layer;
+    sample 5 has none.
+    """
     routes = routes.clone()
     if index == 5:
         return torch.full_like(routes, MISSING)
@@ -103,15 +134,20 @@ def changed(routes, index):
 def samples(tiny_moe_dir, tmp_path_factory):
     """With `routes`, and wrong ones under the names of REFUSED; `own` is Megatron's choice."""
     samples = some_samples()
-    [[rank]] = worked(1, tiny_moe_dir, tmp_path_factory.mktemp("routes"), samples, [{"runs": ["off", "off bias"]}])
+    [[rank]] = worked(
+        1, tiny_moe_dir, tmp_path_factory.mktemp("routes"), samples, [{"runs": ["off", "off bias"]}]
+    )
     for index, (sample, own) in enumerate(zip(samples, chosen_alone(rank, samples), strict=True)):
         sample |= {"own": own, "routes": changed(own, index)}
         # One sample of the third prompt is wrong in each way; all others are right.
         wrong = dict.fromkeys(REFUSED, own)
         if index == 9:
             other = torch.rand(len(own), LAYERS, EXPERTS, generator=torch.Generator().manual_seed(1))
-            wrong = {"shift": own.roll(1, 0), "layers": own[:, [3, 2, 1, 0]],
-                     "other": other.topk(TOP_K).indices.to(torch.uint8)}  # fmt: skip
+            wrong = {
+                "shift": own.roll(1, 0),
+                "layers": own[:, [3, 2, 1, 0]],
+                "other": other.topk(TOP_K).indices.to(torch.uint8),
+            }
         sample |= wrong
     return samples
 
@@ -131,7 +167,9 @@ def results(tiny_moe_dir, tmp_path_factory, samples):
 def cases(*runs, specs=ALONE + TWO + FOUR):
     return [
         (json.dumps({name: value for name, value in spec.items() if name != "runs"}), run)
-        for spec in specs for run in spec["runs"] if run in runs
+        for spec in specs
+        for run in spec["runs"]
+        if run in runs
     ]
 
 
@@ -140,7 +178,9 @@ def packed_cases(*runs):
 
 
 def assert_replayed(rank, samples, name):
-    """Every pass of every router took the routes under `name` where there are some; how many passes there were."""
+    """Every pass of every router took the routes under `name` where there are some; how many
+    passes there were.
+    """
     (dp, dp_size), count = rank["dp"], {}
     share = len(samples) // dp_size
     for layer, training, grad, chosen in rank["passes"]:
@@ -161,7 +201,9 @@ def assert_replayed(rank, samples, name):
 
 
 @pytest.mark.parametrize(("layout", "run"), cases("R3", "recompute", "selective", "bias", "bypass"))
-def test_r3_when_read_back_from_the_routers_then_the_servers_experts_in_every_pass(results, samples, layout, run):
+def test_r3_when_read_back_from_the_routers_then_the_servers_experts_in_every_pass(
+    results, samples, layout, run
+):
     for rank in results[layout, run]:
         passes = assert_replayed(rank, samples, "routes")
         layers = {layer for layer, _, _ in passes}
@@ -186,7 +228,9 @@ def test_r2_when_read_back_from_the_routers_then_the_scoring_pass_is_natural_and
     [c for c in cases("R3", "recompute", "bias", "bypass", "R2", "R2 recompute") if c[0] != "{}"]
     + packed_cases("R3", "recompute", "bypass", "R2", "R2 updates", "R2 recompute"),
 )
-def test_replayed_step_in_every_layout_then_gradients_and_metrics_are_those_of_one_process(results, layout, run):
+def test_replayed_step_in_every_layout_then_gradients_and_metrics_are_those_of_one_process(
+    results, layout, run
+):
     ranks, [alone] = results[layout, run], results["{}", run]
     found = {name: gradient for rank in ranks for name, gradient in rank["gradients"].items()}
     assert found.keys() == alone["gradients"].keys() and len(found) == 135
@@ -194,7 +238,9 @@ def test_replayed_step_in_every_layout_then_gradients_and_metrics_are_those_of_o
         error = (found[name] - gradient).norm() / gradient.norm().clamp(min=1e-6)
         assert error < 1e-5, (name, error)
     [numbers] = [rank["metrics"] for rank in ranks if rank["metrics"] is not None]
-    names = {name for name in alone["metrics"] if name.startswith(("router_replay/", "rollout_corr/log_ratio_abs"))}
+    names = {
+        name for name in alone["metrics"] if name.startswith(("router_replay/", "rollout_corr/log_ratio_abs"))
+    }
     assert len(names) > 5
     for name in names:
         assert numbers[name] == pytest.approx(alone["metrics"][name], rel=1e-4, abs=1e-6, nan_ok=True), name
@@ -224,7 +270,9 @@ def test_tokens_without_routes_when_one_sample_has_none_then_they_go_where_megat
         assert torch.equal(used, torch.zeros_like(used).scatter(1, own, True))
 
 
-def test_tokens_without_routes_when_in_the_middle_of_a_sample_then_they_go_where_megatron_chooses(results, samples):
+def test_tokens_without_routes_when_in_the_middle_of_a_sample_then_they_go_where_megatron_chooses(
+    results, samples
+):
     [rank], own, lost = results["{}", "R3"], samples[RETRACTED]["own"], ~known(samples[RETRACTED]["routes"])
     assert lost.tolist() == [LOST.start <= at < LOST.stop for at in range(len(own))] and lost.sum() == 7
     for layer in range(LAYERS):
@@ -270,12 +318,18 @@ def test_routes_when_those_of_other_tokens_layers_or_weights_then_refused_by_nam
     replica = 1 if dp_size == 2 else 0
     assert f"sample {place % 4} of prompt {place // 4} of replica {replica} in step 1" in said
     assert ("rule shift" if "shift" in run else "rule agreement") in said
-    assert all((layer, True) not in {p[:2] for p in rank["passes"]} for rank in ranks for layer in range(LAYERS)
-               if not run.startswith("bypass"))  # fmt: skip
+    assert all(
+        (layer, True) not in {p[:2] for p in rank["passes"]}
+        for rank in ranks
+        for layer in range(LAYERS)
+        if not run.startswith("bypass")
+    )
 
 
 @pytest.mark.parametrize(("layout", "run"), packed_cases("shift", "other"))
-def test_routes_of_packs_when_those_of_other_tokens_or_weights_then_refused_by_the_samples_prompt(results, layout, run):
+def test_routes_of_packs_when_those_of_other_tokens_or_weights_then_refused_by_the_samples_prompt(
+    results, layout, run
+):
     ranks = results[layout, run]
     assert all(rank["refused"] and rank["updates"] == 0 for rank in ranks)
     [said] = {rank["refused"] for rank in ranks} - {"by another rank"}
@@ -284,7 +338,9 @@ def test_routes_of_packs_when_those_of_other_tokens_or_weights_then_refused_by_t
 
 
 def naive_table(rank, samples):
-    """[M, E, 4] token by token: from what the hooks saw of the scoring pass, and the correction's own values."""
+    """[M, E, 4] token by token: from what the hooks saw of the scoring pass, and the
+    correction's own values.
+    """
     table, places = torch.zeros(LAYERS, EXPERTS, 4, dtype=torch.float64), [0] * LAYERS
     values = rank["tables"]["values"]
     for layer, training, _, chosen in rank["passes"]:
@@ -312,7 +368,9 @@ def test_expert_table_of_one_process_then_that_of_a_loop_over_tokens(results, sa
     step, told = rank["tables"]["written"]
     assert step == 1
     tokens = expected[..., 0]
-    torch.testing.assert_close(told["weight_mean"], expected[..., 2] / tokens, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        told["weight_mean"], expected[..., 2] / tokens, rtol=1e-6, atol=0, equal_nan=True
+    )
     assert rank["metrics"]["experts/load_max"] == pytest.approx((tokens.amax(1) / tokens.mean(1)).max())
 
 
@@ -329,12 +387,17 @@ def test_expert_table_in_every_layout_then_that_of_one_process_on_every_rank(res
     assert ["written" in rank["tables"] for rank in ranks] == [False] * (len(ranks) - 1) + [True]
 
 
-def test_rejection_by_routing_when_one_expert_of_eight_differs_then_those_tokens_are_dropped(results, samples):
-    """The rule keeps up to a tenth. That every layout drops the same, the experts' tables tell, which count it."""
+def test_rejection_by_routing_when_one_expert_of_eight_differs_then_those_tokens_are_dropped(
+    results, samples
+):
+    """The rule keeps up to a tenth. That every layout drops the same, the experts' tables
+    tell, which count it.
+    """
     [rank] = results["{}", "R3"]
     values = rank["tables"]["values"]
     assert rank["metrics"]["rollout_corr/rejected_fraction/token_routing"] > 0.05
-    # In the first layer Megatron's choice is `own`; a token that was changed there is rejected, whatever the others.
+    # In the first layer Megatron's choice is `own`; a token that was changed there is rejected,
+    # whatever the others.
     for index, sample in enumerate(samples):
         told = known(sample["routes"])
         for at in range(len(sample["prompt"]) - 1, len(sample["own"])):
@@ -346,10 +409,12 @@ def dense_layers(*what, start):
     """What dense_layers_worker.py says in lines that begin so."""
     run = run_megatron(HERE / "dense_layers_worker.py", *what)
     assert run.returncode == 0, run.stderr[-3000:]
-    return [json.loads(line.removeprefix(start)) for line in run.stdout.splitlines() if line.startswith(start)]
+    return [
+        json.loads(line.removeprefix(start)) for line in run.stdout.splitlines() if line.startswith(start)
+    ]
 
 
-def test_layers_when_some_are_dense_and_the_model_predicts_several_tokens_then_only_its_sparse_layers_are_replayed():
+def test_layers_when_some_are_dense_and_others_mtp_then_only_sparse_layers_are_replayed():
     [found] = dense_layers(start="RESULT ")
     assert found["layers"] == found["shape"] == [1, 3]
     ours = {name: same for name, same in found["same"].items() if not name.startswith("mtp.")}
@@ -365,7 +430,11 @@ def test_stage_when_all_its_layers_are_dense_then_the_other_stage_replays_and_bo
     counts = torch.stack([layer.bincount(minlength=EXPERTS) for layer in routes]).double()
     for stage in stages:
         replayed, watched = torch.tensor(stage["R3"]["table"]), torch.tensor(stage["off"]["table"])
-        assert torch.equal(replayed[2:, :, 0].double(), counts) and not replayed[:2].any() and not watched[:2].any()
+        assert (
+            torch.equal(replayed[2:, :, 0].double(), counts)
+            and not replayed[:2].any()
+            and not watched[:2].any()
+        )
         assert torch.equal(replayed[2:, :, 1].double(), counts)  # a log-ratio of 1 of each token
         assert watched[2:, :, 0].sum(dim=1).tolist() == [32, 32]
         assert stage["R3"]["apart"] == stages[0]["R3"]["apart"] and stage["off"]["apart"] is None

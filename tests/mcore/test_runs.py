@@ -18,14 +18,26 @@ GROUPED = ["--moe-grouped-gemm", "--moe-permute-fusion"]
 NEAR = 1e-4  # of float32
 RUN = ["--global-batch-size", 16, "--train-iters", 4, "--save-interval", 2, "--rollout-save-hf-interval", 2]
 BEGIN = ["--train-iters", 1, "--save-interval", 1, "--rollout-save-hf-interval", 1, "--lr", 0, "--seed", 4321]
-"""A step that moves nothing: what is served and saved after it is the start. The seed is for samples of its own."""
+"""A step that moves nothing: what is served and saved after it is the start. The seed is for
+samples of its own.
+"""
 LAYOUT = [
-    *GROUPED, "--tensor-model-parallel-size", 2, "--sequence-parallel", "--pipeline-model-parallel-size", 2,
-    "--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1,
-]  # fmt: skip
+    *GROUPED,
+    "--tensor-model-parallel-size",
+    2,
+    "--sequence-parallel",
+    "--pipeline-model-parallel-size",
+    2,
+    "--expert-model-parallel-size",
+    2,
+    "--expert-tensor-parallel-size",
+    1,
+]
+
 
 def made(folder, server, model, wanted):
-    """Name -> (exit, folder of the run, the server's checksums after it, samples that no run before it asked for).
+    """Name -> (exit, folder of the run, the server's checksums after it, samples that no run
+    before it asked for).
 
     wanted: name -> flags of the run.
     """
@@ -34,9 +46,17 @@ def made(folder, server, model, wanted):
         for name, flags in wanted.items():
             door.replay()
             out = folder / name
-            saves = ["--rollout-save-hf", out / "hf", "--rollout-save-trajectories", out / "samples",
-                     "--rollout-trace", out / "traces"]  # fmt: skip
-            done = launch(folder, name, model, door.url, SCRIPT, *RUN, *saves, *flags, processes=4, mixed=True)
+            saves = [
+                "--rollout-save-hf",
+                out / "hf",
+                "--rollout-save-trajectories",
+                out / "samples",
+                "--rollout-trace",
+                out / "traces",
+            ]
+            done = launch(
+                folder, name, model, door.url, SCRIPT, *RUN, *saves, *flags, processes=4, mixed=True
+            )
             assert name == "local" or done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
             found[name] = done, folder / name, checksums(server.url), door.sampled
     return found
@@ -51,13 +71,21 @@ def again(folder):
 def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoints")
     local = ["--transformer-impl", "local", "--pipeline-model-parallel-size", 2, "--rollout-pad-sequences"]
-    begin = [*BEGIN, "--pretrained-checkpoint", folder / "whole/checkpoints", "--load", folder / "begun/checkpoints"]
+    begin = [
+        *BEGIN,
+        "--pretrained-checkpoint",
+        folder / "whole/checkpoints",
+        "--load",
+        folder / "begun/checkpoints",
+    ]
     wanted = {"whole": LAYOUT, "begun": [*LAYOUT, *begin]}
     wanted |= {"resumed": [*LAYOUT, *again(folder)], "local": [*again(folder), *local]}
     return made(folder, sglang_server_fp32, tiny_moe_dir, wanted)
 
 
-def test_run_when_resumed_in_the_same_layout_then_its_steps_and_weights_are_those_of_a_run_that_never_ended(runs):
+def test_run_when_resumed_in_the_same_layout_then_its_steps_and_weights_are_those_of_a_run_that_never_ended(
+    runs,
+):
     (_, whole, weights, _), (_, resumed, resumed_weights, sampled) = runs["whole"], runs["resumed"]
     wanted, steps = untimed_steps(whole), untimed_steps(resumed)
     assert [step["step"] for step in steps] == [3, 4] and len(wanted) == 4
@@ -84,7 +112,8 @@ def test_run_when_resumed_on_layers_of_other_names_then_refused_with_the_remedy(
     saved = folder.parent / "whole/checkpoints/iter_0000002"
     assert done.returncode == 1 and not (folder / "log/metrics.jsonl").exists()
     assert (
-        f"megatron_rl_corr: --transformer-impl local: the checkpoint {saved} was saved with transformer_engine, whose "
+        f"megatron_rl_corr: --transformer-impl local: the checkpoint {saved} was saved with "
+        "transformer_engine, whose "
         "layers have other names"
     ) in done.stderr
 
@@ -119,7 +148,9 @@ def replay(folder, of, name, model, *flags, processes=1):
     return launch(folder, name, model, None, SCRIPT, *RUN[:6], *flags, processes=processes)
 
 
-def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are_nearly_the_same(runs, tiny_moe_dir):
+def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are_nearly_the_same(
+    runs, tiny_moe_dir
+):
     _, whole, *_ = runs["whole"]
     done = replay(whole.parent, "whole", "replayed", tiny_moe_dir, *GROUPED)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -127,14 +158,20 @@ def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     for step, expected in zip(steps, wanted, strict=True):
         assert set(step) == set(expected)
-        # Where advantages sum to 0, so does the loss, but for what the weights e^D differ by. D is rounding, and after
-        # a step what the rounding of a gradient near 0 makes of a few weights (assert_nearly_same_weights).
+        # Where advantages sum to 0, so does the loss, but for what the weights e^D differ by. D is rounding,
+        # and after a step what the rounding of a gradient near 0 makes of a few weights
+        # (assert_nearly_same_weights).
         rounding = step["rollout_corr/log_ratio_abs_max"]
-        assert step["loss/policy"] == pytest.approx(expected["loss/policy"], rel=NEAR, abs=rounding) and rounding < NEAR
+        assert (
+            step["loss/policy"] == pytest.approx(expected["loss/policy"], rel=NEAR, abs=rounding)
+            and rounding < NEAR
+        )
         for name in ("loss/entropy", "grad_norm", "reward/mean", "weight_lag", "response_length/mean"):
             assert step[name] == pytest.approx(expected[name], rel=NEAR, abs=1e-7), name
         assert step["rollout_corr/k3_kl"] < 1e-6, "other samples than those that these weights gave"
-    found, weights = (HFCheckpoint(folder / "hf/iter_0000004") for folder in (whole.parent / "replayed", whole))
+    found, weights = (
+        HFCheckpoint(folder / "hf/iter_0000004") for folder in (whole.parent / "replayed", whole)
+    )
     assert_nearly_same_weights(found, weights)
 
 
@@ -142,7 +179,9 @@ def test_probe_when_a_run_pushes_then_the_servers_log_probs_are_the_trainers_aft
     _, whole, *_ = runs["whole"]
     rows = [json.loads(line) for line in (whole / "log/metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4
-    assert all(0 < row["rollout/probe_max_abs_log_ratio"] < NEAR and row["rollout/probe_rounds"] == 0 for row in rows)
+    assert all(
+        0 < row["rollout/probe_max_abs_log_ratio"] < NEAR and row["rollout/probe_rounds"] == 0 for row in rows
+    )
 
 
 def test_trace_of_a_run_then_every_sample_and_part_of_a_step_is_in_it_and_adds_up(runs):

@@ -14,7 +14,9 @@ from megatron_rl_corr.rollout import Prompt, PromptDataset, RolloutClient
 PROMPTS = PromptDataset([Prompt(0, [1, 67, 1]), Prompt(1, [], text="2+2=")])
 
 
-def test_server_when_its_tokenizer_is_the_checkpoints_then_nothing_is_said(engine_server, tiny_moe_dir, capsys):
+def test_server_when_its_tokenizer_is_the_checkpoints_then_nothing_is_said(
+    engine_server, tiny_moe_dir, capsys
+):
     engine, server = engine_server
 
     async def checked(texts):
@@ -27,7 +29,8 @@ def test_server_when_its_tokenizer_is_the_checkpoints_then_nothing_is_said(engin
     error = asyncio.run(checked({"1+1": [1, 68, 1]}))
     assert str(error).startswith(
         f"{server.url} has another tokenizer than --rollout-hf-checkpoint: of '1+1' it makes [1, 67, 1] "
-        "(3 ids), the checkpoint's [1, 68, 1] (3 ids); start the server with this checkpoint as its model or tokenizer"
+        "(3 ids), the checkpoint's [1, 68, 1] (3 ids); start the server with this checkpoint as its model or "
+        "tokenizer"
     )
     # What its tokenizer has no id for, and the checkpoint's has, is a difference too.
     assert "it makes an error (" in str(asyncio.run(checked({"\u00e4": [5]})))
@@ -68,8 +71,16 @@ def failure(status):
         (Servers([7, 8]), "http://b:2 has another tokenizer than", ""),
         (Servers(None), "http://b:2 has another tokenizer .* it makes None", ""),
         (Servers(failure(500)), "http://b:2 has another tokenizer .* it makes an error", ""),
-        (Servers(failure(404)), None, "[rollout] http://b:2 can't be asked for ids: its tokenizer is not compared"),
-        (Servers(failure(500), skip_tokenizer_init=True), None, "[rollout] http://b:2 has no tokenizer: that its ids"),
+        (
+            Servers(failure(404)),
+            None,
+            "[rollout] http://b:2 can't be asked for ids: its tokenizer is not compared",
+        ),
+        (
+            Servers(failure(500), skip_tokenizer_init=True),
+            None,
+            "[rollout] http://b:2 has no tokenizer: that its ids",
+        ),
     ],
 )
 def test_servers_when_one_has_another_tokenizer_or_none_then_it_is_named(servers, error, line, capsys):
@@ -98,9 +109,14 @@ def test_fingerprint_when_rows_or_their_order_differ_then_it_does():
     rows = [Prompt(i, [i]) for i in range(20)]
     same = fingerprint(PromptDataset(rows, seed=1))
     assert same == fingerprint(PromptDataset(list(rows), seed=1))
-    others = [fingerprint(PromptDataset(*other, seed=seed)) for *other, seed in (
-        (rows, 2), (rows[:19], 1), ([Prompt(i, [i + 1]) for i in range(20)], 1),
-    )]  # fmt: skip
+    others = [
+        fingerprint(PromptDataset(*other, seed=seed))
+        for *other, seed in (
+            (rows, 2),
+            (rows[:19], 1),
+            ([Prompt(i, [i + 1]) for i in range(20)], 1),
+        )
+    ]
     assert all(other != same for other in others) and others[1]["rows"] == "19 (one source)"
 
 
@@ -118,10 +134,15 @@ def test_replicas_when_a_host_has_other_data_then_the_run_is_refused(monkeypatch
 
     assert difference() is None and difference(mine, mine) is None
     assert difference(mine, PromptDataset([Prompt(0, [1])])) == (
-        "--rollout-prompts: rows 20 (one source) for the first data-parallel replica, 1 (one source) for replica 2; "
+        "--rollout-prompts: rows 20 (one source) for the first data-parallel replica, 1 (one source) for "
+        "replica 2; "
         "give every host the same files, checkpoint and flags"
     )
     others = PromptDataset([Prompt(i, [i + 1]) for i in range(20)])
-    assert "first prompts [[10]," in difference(others) and "for replica 1; give every host" in difference(others)
+    assert "first prompts [[10]," in difference(others) and "for replica 1; give every host" in difference(
+        others
+    )
     others = PromptDataset([Prompt(i, [i], label=str(i + 1)) for i in range(20)])
-    assert "first labels [None, None," in difference(others) and "for replica 1; give every host" in difference(others)
+    assert "first labels [None, None," in difference(
+        others
+    ) and "for replica 1; give every host" in difference(others)

@@ -1,4 +1,6 @@
-"""VCPO's step scale: by hand, and on real Megatron in several layouts against the same rates given by hand."""
+"""VCPO's step scale: by hand, and on real Megatron in several layouts against the same
+rates given by hand.
+"""
 
 import json
 import math
@@ -23,12 +25,18 @@ from tests.preloaded import run_preloaded
 HERE = Path(__file__).resolve().parent
 LAYOUTS = {
     1: [{"losses": ["ppo_clip", "ppo_clip adam", BYPASS]}, {"packed": 64, "losses": ["ppo_clip", BYPASS]}],
-    2: [{"ep": 2, "losses": ["ppo_clip"]}, {"cp": 2, "losses": ["ppo_clip"]},
+    2: [
+        {"ep": 2, "losses": ["ppo_clip"]},
+        {"cp": 2, "losses": ["ppo_clip"]},
         {"tp": 2, "ep": 2, "sp": True, "losses": ["ppo_clip adam"]},
-        {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]}],
-}  # fmt: skip
+        {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]},
+    ],
+}
 RUNS = [
-    (size, at, case) for size, layouts in LAYOUTS.items() for at, one in enumerate(layouts) for case in one["losses"]
+    (size, at, case)
+    for size, layouts in LAYOUTS.items()
+    for at, one in enumerate(layouts)
+    for case in one["losses"]
 ]
 
 
@@ -71,7 +79,9 @@ def test_updates_when_scaled_then_those_of_rates_that_were_scaled_by_hand(result
     assert scaled.keys() == by_hand.keys() and scaled
     for name, tensor in by_hand.items():
         torch.testing.assert_close(scaled[name], tensor, rtol=1e-6, atol=1e-8, msg=name)
-    assert any(not torch.allclose(scaled[name], tensor, rtol=1e-6, atol=1e-8) for name, tensor in plain.items())
+    assert any(
+        not torch.allclose(scaled[name], tensor, rtol=1e-6, atol=1e-8) for name, tensor in plain.items()
+    )
     for rank in ranks:  # no group of any rank keeps a scaled rate for the next step, a log or a checkpoint
         assert [rate for rates in rank[case]["rates"] for rate in rates] == pytest.approx(
             [rank[case]["rate"]] * sum(map(len, rank[case]["rates"])), rel=0, abs=0
@@ -82,7 +92,9 @@ def test_updates_when_scaled_then_those_of_rates_that_were_scaled_by_hand(result
 
 
 @pytest.mark.parametrize(("processes", "at", "case"), RUNS, ids=str)
-def test_scale_when_each_update_has_its_own_samples_then_that_of_the_reference(results, expected, processes, at, case):
+def test_scale_when_each_update_has_its_own_samples_then_that_of_the_reference(
+    results, expected, processes, at, case
+):
     reports = results[processes][at][-1][case]["scaled"][0]
     scales = [report["step_scale"] for report in reports]
     layout = LAYOUTS[processes][at]
@@ -99,7 +111,11 @@ def test_scale_when_worked_out_by_hand_then_the_root_of_ess_over_n():
     for level in (None, "sequence", "token"):
         bounds = {"rollout_is": level, "rollout_is_upper": None if level is None else 1.5}
         correction = compute_correction(
-            train, torch.zeros(4), torch.tensor([1, 1, 1, 0]), ids, num_sequences=3,
+            train,
+            torch.zeros(4),
+            torch.tensor([1, 1, 1, 0]),
+            ids,
+            num_sequences=3,
             config=RolloutCorrectionConfig(**bounds),
         )
         assert correction.sequence_ratios.tolist() == pytest.approx([2, 0.25, 0])
@@ -108,9 +124,13 @@ def test_scale_when_worked_out_by_hand_then_the_root_of_ess_over_n():
         assert Decision(ess=metric.value()).step_scale == pytest.approx(math.sqrt(2.25**2 / 8.125))
     # What a rule rejects is not in the loss, and counts neither in ESS nor in n: sqrt(2) is above 1.2.
     correction = compute_correction(
-        train, torch.zeros(4), torch.tensor([1, 1, 1, 0]), ids, num_sequences=3,
+        train,
+        torch.zeros(4),
+        torch.tensor([1, 1, 1, 0]),
+        ids,
+        num_sequences=3,
         config=RolloutCorrectionConfig(rollout_rs=(RejectionRule("seq_mean", "ratio", 0.1, 1.2),)),
-    )  # fmt: skip
+    )
     assert sequences_ess(correction, ParallelGroups()).values.tolist() == pytest.approx([0.25, 0.0625, 1])
     second = SimpleNamespace(cp_rank=1)  # it holds the same sequences, and counts none
     assert sequences_ess(correction, second).values.tolist() == [0, 0, 0]
@@ -118,7 +138,12 @@ def test_scale_when_worked_out_by_hand_then_the_root_of_ess_over_n():
 
 
 def test_decision_when_taken_out_of_the_numbers_then_the_updates_own_ess_before_the_batchs():
-    numbers = {"rollout_corr/ess_sequences": 0.5, "decision/kept": 3.0, "decision/pulling": 2.0, "decision/ess": 0.25}
+    numbers = {
+        "rollout_corr/ess_sequences": 0.5,
+        "decision/kept": 3.0,
+        "decision/pulling": 2.0,
+        "decision/ess": 0.25,
+    }
     assert Decision.pop_from(numbers) == Decision(kept=3.0, pulling=2.0, ess=0.25)
     assert numbers == {"rollout_corr/ess_sequences": 0.5}
     # Without a scoring pass the loss has measured the update's samples.
@@ -127,7 +152,8 @@ def test_decision_when_taken_out_of_the_numbers_then_the_updates_own_ess_before_
 
 
 def test_rates_when_scaled_then_each_groups_own_and_back_again_even_after_an_error():
-    # A schedule's 1e-3, a tenth of it by lr_mult, and one that a graph of the optimizer reads, shared by two groups.
+    # A schedule's 1e-3, a tenth of it by lr_mult, and one that a graph of the optimizer reads,
+    # shared by two groups.
     shared = torch.tensor(2e-3)
     optimizer = SimpleNamespace(param_groups=[{"lr": 1e-3}, {"lr": 1e-4}, {"lr": shared}, {"lr": shared}])
 
@@ -138,4 +164,7 @@ def test_rates_when_scaled_then_each_groups_own_and_back_again_even_after_an_err
         assert rates() == pytest.approx([5e-4, 5e-5, 1e-3, 1e-3])
         assert optimizer.param_groups[2]["lr"] is shared
         raise ArithmeticError
-    assert rates() == pytest.approx([1e-3, 1e-4, 2e-3, 2e-3], rel=1e-7) and optimizer.param_groups[0]["lr"] == 1e-3
+    assert (
+        rates() == pytest.approx([1e-3, 1e-4, 2e-3, 2e-3], rel=1e-7)
+        and optimizer.param_groups[0]["lr"] == 1e-3
+    )

@@ -1,4 +1,6 @@
-"""The events file and the endpoint of a run: what they say, when they answer, how they end. No Megatron is needed."""
+"""The events file and the endpoint of a run: what they say, when they answer, how they end. No
+Megatron is needed.
+"""
 
 import contextlib
 import ctypes
@@ -59,8 +61,9 @@ def values(text):
     """(name, labels) -> value, as Prometheus reads them."""
     return {
         (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(text) for sample in family.samples
-    }  # fmt: skip
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
 
 
 def test_text_when_read_by_prometheus_then_step_age_servers_groups_and_every_kind_of_event(fresh):
@@ -123,15 +126,24 @@ def test_run_when_started_anew_then_its_events_are_appended_and_say_how(fresh, t
     assert not second.begun  # a start that follows is another run, no restart
     told = read_events(path)
     assert [(event["kind"], event["step"]) for event in told] == [
-        ("run_started", 1), ("group_dropped", 2), ("run_restarted", 2), ("run_restarted", 2), ("run_ended", 2),
-    ]  # fmt: skip
-    assert told[2]["reason"] == "at step 2, from a checkpoint: restart 2 of torchrun" and told[2]["restarts"] == 2
+        ("run_started", 1),
+        ("group_dropped", 2),
+        ("run_restarted", 2),
+        ("run_restarted", 2),
+        ("run_ended", 2),
+    ]
+    assert (
+        told[2]["reason"] == "at step 2, from a checkpoint: restart 2 of torchrun"
+        and told[2]["restarts"] == 2
+    )
     assert told[3]["reason"] == "at step 2, from a checkpoint: restart 1 within the process"
     assert values(second.text())["megatron_rl_corr_restarts",] == 3
 
 
 @drill("the main thread hangs in a collective", promised="the metrics port answers")
-def test_endpoint_when_the_main_thread_waits_in_native_code_then_it_answers_and_other_paths_are_not_found(fresh):
+def test_endpoint_when_the_main_thread_waits_in_native_code_then_it_answers_and_other_paths_are_not_found(
+    fresh,
+):
     with contextlib.closing(Endpoint("127.0.0.1", 0, lambda: "x 1\n")) as endpoint:
         pid = os.fork()
         if not pid:
@@ -149,7 +161,9 @@ def test_endpoint_when_the_main_thread_waits_in_native_code_then_it_answers_and_
         assert status.value == 0
 
 
-def test_endpoint_when_clients_send_nothing_then_others_are_answered_and_closing_waits_for_none(fresh, monkeypatch):
+def test_endpoint_when_clients_send_nothing_then_others_are_answered_and_closing_waits_for_none(
+    fresh, monkeypatch
+):
     monkeypatch.setattr(endpoint_module, "CONNECTION_TIMEOUT_S", 600.0)
     endpoint = Endpoint("127.0.0.1", 0, lambda: "x 1\n")
     idle = [socket.create_connection(("127.0.0.1", endpoint.port)) for _ in range(MOST_CONNECTIONS - 1)]
@@ -161,13 +175,16 @@ def test_endpoint_when_clients_send_nothing_then_others_are_answered_and_closing
         one.close()
 
 
-@drill("clients of the metrics port that send a byte now and then, in all its places",
-       promised="they are hung up on after 5 s, and others are answered")  # fmt: skip
+@drill(
+    "clients of the metrics port that send a byte now and then, in all its places",
+    promised="they are hung up on after 5 s, and others are answered",
+)
 @pytest.mark.parametrize("reads", [False, True], ids=["slow to ask", "slow to read"])
 def test_endpoint_when_clients_are_slow_in_all_places_then_they_are_hung_up_on_at_one_deadline(
     fresh, monkeypatch, reads
 ):
-    # A byte each 0.1 s. A limit of each read, 0.5 s, would never be reached; the deadline of 0.5 s is, after 5 bytes.
+    # A byte each 0.1 s. A limit of each read, 0.5 s, would never be reached; the deadline of 0.5 s
+    # is, after 5 bytes.
     monkeypatch.setattr(endpoint_module, "CONNECTION_TIMEOUT_S", 0.5)
     text = "x" * 50_000_000 if reads else "x 1\n"  # more than the sockets' buffers hold
     with contextlib.closing(Endpoint("127.0.0.1", 0, lambda: text)) as endpoint:
@@ -200,12 +217,16 @@ time.sleep(60)
     "SIGKILL of rank 0 with an open connection to its metrics port",
     promised="the next attempt has the port at once",
 )
-def test_endpoint_when_its_process_is_killed_in_a_connection_then_the_next_process_has_the_port_at_once(fresh):
+def test_endpoint_when_its_process_is_killed_in_a_connection_then_the_next_process_has_the_port_at_once(
+    fresh,
+):
     port = free_port()
     with subprocess.Popen(
-        [sys.executable, "-c", SERVE, str(port)], stdout=subprocess.PIPE, start_new_session=True,
+        [sys.executable, "-c", SERVE, str(port)],
+        stdout=subprocess.PIPE,
+        start_new_session=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    ) as first:  # fmt: skip
+    ) as first:
         try:
             assert first.stdout.readline() == b"ready\n"
             with socket.create_connection(("127.0.0.1", port)) as open_connection:
@@ -223,7 +244,9 @@ def test_port_when_busy_then_one_line_with_the_flag_and_a_restart_waits_for_what
         other.bind(("127.0.0.1", 0))
         other.listen()
         options = SupervisionConfig(metrics_port=other.getsockname()[1])
-        with pytest.raises(ValueError, match=r"`metrics_port` \d+ can't be opened at `metrics_address` 127.*: Addr"):
+        with pytest.raises(
+            ValueError, match=r"`metrics_port` \d+ can't be opened at `metrics_address` 127.*: Addr"
+        ):
             Supervision(options).open()
         monkeypatch.setenv("RANK", "1")
         Supervision(options).open()  # only rank 0 opens it
@@ -239,20 +262,32 @@ def test_port_when_busy_then_one_line_with_the_flag_and_a_restart_waits_for_what
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.symlink_to("elsewhere")])
 def test_events_file_when_it_can_not_be_written_then_the_flag_and_the_remedy(make, tmp_path, fresh):
     make(tmp_path / "events")
-    with pytest.raises(ValueError, match=r"`events` .*/events can't be written: .*; name a file, no link, in a folder"):
+    with pytest.raises(
+        ValueError, match=r"`events` .*/events can't be written: .*; name a file, no link, in a folder"
+    ):
         Supervision(SupervisionConfig(events=str(tmp_path / "events"))).open()
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_flags_when_given_then_off_by_default_loopback_by_default_and_an_address_needs_a_port():
-    required = ["--rollout-url", "http://a:1", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
-                "--rollout-reward-function", "r.py:r"]  # fmt: skip
+    required = [
+        "--rollout-url",
+        "http://a:1",
+        "--rollout-hf-checkpoint",
+        "m",
+        "--rollout-prompts",
+        "p",
+        "--rollout-reward-function",
+        "r.py:r",
+    ]
     assert parse(required)[1].metrics_port is None
     assert parse([*required, "--rollout-metrics-port", "9100"])[1].metrics_address == "127.0.0.1"
     with pytest.raises(ValueError, match="--rollout-metrics-address.*--rollout-metrics-port"):
         parse([*required, "--rollout-metrics-address", "0.0.0.0"])
     for blank in ("", " "):  # of a variable that a launch script has not set
-        with pytest.raises(ValueError, match="--rollout-metrics-address must name .*, got '.*; drop it .*0.0.0.0"):
+        with pytest.raises(
+            ValueError, match="--rollout-metrics-address must name .*, got '.*; drop it .*0.0.0.0"
+        ):
             parse([*required, "--rollout-metrics-port", "9100", "--rollout-metrics-address", blank])
 
 
@@ -264,7 +299,9 @@ def test_events_when_told_by_two_processes_then_every_line_is_whole(tmp_path):
     )
     path = tmp_path / "events"
     running = [
-        subprocess.Popen([sys.executable, "-c", code, path], env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": rank})
+        subprocess.Popen(
+            [sys.executable, "-c", code, path], env=os.environ | {"PYTHONPATH": str(ROOT), "RANK": rank}
+        )
         for rank in "01"
     ]
     assert [one.wait() for one in running] == [0, 0]

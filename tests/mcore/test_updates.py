@@ -1,4 +1,6 @@
-"""Several updates of a batch on real Megatron: metrics, gradient norms and weights against plain descent in float64."""
+"""Several updates of a batch on real Megatron: metrics, gradient norms and weights against plain
+descent in float64.
+"""
 
 import json
 from pathlib import Path
@@ -25,16 +27,34 @@ from tests.preloaded import run_preloaded
 HERE = Path(__file__).resolve().parent
 ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo", "dro", BYPASS, TRUNCATED, WHOLE]
 LAYOUTS = {
-    1: [{"losses": [*ALL, *REJECTING], "ends": 0.02, "replays": ["R2", "R3"]}, {"packed": 64, "losses": [*ALL, OTB]}],
-    2: [{"ep": 2, "losses": ["ppo_clip", "ppo_clip kept", OTB]},
+    1: [
+        {"losses": [*ALL, *REJECTING], "ends": 0.02, "replays": ["R2", "R3"]},
+        {"packed": 64, "losses": [*ALL, OTB]},
+    ],
+    2: [
+        {"ep": 2, "losses": ["ppo_clip", "ppo_clip kept", OTB]},
         {"cp": 2, "losses": ["gspo", "sapo", "gspo kept", OTB]},
-        {"pp": 2, "vpp": 2, "losses": ["ppo_clip", TRUNCATED]}, {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]}],
-    4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo", "dro"]},
-        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "packed": 64,
-         "losses": ["ppo_clip", "gspo", OTB], "ends": 0.02}],
-}  # fmt: skip
+        {"pp": 2, "vpp": 2, "losses": ["ppo_clip", TRUNCATED]},
+        {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]},
+    ],
+    4: [
+        {"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo", "dro"]},
+        {
+            "tp": 2,
+            "pp": 2,
+            "ep": 2,
+            "sp": True,
+            "packed": 64,
+            "losses": ["ppo_clip", "gspo", OTB],
+            "ends": 0.02,
+        },
+    ],
+}
 RUNS = [
-    (size, at, loss) for size, layouts in LAYOUTS.items() for at, one in enumerate(layouts) for loss in one["losses"]
+    (size, at, loss)
+    for size, layouts in LAYOUTS.items()
+    for at, one in enumerate(layouts)
+    for loss in one["losses"]
 ]
 
 
@@ -75,13 +95,17 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
     wanted = expected[loss, 2 if LAYOUTS[processes][at].get("ep") == processes else 1]
     reports, count = ranks[-1][loss][0], parts_of(loss) * EPOCHS
     assert [report["update"] for report in reports] == [*range(1, count + 1)]
-    assert [report["step"] for report in reports] == [BATCH * count + update for update in range(1, count + 1)]
+    assert [report["step"] for report in reports] == [
+        BATCH * count + update for update in range(1, count + 1)
+    ]
     assert [report["weight_version"] for report in reports] == [3] * (count - 1) + [4]
     assert [report["weight_lag_updates"] for report in reports] == [count + update for update in range(count)]
     # The whole batch's, in the last update's line.
-    assert [report["tokens_per_s"] for report in reports if "tokens_per_s" in report] == [pytest.approx(
-        reports[0]["response_length/mean"] * 16 / sum(report["time/step_s"] for report in reports)
-    )] and "tokens_per_s" in reports[-1]  # fmt: skip
+    assert [report["tokens_per_s"] for report in reports if "tokens_per_s" in report] == [
+        pytest.approx(
+            reports[0]["response_length/mean"] * 16 / sum(report["time/step_s"] for report in reports)
+        )
+    ] and "tokens_per_s" in reports[-1]
     for update, (report, step) in enumerate(zip(reports, wanted["steps"], strict=True)):
         assert report["grad_norm"] == pytest.approx(step["grad_norm"], rel=2e-5)
         assert report["loss/policy"] == pytest.approx(step["policy"], rel=2e-5, abs=1e-6)
@@ -120,17 +144,28 @@ def test_batch_when_the_policy_is_too_far_from_pi_old_then_its_last_updates_are_
         reports, pushed, _ = ranks[-1]["early"]
         kl = [step["old_new_k3_kl"] for step in expected["ppo_clip", 1]["steps"]]
         assert kl[1] > LAYOUTS[processes][at]["ends"]
-        assert [report["left_out"] for report in reports] == [0, 1, 1, 1] == [report["skipped"] for report in reports]
+        assert (
+            [report["left_out"] for report in reports]
+            == [0, 1, 1, 1]
+            == [report["skipped"] for report in reports]
+        )
         # The update that is not made has measured; those behind it were not begun.
-        assert reports[1]["loss/old_new_k3_kl"] == pytest.approx(kl[1], rel=2e-4) and "grad_norm" not in reports[1]
+        assert (
+            reports[1]["loss/old_new_k3_kl"] == pytest.approx(kl[1], rel=2e-4)
+            and "grad_norm" not in reports[1]
+        )
         assert not [name for report in reports[2:] for name in report if name.startswith("loss/")]
         assert [report["weight_version"] for report in reports] == [3, 3, 3, 4] and pushed == [4]
         whole = {name: tensor for rank in ranks for name, tensor in rank["ppo_clip"][2].items()}
-        assert any((tensor != whole[name]).any() for rank in ranks for name, tensor in rank["early"][2].items())
+        assert any(
+            (tensor != whole[name]).any() for rank in ranks for name, tensor in rank["early"][2].items()
+        )
 
 
 @pytest.mark.parametrize(("processes", "at"), [(1, 0), (4, 1)])
-def test_batch_when_megatron_would_save_and_leave_within_it_then_its_end_is_reached_first(results, processes, at):
+def test_batch_when_megatron_would_save_and_leave_within_it_then_its_end_is_reached_first(
+    results, processes, at
+):
     for rank in results[processes][at]:
         for leaves_in, (reports, pushed, _, codes, leaves) in zip((1, 3), rank["leaving"], strict=True):
             # (skipped, to save, to leave, exit code) of every update.
@@ -148,7 +183,9 @@ def test_routes_when_a_batch_makes_several_updates_then_they_are_replayed_in_eac
     scored = {}
     for at in range(0, len(first), layers):
         for row in range(rows):
-            scored[at // layers * rows + row] = torch.stack([ids[:, row] for _, ids in first[at : at + layers]])
+            scored[at // layers * rows + row] = torch.stack(
+                [ids[:, row] for _, ids in first[at : at + layers]]
+            )
     order = [sample for update in range(4) for sample in sample_part(update, 1)]
     passes = chosen[len(first) :]
     assert len(passes) == layers * len(order) // rows
@@ -160,7 +197,9 @@ def test_routes_when_a_batch_makes_several_updates_then_they_are_replayed_in_eac
             assert torch.equal(ids[:, at % rows][real], scored[sample][layer][real]), (at, layer)
 
 
-def test_servers_routes_when_bypass_mode_makes_several_updates_then_each_replays_and_compares_its_own_samples(results):
+def test_servers_routes_when_bypass_mode_makes_several_updates_then_each_replays_and_compares_its_own_samples(
+    results,
+):
     [rank] = results[1][0]
     reports, _, _, chosen, padding = rank["bypass R3"]
     routes, layers, rows = rank["routes"], 4, 2
@@ -199,7 +238,9 @@ def test_samples_of_updates_then_each_epoch_has_all_of_them_once_in_an_order_of_
     script.write_text(ORDERS)
     whole, *found = json.loads(run_megatron(script).stdout.splitlines()[-1])
     assert whole == [[None] * 3] * 4
-    for (parts, epochs), (first, same, other_batch, other_replica) in zip(((4, 1), (2, 3)), found, strict=True):
+    for (parts, epochs), (first, same, other_batch, other_replica) in zip(
+        ((4, 1), (2, 3)), found, strict=True
+    ):
         assert first == same != other_batch and first != other_replica
         orders = [sum(first[epoch * parts : (epoch + 1) * parts], []) for epoch in range(epochs)]
         assert all(sorted(order) == list(range(16)) for order in orders)

@@ -74,18 +74,37 @@ def test_loss_when_it_is_one_then_accepted(file, name):
     check_user_functions(RolloutCorrectionConfig(loss=f"{file}:{name}", clip_ratio_low=0.1), 4)
 
 
-@pytest.mark.parametrize(("field", "name", "words"), [
-    ("advantage", "raises", "failed on made-up numbers: IndexError: index 99 is out of bounds"),
-    ("advantage", "flat", r"must return a floating-point tensor of shape [3, 4] on cpu, got torch.float64 [3] on cpu"),
-    ("advantage", "whole", "must return a floating-point tensor of shape [3, 4] on cpu, got torch.int64"),
-    ("advantage", "infinite", "must return finite numbers for kept samples, got [["),
-    ("advantage", "random", "must return the same for the same numbers, because every rank calls it; two calls gave"),
-    ("advantage", "missing", "has no 'missing'; it has centred, changes, "),
-    ("loss", "detached", "must have a finite gradient in inputs.logprobs that is not 0 everywhere, got [0.0, 0.0"),
-    ("loss", "cut_off", "must have a finite gradient in inputs.logprobs that is not 0 everywhere"),
-    ("loss", "overflows", "must return finite numbers, got [inf, inf"),
-    ("loss", "wrong_word", "failed on made-up numbers: TypeError: wrong_word() missing 1 required positional"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "name", "words"),
+    [
+        ("advantage", "raises", "failed on made-up numbers: IndexError: index 99 is out of bounds"),
+        (
+            "advantage",
+            "flat",
+            r"must return a floating-point tensor of shape [3, 4] on cpu, got torch.float64 [3] on cpu",
+        ),
+        ("advantage", "whole", "must return a floating-point tensor of shape [3, 4] on cpu, got torch.int64"),
+        ("advantage", "infinite", "must return finite numbers for kept samples, got [["),
+        (
+            "advantage",
+            "random",
+            "must return the same for the same numbers, because every rank calls it; two calls gave",
+        ),
+        ("advantage", "missing", "has no 'missing'; it has centred, changes, "),
+        (
+            "loss",
+            "detached",
+            "must have a finite gradient in inputs.logprobs that is not 0 everywhere, got [0.0, 0.0",
+        ),
+        ("loss", "cut_off", "must have a finite gradient in inputs.logprobs that is not 0 everywhere"),
+        ("loss", "overflows", "must return finite numbers, got [inf, inf"),
+        (
+            "loss",
+            "wrong_word",
+            "failed on made-up numbers: TypeError: wrong_word() missing 1 required positional",
+        ),
+    ],
+)
 def test_function_when_it_can_not_be_trained_on_then_flag_rule_and_value(file, field, name, words):
     with pytest.raises(ValueError) as raised:
         check_user_functions(RolloutCorrectionConfig(**{field: f"{file}:{name}"}), 4)
@@ -93,8 +112,16 @@ def test_function_when_it_can_not_be_trained_on_then_flag_rule_and_value(file, f
     assert f"--rollout-{field}" in text and "own.py" in text and words in text
 
 
-REQUIRED = ["--rollout-url", "http://a", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
-            "--rollout-reward-function", "r.py:r"]  # fmt: skip
+REQUIRED = [
+    "--rollout-url",
+    "http://a",
+    "--rollout-hf-checkpoint",
+    "m",
+    "--rollout-prompts",
+    "p",
+    "--rollout-reward-function",
+    "r.py:r",
+]
 ALONE = ["--rollout-group-size", "1"]
 
 
@@ -102,9 +129,13 @@ def test_flags_when_groups_have_one_sample_then_only_what_compares_no_samples_of
     for kind in ("raw", "reinforce_plus_plus", "own.py:f"):
         assert parse([*REQUIRED, *ALONE, "--rollout-advantage", kind])[1].group_size == 1
     for kind in ("grpo", "rloo", "group_mean", "reinforce_plus_plus_baseline"):
-        with pytest.raises(ValueError, match=f"--rollout-group-size 1 leaves a group-relative .*{kind}.* of 0"):
+        with pytest.raises(
+            ValueError, match=f"--rollout-group-size 1 leaves a group-relative .*{kind}.* of 0"
+        ):
             parse([*REQUIRED, *ALONE, "--rollout-advantage", kind])
-    with pytest.raises(ValueError, match="--rollout-group-filter spread with --rollout-group-size 1: one reward"):
+    with pytest.raises(
+        ValueError, match="--rollout-group-filter spread with --rollout-group-size 1: one reward"
+    ):
         parse([*REQUIRED, *ALONE, "--rollout-advantage", "raw", "--rollout-group-filter", "spread"])
 
 

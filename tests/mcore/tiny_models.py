@@ -1,4 +1,6 @@
-"""Tiny random Hugging Face models of every architecture, with float32 logits: the reference of test_hf_models.py."""
+"""Tiny random Hugging Face models of every architecture, with float32 logits: the reference of
+test_hf_models.py.
+"""
 
 import json
 from pathlib import Path
@@ -9,56 +11,102 @@ from megatron_rl_corr.models.architectures import CODE_OF
 
 LENGTH, ROWS, VOCAB = 48, 2, 90
 SHAPE = {
-    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
     "eos_token_id": VOCAB - 1,
-}  # fmt: skip
+}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
-    "num_key_value_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
-    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+}
 PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """What transformers does not need of DeepSeek's config.json, and SGLang does."""
 GLM = {
-    "head_dim": 16, "attention_bias": True, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1,
-    "moe_intermediate_size": 24, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1,
+    "head_dim": 16,
+    "attention_bias": True,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 24,
+    "rms_norm_eps": 1e-5,
+    "num_nextn_predict_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
-}  # fmt: skip
+}
 LLAMA3 = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
-}  # fmt: skip
+}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
-    "beta_slow": 1, "original_max_position_embeddings": 4096,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
 
 MODELS = {
     "llama": {"head_dim": 8, "rope_parameters": LLAMA3, "max_position_embeddings": 65536},
     "llama tied": {"head_dim": 8, "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     "qwen2": {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0}},
     "qwen2 tied": {"tie_word_embeddings": True},
-    "qwen2_moe": dict(**EXPERTS, shared_expert_intermediate_size=40, norm_topk_prob=False, decoder_sparse_step=2),
+    "qwen2_moe": dict(
+        **EXPERTS, shared_expert_intermediate_size=40, norm_topk_prob=False, decoder_sparse_step=2
+    ),
     "qwen2_moe sparse": dict(**EXPERTS, shared_expert_intermediate_size=40, norm_topk_prob=False),
     "qwen3 tied": {"head_dim": 16, "tie_word_embeddings": True},
     "qwen3_moe": dict(**EXPERTS, head_dim=16, norm_topk_prob=True),
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "deepseek_v3": dict(
-        LATENT, q_lora_rank=16, first_k_dense_replace=1, num_experts_per_tok=4, n_group=4, topk_group=2,
-        rope_parameters=YARN, max_position_embeddings=163840,
+        LATENT,
+        q_lora_rank=16,
+        first_k_dense_replace=1,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=YARN,
+        max_position_embeddings=163840,
         **PUBLISHED,
     ),
     # As Kimi-K2 is published: one group of experts, and both borders of YaRN in one place.
     "kimi_k2": dict(
-        LATENT, q_lora_rank=16, first_k_dense_replace=1, n_shared_experts=1, n_group=1, topk_group=1,
-        routed_scaling_factor=2.827, rope_parameters=YARN | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0},
-        max_position_embeddings=131072, **PUBLISHED,
+        LATENT,
+        q_lora_rank=16,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=2.827,
+        rope_parameters=YARN | {"rope_theta": 50000.0, "factor": 32.0, "beta_fast": 1.0},
+        max_position_embeddings=131072,
+        **PUBLISHED,
     ),
     # GLM-4.5 has norms of queries and keys, GLM-4.5-Air has none; both have biases.
     "glm4_moe": dict(GLM, use_qk_norm=True, routed_scaling_factor=2.5, first_k_dense_replace=3),
     "glm4_moe air": dict(GLM, use_qk_norm=False, first_k_dense_replace=1),
-}  # fmt: skip
+}
+
 
 def name_type(folder: Path, kind: str) -> None:
     """Let the config.json of a model that transformers has saved name a `model_type` of CODE_OF."""
@@ -77,7 +125,9 @@ def keep_routes(model) -> list[torch.Tensor]:
 
 
 def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
-    """The model of MODELS, in Hugging Face format, and reference.pt: tokens, logits, and routes [T, M, K] if any."""
+    """The model of MODELS, in Hugging Face format, and reference.pt: tokens, logits, and routes
+    [T, M, K] if any.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
@@ -85,7 +135,8 @@ def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
     config = AutoConfig.for_model(CODE_OF.get(kind, kind), **(SHAPE | MODELS[name]))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        # Large enough that attention is far from uniform, so that a rotary embedding that is a little off shows.
+        # Large enough that attention is far from uniform, so that a rotary embedding that is a
+        # little off shows.
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25 + (parameter.ndim == 1))
         for key, buffer in model.named_buffers():

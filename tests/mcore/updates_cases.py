@@ -6,11 +6,16 @@ PARTS, EPOCHS, SEED, BATCH = 2, 2, 7, 3
 """Updates of an epoch, epochs, and what the order of the samples is drawn from."""
 RATE = 0.2
 CLIP = {
-    "ppo_clip": (0.02, 0.03), "gspo": (0.01, 0.008), "cispo": (0.02, 0.03), "dppo_tv": (4e-4, 3e-4),
+    "ppo_clip": (0.02, 0.03),
+    "gspo": (0.01, 0.008),
+    "cispo": (0.02, 0.03),
+    "dppo_tv": (4e-4, 3e-4),
     "dppo_kl": (3e-6, 2e-6),
-}  # fmt: skip
+}
 SOFT = {"sapo": {"sapo_temperature_pos": 8.0, "sapo_temperature_neg": 12.0}, "dro": {"dro_beta": 2.0}}
-"""Losses without a clip, whose settings are far from the defaults so that what they do is seen in a few updates."""
+"""Losses without a clip, whose settings are far from the defaults so that what they do is seen
+in a few updates.
+"""
 BY_SAMPLE = ("gspo", "sapo")
 """Losses that are means over samples of the mean over their tokens."""
 WEIGHT = 1.05
@@ -18,14 +23,18 @@ WEIGHT = 1.05
 REJECTING = {"ppo_clip rejected": "valid", "ppo_clip kept": "kept", "gspo kept": "kept"}
 """Cases with a rule, which leaves 11 of the 16 samples: what their losses are divided by."""
 PACKED_RATE, BYPASS_KEPT = 0.05, (0.85, 1.18)
-"""Of packed_updates_worker.py: the learning rate, and the rule of the case without a pass for pi_old. With a larger
-rate the clip leaves the gradients of few tokens, which cancel, and rounding is a larger share of what is left."""
+"""Of packed_updates_worker.py: the learning rate, and the rule of the case without a pass for pi_old.
+With a larger rate the clip leaves the gradients of few tokens, which cancel, and rounding is a larger
+share of what is left.
+"""
 KEPT = (0.95, 1.03)
 """The rule: bounds of the mean ratio pi_old / pi_rollout of a sample's tokens, on a logarithmic scale."""
 
 
 BYPASS, TRUNCATED, WHOLE = "ppo_clip bypass", "ppo_clip truncated", "ppo_clip whole"
-"""Cases of two policies; of samples whose tokens were each drawn from a few ids; of epochs of one update each."""
+"""Cases of two policies; of samples whose tokens were each drawn from a few ids; of epochs of
+one update each.
+"""
 OTB = "ppo_clip otb"
 """Its tokens have an advantage each."""
 

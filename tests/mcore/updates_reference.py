@@ -1,7 +1,8 @@
-"""Several updates of one batch by Hugging Face autograd in float64 and plain gradient descent, one sample at a time.
+"""Several updates of one batch by Hugging Face autograd in float64 and plain gradient descent, one
+sample at a time.
 
-Shares no code with the package. python updates_reference.py MODEL_DIR REFERENCE.pt OUT.pt  saves, of each loss, the
-metrics of every update and the weights after the last one.
+Shares no code with the package. python updates_reference.py MODEL_DIR REFERENCE.pt OUT.pt  saves, of each
+loss, the metrics of every update and the weights after the last one.
 """
 
 import math
@@ -34,7 +35,8 @@ from updates_cases import (
 
 
 def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
-    """(loss with gradient, metrics) of the samples of one update that are left; rows, tokens: what divides the loss.
+    """(loss with gradient, metrics) of the samples of one update that are left; rows, tokens: what
+    divides the loss.
 
     advantages: of each sample, or of each of its tokens.
     """
@@ -103,16 +105,22 @@ def trained(case, model_dir, samples, replicas):
         model.zero_grad()
         now = [logprobs_of(model, samples[i])[0] for i in part]
         loss, metrics = update_loss(
-            name, [advantages[i] for i in part], now, [old[i] for i in part], [weights[i] for i in part],
-            rows=len(counted), tokens=sum(len(old[i]) for i in counted),
+            name,
+            [advantages[i] for i in part],
+            now,
+            [old[i] for i in part],
+            [weights[i] for i in part],
+            rows=len(counted),
+            tokens=sum(len(old[i]) for i in counted),
         )
         if case == OTB:
             metrics["power"] = sum(
                 (w * a) ** 2 * (1 - 2 * math.exp(p) + c)
-                for i in part for w, a, p, c in zip(
+                for i in part
+                for w, a, p, c in zip(
                     weights[i], advantages[i], old[i].tolist(), samples[i]["collision"].tolist(), strict=True
                 )
-            ) / len(part)  # fmt: skip
+            ) / len(part)
         loss.backward()
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         metrics["grad_norm"] = math.sqrt(sum(g.square().sum().item() for g in grads))
@@ -129,11 +137,15 @@ def main(model_dir, reference, out):
     torch.set_default_dtype(torch.float64)
     made = torch.load(reference, weights_only=True)
     samples, few = near(made["samples"]), near(made["truncated"]["samples"])
-    tensor_files.save({
-        (case, replicas): trained(case, model_dir, few if case == TRUNCATED else samples, replicas)
-        for case in (*CLIP, *SOFT, *REJECTING, BYPASS, TRUNCATED, WHOLE, OTB) for replicas in (1, 2)
-        if replicas == 1 or case in (*CLIP, *SOFT, *REJECTING, OTB)
-    }, out)  # fmt: skip
+    tensor_files.save(
+        {
+            (case, replicas): trained(case, model_dir, few if case == TRUNCATED else samples, replicas)
+            for case in (*CLIP, *SOFT, *REJECTING, BYPASS, TRUNCATED, WHOLE, OTB)
+            for replicas in (1, 2)
+            if replicas == 1 or case in (*CLIP, *SOFT, *REJECTING, OTB)
+        },
+        out,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Several updates of one batch on real Megatron ranks; for test_updates.py.
 
-updates_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"tp": 2, "packed": 64, "losses": ["gspo"]}' ...  saves of
-each layout every rank's {loss: (reports, pushed versions, weights of this stage)}.
+updates_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"tp": 2, "packed": 64, "losses": ["gspo"]}' ...
+saves of each layout every rank's {loss: (reports, pushed versions, weights of this stage)}.
 """
 
 import sys
@@ -60,21 +60,33 @@ def config_of(case):
         rule = RejectionRule("seq_mean", "ratio", *KEPT)
         rejecting = {"rollout_rs": (rule,), "loss_denominator": REJECTING[case]}
     return RolloutCorrectionConfig(
-        loss=loss, clip_ratio_low=low, clip_ratio_high=high, rollout_is="sequence" if loss == "gspo" else "token",
-        rollout_is_upper=WEIGHT, **({"clip_ratio_c": None} if loss == "ppo_clip" else {}), **rejecting,
+        loss=loss,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
+        rollout_is="sequence" if loss == "gspo" else "token",
+        rollout_is_upper=WEIGHT,
+        **({"clip_ratio_c": None} if loss == "ppo_clip" else {}),
+        **rejecting,
     )
 
 
 def megatrons(model, optimizer, rows, leaves=False):
-    """Megatron's `train_step` on so many rows, or on as many packs as it is told; `leaves`: to write a checkpoint."""
+    """Megatron's `train_step` on so many rows, or on as many packs as it is told; `leaves`: to
+    write a checkpoint.
+    """
 
     def train_step(forward_step, iterators, microbatches=rows // ROWS):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iterators, model=model, num_microbatches=microbatches,
-            seq_length=LENGTH, micro_batch_size=ROWS, forward_only=False,
+            forward_step_func=forward_step,
+            data_iterator=iterators,
+            model=model,
+            num_microbatches=microbatches,
+            seq_length=LENGTH,
+            micro_batch_size=ROWS,
+            forward_only=False,
         )
         if leaves:
             return {}, True, True, True, 17, None, None, 0
@@ -85,12 +97,23 @@ def megatrons(model, optimizer, rows, leaves=False):
 
 
 def trained(
-    model_dir, samples, spec, loss, *, max_kl=None, replay="off", leaves_in=None, ess_step_scale=False,
-    made_with=None, before_update=lambda optimizer, update: None,
+    model_dir,
+    samples,
+    spec,
+    loss,
+    *,
+    max_kl=None,
+    replay="off",
+    leaves_in=None,
+    ess_step_scale=False,
+    made_with=None,
+    before_update=lambda optimizer, update: None,
 ):
-    """One batch of all samples: (reports, pushed versions, weights) of this rank; with replay, the routers' choices.
+    """One batch of all samples: (reports, pushed versions, weights) of this rank; with replay, the
+    routers' choices.
 
-    made_with: the optimizer's settings, or those of plain descent. before_update is called before each with its number.
+    made_with: the optimizer's settings, or those of plain descent. before_update is called before each
+    with its number.
     """
     parts = parts_of(loss)
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec)
@@ -108,13 +131,16 @@ def trained(
         return replace(batch, version_lags=batch.version_lags + 1)
 
     corrected = CorrectedStep(
-        config=config_of(loss), layout=layout, logprobs=logprobs, report=reports.append,
+        config=config_of(loss),
+        layout=layout,
+        logprobs=logprobs,
+        report=reports.append,
         push=lambda version: pushed.append(version) or {},
         routes=routes,
         collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
         shape=BatchShape(16 // parts, 4, ROWS, LENGTH, packing=limits_of(spec), updates=parts),
         updates=Updates(parts, EPOCHS, max_kl, SEED, ess_step_scale=ess_step_scale),
-    )  # fmt: skip
+    )
     results = []
     for update in range(parts * EPOCHS):
         train_step = megatrons(model, optimizer, 16 // parts // layout.dp_size, leaves=update == leaves_in)
@@ -159,10 +185,12 @@ def every_loss(model_dir, reference, spec):
     samples, few = near(reference["samples"]), near(reference["truncated"]["samples"])
     found = {
         loss: trained(model_dir, few if loss == TRUNCATED else samples, spec, loss) for loss in spec["losses"]
-    }  # fmt: skip
+    }
     if spec.get("ends"):
         found["early"] = trained(model_dir, samples, spec, "ppo_clip", max_kl=spec["ends"])
-        found["leaving"] = [trained(model_dir, samples, spec, "ppo_clip", leaves_in=update) for update in (1, 3)]
+        found["leaving"] = [
+            trained(model_dir, samples, spec, "ppo_clip", leaves_in=update) for update in (1, 3)
+        ]
     for replay in spec.get("replays", ()):
         found[replay] = trained(model_dir, samples, spec, "ppo_clip", replay=replay)
     if "R3" in spec.get("replays", ()):

@@ -1,6 +1,7 @@
 """fp8_reference_worker.py IN OUT: SGLang's own quantisers of the tensors that IN lists, and its way back.
 
-OUT: for each tensor {"ue8m0": (values, scales), "float32": (values, scales), "back": those of "float32" in bfloat16}.
+OUT: for each tensor {"ue8m0": (values, scales), "float32": (values, scales), "back": those of
+"float32" in bfloat16}.
 """
 
 import sys

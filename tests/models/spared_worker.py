@@ -1,6 +1,8 @@
-"""spared_worker.py IN OUT: which modules SGLang leaves unquantised; IN: [lists of spared paths, paths of modules].
+"""spared_worker.py IN OUT: which modules SGLang leaves unquantised; IN: [lists of spared paths,
+paths of modules].
 
-OUT: for each list whether each module is, by SGLang's own reading of a configuration; null where it refuses to start.
+OUT: for each list whether each module is, by SGLang's own reading of a configuration; null where it
+refuses to start.
 """
 
 import json

@@ -48,14 +48,25 @@ def with_zeros(weight):
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
-@pytest.mark.parametrize(("size", "dtype"), [
-    *((size, dtype) for size in (1.0, 0.02, 1e-7, 1e-20, 2e-36, 1e37) for dtype in (torch.bfloat16, torch.float32)),
-    (1.0, torch.float16), (1e-7, torch.float16), (1e4, torch.float16),
-])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *(
+            (size, dtype)
+            for size in (1.0, 0.02, 1e-7, 1e-20, 2e-36, 1e37)
+            for dtype in (torch.bfloat16, torch.float32)
+        ),
+        (1.0, torch.float16),
+        (1e-7, torch.float16),
+        (1e4, torch.float16),
+    ],
+)
 def test_weights_of_any_size_then_values_and_scales_are_those_of_transformers(size, dtype, scale_format):
     weight = with_zeros(random(256, 384, dtype=dtype, size=size))
     found = quantise_blockwise(weight, scale_format)
-    assert found[0].dtype == torch.float8_e4m3fn and found[1].dtype == torch.float32 and found[1].shape == (2, 3)
+    assert (
+        found[0].dtype == torch.float8_e4m3fn and found[1].dtype == torch.float32 and found[1].shape == (2, 3)
+    )
     assert_same_bits(found, of_transformers(weight, scale_format))
     assert found[1][0, 0] == found[1][1, 1] == 1 and not found[0].float()[:128, :128].any()
 
@@ -91,7 +102,7 @@ def test_blocks_at_edges_then_values_and_powers_of_two_are_those_of_sglang(of_sg
         assert_same_bits(ours, theirs)
 
 
-def test_blocks_at_edges_when_scales_are_any_numbers_then_values_are_those_of_sglangs_and_scales_to_the_last_bit(
+def test_blocks_at_edges_when_scales_are_any_numbers_then_as_sglangs_to_the_last_bit(
     of_sglang,
 ):
     for weight, found in of_sglang:
@@ -116,8 +127,9 @@ def test_scales_when_powers_of_two_then_rounded_up_and_an_exact_one_stays():
 
 
 def test_numbers_by_hand_when_a_block_is_small():
-    # The largest is 4.48: the scale is 0.01, and in units of it the row is 448, 100, -17, -0.0. Steps are 8 from 64 on
-    # and 2 from 16 on: 100 is half way between 96 (12 steps, even) and 104, -17 between -16 (8 steps, even) and -18.
+    # The largest is 4.48: the scale is 0.01, and in units of it the row is 448, 100, -17, -0.0. Steps are 8
+    # from 64 on and 2 from 16 on: 100 is half way between 96 (12 steps, even) and 104, -17 between -16 (8
+    # steps, even) and -18.
     values, scales = quantise_blockwise(torch.tensor([[4.48, 1.0, -0.17, -0.0]]))
     assert values.float().tolist() == [[448.0, 96.0, -16.0, -0.0]]
     torch.testing.assert_close(scales, torch.tensor([[0.01]]))
@@ -128,7 +140,9 @@ def test_numbers_by_hand_when_a_block_is_small():
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
-def test_blocks_when_a_number_is_not_finite_then_their_scale_is_nan_and_other_blocks_stay(number, scale_format):
+def test_blocks_when_a_number_is_not_finite_then_their_scale_is_nan_and_other_blocks_stay(
+    number, scale_format
+):
     weight = random(128, 256)
     expected = quantise_blockwise(weight, scale_format)
     weight[3, 5] = number

@@ -30,7 +30,11 @@ def test_folder_when_whole_then_its_tensor_and_shape(folder):
         ("config.json", "{", "is not JSON: Expecting property name"),
         ("config.json", "[1]", r"is no JSON object, but \[1\]"),
         ("model.safetensors.index.json", '{"x":', "is not JSON: Expecting value"),
-        ("model.safetensors.index.json", '{"weight_map": {"a": 1}}', "has no weight_map, which names the file of each"),
+        (
+            "model.safetensors.index.json",
+            '{"weight_map": {"a": 1}}',
+            "has no weight_map, which names the file of each",
+        ),
         ("model.safetensors.index.json", "{}", "has no weight_map, which names the file of each tensor"),
     ],
 )
@@ -43,7 +47,9 @@ def test_folder_when_a_json_file_is_wrong_then_it_is_named(folder, file, content
 def test_folder_when_its_only_file_was_cut_then_it_is_named(folder):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:300])
-    with pytest.raises(ValueError, match=f"{file} can't be read as safetensors .* copy or save the model anew"):
+    with pytest.raises(
+        ValueError, match=f"{file} can't be read as safetensors .* copy or save the model anew"
+    ):
         HFCheckpoint(folder)
 
 
@@ -57,11 +63,15 @@ def test_tensor_when_its_shard_is_cut_or_missing_then_it_is_named(folder, shard)
             read("a")
 
 
-def test_files_when_looked_at_then_a_cut_one_and_a_tensor_that_is_elsewhere_are_named_without_reading_any(folder):
+def test_files_when_looked_at_then_a_cut_one_and_a_tensor_that_is_elsewhere_are_named_without_reading_any(
+    folder,
+):
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     HFCheckpoint(folder).check_files()
     index.write_text(json.dumps({"weight_map": {"a": single.name, "b": single.name, "c": single.name}}))
-    with pytest.raises(ValueError, match=rf"{single} has no tensor b \(one of 2 that model.safetensors.index.json"):
+    with pytest.raises(
+        ValueError, match=rf"{single} has no tensor b \(one of 2 that model.safetensors.index.json"
+    ):
         HFCheckpoint(folder).check_files()
     index.write_text(json.dumps({"weight_map": {"a": single.name}}))
     whole = single.read_bytes()

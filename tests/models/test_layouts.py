@@ -1,4 +1,6 @@
-"""Megatron shards to Hugging Face tensors and back, on small tensors whose numbers say where each row belongs."""
+"""Megatron shards to Hugging Face tensors and back, on small tensors whose numbers say where
+each row belongs.
+"""
 
 import pytest
 import torch
@@ -19,8 +21,8 @@ def assert_inverse(layout, tensors: list[torch.Tensor], size: int) -> None:
         assert torch.equal(back, tensor)
 
 
-# 4 query heads in 2 groups, head_dim 2. Query rows are 10 * head + row, key rows 100 + 10 * group + row, value
-# rows 200 + 10 * group + row.
+# 4 query heads in 2 groups, head_dim 2. Query rows are 10 * head + row, key rows 100 + 10 * group + row,
+# value rows 200 + 10 * group + row.
 QKV = GroupedQKV(heads=4, groups=2, head_dim=2)
 Q = rows(0, 1, 10, 11, 20, 21, 30, 31)
 K = rows(100, 101, 110, 111)
@@ -34,9 +36,7 @@ def test_qkv_when_cut_over_two_ranks_then_each_has_one_groups_queries_key_and_va
 
 
 def test_qkv_when_merged_then_the_three_of_hugging_face():
-    q, k, v = QKV.merge([
-        rows(0, 1, 10, 11, 100, 101, 200, 201), rows(20, 21, 30, 31, 110, 111, 210, 211)
-    ])
+    q, k, v = QKV.merge([rows(0, 1, 10, 11, 100, 101, 200, 201), rows(20, 21, 30, 31, 110, 111, 210, 211)])
     assert torch.equal(q, Q) and torch.equal(k, K) and torch.equal(v, V)
 
 
@@ -91,7 +91,9 @@ def test_replicated_when_split_or_merged_then_the_whole_of_any_rank():
 
 def test_rows_or_whole_when_the_shard_has_all_rows_then_replicated_and_else_cut():
     layout = RowsOrWhole(6)
-    assert layout.resolve(torch.zeros(6, 2)) == Replicated() and layout.resolve(torch.zeros(3, 2)) == Sharded(0)
+    assert layout.resolve(torch.zeros(6, 2)) == Replicated() and layout.resolve(torch.zeros(3, 2)) == Sharded(
+        0
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -122,5 +124,7 @@ def test_split_then_merge_when_over_any_number_of_ranks_then_the_same_tensors(la
 @pytest.mark.parametrize("layout", [Sharded(0), GatedUp()])
 def test_split_when_the_size_does_not_divide_the_weight_then_both_are_named(layout):
     weight = torch.zeros(6, 2)
-    with pytest.raises(ValueError, match=r"size of 4 does not divide dimension 0 of a weight of shape \(6, 2\)"):
+    with pytest.raises(
+        ValueError, match=r"size of 4 does not divide dimension 0 of a weight of shape \(6, 2\)"
+    ):
         layout.split([weight, weight], 0, 4)

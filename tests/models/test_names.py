@@ -1,4 +1,6 @@
-"""Parameter names of Megatron's local and Transformer Engine specs to Hugging Face's, layer and expert numbers too."""
+"""Parameter names of Megatron's local and Transformer Engine specs to Hugging Face's, layer and
+expert numbers too.
+"""
 
 import pytest
 
@@ -6,8 +8,14 @@ from megatron_rl_corr.models.layouts import GatedUp, GroupedQKV, Replicated, Row
 from megatron_rl_corr.models.names import ARCHITECTURES, NameTable, global_name
 
 CONFIG = {
-    "model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 24, "vocab_size": 1000, "tie_word_embeddings": False, "num_hidden_layers": 6,
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "vocab_size": 1000,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 6,
 }
 TABLE = NameTable(CONFIG, padded_vocab_size=1024)
 LAYER, HF = "decoder.layers.3.", "model.layers.3."
@@ -22,23 +30,39 @@ VOCABULARY, QKV = Vocabulary(1000, 1024), GroupedQKV(4, 2, 24)
         ("decoder.final_layernorm.weight", Replicated(), ["model.norm.weight"]),
         # The local spec's norms, and Transformer Engine's, folded into the linear layer behind them.
         (LAYER + "input_layernorm.weight", Replicated(), [HF + "input_layernorm.weight"]),
-        (LAYER + "self_attention.linear_qkv.layer_norm_weight", Replicated(), [HF + "input_layernorm.weight"]),
+        (
+            LAYER + "self_attention.linear_qkv.layer_norm_weight",
+            Replicated(),
+            [HF + "input_layernorm.weight"],
+        ),
         (LAYER + "pre_mlp_layernorm.weight", Replicated(), [HF + "post_attention_layernorm.weight"]),
         (LAYER + "mlp.linear_fc1.layer_norm_weight", Replicated(), [HF + "post_attention_layernorm.weight"]),
-        (LAYER + "self_attention.linear_qkv.weight", QKV,
-         [HF + "self_attn.q_proj.weight", HF + "self_attn.k_proj.weight", HF + "self_attn.v_proj.weight"]),
+        (
+            LAYER + "self_attention.linear_qkv.weight",
+            QKV,
+            [HF + "self_attn.q_proj.weight", HF + "self_attn.k_proj.weight", HF + "self_attn.v_proj.weight"],
+        ),
         (LAYER + "self_attention.linear_proj.weight", Sharded(1), [HF + "self_attn.o_proj.weight"]),
         (LAYER + "self_attention.q_layernorm.weight", Replicated(), [HF + "self_attn.q_norm.weight"]),
         (LAYER + "self_attention.k_layernorm.weight", Replicated(), [HF + "self_attn.k_norm.weight"]),
         # A dense layer, also one among layers of experts.
-        (LAYER + "mlp.linear_fc1.weight", GatedUp(), [HF + "mlp.gate_proj.weight", HF + "mlp.up_proj.weight"]),
+        (
+            LAYER + "mlp.linear_fc1.weight",
+            GatedUp(),
+            [HF + "mlp.gate_proj.weight", HF + "mlp.up_proj.weight"],
+        ),
         (LAYER + "mlp.linear_fc2.weight", Sharded(1), [HF + "mlp.down_proj.weight"]),
         (LAYER + "mlp.router.weight", Replicated(), [HF + "mlp.gate.weight"]),
     ],
 )
 def test_find_when_a_parameter_is_known_then_its_layout_and_names(name, layout, hf_names):
     rule = TABLE.find(name)
-    assert (rule.layout, list(rule.hf_names), rule.is_expert, rule.is_copy) == (layout, hf_names, False, False)
+    assert (rule.layout, list(rule.hf_names), rule.is_expert, rule.is_copy) == (
+        layout,
+        hf_names,
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize("name", ["local_experts.17.linear_fc{}.weight", "linear_fc{}.weight17"])
@@ -65,39 +89,84 @@ def test_find_when_head_dim_is_not_given_to_a_family_with_a_size_of_its_own_then
 
 
 def test_find_when_there_are_no_groups_of_keys_then_as_many_as_heads():
-    config = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"} | {"model_type": "llama"}
+    config = {key: value for key, value in CONFIG.items() if key != "num_key_value_heads"} | {
+        "model_type": "llama"
+    }
     rule = NameTable(config, padded_vocab_size=1000).find(LAYER + "self_attention.linear_qkv.weight")
     assert rule.layout == GroupedQKV(4, 4, 24)
 
 
-DEEPSEEK = CONFIG | {"model_type": "deepseek_v3", "q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 4}
+DEEPSEEK = CONFIG | {
+    "model_type": "deepseek_v3",
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+}
 MLP, ATTENTION = HF + "mlp.", HF + "self_attn."
 
 
 @pytest.mark.parametrize(
     "config, name, layout, hf_names",
     [
-        ({"model_type": "qwen2"}, "self_attention.linear_qkv.bias", QKV,
-         [ATTENTION + "q_proj.bias", ATTENTION + "k_proj.bias", ATTENTION + "v_proj.bias"]),
-        ({"model_type": "qwen2_moe"}, "mlp.shared_experts.linear_fc1.weight", GatedUp(),
-         [MLP + "shared_expert.gate_proj.weight", MLP + "shared_expert.up_proj.weight"]),
-        ({"model_type": "qwen2_moe"}, "mlp.shared_experts.linear_fc2.weight", Sharded(1),
-         [MLP + "shared_expert.down_proj.weight"]),
-        ({"model_type": "qwen2_moe"}, "mlp.shared_experts.gate_weight", Replicated(),
-         [MLP + "shared_expert_gate.weight"]),
+        (
+            {"model_type": "qwen2"},
+            "self_attention.linear_qkv.bias",
+            QKV,
+            [ATTENTION + "q_proj.bias", ATTENTION + "k_proj.bias", ATTENTION + "v_proj.bias"],
+        ),
+        (
+            {"model_type": "qwen2_moe"},
+            "mlp.shared_experts.linear_fc1.weight",
+            GatedUp(),
+            [MLP + "shared_expert.gate_proj.weight", MLP + "shared_expert.up_proj.weight"],
+        ),
+        (
+            {"model_type": "qwen2_moe"},
+            "mlp.shared_experts.linear_fc2.weight",
+            Sharded(1),
+            [MLP + "shared_expert.down_proj.weight"],
+        ),
+        (
+            {"model_type": "qwen2_moe"},
+            "mlp.shared_experts.gate_weight",
+            Replicated(),
+            [MLP + "shared_expert_gate.weight"],
+        ),
         ({"model_type": "mixtral"}, "mlp.router.weight", Replicated(), [HF + "block_sparse_moe.gate.weight"]),
-        (DEEPSEEK, "mlp.shared_experts.linear_fc2.weight", Sharded(1), [MLP + "shared_experts.down_proj.weight"]),
+        (
+            DEEPSEEK,
+            "mlp.shared_experts.linear_fc2.weight",
+            Sharded(1),
+            [MLP + "shared_experts.down_proj.weight"],
+        ),
         (DEEPSEEK, "mlp.router.expert_bias", Replicated(), [MLP + "gate.e_score_correction_bias"]),
-        (DEEPSEEK, "self_attention.linear_q_down_proj.weight", RowsOrWhole(16), [ATTENTION + "q_a_proj.weight"]),
+        (
+            DEEPSEEK,
+            "self_attention.linear_q_down_proj.weight",
+            RowsOrWhole(16),
+            [ATTENTION + "q_a_proj.weight"],
+        ),
         # Rows of the latent, and of the part of the key that carries positions.
-        (DEEPSEEK, "self_attention.linear_kv_down_proj.weight", RowsOrWhole(16),
-         [ATTENTION + "kv_a_proj_with_mqa.weight"]),
+        (
+            DEEPSEEK,
+            "self_attention.linear_kv_down_proj.weight",
+            RowsOrWhole(16),
+            [ATTENTION + "kv_a_proj_with_mqa.weight"],
+        ),
         (DEEPSEEK, "self_attention.q_layernorm.weight", Replicated(), [ATTENTION + "q_a_layernorm.weight"]),
-        (DEEPSEEK, "self_attention.linear_q_up_proj.layer_norm_weight", Replicated(),
-         [ATTENTION + "q_a_layernorm.weight"]),
+        (
+            DEEPSEEK,
+            "self_attention.linear_q_up_proj.layer_norm_weight",
+            Replicated(),
+            [ATTENTION + "q_a_layernorm.weight"],
+        ),
         (DEEPSEEK, "self_attention.kv_layernorm.weight", Replicated(), [ATTENTION + "kv_a_layernorm.weight"]),
-        (DEEPSEEK, "self_attention.linear_kv_up_proj.layer_norm_weight", Replicated(),
-         [ATTENTION + "kv_a_layernorm.weight"]),
+        (
+            DEEPSEEK,
+            "self_attention.linear_kv_up_proj.layer_norm_weight",
+            Replicated(),
+            [ATTENTION + "kv_a_layernorm.weight"],
+        ),
         (DEEPSEEK, "self_attention.linear_q_up_proj.weight", Sharded(0), [ATTENTION + "q_b_proj.weight"]),
         (DEEPSEEK, "self_attention.linear_kv_up_proj.weight", Sharded(0), [ATTENTION + "kv_b_proj.weight"]),
         (DEEPSEEK, "self_attention.linear_proj.weight", Sharded(1), [ATTENTION + "o_proj.weight"]),
@@ -105,10 +174,20 @@ MLP, ATTENTION = HF + "mlp.", HF + "self_attn."
 )
 def test_find_when_a_part_is_of_some_architectures_then_theirs_have_it(config, name, layout, hf_names):
     rule = NameTable(CONFIG | config, padded_vocab_size=1024).find(LAYER + name)
-    assert (rule.layout, list(rule.hf_names), rule.is_expert, rule.is_copy) == (layout, hf_names, False, False)
+    assert (rule.layout, list(rule.hf_names), rule.is_expert, rule.is_copy) == (
+        layout,
+        hf_names,
+        False,
+        False,
+    )
 
 
-GLM = CONFIG | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True, "num_nextn_predict_layers": 1}
+GLM = CONFIG | {
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +212,8 @@ def test_why_kept_when_layers_behind_the_models_own_predict_tokens_then_any_fami
 
 def test_kimi_k2_then_every_rule_is_that_of_deepseek_v3():
     deepseek, kimi = (
-        NameTable(DEEPSEEK | {"model_type": kind}, padded_vocab_size=1024) for kind in ("deepseek_v3", "kimi_k2")
+        NameTable(DEEPSEEK | {"model_type": kind}, padded_vocab_size=1024)
+        for kind in ("deepseek_v3", "kimi_k2")
     )
     for name in ("self_attention.linear_q_down_proj.weight", "mlp.router.expert_bias", "mlp.router.weight"):
         assert deepseek.find(LAYER + name) == kimi.find(LAYER + name)
@@ -141,7 +221,10 @@ def test_kimi_k2_then_every_rule_is_that_of_deepseek_v3():
 
 @pytest.mark.parametrize("name", ["local_experts.7.linear_fc{}.weight", "linear_fc{}.weight7"])
 def test_find_when_an_expert_of_mixtral_then_w1_and_w3_are_stacked_and_w2_is_behind(name):
-    table, expert = NameTable(CONFIG | {"model_type": "mixtral"}, padded_vocab_size=1024), "block_sparse_moe.experts.7."
+    table, expert = (
+        NameTable(CONFIG | {"model_type": "mixtral"}, padded_vocab_size=1024),
+        "block_sparse_moe.experts.7.",
+    )
     up, down = (table.find(LAYER + "mlp.experts." + name.format(i)) for i in (1, 2))
     assert up.hf_names == (HF + expert + "w1.weight", HF + expert + "w3.weight") and up.is_expert
     assert down.hf_names == (HF + expert + "w2.weight",) and down.is_expert
@@ -158,12 +241,20 @@ def test_find_when_embeddings_are_tied_then_the_output_layer_is_a_copy_of_the_em
     "hf_tied, num_layers, tied, words",
     [
         (False, 5, False, "--num-layers 5: the checkpoint has 6; give --num-layers 6"),
-        (True, 6, False,
-         "config.json: the checkpoint ties its word embeddings and Megatron's model does not; "
-         "leave out --untie-embeddings-and-output-weights"),
-        (False, 6, True,
-         "config.json: the checkpoint does not tie its word embeddings and Megatron's model does; "
-         "give --untie-embeddings-and-output-weights"),
+        (
+            True,
+            6,
+            False,
+            "config.json: the checkpoint ties its word embeddings and Megatron's model does not; "
+            "leave out --untie-embeddings-and-output-weights",
+        ),
+        (
+            False,
+            6,
+            True,
+            "config.json: the checkpoint does not tie its word embeddings and Megatron's model does; "
+            "give --untie-embeddings-and-output-weights",
+        ),
     ],
 )
 def test_check_model_when_it_is_not_the_checkpoints_then_flag_and_remedy(hf_tied, num_layers, tied, words):
@@ -177,8 +268,11 @@ def test_check_model_when_it_is_not_the_checkpoints_then_flag_and_remedy(hf_tied
 @pytest.mark.parametrize(
     "name",
     [
-        LAYER + "self_attention.linear_qkv.bias", LAYER + "mlp.shared_experts.linear_fc1.weight",
-        "decoder.layers.x.mlp.router.weight", "mtp.layers.0.eh_proj.weight", LAYER + "mlp.router.weight.extra",
+        LAYER + "self_attention.linear_qkv.bias",
+        LAYER + "mlp.shared_experts.linear_fc1.weight",
+        "decoder.layers.x.mlp.router.weight",
+        "mtp.layers.0.eh_proj.weight",
+        LAYER + "mlp.router.weight.extra",
         "module." + LAYER + "mlp.router.weight",
     ],
 )
@@ -194,28 +288,55 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
 @pytest.mark.parametrize(
     "change, padded, words",
     [
-        ({"model_type": "gpt2"}, 1024,
-         "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, kimi_k2, llama, mixtral, "
-         "qwen2, qwen2_moe, qwen3, qwen3_moe); use a model of one of these, or add its row to FAMILIES in "
-         "megatron_rl_corr/models/architectures.py"),
-        ({"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}, 1024,
-         "config.json: model_type 'gpt_oss' is not supported: its experts lie in one tensor for all of a layer, with "
-         "gate and up taking turns, and as published in MXFP4, and weights are loaded and sent expert by expert in 16 "
-         f"bits (supported: {', '.join(ARCHITECTURES)}); use a model of one of these"),
-        ({"model_type": "qwen3_next"}, 1024,
-         "config.json: model_type 'qwen3_next' is not supported: three of four layers are gated delta nets, which "
-         "Megatron-core 0.19 does not make without flash-linear-attention, and its names and cuts of them are not "
-         f"proven against the checkpoint's (supported: {', '.join(ARCHITECTURES)}); use a model of one of these"),
-        ({"quantization_config": {"quant_method": "fp8"}}, 1024,
-         "config.json: quantization_config is set, and quantised weights are not loaded; name the model in "
-         "bfloat16 here, which servers may serve in FP8, or convert the checkpoint"),
-        ({"model_type": "deepseek_v3", "q_lora_rank": None}, 1024,
-         "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this model does "
-         "not; use a model with low-rank queries"),
-        ({}, 999,
-         "--vocab-size: Megatron's padded vocabulary of 999 is smaller than the checkpoint's 1000; "
-         "give --vocab-size 1000, and --tokenizer-type NullTokenizer where Megatron's own tokenizer has fewer ids: "
-         "it makes no prompts"),
+        (
+            {"model_type": "gpt2"},
+            1024,
+            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, kimi_k2, "
+            "llama, mixtral, "
+            "qwen2, qwen2_moe, qwen3, qwen3_moe); use a model of one of these, or add its row to FAMILIES in "
+            "megatron_rl_corr/models/architectures.py",
+        ),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            1024,
+            "config.json: model_type 'gpt_oss' is not supported: its experts lie in one tensor for all of a "
+            "layer, with "
+            "gate and up taking turns, and as published in MXFP4, and weights are loaded and sent expert by "
+            "expert in 16 "
+            f"bits (supported: {', '.join(ARCHITECTURES)}); use a model of one of these",
+        ),
+        (
+            {"model_type": "qwen3_next"},
+            1024,
+            "config.json: model_type 'qwen3_next' is not supported: three of four layers are gated delta "
+            "nets, which "
+            "Megatron-core 0.19 does not make without flash-linear-attention, and its names and cuts of them "
+            "are not "
+            f"proven against the checkpoint's (supported: {', '.join(ARCHITECTURES)}); use a model of one of "
+            "these",
+        ),
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            1024,
+            "config.json: quantization_config is set, and quantised weights are not loaded; name the model "
+            "in "
+            "bfloat16 here, which servers may serve in FP8, or convert the checkpoint",
+        ),
+        (
+            {"model_type": "deepseek_v3", "q_lora_rank": None},
+            1024,
+            "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this "
+            "model does "
+            "not; use a model with low-rank queries",
+        ),
+        (
+            {},
+            999,
+            "--vocab-size: Megatron's padded vocabulary of 999 is smaller than the checkpoint's 1000; "
+            "give --vocab-size 1000, and --tokenizer-type NullTokenizer where Megatron's own tokenizer has "
+            "fewer ids: "
+            "it makes no prompts",
+        ),
     ],
 )
 def test_table_when_the_model_is_not_supported_then_flag_value_and_remedy(change, padded, words):
@@ -228,9 +349,14 @@ def test_table_when_the_model_is_not_supported_then_flag_value_and_remedy(change
     "local, expected",
     [
         # Second pipeline stage from layer 24, second expert-parallel rank from expert 8.
-        ("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
-         "decoder.layers.24.mlp.experts.local_experts.11.linear_fc1.weight"),
-        ("decoder.layers.11.mlp.experts.linear_fc2.weight7", "decoder.layers.35.mlp.experts.linear_fc2.weight15"),
+        (
+            "decoder.layers.0.mlp.experts.local_experts.3.linear_fc1.weight",
+            "decoder.layers.24.mlp.experts.local_experts.11.linear_fc1.weight",
+        ),
+        (
+            "decoder.layers.11.mlp.experts.linear_fc2.weight7",
+            "decoder.layers.35.mlp.experts.linear_fc2.weight15",
+        ),
         # No expert, so only the layer moves; outside the layers nothing does.
         ("decoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.25.mlp.linear_fc1.weight"),
         ("decoder.final_layernorm.weight", "decoder.final_layernorm.weight"),
@@ -243,10 +369,18 @@ def test_global_name_when_on_a_later_stage_and_expert_rank_then_the_whole_models
 
 
 MTP = {
-    "model_type": "deepseek_v3", "vocab_size": 1000, "hidden_size": 64, "num_hidden_layers": 61,
-    "num_nextn_predict_layers": 2, "num_attention_heads": 8, "q_lora_rank": 16, "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4, "n_routed_experts": 8, "tie_word_embeddings": False,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 61,
+    "num_nextn_predict_layers": 2,
+    "num_attention_heads": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "n_routed_experts": 8,
+    "tie_word_embeddings": False,
+}
 
 
 @pytest.mark.parametrize(
@@ -256,15 +390,24 @@ MTP = {
         ("mtp.layers.0.eh_proj.weight", ("model.layers.61.eh_proj.weight",)),
         ("mtp.layers.1.hnorm.weight", ("model.layers.62.hnorm.weight",)),
         ("mtp.layers.0.final_layernorm.weight", ("model.layers.61.shared_head.norm.weight",)),
-        ("mtp.layers.1.mtp_model_layer.mlp.experts.linear_fc2.weight7",
-         ("model.layers.62.mlp.experts.7.down_proj.weight",)),
-        ("mtp.layers.0.mtp_model_layer.mlp.router.expert_bias", ("model.layers.61.mlp.gate.e_score_correction_bias",)),
+        (
+            "mtp.layers.1.mtp_model_layer.mlp.experts.linear_fc2.weight7",
+            ("model.layers.62.mlp.experts.7.down_proj.weight",),
+        ),
+        (
+            "mtp.layers.0.mtp_model_layer.mlp.router.expert_bias",
+            ("model.layers.61.mlp.gate.e_score_correction_bias",),
+        ),
         # As Megatron calls it in a checkpoint.
-        ("mtp.layers.0.transformer_layer.self_attention.linear_proj.weight",
-         ("model.layers.61.self_attn.o_proj.weight",)),
+        (
+            "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight",
+            ("model.layers.61.self_attn.o_proj.weight",),
+        ),
     ],
-)  # fmt: skip
-def test_find_when_a_layer_predicts_further_tokens_then_its_tensors_follow_those_of_the_models_layers(name, hf_names):
+)
+def test_find_when_a_layer_predicts_further_tokens_then_its_tensors_follow_those_of_the_models_layers(
+    name, hf_names
+):
     table = NameTable(MTP, padded_vocab_size=1024)
     rule = table.find(name)
     assert rule.hf_names == hf_names and rule.is_expert == ("experts." in name)
@@ -290,12 +433,20 @@ def test_table_when_layers_predict_further_tokens_then_embedding_and_output_laye
 @pytest.mark.parametrize(
     ("there", "given", "words"),
     [
-        (2, 1, "--mtp-num-layers 1: the checkpoint has 2 layers that predict further tokens "
-         "(num_nextn_predict_layers in config.json); give --mtp-num-layers 2, or leave it out"),
-        (0, 1, "--mtp-num-layers 1: the checkpoint has no layers that predict further tokens "
-         "(num_nextn_predict_layers in config.json); leave it out"),
+        (
+            2,
+            1,
+            "--mtp-num-layers 1: the checkpoint has 2 layers that predict further tokens "
+            "(num_nextn_predict_layers in config.json); give --mtp-num-layers 2, or leave it out",
+        ),
+        (
+            0,
+            1,
+            "--mtp-num-layers 1: the checkpoint has no layers that predict further tokens "
+            "(num_nextn_predict_layers in config.json); leave it out",
+        ),
     ],
-)  # fmt: skip
+)
 def test_check_model_when_it_has_other_layers_of_further_tokens_then_flag_and_remedy(there, given, words):
     table = NameTable(MTP | {"num_nextn_predict_layers": there}, padded_vocab_size=1024)
     with pytest.raises(ValueError) as raised:

@@ -1,4 +1,6 @@
-"""What a config.json says of quantised weights: FP8 in blocks, something else by name, and which modules are spared."""
+"""What a config.json says of quantised weights: FP8 in blocks, something else by name, and which
+modules are spared.
+"""
 
 import json
 from pathlib import Path
@@ -10,7 +12,12 @@ from tests.preloaded import run_preloaded
 
 WORKER = Path(__file__).with_name("spared_worker.py")
 
-QWEN3 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+QWEN3 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
 """Of the published Qwen3-8B-FP8; that of DeepSeek-V3 is the same, DeepSeek-V3.1 adds "scale_fmt": "ue8m0"."""
 
 
@@ -77,7 +84,8 @@ ATTENTION, EXPERTS = "model.layers.1.self_attn.", "model.layers.1.mlp.experts."
         ("mlp.experts", EXPERTS + "3.up_proj.weight", False),
         (EXPERTS + "7.up_proj", EXPERTS + "3.down_proj.weight", False),  # all of a layer, or none
         (EXPERTS + "7.up_proj", "model.layers.2.mlp.experts.7.up_proj.weight", True),
-        ("down_proj", EXPERTS + "3.down_proj.weight", True),  # a layer's experts are one module, which is no down_proj
+        # a layer's experts are one module, which is no down_proj
+        ("down_proj", EXPERTS + "3.down_proj.weight", True),
         ("down_proj", "model.layers.1.mlp.shared_experts.down_proj.weight", False),
         ("model.layers.1.mlp.shared_experts", EXPERTS + "3.up_proj.weight", True),
     ],
@@ -87,9 +95,17 @@ def test_module_when_a_path_is_spared_then_it_and_what_is_below_is_not_quantised
     assert of(modules_to_not_convert=[spared]).quantises(name) is expected
 
 
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "model.norm.weight",
-                                  ATTENTION + "q_norm.weight", ATTENTION + "q_proj.bias",
-                                  "model.layers.1.mlp.gate.e_score_correction_bias"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+        ATTENTION + "q_norm.weight",
+        ATTENTION + "q_proj.bias",
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+    ],
+)
 def test_tensor_when_no_linear_layers_weight_then_never_quantised(name):
     assert not of().quantises(name)
 
@@ -104,9 +120,15 @@ def test_tensor_when_no_linear_layers_weight_then_never_quantised(name):
         ("", "it is no path of a module"),
         ("model", "it is no path of a module"),
         ("model.", "it is no path of a module"),
-        ("model.layers.0.self_attn.qkv_proj", "some servers look for q_proj, k_proj, v_proj of the checkpoint"),
+        (
+            "model.layers.0.self_attn.qkv_proj",
+            "some servers look for q_proj, k_proj, v_proj of the checkpoint",
+        ),
         ("mlp.gate_up_proj", "some servers look for gate_proj, up_proj of the checkpoint"),
-        ("self_attn.fused_qkv_a_proj_with_mqa", "some servers look for q_a_proj, kv_a_proj_with_mqa of the checkpoint"),
+        (
+            "self_attn.fused_qkv_a_proj_with_mqa",
+            "some servers look for q_a_proj, kv_a_proj_with_mqa of the checkpoint",
+        ),
         ("model.layers.0.mlp.down_proj.weight", "it is a tensor's name"),
         ("mlp.experts.7.up_proj", "servers look for experts by their layer too"),
         ("experts.7", "servers look for experts by their layer too"),
@@ -124,17 +146,24 @@ def test_config_when_an_entry_would_spare_other_modules_than_it_names_then_refus
     ("spared", "said"),
     [
         (["model.layers.1.self_attn.q_proj"], "model.layers.1.self_attn.q_proj without k_proj and v_proj"),
-        (["layers.3.self_attn.k_proj", "layers.3.self_attn.v_proj"],
-         "model.layers.3.self_attn.k_proj and v_proj without q_proj"),
+        (
+            ["layers.3.self_attn.k_proj", "layers.3.self_attn.v_proj"],
+            "model.layers.3.self_attn.k_proj and v_proj without q_proj",
+        ),
         (["up_proj"], "model.layers.0.mlp.up_proj without gate_proj"),
-        (["model.layers.0.mlp.shared_experts.gate_proj"],
-         "model.layers.0.mlp.shared_experts.gate_proj without up_proj"),
-        (["model.layers.2.mlp.shared_expert.up_proj"], "model.layers.2.mlp.shared_expert.up_proj without gate_proj"),
+        (
+            ["model.layers.0.mlp.shared_experts.gate_proj"],
+            "model.layers.0.mlp.shared_experts.gate_proj without up_proj",
+        ),
+        (
+            ["model.layers.2.mlp.shared_expert.up_proj"],
+            "model.layers.2.mlp.shared_expert.up_proj without gate_proj",
+        ),
         (["self_attn.q_a_proj"], "model.layers.0.self_attn.q_a_proj without kv_a_proj_with_mqa"),
         # Layer 1 is whole; of the others a half is spared.
         (["mlp.gate_proj", "model.layers.1.mlp"], "model.layers.2.mlp.gate_proj without up_proj"),
     ],
-)  # fmt: skip
+)
 def test_config_when_a_part_of_a_fused_layer_is_spared_then_refused_with_the_others(spared, said):
     with pytest.raises(ValueError) as raised:
         of(modules_to_not_convert=spared)
@@ -170,10 +199,13 @@ def test_config_when_the_list_is_none_of_names_then_refused(wrong):
 
 
 @pytest.mark.parametrize(
-    "key", ["exclude_modules", "ignore", "exclude", "modules_to_convert", "packed_modules_mapping", "config_groups"]
+    "key",
+    ["exclude_modules", "ignore", "exclude", "modules_to_convert", "packed_modules_mapping", "config_groups"],
 )
 def test_config_when_it_has_a_key_that_is_not_known_then_refused_by_name_unless_it_says_nothing(key):
-    with pytest.raises(ValueError, match=rf"quantization_config has {key} \['mlp'\], and a push quantises only"):
+    with pytest.raises(
+        ValueError, match=rf"quantization_config has {key} \['mlp'\], and a push quantises only"
+    ):
         of(**{key: ["mlp"]})
     for nothing in ([], {}, False):
         assert of(**{key: nothing}) == of()
@@ -189,14 +221,30 @@ def test_config_of_transformers_then_taken():
 
 
 NAMES = [
-    f"model.layers.{layer}.{part}.weight" for layer in (0, 1, 10) for part in (
-        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
-        "mlp.down_proj", "mlp.experts.3.up_proj", "mlp.experts.13.down_proj", "mlp.shared_expert.gate_proj",
-        "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj",
+    f"model.layers.{layer}.{part}.weight"
+    for layer in (0, 1, 10)
+    for part in (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "mlp.experts.3.up_proj",
+        "mlp.experts.13.down_proj",
+        "mlp.shared_expert.gate_proj",
+        "mlp.shared_expert.up_proj",
+        "mlp.shared_expert.down_proj",
     )
-]  # fmt: skip
-FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
-         "up_proj": "gate_up_proj"}  # fmt: skip
+]
+FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
 
 
 def held_by_sglang(name):
@@ -209,12 +257,32 @@ def held_by_sglang(name):
 
 
 SPARED = [
-    [], ["self_attn"], ["model.layers.1"], ["layers.1.mlp"], ["mlp.gate"], ["mlp.experts"], ["experts"], ["mlp"],
-    ["model.layers.1.mlp.experts.3.up_proj"], ["model.layers.10"], ["mlp.shared_expert"], ["down_proj"], ["layers"],
-    ["gate_proj", "up_proj"], ["model.layers.1."], ["q_proj"], ["up_proj"], ["model"], ["model."], [""],
-    ["self_attn.qkv_proj"], ["re:.*self_attn.*"], ["mlp.experts.3"], [".self_attn"],
+    [],
+    ["self_attn"],
+    ["model.layers.1"],
+    ["layers.1.mlp"],
+    ["mlp.gate"],
+    ["mlp.experts"],
+    ["experts"],
+    ["mlp"],
+    ["model.layers.1.mlp.experts.3.up_proj"],
+    ["model.layers.10"],
+    ["mlp.shared_expert"],
+    ["down_proj"],
+    ["layers"],
+    ["gate_proj", "up_proj"],
+    ["model.layers.1."],
+    ["q_proj"],
+    ["up_proj"],
+    ["model"],
+    ["model."],
+    [""],
+    ["self_attn.qkv_proj"],
+    ["re:.*self_attn.*"],
+    ["mlp.experts.3"],
+    [".self_attn"],
     ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj", "model.layers.0.self_attn.v_proj"],
-]  # fmt: skip
+]
 REFUSED = SPARED[15:24]
 
 

@@ -1,4 +1,6 @@
-"""Every key of a config.json is used for flags, of one value, without effect for a reason, or refused by name."""
+"""Every key of a config.json is used for flags, of one value, without effect for a reason, or
+refused by name.
+"""
 
 import copy
 
@@ -36,8 +38,27 @@ from tests.models.published_configs import (
 
 KINDS = sorted(DEFAULTS)
 OTHERS = (
-    None, True, False, 0, 1, 2, 3, 5, 7, 64, 0.25, 0.75, -1, "gelu", "other", [], [1], ["other"], {}, {"other": 1},
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    2,
+    3,
+    5,
+    7,
+    64,
+    0.25,
+    0.75,
+    -1,
+    "gelu",
+    "other",
+    [],
+    [1],
+    ["other"],
+    {},
+    {"other": 1},
+)
 """Values that a key may be changed to."""
 
 
@@ -57,7 +78,9 @@ def outcome(config):
 
 
 def passed_over(config):
-    """(key, value) of each change of one key that changes no flag, is not refused by name, and is not harmless."""
+    """(key, value) of each change of one key that changes no flag, is not refused by name, and
+    is not harmless.
+    """
     before, found = model_flags(config), []
     for key, value in config.items():
         for other in OTHERS:
@@ -73,10 +96,19 @@ def passed_over(config):
 
 
 SAME = {
-    ("num_key_value_heads", None), ("head_dim", None), ("n_shared_experts", None), ("rope_scaling", None),
-    ("rope_parameters", None), ("mlp_only_layers", None), ("partial_rotary_factor", None), ("architectures", None),
-    ("architectures", "[]"), ("layer_types", None), ("rope_scaling", "{}"), ("rope_parameters", "{}"),
-}  # fmt: skip
+    ("num_key_value_heads", None),
+    ("head_dim", None),
+    ("n_shared_experts", None),
+    ("rope_scaling", None),
+    ("rope_parameters", None),
+    ("mlp_only_layers", None),
+    ("partial_rotary_factor", None),
+    ("architectures", None),
+    ("architectures", "[]"),
+    ("layer_types", None),
+    ("rope_scaling", "{}"),
+    ("rope_parameters", "{}"),
+}
 """Changes that mean what stood there before: a null is transformers' default, and so on."""
 
 
@@ -95,7 +127,9 @@ def test_key_of_a_published_config_when_changed_then_flags_change_or_it_is_refus
 
 
 def means_the_same(kind, key, other):
-    """Whether a change says again what the flags train: another of the values of a setting that may have several."""
+    """Whether a change says again what the flags train: another of the values of a setting that
+    may have several.
+    """
     if (key, other if other is None else repr(other)) in SAME:
         return True
     only = (ONLY_ALL | ONLY.get(kind, {})).get(key)
@@ -116,15 +150,27 @@ def test_defaults_then_those_of_transformers_and_every_key_of_it_has_a_place(kin
         elif key == "mlp_only_layers":
             assert named[key] == list(value)
         elif value is None and key in NULLS:
-            heads = {"num_key_value_heads": written["num_attention_heads"],
-                     "head_dim": written["hidden_size"] // written["num_attention_heads"]}  # fmt: skip
+            heads = {
+                "num_key_value_heads": written["num_attention_heads"],
+                "head_dim": written["hidden_size"] // written["num_attention_heads"],
+            }
             assert named.get(key) in (None, heads[key])
         elif key == "num_nextn_predict_layers":
             assert value == 0  # of a checkpoint whose config.json has no such key: it has no such layers
         else:
             assert named[key] == value, key
-    placed = {*DEFAULTS[kind], *ONLY_ALL, *ONLY.get(kind, {}), "model_type", "architectures", "layer_types",
-              "rope_parameters", "head_dim", "qk_head_dim", "num_key_value_heads"}  # fmt: skip
+    placed = {
+        *DEFAULTS[kind],
+        *ONLY_ALL,
+        *ONLY.get(kind, {}),
+        "model_type",
+        "architectures",
+        "layer_types",
+        "rope_parameters",
+        "head_dim",
+        "qk_head_dim",
+        "num_key_value_heads",
+    }
     assert [key for key in named if key not in placed and why_harmless(key, written) is None] == []
     assert not set(DEFAULTS[kind]) & set(ONLY.get(kind, {}))
 
@@ -185,12 +231,27 @@ def test_flags_when_a_key_is_left_out_then_those_of_its_default_and_never_a_trac
     [
         (QWEN3_8B, "hidden_act", "gelu", "hidden_act 'gelu' is not what the flags train: --swiglu is SiLU"),
         (LLAMA_3_1_8B, "hidden_act", "relu2", "use a model with hidden_act 'silu'"),
-        (LLAMA_3_1_8B, "attention_bias", True, "attention_bias true is not what the flags train: its attention would"),
-        (LLAMA_3_1_8B, "mlp_bias", True, "mlp_bias true is not what the flags train: the MLP would have biases"),
+        (
+            LLAMA_3_1_8B,
+            "attention_bias",
+            True,
+            "attention_bias true is not what the flags train: its attention would",
+        ),
+        (
+            LLAMA_3_1_8B,
+            "mlp_bias",
+            True,
+            "mlp_bias true is not what the flags train: the MLP would have biases",
+        ),
         (QWEN3_30B_A3B, "attention_bias", True, "use a model with attention_bias false"),
         (DEEPSEEK_V3, "attention_bias", True, "attention_bias true"),
         (QWEN2_5_7B, "attention_bias", False, "this family has biases of queries, keys and values"),
-        (DEEPSEEK_V3, "rope_interleave", False, "rope_interleave false is not what the flags train: Megatron's latent"),
+        (
+            DEEPSEEK_V3,
+            "rope_interleave",
+            False,
+            "rope_interleave false is not what the flags train: Megatron's latent",
+        ),
         (DEEPSEEK_V3, "scoring_func", "softmax", "scoring_func 'softmax' is not what the flags train"),
         (KIMI_K2, "topk_method", "group_limited_greedy", "topk_method 'group_limited_greedy'"),
         (DEEPSEEK_V3, "moe_layer_freq", 2, "moe_layer_freq 2 is not what the flags train"),
@@ -204,19 +265,44 @@ def test_flags_when_a_key_is_left_out_then_those_of_its_default_and_never_a_trac
         (QWEN2_5_7B, "rope_theta", None, "rope_theta null must be a whole number above 0"),
         (QWEN2_5_7B, "rope_scaling", [], "rope_scaling [] must be an object of rotary settings"),
         (QWEN2_5_7B, "use_mrope", True, "use_mrope true"),
-        (QWEN2_5_7B | {"sliding_window": 4096}, "use_sliding_window", True, "4096 is not supported (use_sliding"),
-        (QWEN2_5_7B, "layer_types", ["full_attention"] * 27 + ["sliding_attention"], "layer_types ['full_attention'"),
+        (
+            QWEN2_5_7B | {"sliding_window": 4096},
+            "use_sliding_window",
+            True,
+            "4096 is not supported (use_sliding",
+        ),
+        (
+            QWEN2_5_7B,
+            "layer_types",
+            ["full_attention"] * 27 + ["sliding_attention"],
+            "layer_types ['full_attention'",
+        ),
         (QWEN2_5_7B, "layer_types", ["full_attention"] * 27, "for each layer (num_hidden_layers 28)"),
-        (MIXTRAL_8X7B, "sliding_window", 4096, "sliding_window 4096 is not supported; use a model with full attention"),
+        (
+            MIXTRAL_8X7B,
+            "sliding_window",
+            4096,
+            "sliding_window 4096 is not supported; use a model with full attention",
+        ),
         (QWEN3_30B_A3B, "shared_expert_intermediate_size", 768, "this family has no shared expert"),
         (QWEN3_30B_A3B, "use_qk_norm", False, "this family has norms of queries and keys"),
         (QWEN3_30B_A3B, "num_local_experts", 64, "are two names of one setting"),
         (QWEN3_30B_A3B, "num_experts", 0, "num_experts 0 must be a whole number from 1 on"),
         (QWEN3_30B_A3B, "decoder_sparse_step", 0, "decoder_sparse_step 0 must be a whole number from 1 on"),
-        (QWEN3_30B_A3B, "mlp_only_layers", ["3"], "mlp_only_layers ['3'] must be a list of numbers of layers"),
+        (
+            QWEN3_30B_A3B,
+            "mlp_only_layers",
+            ["3"],
+            "mlp_only_layers ['3'] must be a list of numbers of layers",
+        ),
         (QWEN3_30B_A3B, "mlp_only_layers", [-1], "mlp_only_layers [-1] must be a list of numbers of layers"),
         (QWEN3_30B_A3B, "num_experts_per_tok", 129, "num_experts_per_tok 129 is more than num_experts 128"),
-        (DEEPSEEK_V3, "num_experts_per_tok", 257, "num_experts_per_tok 257 is more than n_routed_experts 256"),
+        (
+            DEEPSEEK_V3,
+            "num_experts_per_tok",
+            257,
+            "num_experts_per_tok 257 is more than n_routed_experts 256",
+        ),
         (QWEN1_5_MOE, "norm_topk_prob", None, "norm_topk_prob null must be true or false"),
         (DEEPSEEK_V3, "num_experts_per_tok", 1, "num_experts_per_tok is 1 with norm_topk_prob true"),
         (KIMI_K2, "num_experts_per_tok", 1, "Megatron does not normalise the score of one expert"),
@@ -226,13 +312,33 @@ def test_flags_when_a_key_is_left_out_then_those_of_its_default_and_never_a_trac
         (DEEPSEEK_V3, "routed_scaling_factor", 0.0, "routed_scaling_factor 0.0 must be a number above 0"),
         (LLAMA_3_1_8B, "hidden_size", "4096", "hidden_size '4096' must be a whole number from 1 on"),
         (LLAMA_3_1_8B, "rms_norm_eps", None, "rms_norm_eps null must be a number above 0"),
-        (LLAMA_3_1_8B, "architectures", ["LlamaForSequenceClassification"], "servers choose their model by it"),
+        (
+            LLAMA_3_1_8B,
+            "architectures",
+            ["LlamaForSequenceClassification"],
+            "servers choose their model by it",
+        ),
         (LLAMA_3_1_8B, "is_encoder_decoder", True, "only decoders are trained"),
         (LLAMA_3_1_8B, "logit_scale", 0.0625, "logit_scale 0.0625 is no setting of llama that is known here"),
         (QWEN3_8B, "attn_logit_softcapping", None, "attn_logit_softcapping null is no setting of qwen3"),
-        (QWEN2_5_7B, "scale_emb", 12, "take it out of the config.json of trainer and servers if it changes nothing"),
-        (QWEN3_8B, "per_layer_config", {"3": {"head_dim": 64}}, "per_layer_config {'3': {'head_dim': 64}} is no"),
-        (QWEN3_8B, "text_config", {"hidden_size": 8} | dict.fromkeys("abcdefghijklmn", 1), "text_config {'hidden"),
+        (
+            QWEN2_5_7B,
+            "scale_emb",
+            12,
+            "take it out of the config.json of trainer and servers if it changes nothing",
+        ),
+        (
+            QWEN3_8B,
+            "per_layer_config",
+            {"3": {"head_dim": 64}},
+            "per_layer_config {'3': {'head_dim': 64}} is no",
+        ),
+        (
+            QWEN3_8B,
+            "text_config",
+            {"hidden_size": 8} | dict.fromkeys("abcdefghijklmn", 1),
+            "text_config {'hidden",
+        ),
         (KIMI_K2, "swiglu_limit", 7.0, "swiglu_limit 7.0 is no setting of kimi_k2"),
     ],
 )
@@ -255,43 +361,99 @@ YARN, LLAMA3 = DEEPSEEK_V3["rope_scaling"], LLAMA_3_1_8B["rope_scaling"]
 @pytest.mark.parametrize(
     ("config", "rope", "said"),
     [
-        (LLAMA_3_1_8B, LLAMA3 | {"long_factor": [1.0]}, "rope_scaling: long_factor [1.0] is no setting of rope_type"),
+        (
+            LLAMA_3_1_8B,
+            LLAMA3 | {"long_factor": [1.0]},
+            "rope_scaling: long_factor [1.0] is no setting of rope_type",
+        ),
         (LLAMA_3_1_8B, LLAMA3 | {"type": "linear"}, "rope_scaling has type 'linear' and rope_type 'llama3'"),
-        (LLAMA_3_1_8B, LLAMA3 | {"rope_theta": 10000.0}, "rope_theta is 500000.0, and 10000.0 among the rotary"),
-        (LLAMA_3_1_8B, {"rope_type": "llama3", "low_freq_factor": 1, "high_freq_factor": 4,
-                        "original_max_position_embeddings": 8192}, "rope_scaling: factor None must be a number"),
+        (
+            LLAMA_3_1_8B,
+            LLAMA3 | {"rope_theta": 10000.0},
+            "rope_theta is 500000.0, and 10000.0 among the rotary",
+        ),
+        (
+            LLAMA_3_1_8B,
+            {
+                "rope_type": "llama3",
+                "low_freq_factor": 1,
+                "high_freq_factor": 4,
+                "original_max_position_embeddings": 8192,
+            },
+            "rope_scaling: factor None must be a number",
+        ),
         # transformers takes the longest text where the original one is not there, and Megatron 8192.
-        (LLAMA_3_1_8B, {key: value for key, value in LLAMA3.items() if not key.startswith("original")},
-         "original_max_position_embeddings is 131072, and Megatron has 8192 without a flag for it"),
-        (LLAMA_3_1_8B, {"full_attention": {"rope_type": "default"}}, "full_attention {'rope_type': 'default'} is no"),
-        (LLAMA_3_1_8B, {"rope_type": "default", "mrope_section": [16, 24, 24]}, "mrope_section [16, 24, 24] is no"),
+        (
+            LLAMA_3_1_8B,
+            {key: value for key, value in LLAMA3.items() if not key.startswith("original")},
+            "original_max_position_embeddings is 131072, and Megatron has 8192 without a flag for it",
+        ),
+        (
+            LLAMA_3_1_8B,
+            {"full_attention": {"rope_type": "default"}},
+            "full_attention {'rope_type': 'default'} is no",
+        ),
+        (
+            LLAMA_3_1_8B,
+            {"rope_type": "default", "mrope_section": [16, 24, 24]},
+            "mrope_section [16, 24, 24] is no",
+        ),
         (LLAMA_3_1_8B, {"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic' is not supported"),
         (LLAMA_3_1_8B, {"rope_type": ["llama3"]}, "rope_scaling has rope_type ['llama3'], which is no name"),
         (LLAMA_3_1_8B, {"rope_type": None}, "rope_scaling has rope_type null"),
         (LLAMA_3_1_8B, [1], "rope_scaling [1] must be an object"),
-        (LLAMA_3_1_8B, LLAMA3 | {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not what the flags"),
-        (DEEPSEEK_V3, YARN | {"attention_factor": 1.5}, "attention_factor is 1.5, and Megatron has no flag for it"),
-        (DEEPSEEK_V3, YARN | {"truncate": False}, "truncate is False, and Megatron has True without a flag for it"),
+        (
+            LLAMA_3_1_8B,
+            LLAMA3 | {"partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5 is not what the flags",
+        ),
+        (
+            DEEPSEEK_V3,
+            YARN | {"attention_factor": 1.5},
+            "attention_factor is 1.5, and Megatron has no flag for it",
+        ),
+        (
+            DEEPSEEK_V3,
+            YARN | {"truncate": False},
+            "truncate is False, and Megatron has True without a flag for it",
+        ),
         (DEEPSEEK_V3, YARN | {"mscale_all_dim": 0}, None),
-        (DEEPSEEK_V3, YARN | {"mscale": 0.707, "mscale_all_dim": 0}, "mscale is 0.707 and mscale_all_dim 0, which"),
-        (DEEPSEEK_V3, YARN | {"mscale": None}, "mscale is None and mscale_all_dim 1.0, which transformers and"),
+        (
+            DEEPSEEK_V3,
+            YARN | {"mscale": 0.707, "mscale_all_dim": 0},
+            "mscale is 0.707 and mscale_all_dim 0, which",
+        ),
+        (
+            DEEPSEEK_V3,
+            YARN | {"mscale": None},
+            "mscale is None and mscale_all_dim 1.0, which transformers and",
+        ),
         (DEEPSEEK_V3, YARN | {"factor": 0}, "rope_scaling: factor 0 must be a number above 0"),
         # 0 for servers, and 1 for transformers.
         (DEEPSEEK_V3, YARN | {"beta_slow": 0}, "rope_scaling: beta_slow 0 must be a number above 0"),
         (DEEPSEEK_V3, YARN | {"factor": "40"}, "factor '40' must be a number above 0"),
-        (QWEN3_8B, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
-         "rope_type 'yarn' is not supported for this architecture"),
+        (
+            QWEN3_8B,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            "rope_type 'yarn' is not supported for this architecture",
+        ),
     ],
-)  # fmt: skip
+)
 def test_rotary_setting_that_flags_can_not_train_then_refused_by_name(config, rope, said):
     found = outcome(config | {"rope_scaling": rope})
     assert isinstance(found, list) if said is None else (isinstance(found, str) and said in found), found
 
 
 def test_rotary_settings_when_two_tables_say_the_same_then_taken_and_else_refused():
-    new = {"rope_type": "yarn", "rope_theta": 10000, **{key: value for key, value in YARN.items() if key != "type"}}
+    new = {
+        "rope_type": "yarn",
+        "rope_theta": 10000,
+        **{key: value for key, value in YARN.items() if key != "type"},
+    }
     assert model_flags(DEEPSEEK_V3 | {"rope_parameters": new}) == model_flags(DEEPSEEK_V3)
-    assert "rope_scaling and rope_parameters differ" in outcome(DEEPSEEK_V3 | {"rope_parameters": new | {"factor": 8}})
+    assert "rope_scaling and rope_parameters differ" in outcome(
+        DEEPSEEK_V3 | {"rope_parameters": new | {"factor": 8}}
+    )
     assert "rope_scaling and rope_parameters differ" in outcome(
         DEEPSEEK_V3 | {"rope_parameters": {"rope_type": "default"}}
     )
@@ -304,7 +466,9 @@ def test_share_of_glm_when_its_two_places_differ_then_refused():
 
 def test_model_without_low_rank_queries_when_published_then_refused_for_that_alone():
     """Moonlight: every other key of its config.json is known."""
-    assert outcome(MOONLIGHT).startswith("config.json: q_lora_rank is null: Megatron-core 0.19 would normalise")
+    assert outcome(MOONLIGHT).startswith(
+        "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise"
+    )
 
 
 def test_flags_of_qwen2_moe_when_it_has_no_biases_then_megatron_has_none():
@@ -315,11 +479,17 @@ def test_flags_of_qwen2_moe_when_it_has_no_biases_then_megatron_has_none():
 def test_flags_when_sizes_are_left_out_then_each_family_has_its_own():
     """Worked out from transformers' classes: 4 groups, heads of 128, a base of a million, a factor of 2.5."""
     flags = model_flags({"model_type": "qwen3_moe", "rope_theta": 1000000.0})
-    assert flags[flags.index("--num-query-groups") + 1] == "4" and flags[flags.index("--kv-channels") + 1] == "64"
+    assert (
+        flags[flags.index("--num-query-groups") + 1] == "4"
+        and flags[flags.index("--kv-channels") + 1] == "64"
+    )
     flags = model_flags({"model_type": "qwen3"})
     assert flags[flags.index("--kv-channels") + 1] == "128"
     flags = model_flags({"model_type": "mixtral"})
-    assert flags[flags.index("--rotary-base") + 1] == "1000000" and flags[flags.index("--norm-epsilon") + 1] == "1e-05"
+    assert (
+        flags[flags.index("--rotary-base") + 1] == "1000000"
+        and flags[flags.index("--norm-epsilon") + 1] == "1e-05"
+    )
     flags = model_flags({"model_type": "deepseek_v3"})
     assert flags[flags.index("--moe-router-topk-scaling-factor") + 1] == "2.5"
 
@@ -355,6 +525,12 @@ def test_computed_settings_when_written_otherwise_then_equal_and_when_anything_c
     new["rope_parameters"] = LLAMA3 | {"rope_theta": 500000.0}
     assert computed(new) == computed(LLAMA_3_1_8B)
     assert computed(LLAMA_3_1_8B | {"torch_dtype": "float32", "use_cache": False}) == computed(LLAMA_3_1_8B)
-    for changed in ({"hidden_act": "gelu"}, {"rope_theta": 1}, {"mlp_bias": True}, {"logit_scale": 2.0},
-                    {"rms_norm_eps": 1e-6}, {"tie_word_embeddings": True}):  # fmt: skip
+    for changed in (
+        {"hidden_act": "gelu"},
+        {"rope_theta": 1},
+        {"mlp_bias": True},
+        {"logit_scale": 2.0},
+        {"rms_norm_eps": 1e-6},
+        {"tie_word_embeddings": True},
+    ):
         assert computed(LLAMA_3_1_8B | changed) != computed(LLAMA_3_1_8B), changed

@@ -1,4 +1,6 @@
-"""A checkpoint whose tensors have other shapes than the model: the tensor, both shapes and the file are named."""
+"""A checkpoint whose tensors have other shapes than the model: the tensor, both shapes and
+the file are named.
+"""
 
 import json
 
@@ -11,17 +13,29 @@ from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards
 
 CONFIG = {
-    "model_type": "qwen3_moe", "vocab_size": 6, "tie_word_embeddings": False, "num_hidden_layers": 1, "hidden_size": 8,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2, "num_experts": 2, "moe_intermediate_size": 6,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "vocab_size": 6,
+    "tie_word_embeddings": False,
+    "num_hidden_layers": 1,
+    "hidden_size": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 2,
+    "num_experts": 2,
+    "moe_intermediate_size": 6,
+}
 QKV, ATTENTION = "decoder.layers.0.self_attention.linear_qkv.weight", "model.layers.0.self_attn"
 FC1, EXPERT = "decoder.layers.0.mlp.experts.linear_fc1.weight0", "model.layers.0.mlp.experts.0"
 EMBEDDING, OUT = "embedding.word_embeddings.weight", "decoder.layers.0.self_attention.linear_proj.weight"
 SHAPES = {
-    f"{ATTENTION}.q_proj.weight": (8, 8), f"{ATTENTION}.k_proj.weight": (4, 8), f"{ATTENTION}.v_proj.weight": (4, 8),
-    f"{ATTENTION}.o_proj.weight": (8, 8), f"{EXPERT}.gate_proj.weight": (6, 8), f"{EXPERT}.up_proj.weight": (6, 8),
+    f"{ATTENTION}.q_proj.weight": (8, 8),
+    f"{ATTENTION}.k_proj.weight": (4, 8),
+    f"{ATTENTION}.v_proj.weight": (4, 8),
+    f"{ATTENTION}.o_proj.weight": (8, 8),
+    f"{EXPERT}.gate_proj.weight": (6, 8),
+    f"{EXPERT}.up_proj.weight": (6, 8),
     "model.embed_tokens.weight": (6, 8),
-}  # fmt: skip
+}
 LOCAL = {QKV: (8, 8), OUT: (8, 4), FC1: (6, 8), EMBEDDING: (4, 8)}
 """Of a rank of two; the vocabulary is padded to 8."""
 
@@ -58,12 +72,17 @@ def test_tensor_when_of_another_shape_then_it_both_shapes_and_its_file_are_named
     with pytest.raises(ValueError) as raised:
         load(tmp_path, parameter, **{name: shape})
     [whole] = [one for one in SHAPES if one.split(".")[-2] == name]
-    said = f"{tmp_path / 'model.safetensors'}: {whole} is {shape}, and the model ({parameter}) needs {expected}; give "
+    said = (
+        f"{tmp_path / 'model.safetensors'}: {whole} is {shape}, and the model ({parameter}) needs "
+        f"{expected}; give "
+    )
     assert str(raised.value).startswith(said)
 
 
 def test_model_when_its_own_shard_is_of_no_such_tensors_then_it_is_named(tmp_path):
-    with pytest.raises(ValueError, match=rf"{QKV}: the model has \(9, 8\) on each of 2 ranks, of which .*q_proj"):
+    with pytest.raises(
+        ValueError, match=rf"{QKV}: the model has \(9, 8\) on each of 2 ranks, of which .*q_proj"
+    ):
         load(tmp_path, QKV, local=(9, 8))
     with pytest.raises(ValueError, match=r"o_proj.weight is \(8, 8\), and the model .* needs \(8, 6\)"):
         load(tmp_path, OUT, local=(8, 3))

@@ -1,4 +1,6 @@
-"""Which routes can't be those of their tokens: made up choices of a router, and routes that went wrong in one way."""
+"""Which routes can't be those of their tokens: made up choices of a router, and routes that went
+wrong in one way.
+"""
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ def choices(tokens, *, stays=1, seed=0):
 
 
 def of_rows(rows, layers, experts, positions, **settings):
-    """A RouteAgreement of samples whose tokens stand at these positions, row by row; their places [t, rows]."""
+    """A RouteAgreement of samples whose tokens stand at these positions, row by row; their
+    places [t, rows].
+    """
     seq_ids = torch.arange(rows).repeat_interleave(len(positions))
     agreement = RouteAgreement(
         seq_ids, positions.repeat(rows), samples=rows, layers=layers, experts=experts, **settings
@@ -39,8 +43,9 @@ def found(routes, natural, *, minimum=0.25, known=None, positions=None):
 
 
 def test_kappa_of_three_tokens_by_hand():
-    # Both chose {0, 1}, {0, 2}, {0, 3}, but the last, where one took {0, 2}: 5 of 6 experts agree. Counts are 3, 1, 1,
-    # 1 and 3, 1, 2, 0, so chance is (9 + 1 + 2) / (3 * 6) = 2/3, and kappa (5/6 - 2/3) / (1/3) = 1/2.
+    # Both chose {0, 1}, {0, 2}, {0, 3}, but the last, where one took {0, 2}: 5 of 6 experts agree.
+    # Counts are 3, 1, 1, 1 and 3, 1, 2, 0, so chance is (9 + 1 + 2) / (3 * 6) = 2/3, and kappa (5/6 -
+    # 2/3) / (1/3) = 1/2.
     counts = torch.tensor([[3.0, 1, 1, 1], [3, 1, 2, 0]])
     beyond, room = kappa(torch.tensor(5.0), counts, torch.tensor(3.0), 2)
     assert (float(beyond), float(room)) == pytest.approx((1 / 6, 1 / 3))
@@ -51,7 +56,11 @@ def test_judge_when_neighbours_are_routed_alike_and_routes_are_shifted_then_only
     natural = choices(60, stays=3)
     row, said = found(natural.roll(by, 0), natural)
     # Two tokens of three have their own experts still, and more by chance.
-    assert row == 1 and "rule shift: Megatron would choose 7" in said and ("behind" if by > 0 else "before") in said
+    assert (
+        row == 1
+        and "rule shift: Megatron would choose 7" in said
+        and ("behind" if by > 0 else "before") in said
+    )
     assert "100% of those of the tokens" in said or "9" in said.split("and ")[1][:2]
 
 
@@ -71,8 +80,9 @@ def test_judge_when_of_another_model_then_all_layers_are_named_even_in_a_short_s
 def test_judge_when_a_tenth_of_the_experts_differs_then_nothing_is_wrong():
     natural = choices(50)
     routes = natural.clone()
-    routes[::5, :, 0] = torch.tensor([next(e for e in range(EXPERTS) if e not in row) for row in
-                                      natural[::5].flatten(0, 1).tolist()]).view(-1, LAYERS)  # fmt: skip
+    routes[::5, :, 0] = torch.tensor(
+        [next(e for e in range(EXPERTS) if e not in row) for row in natural[::5].flatten(0, 1).tolist()]
+    ).view(-1, LAYERS)
     assert found(routes, natural) is None
 
 
@@ -103,7 +113,8 @@ def test_gates_apart_of_two_tokens_by_hand(softmax):
     scores = torch.tensor([[0.6, 0.2, 0.1, 0.0], [0.1, 0.3, 0.1, 0.4]])[:, None]
     natural, routes = torch.tensor([[0, 1], [3, 1]])[:, None], torch.tensor([[2, 1], [1, 3]])[:, None]
     agreement.observe(places, 0, routes.to(torch.uint8), natural, scores)
-    # Of the first token expert 0 is in one choice only; the second token's sets are the same, in another order.
+    # Of the first token expert 0 is in one choice only; the second token's sets are the same,
+    # in another order.
     expected = 1 / (1 + torch.exp(torch.tensor(-0.4))) if softmax else 0.75
     assert float(agreement.sums[0, 0, 7]) == pytest.approx(float(expected))
     assert agreement.sums[0, 0, :3].tolist() == [2, 3, 1]
@@ -111,8 +122,9 @@ def test_gates_apart_of_two_tokens_by_hand(softmax):
 
 def judged(routes, natural, *, experts=8, parts=1):
     """What `judge` says of rows [N, t, k] in one layer, or [N, t, M, k]."""
-    routes, natural = (ids.transpose(0, 1) if ids.ndim == 4 else ids.transpose(0, 1)[:, :, None]
-                       for ids in (routes, natural))  # fmt: skip
+    routes, natural = (
+        ids.transpose(0, 1) if ids.ndim == 4 else ids.transpose(0, 1)[:, :, None] for ids in (routes, natural)
+    )
     tokens, rows, layers, top_k = natural.shape
     agreement, places = of_rows(rows, layers, experts, torch.arange(tokens), parts=parts)
     for layer in range(layers):
@@ -169,7 +181,10 @@ def test_judge_when_long_repeated_text_is_at_a_near_tie_then_it_counts_as_few_to
 def test_judge_when_tokens_of_one_expert_come_in_plenty_then_routes_of_other_tokens_are_refused_still():
     """Two choices of a favourite and one of seven more share half of their experts by chance alone."""
     generator = torch.Generator().manual_seed(2)
-    favourite, others = torch.zeros(2, 300, dtype=torch.int64), torch.randint(1, 8, (2, 300), generator=generator)
+    favourite, others = (
+        torch.zeros(2, 300, dtype=torch.int64),
+        torch.randint(1, 8, (2, 300), generator=generator),
+    )
     natural, routes = torch.stack([favourite, others], dim=2)[:, None]
     assert "rule agreement" in judged(routes, natural)[1]
     assert judged(natural, natural) is None
@@ -195,14 +210,20 @@ def test_observe_when_samples_are_packed_then_sums_are_those_of_rows_and_padding
     routes[::3, :, 0] = (routes[::3, :, 0] + 3) % EXPERTS
     scores = torch.rand(30, 1, EXPERTS, generator=torch.Generator().manual_seed(4))
     rows, sizes = [], (12, 18)
-    for ids, chosen, values in zip(routes.split(sizes), natural.split(sizes), scores.split(sizes), strict=True):
+    for ids, chosen, values in zip(
+        routes.split(sizes), natural.split(sizes), scores.split(sizes), strict=True
+    ):
         agreement, places = of_rows(1, 1, EXPERTS, torch.arange(len(ids)))
         agreement.observe(places, 0, ids[:, :1], chosen[:, :1], values)
         rows.append(agreement)
     # Sample 1 lies in front of sample 0, and 3 places without a token behind them.
     positions = torch.cat([torch.arange(12), torch.arange(18)])
     packed = RouteAgreement(
-        torch.arange(2).repeat_interleave(torch.tensor(sizes)), positions, samples=2, layers=1, experts=EXPERTS
+        torch.arange(2).repeat_interleave(torch.tensor(sizes)),
+        positions,
+        samples=2,
+        layers=1,
+        experts=EXPERTS,
     )
     order = torch.cat([torch.arange(12, 30), torch.arange(12), torch.full((3,), 30)])[:, None]
     behind = order.clamp(max=29)[:, 0]

@@ -35,11 +35,19 @@ def test_tables_when_one_expert_has_no_token_then_its_means_are_null_in_the_file
     ExpertLog(str(tmp_path), lambda: None).write(7, (1,), means(table))
     written = json.loads((tmp_path / FILE_NAME).read_text())
     assert written == {
-        "step": 7, "layers": [1], "tokens": [[4.0, 0.0]], "log_ratio_abs_mean": [[0.125, None]],
-        "weight_mean": [[1.5, None]], "rejected_fraction": [[0.25, None]],
-    }  # fmt: skip
+        "step": 7,
+        "layers": [1],
+        "tokens": [[4.0, 0.0]],
+        "log_ratio_abs_mean": [[0.125, None]],
+        "weight_mean": [[1.5, None]],
+        "rejected_fraction": [[0.25, None]],
+    }
     assert list(written)[2:] == list(COLUMNS)
     curves = {name: metric.value() for name, metric in summary(table, (1,)).items()}
-    assert curves == pytest.approx({  # a load of 4 tokens, where the mean is 2
-        "experts/load_max": 2.0, "experts/log_ratio_abs_mean_max": 0.125, "experts/without_tokens": 1.0,
-    })  # fmt: skip
+    assert curves == pytest.approx(
+        {  # a load of 4 tokens, where the mean is 2
+            "experts/load_max": 2.0,
+            "experts/log_ratio_abs_mean_max": 0.125,
+            "experts/without_tokens": 1.0,
+        }
+    )

@@ -15,9 +15,17 @@ RUNS = Path(__file__).resolve().parent / "runs"
 
 def main(source, name, steps="1000000"):
     names = ("step", *sorted({metric for trend in TRENDS for metric in trend.metrics}))
-    rows = [{metric: row[metric] for metric in names if metric in row} for row in read_metrics(source)[: int(steps)]]
-    short = [{name: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
-              for name, value in row.items()} for row in rows]  # fmt: skip
+    rows = [
+        {metric: row[metric] for metric in names if metric in row}
+        for row in read_metrics(source)[: int(steps)]
+    ]
+    short = [
+        {
+            name: float(f"{value:.5g}") if isinstance(value, float) and math.isfinite(value) else value
+            for name, value in row.items()
+        }
+        for row in rows
+    ]
     (RUNS / f"{name}.jsonl").write_text("".join(map(encode_line, short)))
 
 

@@ -34,14 +34,25 @@ def sample(ids, ratios, *, index=0, group=7, kept=None, reward=0.0, prompt=(1,),
     """A response whose tokens have these D; kept: which enter the loss, all by default."""
     rollout = torch.full((len(ids),), -1.0)
     trajectory = Trajectory(
-        prompt_index=0, sample_index=index, prompt_ids=torch.tensor(prompt), output_ids=torch.tensor(ids),
-        rollout_logprobs=rollout, finish_reason="stop", weight_versions=(VersionSpan("5f2c91ab-4", 0, len(ids)),),
-        cached_tokens=0, server="http://a", turn_ids=known.pop("turn_ids", None),
-    )  # fmt: skip
+        prompt_index=0,
+        sample_index=index,
+        prompt_ids=torch.tensor(prompt),
+        output_ids=torch.tensor(ids),
+        rollout_logprobs=rollout,
+        finish_reason="stop",
+        weight_versions=(VersionSpan("5f2c91ab-4", 0, len(ids)),),
+        cached_tokens=0,
+        server="http://a",
+        turn_ids=known.pop("turn_ids", None),
+    )
     mask = torch.ones(len(ids), dtype=torch.bool) if kept is None else torch.tensor(kept, dtype=torch.bool)
     numbers = {"train_logprobs": rollout + torch.tensor(ratios), "advantages": torch.full((len(ids),), 0.5)}
     return Sample(
-        trajectory, reward, loss_mask=mask, origin=Origin(group, 40, known.pop("label", "42")), **numbers | known
+        trajectory,
+        reward,
+        loss_mask=mask,
+        origin=Origin(group, 40, known.pop("label", "42")),
+        **numbers | known,
     )
 
 
@@ -53,11 +64,19 @@ def write_run(folder: Path, steps: dict[int, list[Sample]], model: Path, correct
         file.write({"step": step, "reward/mean": 0.5})
     for step, samples in steps.items():
         batch = SavedBatch(
-            step=step, updates=1, replica=0, replicas=1, group_size=2, packed=True, num_turns=None,
+            step=step,
+            updates=1,
+            replica=0,
+            replicas=1,
+            group_size=2,
+            packed=True,
+            num_turns=None,
             hf_checkpoint=str(model),
         )
         write_trajectories(folder / "samples" / batch.file_name, samples, batch=batch)
-    settings = {"rollout": {"save_trajectories": str(folder / "samples")},
-                "rollout_correction": asdict(correction or RolloutCorrectionConfig())}  # fmt: skip
+    settings = {
+        "rollout": {"save_trajectories": str(folder / "samples")},
+        "rollout_correction": asdict(correction or RolloutCorrectionConfig()),
+    }
     (folder / "run.json").write_text(json.dumps(settings))
     return folder

@@ -17,13 +17,21 @@ NAN = math.nan
 
 
 def sample(rollout, train, turns=None, **known):
-    """rho = pi_train / pi_rollout of each token, from its two probabilities; a turn of -1 is the environment's."""
+    """rho = pi_train / pi_rollout of each token, from its two probabilities; a turn of -1 is
+    the environment's.
+    """
     trajectory = Trajectory(
-        prompt_index=0, sample_index=0, prompt_ids=torch.tensor([1]), output_ids=torch.arange(len(rollout)),
-        rollout_logprobs=torch.tensor(rollout).log(), finish_reason="stop",
-        weight_versions=(VersionSpan("0", 0, len(rollout)),), cached_tokens=0, server="http://a",
+        prompt_index=0,
+        sample_index=0,
+        prompt_ids=torch.tensor([1]),
+        output_ids=torch.arange(len(rollout)),
+        rollout_logprobs=torch.tensor(rollout).log(),
+        finish_reason="stop",
+        weight_versions=(VersionSpan("0", 0, len(rollout)),),
+        cached_tokens=0,
+        server="http://a",
         turn_ids=None if turns is None else torch.tensor(turns),
-    )  # fmt: skip
+    )
     return Sample(trajectory, 1.0, train_logprobs=torch.tensor(train).log(), **known)
 
 
@@ -42,7 +50,9 @@ def test_metrics_when_weights_are_truncated_then_by_hand():
 
 def test_metrics_when_sequences_are_rejected_then_their_tokens_are_not_kept():
     # Geometric means of rho: 2 and (1/4)^(1/3) = 0.63.
-    config = RolloutCorrectionConfig.from_dict({"rollout_rs": "seq_mean_ratio", "rollout_rs_threshold": "0.5_1.5"})
+    config = RolloutCorrectionConfig.from_dict(
+        {"rollout_rs": "seq_mean_ratio", "rollout_rs_threshold": "0.5_1.5"}
+    )
     numbers = KeptBatch.of(SAMPLES).metrics(config)
     assert numbers["rollout_corr/kept_fraction"] == pytest.approx(3 / 5)
     assert numbers["rollout_corr/rejected_fraction/seq_mean_ratio"] == pytest.approx(2 / 5)
@@ -53,7 +63,10 @@ def test_metrics_when_an_environment_spoke_then_its_tokens_are_left_out_and_turn
     talk = sample([0.5, NAN, 0.2, 0.2], [0.25, 0.9, 0.2, 0.4], turns=[0, -1, 1, 1])
     numbers = KeptBatch.of([talk, SAMPLES[0]]).metrics(config)
     assert numbers["rollout_corr/valid_tokens"] == 5 and numbers["rollout_corr/nonfinite_tokens"] == 0
-    assert numbers["rollout_corr/by_turn/first/tokens"] == 3 and numbers["rollout_corr/by_turn/later/tokens"] == 2
+    assert (
+        numbers["rollout_corr/by_turn/first/tokens"] == 3
+        and numbers["rollout_corr/by_turn/later/tokens"] == 2
+    )
     # Turns: 1/2; 1 * 2 = 2; and 1 * 4, at most 2. Tokens: 1, 2 and 2.
     assert numbers["rollout_corr/weight_mean"] == pytest.approx((0.5 + 2 + 2 + 2 + 2) / 5)
 
@@ -77,7 +90,10 @@ def test_command_when_something_is_missing_then_it_is_named(tmp_path, capsys):
     write_trajectories(path, [replace(SAMPLES[0], train_logprobs=None)])
     for arguments, said in (
         ([], "nothing to compare; give --preset"),
-        (["--preset", "decoupled_token_is"], "1 of 1 samples have no train_logprobs: a run with --rollout-bypass-mode"),
+        (
+            ["--preset", "decoupled_token_is"],
+            "1 of 1 samples have no train_logprobs: a run with --rollout-bypass-mode",
+        ),
         (["--preset", "no_such"], "no_such"),
     ):
         assert cli.main(["correct", str(path), *arguments]) == 2

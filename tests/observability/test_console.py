@@ -37,7 +37,9 @@ def test_row_when_metrics_are_missing_then_dashes():
 
 def test_row_when_values_are_in_alert_then_marked_and_explained_once(healthy):
     bad = healthy | {
-        "rollout_corr/k3_kl": 0.025, "rollout_corr/weight_mean": 2.5, "rollout_corr/ess": 0.25,
+        "rollout_corr/k3_kl": 0.025,
+        "rollout_corr/weight_mean": 2.5,
+        "rollout_corr/ess": 0.25,
         "rollout_corr/chi2_token": 1.5,
     }
     row = HEALTHY.replace("1.23e-03    1.002  0.913 ", "2.50e-02!   2.500! 0.250!") + "  chi2!"

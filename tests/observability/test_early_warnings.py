@@ -9,16 +9,25 @@ from megatron_rl_corr.observability.early_warnings import ENDS, HOLDS, TRENDS, T
 
 K3, ESS, GRAD = "rollout_corr/k3_kl", "rollout_corr/ess_sequences", "grad_norm"
 HEALTHY = {
-    "reward/mean": 0.5, K3: 2e-3, ESS: 0.9, GRAD: 1.0, "loss/entropy": 2.0, "response_length/mean": 100.0,
-    "rollout_corr/by_lag/0/k3_kl": 1e-3, "rollout_corr/by_lag/1/k3_kl": 2e-3, "rollout_corr/by_lag/2+/k3_kl": 4e-3,
-}  # fmt: skip
+    "reward/mean": 0.5,
+    K3: 2e-3,
+    ESS: 0.9,
+    GRAD: 1.0,
+    "loss/entropy": 2.0,
+    "response_length/mean": 100.0,
+    "rollout_corr/by_lag/0/k3_kl": 1e-3,
+    "rollout_corr/by_lag/1/k3_kl": 2e-3,
+    "rollout_corr/by_lag/2+/k3_kl": 4e-3,
+}
 
 
 def run(steps=80, **changes):
     """A run of these steps; changes: by name a constant, or a function of the step."""
     rows = []
     for step in range(1, steps + 1):
-        values = HEALTHY | {name: change(step) if callable(change) else change for name, change in changes.items()}
+        values = HEALTHY | {
+            name: change(step) if callable(change) else change for name, change in changes.items()
+        }
         rows.append({"step": step} | {name: value for name, value in values.items() if value is not None})
     return rows
 
@@ -36,7 +45,8 @@ def ramp(low, high, first=41, last=80):
     return lambda step: low + (high - low) * min(max(step - first, 0), last - first) / (last - first)
 
 
-# A median of ten is the new value once six of them are, five steps behind the first: of two of each it is the middle.
+# A median of ten is the new value once six of them are, five steps behind the first: of two of each
+# it is the middle.
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -56,9 +66,11 @@ def ramp(low, high, first=41, last=80):
         # -0.4 - 0.01 k: a tenth of |-0.4| lower in the end alone, and a fifth never.
         ({"reward/mean": then(-0.4, -0.46)}, {}),
         ({"reward/mean": then(0.5, 0.42)}, {}),
-        # 0.5 - (step - 41) / 200 from 41 on: the mean of the last ten is 0.5 - (step - 45.5) / 200, below 0.4 at 66.
+        # 0.5 - (step - 41) / 200 from 41 on: the mean of the last ten is 0.5 - (step - 45.5) / 200,
+        # below 0.4 at 66.
         ({"reward/mean": lambda step: min(0.5, 0.5 - (step - 41) / 200)}, {"reward_falls": 66}),
-        # Fresh tokens are as before; those of one push ago have six of ten at 46, and with five the middle is 5e-3.
+        # Fresh tokens are as before; those of one push ago have six of ten at 46, and with five
+        # the middle is 5e-3.
         ({"rollout_corr/by_lag/1/k3_kl": then(2e-3, 8e-3)}, {"mismatch_of_old_samples": 46}),
         ({f"rollout_corr/by_lag/{lag}/k3_kl": then(1e-3, 8e-3) for lag in "01"}, {}),
         ({"rollout_corr/by_lag/1/k3_kl": then(2e-3, 8e-3), "rollout_corr/by_lag/0/k3_kl": None}, {}),
@@ -72,7 +84,7 @@ def ramp(low, high, first=41, last=80):
         ({"loss/entropy": then(2.0, 0.3), "reward/mean": then(-0.5, -0.46)}, {"entropy_collapse": 46}),
         ({"loss/entropy": then(2.0, 0.3), "reward/mean": then(-0.5, -0.44)}, {}),
     ],
-)  # fmt: skip
+)
 def test_warning_when_a_metric_moves_then_its_first_step_by_hand(changes, expected):
     steps = {name: first for name, (first, _) in found(run(**changes)).items()}
     known = {name: first for name, first in expected.items() if first is not None}
@@ -87,13 +99,22 @@ def test_warning_when_two_metrics_rise_together_then_that_is_said_and_not_when_o
     longer = found(run(**{K3: ramp(2e-3, 5.5e-3), "response_length/mean": ramp(100, 200)}))
     assert longer.keys() == {"mismatch_with_length"}
     # Both stay high, and go up and down by themselves: the warning goes on.
-    staying = run(140, **{K3: lambda step: ramp(2e-3, 5.5e-3)(step) + 2e-4 * (step % 2),
-                          GRAD: lambda step: ramp(1.0, 4.0)(step) + 0.1 * (step % 3)})  # fmt: skip
+    staying = run(
+        140,
+        **{
+            K3: lambda step: ramp(2e-3, 5.5e-3)(step) + 2e-4 * (step % 2),
+            GRAD: lambda step: ramp(1.0, 4.0)(step) + 0.1 * (step % 3),
+        },
+    )
     assert found(staying).keys() == {"gradient_and_mismatch"}
     assert found(staying)["gradient_and_mismatch"][1] is None
     # k3 rose long before the length does, and goes up and down since then: no common course.
-    jumping = run(**{K3: lambda step: 2e-3 if step < 21 else 4.5e-3 + 5e-4 * (step % 2),
-                     "response_length/mean": ramp(100, 200, first=51)})  # fmt: skip
+    jumping = run(
+        **{
+            K3: lambda step: 2e-3 if step < 21 else 4.5e-3 + 5e-4 * (step % 2),
+            "response_length/mean": ramp(100, 200, first=51),
+        }
+    )
     assert found(jumping) == {}
 
 
@@ -101,7 +122,9 @@ def test_warning_when_two_metrics_rise_together_then_that_is_said_and_not_when_o
 @pytest.mark.parametrize(
     ("other", "name"), [("response_length/mean", "mismatch_with_length"), (GRAD, "gradient_and_mismatch")]
 )
-def test_warning_when_two_metrics_rise_slowly_and_scatter_then_that_is_said_in_runs_of_any_length(steps, other, name):
+def test_warning_when_two_metrics_rise_slowly_and_scatter_then_that_is_said_in_runs_of_any_length(
+    steps, other, name
+):
     generator = random.Random(1)
 
     def rising(low, growth, spread):
@@ -122,8 +145,12 @@ def test_warning_when_the_condition_goes_then_it_ends_and_a_short_break_ends_not
     broken = run(**{K3: lambda step: 2e-3 if step < 41 or 61 <= step <= 66 else 1e-2})
     assert found(broken) == {"mismatch_grows": (45, None)}
     # The run ends in the ninth step without it.
-    assert found(run(74, **{K3: lambda step: 1e-2 if 41 <= step <= 60 else 2e-3})) == {"mismatch_grows": (45, None)}
-    assert found(run(75, **{K3: lambda step: 1e-2 if 41 <= step <= 60 else 2e-3})) == {"mismatch_grows": (45, 65)}
+    assert found(run(74, **{K3: lambda step: 1e-2 if 41 <= step <= 60 else 2e-3})) == {
+        "mismatch_grows": (45, None)
+    }
+    assert found(run(75, **{K3: lambda step: 1e-2 if 41 <= step <= 60 else 2e-3})) == {
+        "mismatch_grows": (45, 65)
+    }
 
 
 def test_watch_when_steps_come_one_by_one_then_a_warning_is_told_once_when_found_and_once_when_it_ends():
@@ -143,7 +170,9 @@ def test_watch_when_a_run_goes_on_then_as_if_it_had_never_stopped():
 
 def test_sentence_then_since_when_until_when_and_the_numbers():
     [warning] = find_warnings(run(**{K3: lambda step: 1e-2 if 41 <= step <= 60 else 2e-3}))
-    assert warning.sentence == "Since step 45 until step 65 the mismatch grows: KL(k3) 0.002 early, 0.01 then."
+    assert (
+        warning.sentence == "Since step 45 until step 65 the mismatch grows: KL(k3) 0.002 early, 0.01 then."
+    )
     assert "--rollout-rs" in warning.trend.remedy
 
 
@@ -152,13 +181,15 @@ def noise(spread):
 
 
 NOISY = {
-    "reward/mean": lambda step: min(1.0, 0.2 + step / 250) * noise(0.1), K3: lambda step: 3e-3 * noise(0.5),
-    ESS: lambda step: min(1.0, 0.7 * noise(0.2)), GRAD: lambda step: noise(0.4),
+    "reward/mean": lambda step: min(1.0, 0.2 + step / 250) * noise(0.1),
+    K3: lambda step: 3e-3 * noise(0.5),
+    ESS: lambda step: min(1.0, 0.7 * noise(0.2)),
+    GRAD: lambda step: noise(0.4),
     "loss/entropy": lambda step: 3 * math.exp(-step / 60) * noise(0.05),
     "response_length/mean": lambda step: (100 + step) * noise(0.1),
     "rollout_corr/by_lag/0/k3_kl": lambda step: 2e-3 * noise(0.5),
     "rollout_corr/by_lag/1/k3_kl": lambda step: 4e-3 * noise(0.5),
-}  # fmt: skip
+}
 
 
 def test_healthy_runs_with_noise_and_a_rising_reward_then_no_warning():
@@ -167,11 +198,19 @@ def test_healthy_runs_with_noise_and_a_rising_reward_then_no_warning():
         assert found(run(300, **NOISY)) == {}, seed
 
 
-@pytest.mark.parametrize("rows", [
-    [], run(5), run(19, **{K3: lambda step: step / 100}), [{"step": step} for step in range(1, 90)],
-    run(90, **dict.fromkeys(HEALTHY, math.nan)), run(90, **dict.fromkeys(HEALTHY, math.inf)),
-    run(90, **dict.fromkeys(HEALTHY, 0.0)), run(90, **{K3: then(2e-3, math.nan)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [],
+        run(5),
+        run(19, **{K3: lambda step: step / 100}),
+        [{"step": step} for step in range(1, 90)],
+        run(90, **dict.fromkeys(HEALTHY, math.nan)),
+        run(90, **dict.fromkeys(HEALTHY, math.inf)),
+        run(90, **dict.fromkeys(HEALTHY, 0.0)),
+        run(90, **{K3: then(2e-3, math.nan)}),
+    ],
+)
 def test_runs_that_are_short_empty_or_not_finite_then_no_warning(rows):
     assert found(rows) == {}
 
@@ -179,7 +218,12 @@ def test_runs_that_are_short_empty_or_not_finite_then_no_warning(rows):
 def test_trends_then_each_names_a_flag_and_states_its_condition():
     assert len({trend.name for trend in TRENDS}) == len(TRENDS)
     for trend in TRENDS:
-        assert "`--" in trend.remedy and trend.condition and trend.meaning.endswith(".") and trend.remedy.endswith(".")
+        assert (
+            "`--" in trend.remedy
+            and trend.condition
+            and trend.meaning.endswith(".")
+            and trend.remedy.endswith(".")
+        )
 
 
 def test_conditions_when_a_share_of_the_stake_decides_then_they_say_so_and_by_what_it_falls():
@@ -193,16 +237,22 @@ def test_conditions_when_a_share_of_the_stake_decides_then_they_say_so_and_by_wh
     ("low", "high", "after", "expected"),
     [
         # All that was gained is lost: a reward of 1 and -1, a large constant part, penalties alone.
-        (-0.8, -0.05, -1.0, {"reward_fell", "reward_falls"}), (10.1, 10.9, 10.0, {"reward_fell", "reward_falls"}),
-        (-50, -10, -45, {"reward_fell", "reward_falls"}), (-0.8, 0.8, -0.8, {"reward_fell", "reward_falls"}),
+        (-0.8, -0.05, -1.0, {"reward_fell", "reward_falls"}),
+        (10.1, 10.9, 10.0, {"reward_fell", "reward_falls"}),
+        (-50, -10, -45, {"reward_fell", "reward_falls"}),
+        (-0.8, 0.8, -0.8, {"reward_fell", "reward_falls"}),
         # Three eighths of it, which is more than a fifth.
-        (10.1, 10.9, 10.6, {"reward_falls"}), (-0.9, -0.1, -0.4, {"reward_falls"}),
+        (10.1, 10.9, 10.6, {"reward_falls"}),
+        (-0.9, -0.1, -0.4, {"reward_falls"}),
         # An eighth, however much more that is than the best itself.
-        (10.1, 10.9, 10.8, set()), (-0.9, -0.05, -0.15, set()),
+        (10.1, 10.9, 10.8, set()),
+        (-0.9, -0.05, -0.15, set()),
         # Nothing was gained, so that a fall is a share of the best.
-        (10.9, 10.9, 10.6, set()), (0.9, 0.9, 0.85, set()), (0.9, 0.9, 0.4, {"reward_fell", "reward_falls"}),
+        (10.9, 10.9, 10.6, set()),
+        (0.9, 0.9, 0.85, set()),
+        (0.9, 0.9, 0.4, {"reward_fell", "reward_falls"}),
     ],
-)  # fmt: skip
+)
 def test_warnings_when_rewards_are_below_0_or_around_a_constant_then_by_the_gain_that_is_lost(
     low, high, after, expected
 ):
@@ -212,8 +262,9 @@ def test_warnings_when_rewards_are_below_0_or_around_a_constant_then_by_the_gain
     assert set(found([{"step": at, "reward/mean": one} for at, one in enumerate(rewards, 1)])) == expected
 
 
-def test_warnings_when_a_batch_has_several_updates_or_a_step_was_skipped_then_trends_of_two_metrics_are_seen():
+def test_warnings_when_updates_are_several_or_a_step_was_skipped_then_trends_are_seen():
     """k3 is in a batch's first row, the gradient norm in each; both grow by 3% a batch."""
+
     def rows(updates, gap=0):
         made = []
         for step in range(1, 80 * updates + 1):
@@ -235,7 +286,9 @@ def test_warnings_when_a_batch_has_several_updates_or_a_step_was_skipped_then_tr
 def test_warnings_when_rewards_of_1_and_minus_1_scatter_around_0_then_none(seed, gain):
     """64 samples a step, of which half pass, and later more of them by `gain` a step."""
     draw = random.Random(seed)
-    rewards = [sum(1 if draw.random() < 0.5 + gain * step / 2 else -1 for _ in range(64)) / 64 for step in range(120)]
+    rewards = [
+        sum(1 if draw.random() < 0.5 + gain * step / 2 else -1 for _ in range(64)) / 64 for step in range(120)
+    ]
     assert found(run(120, **{"reward/mean": lambda step: rewards[step - 1]})) == {}
 
 

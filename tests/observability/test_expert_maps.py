@@ -9,9 +9,13 @@ from megatron_rl_corr.observability.page import write_page
 pytestmark = pytest.mark.usefixtures("figures_drawn_once")
 
 STEP = {
-    "step": 2, "layers": [1, 3], "tokens": [[4, 0, 2], [1, 2, 3]], "log_ratio_abs_mean": [[0.1, None, 0.2], [0.1] * 3],
-    "weight_mean": [[1.0, None, 1.1]] * 2, "rejected_fraction": [[0.0, None, 0.5]] * 2,
-}  # fmt: skip
+    "step": 2,
+    "layers": [1, 3],
+    "tokens": [[4, 0, 2], [1, 2, 3]],
+    "log_ratio_abs_mean": [[0.1, None, 0.2], [0.1] * 3],
+    "weight_mean": [[1.0, None, 1.1]] * 2,
+    "rejected_fraction": [[0.0, None, 0.5]] * 2,
+}
 
 
 def test_page_when_the_run_wrote_its_experts_then_four_heat_maps_of_the_last_step(write_run, make_steps):
@@ -34,7 +38,9 @@ def test_page_when_the_last_line_is_not_yet_whole_then_of_the_one_before(write_r
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"step": 1}', json.dumps(STEP | {"tokens": [[1], [1, 2]]})])
-def test_page_when_the_last_line_is_no_table_then_the_page_says_so_and_shows_the_rest(write_run, make_steps, line):
+def test_page_when_the_last_line_is_no_table_then_the_page_says_so_and_shows_the_rest(
+    write_run, make_steps, line
+):
     folder = write_run(make_steps(2))
     (folder / "experts.jsonl").write_text(line + "\n")
     page = write_page(folder).read_text()

@@ -34,7 +34,11 @@ def test_write_when_values_are_not_finite_then_the_line_is_strict_json_and_reads
     file = MetricsFile(path)
     file.write({"step": 1, "a": math.nan, "b": math.inf, "c": -math.inf, "d": 1.5})
     assert strict(path.read_text()) == {
-        "step": 1, "a": None, "b": None, "c": None, "d": 1.5,
+        "step": 1,
+        "a": None,
+        "b": None,
+        "c": None,
+        "d": 1.5,
         "nonfinite": {"a": "nan", "b": "inf", "c": "-inf"},
     }
     (row,) = read_metrics(path)
@@ -99,7 +103,9 @@ def test_read_when_a_resumed_run_repeats_steps_then_the_later_attempt_wins(tmp_p
         file.write({"step": step, "attempt": 2})
     # Step 4 came from weights that the second attempt never had.
     assert read_metrics(path) == [
-        {"step": 1, "attempt": 1}, {"step": 2, "attempt": 2}, {"step": 3, "attempt": 2},
+        {"step": 1, "attempt": 1},
+        {"step": 2, "attempt": 2},
+        {"step": 3, "attempt": 2},
     ]
 
 

@@ -55,9 +55,14 @@ def test_page_when_written_then_every_metric_its_meaning_and_the_summary_are_on_
         elif name != "step":
             assert f"\n{name}\n" in document.text and spec_of(name).doc in document.text
     assert "my/own" in document.text and "not described" in document.text
-    for label, value in (("steps", "8"), ("mean reward, first 5 steps", "0.375"), ("max |log-ratio|", "2.5"),
-                         ("mean reward, last 5 steps", "0.75"), ("mean KL (k3)", "0.001234"),
-                         ("last weight version", "7")):
+    for label, value in (
+        ("steps", "8"),
+        ("mean reward, first 5 steps", "0.375"),
+        ("max |log-ratio|", "2.5"),
+        ("mean reward, last 5 steps", "0.75"),
+        ("mean KL (k3)", "0.001234"),
+        ("last weight version", "7"),
+    ):
         assert f"\n{label}\n{value}\n" in document.text
     assert "Every watched metric stayed in its usual range." in document.text
     headings = [line for line in document.text.splitlines() if line in (*GROUPS, "Others")]
@@ -96,7 +101,9 @@ def test_page_when_there_are_alerts_then_it_says_what_and_what_to_do(write_run, 
     assert "pale band" in text
 
 
-def test_page_when_a_trend_warns_then_since_which_step_what_it_means_and_a_mark_in_every_figure(write_run, make_steps):
+def test_page_when_a_trend_warns_then_since_which_step_what_it_means_and_a_mark_in_every_figure(
+    write_run, make_steps
+):
     rows = make_steps(60)
     for row in rows[40:]:  # the median of ten is their middle at step 45, 4.4 times the early one
         row["rollout_corr/k3_kl"] = 9.5e-3
@@ -118,7 +125,10 @@ def test_page_when_nothing_warns_then_no_heading_and_no_mark(write_run, make_ste
 
 def test_page_when_watched_metrics_are_missing_then_it_says_they_were_not_watched(write_run):
     text = read(write_page(write_run([{"step": 1, "reward/mean": 0.5}]))).text
-    assert "Not recorded, so not watched: KL(k1), KL(k3), chi2, chi2 geometric, weight, ESS, dropped, skip." in text
+    assert (
+        "Not recorded, so not watched: KL(k1), KL(k3), chi2, chi2 geometric, weight, ESS, dropped, skip."
+        in text
+    )
     assert "stayed in its usual range" not in text
 
 
@@ -131,7 +141,9 @@ def test_page_when_run_json_is_there_then_nested_settings_are_listed_by_dotted_n
 
 def test_flatten_when_groups_are_empty_then_they_stay_visible():
     assert flatten({"a": {"b": {"c": [1, "x"]}}, "d": {}, "e": "text"}) == {
-        "a.b.c": '[1, "x"]', "d": "{}", "e": "text",
+        "a.b.c": '[1, "x"]',
+        "d": "{}",
+        "e": "text",
     }
 
 

@@ -1,4 +1,6 @@
-"""The events of a run on its page: marks by kind on the time axis, whose text says more, and a row for each kind."""
+"""The events of a run on its page: marks by kind on the time axis, whose text says more, and a
+row for each kind.
+"""
 
 import json
 import re
@@ -28,7 +30,9 @@ def page_of(write_run, make_steps, events):
     return write_page(folder)
 
 
-def test_page_when_the_run_kept_events_then_a_mark_for_each_by_kind_and_time_with_its_reason(write_run, make_steps):
+def test_page_when_the_run_kept_events_then_a_mark_for_each_by_kind_and_time_with_its_reason(
+    write_run, make_steps
+):
     lines = [
         line(1000.0, "run_started", "at step 1", step=1),
         line(1500.0, "server_left_out", "<b>connection refused</b>", step=4, server="http://a:1"),
@@ -38,7 +42,11 @@ def test_page_when_the_run_kept_events_then_a_mark_for_each_by_kind_and_time_wit
     document, text = read(page), page.read_text()
     marks = re.findall(r'<circle class="(\w+)" cx="([\d.]+)" cy="([\d.]+)"', text)
     # In the order of KINDS, 190 to 1100 for 1000 seconds.
-    assert [(tone, float(x)) for tone, x, _ in marks] == [("lost", 645.0), ("mended", 1100.0), ("plain", 190.0)]
+    assert [(tone, float(x)) for tone, x, _ in marks] == [
+        ("lost", 645.0),
+        ("mended", 1100.0),
+        ("plain", 190.0),
+    ]
     assert len({y for _, _, y in marks}) == 3
     titles = re.findall(r"<title>([^<]*)</title></circle>", text)
     assert titles[0] == (
@@ -54,10 +62,16 @@ def test_page_when_there_are_thousands_of_events_then_neighbours_share_a_mark(wr
     text = page_of(write_run, make_steps, "\n".join(lines)).read_text()
     titles = re.findall(r"<title>([^<]*)</title></circle>", text)
     assert 50 < len(titles) < 200 and "request_retried (5000)" in text
-    assert "reason 5 " in titles[0] and "reason 6 " not in titles[0] and re.search(r"and \d+ more until", titles[0])
+    assert (
+        "reason 5 " in titles[0]
+        and "reason 6 " not in titles[0]
+        and re.search(r"and \d+ more until", titles[0])
+    )
 
 
-def test_page_when_the_events_are_gone_or_none_then_it_says_so_and_without_the_flag_it_is_silent(write_run, make_steps):
+def test_page_when_the_events_are_gone_or_none_then_it_says_so_and_without_the_flag_it_is_silent(
+    write_run, make_steps
+):
     text = read(page_of(write_run, make_steps, None)).text
     assert "Not shown: [Errno 2]" in text
     assert "has none" in read(page_of(write_run, make_steps, "")).text
@@ -66,11 +80,20 @@ def test_page_when_the_events_are_gone_or_none_then_it_says_so_and_without_the_f
     assert "Events" not in read(write_page(folder)).text
 
 
-@pytest.mark.parametrize("bad", [
-    '{"time": NaN, "kind": "run_ended", "reason": ""}', '{"time": 1e30, "kind": "run_ended", "reason": ""}',
-    '{"time": -Infinity, "kind": "run_ended", "reason": ""}', '{"time": 1500, "kind": "run_ended", "reason": null}',
-    '{"time": 1500, "kind": ["run_ended"], "reason": ""}', '{"time": "1500", "kind": "run_ended"}', "[1500]", "{", "7",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        '{"time": NaN, "kind": "run_ended", "reason": ""}',
+        '{"time": 1e30, "kind": "run_ended", "reason": ""}',
+        '{"time": -Infinity, "kind": "run_ended", "reason": ""}',
+        '{"time": 1500, "kind": "run_ended", "reason": null}',
+        '{"time": 1500, "kind": ["run_ended"], "reason": ""}',
+        '{"time": "1500", "kind": "run_ended"}',
+        "[1500]",
+        "{",
+        "7",
+    ],
+)
 def test_page_when_a_line_is_no_event_then_it_is_left_out(write_run, make_steps, bad):
     text = read(page_of(write_run, make_steps, f"{line(1000.0, 'run_started')}\n{bad}\n")).text
     assert "run_started (1)" in text and "run_ended" not in text
@@ -96,7 +119,8 @@ def test_page_when_several_runs_appended_then_each_shows_its_own_from_its_start_
         # The second one begins with what is told before its first step, and goes on from a checkpoint.
         line(9000.0, "files_moved", "files of an earlier run", to="earlier-1"),
         line(9001.0, "server_taken_over"),
-        line(9002.0, "run_started", "at step 1", step=1), line(9003.0, "server_left_out", "second", step=2),
+        line(9002.0, "run_started", "at step 1", step=1),
+        line(9003.0, "server_left_out", "second", step=2),
         line(9500.0, "run_started", "at step 3, from a checkpoint", step=3),
     ]
     page = page_of(write_run, make_steps, "\n".join(lines))

@@ -54,8 +54,12 @@ def test_kl_when_servers_of_two_engines_sampled_then_a_line_for_each_and_both_to
 
 
 EVALUATED = {
-    "eval/reward": 0.5, "eval/pass@1": 0.25, "eval/aime/reward": 0.1, "eval/aime/pass@1": 0.0, "eval/aime/pass@4": 0.5,
-}  # fmt: skip
+    "eval/reward": 0.5,
+    "eval/pass@1": 0.25,
+    "eval/aime/reward": 0.1,
+    "eval/aime/pass@1": 0.0,
+    "eval/aime/pass@4": 0.5,
+}
 
 
 def test_panels_when_several_sets_are_evaluated_at_some_steps_then_a_line_for_each(make_steps):
@@ -90,12 +94,16 @@ def test_panels_when_batches_make_several_updates_then_lines_go_from_batch_to_ba
     batchs = ("reward/mean", "reward/std", "rollout_corr/k3_kl", "weight_lag")
     rows = [
         {name: value for name, value in row.items() if name not in batchs or row["step"] % 4 == 1}
-        | {"update": (row["step"] - 1) % 4 + 1} for row in rows
-    ]  # fmt: skip
+        | {"update": (row["step"] - 1) % 4 + 1}
+        for row in rows
+    ]
     for name in ("reward", "kl", "lag"):
         line = drawn(name, rows).lines[0]
-        assert line.get_xdata().tolist() == list(range(1, 41, 4)) and np.isfinite(line.get_ydata()).all(), name
-    assert drawn("reward", rows).collections[0].get_paths()[0].vertices.shape[0] > 10  # the band of the spread
+        assert line.get_xdata().tolist() == list(range(1, 41, 4)) and np.isfinite(line.get_ydata()).all(), (
+            name
+        )
+    # the band of the spread
+    assert drawn("reward", rows).collections[0].get_paths()[0].vertices.shape[0] > 10
     assert drawn("grad_norm", rows).lines[0].get_xdata().tolist() == list(range(1, 41))
 
 
@@ -124,7 +132,9 @@ def test_time_panel_when_few_steps_then_bars_stack_to_the_sum(make_steps):
     assert tops == [8, 8, 10, 10, 16, 16, 17, 17]
 
 
-def test_sizes_panel_when_drawn_then_a_cell_for_each_bin_with_tokens_and_percentiles_at_their_ends(make_steps):
+def test_sizes_panel_when_drawn_then_a_cell_for_each_bin_with_tokens_and_percentiles_at_their_ends(
+    make_steps,
+):
     rows = make_steps(3)
     rows[2] |= {"rollout_corr/log_ratio_abs_bin/above_100": 0.25, "rollout_corr/log_ratio_abs_p999": 100.0}
     axes = drawn("log_ratio_sizes", rows)
@@ -138,7 +148,15 @@ def test_sizes_panel_when_drawn_then_a_cell_for_each_bin_with_tokens_and_percent
     ]
     assert [line.get_ydata().tolist() for line in axes.lines] == [[13] * 3, [18] * 3, [18, 18, 26]]
     assert [text.get_text() for text in axes.get_yticklabels()] == [
-        "1e-06", "1e-05", "0.0001", "0.001", "0.01", "0.1", "1", "10", "100",
+        "1e-06",
+        "1e-05",
+        "0.0001",
+        "0.001",
+        "0.01",
+        "0.1",
+        "1",
+        "10",
+        "100",
     ]
 
 
@@ -148,7 +166,7 @@ def test_sizes_panel_when_steps_are_many_then_neighbours_share_a_column(make_ste
     # The mean of equal shares is the share; 100 steps in 48 columns, of which none is lost.
     assert mesh.get_array().shape == (27, 48)
     assert mesh.get_array()[12].tolist() == [0.5] * 48
-    assert mesh.get_coordinates()[0, :, 0].tolist()[:: 48] == [0.5, 100.5]
+    assert mesh.get_coordinates()[0, :, 0].tolist()[::48] == [0.5, 100.5]
 
 
 def test_reward_panel_when_a_step_lacks_the_metric_then_the_line_has_a_gap(make_steps):

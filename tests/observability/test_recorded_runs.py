@@ -1,4 +1,6 @@
-"""Early warnings in recorded runs (runs/README.md): none in healthy ones, and how long before a reward fell."""
+"""Early warnings in recorded runs (runs/README.md): none in healthy ones, and how long
+before a reward fell.
+"""
 
 from pathlib import Path
 
@@ -25,17 +27,23 @@ def rows_of(name):
 
 
 def lead_time(name):
-    """A row of the page's table: run, steps, first step below half, collapse, warnings by their lines' steps, lead."""
+    """A row of the page's table: run, steps, first step below half, collapse, warnings by their
+    lines' steps, lead.
+    """
     rows = rows_of(name)
     warnings = find_warnings(rows)
     below = next((one.first_step for one in warnings if one.trend.name == "reward_fell"), None)
-    told = [(one.trend.name, one.first_step + HOLDS - 1) for one in warnings if one.trend.name != "reward_fell"]
+    told = [
+        (one.trend.name, one.first_step + HOLDS - 1) for one in warnings if one.trend.name != "reward_fell"
+    ]
     if below is not None:
         told = [(trend, step) for trend, step in told if step < below]
     early = [step for trend, step in told if trend not in REWARDS]
     lead = "" if below is None else f"{below - early[0]} steps" if early else "no warning before"
     cells = ", ".join(f"`{trend}` {step}" for trend, step in told) or "none"
-    return f"| {name} | {len(rows)} | {cells} | {below or 'never'} | {step_of_collapse(rows) or 'no'} | {lead} |"
+    return (
+        f"| {name} | {len(rows)} | {cells} | {below or 'never'} | {step_of_collapse(rows) or 'no'} | {lead} |"
+    )
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -46,7 +54,9 @@ def test_run_whose_reward_rose_then_no_warning(name):
 @pytest.mark.parametrize("name", FELL)
 def test_run_whose_reward_fell_then_warnings_came_before_it(name):
     below = next(one.first_step for one in find_warnings(rows_of(name)) if one.trend.name == "reward_fell")
-    early = [one.first_step + HOLDS - 1 for one in find_warnings(rows_of(name)) if one.trend.name not in REWARDS]
+    early = [
+        one.first_step + HOLDS - 1 for one in find_warnings(rows_of(name)) if one.trend.name not in REWARDS
+    ]
     assert early and min(early) < below
 
 

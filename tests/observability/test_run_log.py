@@ -1,4 +1,6 @@
-"""Scalars as TensorBoard itself reads them back; early warnings in the table and the events, also after a restart."""
+"""Scalars as TensorBoard itself reads them back; early warnings in the table and the events, also
+after a restart.
+"""
 
 import math
 
@@ -19,7 +21,8 @@ def test_write_scalars_when_read_back_then_every_number_is_under_its_name_at_its
     bins = {name for name in healthy if "_bin/" in name}
     assert set(events.Tags()["scalars"]) == set(healthy) - bins - {"step"} | {"my/own"}
     assert [(event.step, event.value) for event in events.Scalars("grad_norm")] == [
-        (7, pytest.approx(0.43219)), (8, 0.5),
+        (7, pytest.approx(0.43219)),
+        (8, 0.5),
     ]
     assert events.Scalars("my/own")[0].value == math.inf
 
@@ -33,7 +36,9 @@ def test_write_scalars_when_there_are_bins_then_one_histogram_over_the_logarithm
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (event,) = events.Histograms("rollout_corr/log10_log_ratio_abs")
     found = event.histogram_value
-    counts = {round(limit, 3): count for limit, count in zip(found.bucket_limit, found.bucket, strict=True) if count}
+    counts = {
+        round(limit, 3): count for limit, count in zip(found.bucket_limit, found.bucket, strict=True) if count
+    }
     # 0.01, 0.5 and ln 2 as powers of ten, of a thousand tokens.
     assert event.step == 7 and counts == pytest.approx({-2: 500, -0.301: 499, -0.159: 1})
     assert found.num == 1000 and (found.min, found.max) == (-7, 3)
@@ -57,7 +62,9 @@ class NoWriter:
 
 @pytest.fixture
 def rows(make_steps):
-    """The mismatch grows since step 45, which step 47 tells; it is over at the end of step 65, which step 75 tells."""
+    """The mismatch grows since step 45, which step 47 tells; it is over at the end of step 65,
+    which step 75 tells.
+    """
     rows = make_steps(80)
     for row in rows[40:60]:
         row["rollout_corr/k3_kl"] = 9.5e-3
@@ -69,7 +76,9 @@ def told(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if "since step" in line.lower()]
 
 
-def test_run_log_when_a_warning_begins_and_ends_then_it_is_printed_and_an_event_once_each(rows, capsys, monkeypatch):
+def test_run_log_when_a_warning_begins_and_ends_then_it_is_printed_and_an_event_once_each(
+    rows, capsys, monkeypatch
+):
     events = []
     monkeypatch.setattr(EVENTS, "tell", lambda *arguments, **facts: events.append((*arguments, facts)))
     log = RunLog(None, {})
@@ -93,15 +102,19 @@ def test_run_log_when_the_run_was_restarted_then_trends_go_on_from_the_file(rows
     for row in rows[cut:]:
         log.write(row)
     assert [line[:25] for line in told(capsys)] == ["[rl-corr] ! Since step 45"] * (cut < 47) + [
-        "[rl-corr] ! No longer, si"]  # fmt: skip
+        "[rl-corr] ! No longer, si"
+    ]
 
 
-def test_run_log_when_a_step_comes_again_in_the_process_then_trends_are_of_the_steps_before_it(rows, tmp_path, capsys):
+def test_run_log_when_a_step_comes_again_in_the_process_then_trends_are_of_the_steps_before_it(
+    rows, tmp_path, capsys
+):
     log = RunLog(str(tmp_path), {}, NoWriter())
     for row in rows[:46]:
         log.write(row)
     assert told(capsys) == []
-    # From a checkpoint of step 42 on, without a mismatch: with the abandoned steps 43 to 46 five of ten would be bad.
+    # From a checkpoint of step 42 on, without a mismatch: with the abandoned steps 43 to 46 five of
+    # ten would be bad.
     for step in range(43, 49):
         log.write(rows[0] | {"step": step, "rollout_corr/k3_kl": 9.5e-3 if step > 45 else 1e-3})
     assert told(capsys) == []

@@ -41,16 +41,23 @@ def tokenizer(model):
 def test_spans_when_a_character_takes_several_tokens_then_one_span_has_them_all(tokenizer):
     ids = tokenizer.encode("a 你é🙂") + [END]
     assert text_spans(tokenizer, ids) == [
-        TextSpan("a", 0, 1), TextSpan(" ", 1, 2), TextSpan("你", 2, 5), TextSpan("é", 5, 7), TextSpan("🙂", 7, 11),
+        TextSpan("a", 0, 1),
+        TextSpan(" ", 1, 2),
+        TextSpan("你", 2, 5),
+        TextSpan("é", 5, 7),
+        TextSpan("🙂", 7, 11),
         TextSpan("<|im_end|>", 11, 12),
-    ]  # fmt: skip
+    ]
 
 
 def test_spans_when_bytes_are_no_character_then_their_ids_stand_for_them(tokenizer):
     [first, *rest], [letter] = tokenizer.encode("你"), tokenizer.encode("x")
     assert text_spans(tokenizer, [first, letter, rest[0], first]) == [
-        TextSpan(f"⟨{first}⟩", 0, 1), TextSpan("x", 1, 2), TextSpan(f"⟨{rest[0]}⟩", 2, 3), TextSpan(f"⟨{first}⟩", 3, 4),
-    ]  # fmt: skip
+        TextSpan(f"⟨{first}⟩", 0, 1),
+        TextSpan("x", 1, 2),
+        TextSpan(f"⟨{rest[0]}⟩", 2, 3),
+        TextSpan(f"⟨{first}⟩", 3, 4),
+    ]
     generator = torch.Generator().manual_seed(3)
     for _ in range(200):
         ids = torch.randint(0, END + 1, (12,), generator=generator).tolist()
@@ -72,12 +79,16 @@ def test_rejections_when_computed_again_then_each_rule_names_its_own_tokens():
     near = sample([1, 2, 3], [0.1, -1.5, 0.2], index=1)
     first, second = find_rejections([far, near], RULES)
     assert {name: own.tolist() for name, own in first.items()} == {
-        "token_ratio in [0.25, 4]": [False, True, False], "seq_mean_ratio in [0.5, 2]": [True, True, False],
+        "token_ratio in [0.25, 4]": [False, True, False],
+        "seq_mean_ratio in [0.5, 2]": [True, True, False],
         "no finite log-prob": [False, False, True],
-    }  # fmt: skip
-    assert {name: own.tolist() for name, own in second.items()} == {"token_ratio in [0.25, 4]": [False, True, False]}
-    assert find_rejections([far], RolloutCorrectionConfig.from_dict({"preset": "decoupled_geo_rs",
-                                                                     "diagnostics_only": True})) == [{}]  # fmt: skip
+    }
+    assert {name: own.tolist() for name, own in second.items()} == {
+        "token_ratio in [0.25, 4]": [False, True, False]
+    }
+    assert find_rejections(
+        [far], RolloutCorrectionConfig.from_dict({"preset": "decoupled_geo_rs", "diagnostics_only": True})
+    ) == [{}]
     masked = RolloutCorrectionConfig.from_preset("decoupled_token_icepop")  # 0 outside [0.5, 5]
     assert find_rejections([near], masked)[0]["token weight in [0.5, 5]"].tolist() == [False, True, False]
 
@@ -90,10 +101,14 @@ def test_rejections_when_a_rule_looks_at_advantages_then_it_is_left_out(name, bo
     assert find_rejections([bad], config) == [{}]
 
 
-def test_view_when_tokens_share_a_character_then_the_largest_ratio_and_what_an_environment_said_is_marked(tokenizer):
+def test_view_when_tokens_share_a_character_then_the_largest_ratio_and_what_an_environment_said_is_marked(
+    tokenizer,
+):
     ids = tokenizer.encode("你ok")
     turns = torch.tensor([0, 0, 0, -1, 0])
-    view = view_of(sample(ids, [0.1, -0.8, 0.2, 9.0, 0.0], kept=[1, 0, 1, 0, 1], turn_ids=turns), tokenizer, None)
+    view = view_of(
+        sample(ids, [0.1, -0.8, 0.2, 9.0, 0.0], kept=[1, 0, 1, 0, 1], turn_ids=turns), tokenizer, None
+    )
     first, said, last = view.response
     assert (first.text, first.rejected, first.shade) == ("你", True, "n3")
     assert first.log_ratio == pytest.approx(-0.8) and said.environment and said.log_ratio is None
@@ -106,11 +121,18 @@ def run_of(tmp_path, model, tokenizer, texts, steps=1):
     samples = []
     for place, text in enumerate(texts):
         ids, last = tokenizer.encode(text), place == len(texts) - 1
-        samples.append(sample(
-            ids, [0.9 if last else 0.01] * len(ids), index=place, group=7 + place // 2, reward=place % 2,
-            kept=[not last] * len(ids), reward_parts={"math": place % 2, "format": 0.5},
-            prompt=tokenizer.encode("What?"),
-        ))  # fmt: skip
+        samples.append(
+            sample(
+                ids,
+                [0.9 if last else 0.01] * len(ids),
+                index=place,
+                group=7 + place // 2,
+                reward=place % 2,
+                kept=[not last] * len(ids),
+                reward_parts={"math": place % 2, "format": 0.5},
+                prompt=tokenizer.encode("What?"),
+            )
+        )
     return write_run(tmp_path / "run", dict.fromkeys(range(1, steps + 1), samples), model, RULES)
 
 
@@ -124,8 +146,10 @@ def test_command_when_asked_then_samples_with_reward_reason_and_text(tmp_path, m
         "largest |D|: '你' +0.9, '\\\\x1b' +0.9, '[' +0.9\nprompt: What?\nresponse: 你\\x1b[0m\n"
     )
     for arguments, texts in (
-        (["--worst", "--step", "1"], ["one", "three", "two", "你\\x1b[0m"]), (["--best", "--limit", "1"], ["two"]),
-        (["--group", "7"], ["one", "two"]), ([], ["one", "two", "three", "你\\x1b[0m"]),
+        (["--worst", "--step", "1"], ["one", "three", "two", "你\\x1b[0m"]),
+        (["--best", "--limit", "1"], ["two"]),
+        (["--group", "7"], ["one", "two"]),
+        ([], ["one", "two", "three", "你\\x1b[0m"]),
     ):
         assert cli.main(["samples", str(run), *arguments]) == 0
         assert re.findall("response: (.*)", capsys.readouterr().out) == texts
@@ -140,7 +164,8 @@ def test_command_when_coloured_then_ratio_and_rejection_show_and_escapes_are_onl
     run = run_of(tmp_path, model, tokenizer, ["a", "b\nc", "你\x1b[0m"])
     assert cli.main(["samples", str(run), "--color", "always", "--dropped"]) == 0
     response = capsys.readouterr().out.split("response:")[1]
-    assert response.count("\033[30;48;5;111m\033[9m") == 5 and "\\x1b" in response  # p3, struck through: 5 spans
+    # p3, struck through: 5 spans
+    assert response.count("\033[30;48;5;111m\033[9m") == 5 and "\\x1b" in response
     assert re.sub(r"\033\[[0-9;]*m", "", response).strip() == "你\\x1b[0m"
 
 
@@ -156,7 +181,9 @@ def test_command_when_coloured_then_ratio_and_rejection_show_and_escapes_are_onl
         (["RUN", "RUN"], "give one folder, or files"),
     ],
 )
-def test_command_when_something_is_missing_then_it_is_named(tmp_path, model, tokenizer, capsys, arguments, said):
+def test_command_when_something_is_missing_then_it_is_named(
+    tmp_path, model, tokenizer, capsys, arguments, said
+):
     run = run_of(tmp_path, model, tokenizer, ["one"])
     assert cli.main(["samples", *[str(run) if one == "RUN" else one for one in arguments]]) == 2
     assert said in capsys.readouterr().err
@@ -178,7 +205,10 @@ def test_page_when_a_run_is_long_then_few_samples_and_tokens_of_few_steps(tmp_pa
     assert [step["step"] for step in shown["steps"]] == [1, 5, 9] and shown["all_steps"] == 9
     assert all(len(step["samples"]) <= 4 and step["of"] == 32 for step in shown["steps"])
     views = [one["view"] for step in shown["steps"] for one in step["samples"]]
-    assert max(len(view.response) for view in views) == TOKENS + 1 and {view.left_out for view in views} == {0, 4600}
+    assert max(len(view.response) for view in views) == TOKENS + 1 and {view.left_out for view in views} == {
+        0,
+        4600,
+    }
     assert write_page(run).stat().st_size < 400_000 and len(views) <= STEPS * 4
 
 

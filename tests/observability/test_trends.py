@@ -20,7 +20,8 @@ def filled(values, name="x"):
 @pytest.mark.parametrize(
     ("ys", "tau"),
     [
-        ([1, 2, 3, 4], 1.0), ([4, 3, 2, 1], -1.0),
+        ([1, 2, 3, 4], 1.0),
+        ([4, 3, 2, 1], -1.0),
         # Of the 6 pairs (1, 2) alone is discordant: (5 - 1) / 6.
         ([2, 1, 3, 4], 4 / 6),
         # One pair is tied in y: 5 concordant of 6 and 5 untied ones.
@@ -29,7 +30,7 @@ def filled(values, name="x"):
         ([1, 2, 3, 1e9], 1.0),
         ([7, 7, 7, 7], 0.0),
     ],
-)  # fmt: skip
+)
 def test_kendall_tau_of_four_pairs_then_by_hand(ys, tau):
     assert kendall_tau([1, 2, 3, 4], ys) == pytest.approx(tau)
     assert kendall_tau(ys, [1, 2, 3, 4]) == pytest.approx(tau)
@@ -68,10 +69,16 @@ def test_gain_then_from_the_lowest_mean_before_the_best_whatever_comes_after():
 
 def test_history_when_values_are_missing_or_not_finite_then_they_do_not_count():
     history = History(["x", "y"], [("x", "y")])
-    assert history.add({"step": 1}) == set() and history.add({"step": 2, "x": math.nan, "y": math.inf}) == set()
+    assert (
+        history.add({"step": 1}) == set() and history.add({"step": 2, "x": math.nan, "y": math.inf}) == set()
+    )
     for step in range(3, 33):
         assert history.add({"step": step, "x": 1, "other": 2}) == {"x"}
-    assert history.now("x") == 1 and history.now("y") is history.best("y") is None and history.tau("x", "y") is None
+    assert (
+        history.now("x") == 1
+        and history.now("y") is history.best("y") is None
+        and history.tau("x", "y") is None
+    )
     assert history.step == 32
 
 
@@ -92,7 +99,9 @@ def test_parts_when_a_run_grows_then_twenty_to_thirty_nine_equal_ones_of_all_who
         while step // size >= 2 * COURSE:
             size *= 2
         expected = [size * at + (size + 1) / 2 for at in range(step // size)]
-        assert [x for x, _ in parts.means] == expected and [y for _, y in parts.means] == [-x for x in expected]
+        assert [x for x, _ in parts.means] == expected and [y for _, y in parts.means] == [
+            -x for x in expected
+        ]
 
 
 @pytest.mark.parametrize("apart", [1, 8, 16, 1000])
@@ -101,17 +110,21 @@ def test_tau_when_one_metric_comes_seldom_then_over_the_last_steps_with_both_in_
     for step in range(COURSE * apart):
         assert history.tau("x", "y") is None or step > (COURSE - 1) * apart
         # x falls within its steps without y, and rises from one step with both to the next.
-        history.add({"step": step, "x": step // apart - step % apart, **({} if step % apart else {"y": step})})
+        history.add(
+            {"step": step, "x": step // apart - step % apart, **({} if step % apart else {"y": step})}
+        )
     assert history.tau("x", "y") == 1.0 and len(history._last["x"]) == min(KEPT, COURSE * apart)
 
 
 def test_noise_by_hand_then_the_mean_square_difference_of_neighbours_before_the_last_ten():
-    # Neighbours differ by sqrt(2): one number scatters by 1, the mean of ten by 1 / sqrt(10). The fall is no noise.
+    # Neighbours differ by sqrt(2): one number scatters by 1, the mean of ten by 1 / sqrt(10). The
+    # fall is no noise.
     values = [math.sqrt(2) * (step % 2) for step in range(COURSE)]
     assert filled(values).noise("x") == pytest.approx(1 / math.sqrt(10))
     assert filled(values[1:]).noise("x") is None
     assert filled(values + [-50] * WINDOW).noise("x") == pytest.approx(1 / math.sqrt(10))
-    # One of the first 20 values is -3, among zeros: two differences of 19. The best mean's 10 values are all 0.
+    # One of the first 20 values is -3, among zeros: two differences of 19. The best mean's 10
+    # values are all 0.
     rare = [0.0] * 15 + [-3.0] + [0.0] * 4
     assert filled(rare + [0.0] * WINDOW).noise("x") == pytest.approx(math.sqrt(2 * 3**2 / 19 / 2 / 10))
 

@@ -1,6 +1,8 @@
-"""Advantages of one batch in several layouts of ranks over gloo: python advantages_worker.py FOLDER OWN.py:NAME.
+"""Advantages of one batch in several layouts of ranks over gloo: python advantages_worker.py
+FOLDER OWN.py:NAME.
 
-Writes FOLDER/<rank>.pt: {(layout, way, kind, rejecting): (places of the samples, advantages, collectives)}.
+Writes FOLDER/<rank>.pt: {(layout, way, kind, rejecting): (places of the samples,
+advantages, collectives)}.
 """
 
 from __future__ import annotations
@@ -35,10 +37,15 @@ def batch_of(places, parted, cp_rank, cp):
     seq_ids = torch.tensor([row for row, tokens in enumerate(own) for _ in tokens], dtype=torch.int64)
     numbers = torch.tensor([place // GROUP for place in places])
     return SimpleNamespace(
-        rewards=torch.tensor([REWARDS[place] for place in places]), num_sequences=len(places), seq_ids=seq_ids,
-        group_ids=numbers if parted else numbers - numbers.min(), parted_groups=len(REWARDS) // GROUP if parted else 0,
-        loss_mask=torch.ones_like(seq_ids, dtype=torch.bool), flat=lambda values: values, in_loss=None,
-    )  # fmt: skip
+        rewards=torch.tensor([REWARDS[place] for place in places]),
+        num_sequences=len(places),
+        seq_ids=seq_ids,
+        group_ids=numbers if parted else numbers - numbers.min(),
+        parted_groups=len(REWARDS) // GROUP if parted else 0,
+        loss_mask=torch.ones_like(seq_ids, dtype=torch.bool),
+        flat=lambda values: values,
+        in_loss=None,
+    )
 
 
 def main(rank: int, folder: str, own: str) -> None:
@@ -66,7 +73,11 @@ def main(rank: int, folder: str, own: str) -> None:
                 for rejecting in (False, True):
                     with Collectives() as collectives:
                         advantages = all_reduce_advantages(
-                            batch, config, groups, group_size=GROUP, correction=correction if rejecting else None
+                            batch,
+                            config,
+                            groups,
+                            group_size=GROUP,
+                            correction=correction if rejecting else None,
                         )
                     made[layout, way, kind, rejecting] = places, advantages, collectives.names
     torch.save(made, Path(folder) / f"{rank}.pt")

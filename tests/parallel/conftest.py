@@ -1,4 +1,6 @@
-"""The four gloo ranks that all distributed tests of this folder share: one start for every case of a worker."""
+"""The four gloo ranks that all distributed tests of this folder share: one start for every
+case of a worker.
+"""
 
 import os
 import subprocess

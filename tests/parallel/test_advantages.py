@@ -1,4 +1,6 @@
-"""Advantages of every kind over replicas and context-parallel ranks, of whole and parted groups, are those of one."""
+"""Advantages of every kind over replicas and context-parallel ranks, of whole and parted groups,
+are those of one.
+"""
 
 import os
 import subprocess
@@ -31,12 +33,17 @@ def ranks(tmp_path_factory):
     (folder / "own.py").write_text(OWN)
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, HERE / "advantages_worker.py", folder, f"{folder}/own.py:share"], env=environment,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, HERE / "advantages_worker.py", folder, f"{folder}/own.py:share"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     # The files are this test's own.
-    return f"{folder}/own.py:share", [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
+    return f"{folder}/own.py:share", [
+        torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)
+    ]
 
 
 def whiten(values, lengths):
@@ -63,7 +70,9 @@ def naive(kind, kept):
             elif kind == "own":
                 made[i] = (rewards[i] - sum(counted)) / (1 + lengths[i]) + len(groups) if kept[i] else 0.0
             else:
-                made[i] = (rewards[i] - np.mean(counted)) / (np.std(counted) + 1e-6 if kind == "grpo" else 1.0)
+                made[i] = (rewards[i] - np.mean(counted)) / (
+                    np.std(counted) + 1e-6 if kind == "grpo" else 1.0
+                )
     return whiten(made, whole) if kind == "reinforce_plus_plus_baseline" else made
 
 
@@ -82,12 +91,15 @@ def test_advantages_when_spread_over_ranks_then_those_of_the_definition(ranks, k
                 assert advantages.dtype == torch.float32
                 for place, advantage in zip(places, advantages.tolist(), strict=True):
                     assert found.setdefault(place, advantage) == advantage  # context-parallel ranks agree
-                expected_count = count_of(kind, parted=way == "packed" and dp > 1, ranks=cp * dp, cp=cp,
-                                          rejecting=rejecting)  # fmt: skip
+                expected_count = count_of(
+                    kind, parted=way == "packed" and dp > 1, ranks=cp * dp, cp=cp, rejecting=rejecting
+                )
                 assert len(collectives) == expected_count, (layout, way, collectives)
             assert sorted(found) == list(range(len(REWARDS)))
             values = np.array([found[place] for place in range(len(REWARDS))])
-            np.testing.assert_allclose(values[used], expected[used], rtol=2e-6, atol=1e-6, err_msg=f"{layout} {way}")
+            np.testing.assert_allclose(
+                values[used], expected[used], rtol=2e-6, atol=1e-6, err_msg=f"{layout} {way}"
+            )
 
 
 def count_of(kind, *, parted, ranks, cp, rejecting):

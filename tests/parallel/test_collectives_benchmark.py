@@ -1,4 +1,6 @@
-"""benchmarks/collectives.py: counts on real ranks are those worked out by hand, and what it can't explain ends it."""
+"""benchmarks/collectives.py: counts on real ranks are those worked out by hand, and what it can't
+explain ends it.
+"""
 
 import subprocess
 import sys
@@ -20,16 +22,29 @@ ROOT = Path(__file__).resolve().parents[2]
 def printed() -> list[list[str]]:
     """The cells of every row of every table."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "benchmarks/collectives.py", "--latency-us", "1", "--bandwidth-gb-s", "1"],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "benchmarks/collectives.py",
+            "--latency-us",
+            "1",
+            "--bandwidth-gb-s",
+            "1",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return [line.strip("| ").split(" | ") for line in run.stdout.splitlines() if line.startswith("| ")]
 
 
 def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_by_hand(printed):
     laws = {(row[0], row[1], row[5]): row[2:5] for row in printed if len(row) == 6}
-    # Four float32 of each token of this rank, in training, and in scoring where something needs the whole batch.
+    # Four float32 of each token of this rank, in training, and in scoring where something needs
+    # the whole batch.
     scored = "token weights, 1 rule; token weights, 4 rules; M2PO"
     in_the_loss = "token weights; GSPO, means over sequences; two policies, 1 rule"
     assert laws["tp", "log-probs of labels", scored] == ["all-gather", "2 M", "32 T/cp"]
@@ -53,7 +68,8 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     # What is kept, what has a gradient, two KLs, and the ESS of the sequences.
     assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "40"]
     assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
-    # Samples that ended, groups that were replaced, who knows why one failed, new names of rewards, and the causes.
+    # Samples that ended, groups that were replaced, who knows why one failed, new names of
+    # rewards, and the causes.
     assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", str(8 * (4 + len(CAUSES)))]
     # Sums in one, extrema in the other.
     metrics = [law for (_, purpose, _), law in laws.items() if purpose == "metrics"]
@@ -63,8 +79,12 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
 def test_counts_when_tokens_sequences_and_rules_grow_then_over_dp_cp_only_the_metrics_do(printed):
     rows = [row for row in printed if row[0] == "cp 2, dp 2" and len(row) == 12]
     assert [row[2:5] for row in rows[:5]] == [
-        ["4", "64", "1"], ["4", "64", "4"], ["4", "256", "1"], ["16", "256", "1"], ["16", "1024", "4"],
-    ]  # fmt: skip
+        ["4", "64", "1"],
+        ["4", "64", "4"],
+        ["4", "256", "1"],
+        ["16", "256", "1"],
+        ["16", "1024", "4"],
+    ]
     for row in rows:
         # 2 x 3/4 of 24 bytes, of P values, and of M2PO's histogram.
         m2po = row[1] == "M2PO"
@@ -74,9 +94,9 @@ def test_counts_when_tokens_sequences_and_rules_grow_then_over_dp_cp_only_the_me
 
 def test_ways_when_compared_then_two_all_reduces_against_one_gather_and_a_collective_per_metric(printed):
     at_dp4 = {row[0]: row[4].split(", ") for row in printed if len(row) == 5}
-    gather, two, many = (at_dp4[way] for way in (
-        "one gather", "two all-reduces (this package)", "one all-reduce per metric"
-    ))
+    gather, two, many = (
+        at_dp4[way] for way in ("one gather", "two all-reduces (this package)", "one all-reduce per metric")
+    )
     assert gather[0] == "1" and two[0] == "2" and int(many[0]) > 90
     # 3 P values against 2 x 3/4 P.
     sent = [int("".join(cells[1:]).replace(",", "")) for cells in (gather, two, many)]
@@ -85,8 +105,8 @@ def test_ways_when_compared_then_two_all_reduces_against_one_gather_and_a_collec
 
 def test_projection_when_made_then_the_formula_of_its_job(printed):
     [row] = [row for row in printed if row[:2] == ["tp 8, pp 8, cp 4, dp 64", "two policies, 1 rule"]]
-    # 72 bytes of each of 16 sequences, in 17 all-reduces: 2 x 3/4 x 1152 B = 1728 B; trees of 4 hops of 1 us and of
-    # 1152 B at 1 GB/s, 4 x (17 + 1.152) us, against rings of 17 x 6 us and 1.728 us.
+    # 72 bytes of each of 16 sequences, in 17 all-reduces: 2 x 3/4 x 1152 B = 1728 B; trees of 4 hops of 1 us
+    # and of 1152 B at 1 GB/s, 4 x (17 + 1.152) us, against rings of 17 x 6 us and 1.728 us.
     assert row[3] == "17, 1.7 kB, 0.07 ms"
     # tp: 7 x 16 x 16 x 8192 / 4 B = 3.67 MB, 3.67 ms; 16 x 7 us.
     assert row[2] == "16, 3.7 MB, 3.78 ms"
@@ -114,8 +134,10 @@ def test_bytes_when_not_linear_in_the_sizes_then_the_benchmark_ends():
     key = ("cp", "metrics", "all-gather")
     steps = [
         {"sequences": s, "length": length, "cp": cp, "microbatches": cp, "totals": {key: [1, s * s, 0.0]}}
-        for s in (2, 4, 8) for length in (8, 32) for cp in (1, 2)
-    ]  # fmt: skip
+        for s in (2, 4, 8)
+        for length in (8, 32)
+        for cp in (1, 2)
+    ]
     with pytest.raises(SystemExit, match=r"\[4, 4, 4, 4, 16, .* is not linear"):
         laws_of(steps)
     for step in steps:

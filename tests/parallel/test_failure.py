@@ -1,4 +1,6 @@
-"""A failure ends all ranks: its error on the first that has one, PeerFailure on others; what is done before that."""
+"""A failure ends all ranks: its error on the first that has one, PeerFailure on others; what is
+done before that.
+"""
 
 import pytest
 
@@ -23,7 +25,9 @@ def test_done_when_one_rank_is_not_then_false_on_all_and_true_when_it_is(ranks):
     assert [rank["failures"][3:] for rank in ranks] == [[False, True]] * 4
 
 
-@pytest.mark.parametrize("error", [RuntimeError("the loop thread is closed"), OSError("disk"), ValueError("closed")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("the loop thread is closed"), OSError("disk"), ValueError("closed")]
+)
 def test_clean_up_when_one_of_several_fails_then_the_others_run_and_it_is_named(error, caplog):
     watch, done = FailureWatch(), []
 

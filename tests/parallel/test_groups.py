@@ -13,7 +13,11 @@ CUTS = ["zigzag", "contiguous"]
 def one_process(ranks):
     batch = ranks[0]["inputs"]["batch"]
     return compute_correction(
-        batch["train"], batch["rollout"], batch["mask"], batch["seq_ids"], num_sequences=8,
+        batch["train"],
+        batch["rollout"],
+        batch["mask"],
+        batch["seq_ids"],
+        num_sequences=8,
         config=ranks[0]["config"],
     )
 

@@ -1,4 +1,6 @@
-"""Log-probs from hidden states and weight, sharded: value, both gradients, collectives and memory, against float64."""
+"""Log-probs from hidden states and weight, sharded: value, both gradients, collectives and memory,
+against float64.
+"""
 
 from collections import Counter
 
@@ -14,21 +16,46 @@ from tests.parallel.test_vocab import check_collision, of_sampled_rows
 
 INF = float("inf")
 CASES = [
-    "plain", "temperature, padding", "a rank of padding, no entropy", "share of the caller", "bfloat16",
-    "bfloat16, fp32 head", "float64", "sampled rows", "sampled rows, share of the caller",
-    "sampled rows, bfloat16, fp32 head", "no sampled row", "collision", "sampled rows, bfloat16, fp32 head, collision",
+    "plain",
+    "temperature, padding",
+    "a rank of padding, no entropy",
+    "share of the caller",
+    "bfloat16",
+    "bfloat16, fp32 head",
+    "float64",
+    "sampled rows",
+    "sampled rows, share of the caller",
+    "sampled rows, bfloat16, fp32 head",
+    "no sampled row",
+    "collision",
+    "sampled rows, bfloat16, fp32 head, collision",
 ]
 
 
 def reference(
-    hidden, weight, labels, grads, *, temperature=1.0, vocab_size=None, with_entropy=True, rounded=False, sampled=None
+    hidden,
+    weight,
+    labels,
+    grads,
+    *,
+    temperature=1.0,
+    vocab_size=None,
+    with_entropy=True,
+    rounded=False,
+    sampled=None,
 ):
     """In float64: log-probs, entropy, gradients in hidden and weight; rounded: of logits of hidden's type."""
     if sampled is not None:
         return of_sampled_rows(
-            reference, sampled, {"hidden": hidden, "labels": labels, "grads": grads}, weight=weight,
-            temperature=temperature, vocab_size=vocab_size, with_entropy=with_entropy, rounded=rounded,
-        )  # fmt: skip
+            reference,
+            sampled,
+            {"hidden": hidden, "labels": labels, "grads": grads},
+            weight=weight,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            with_entropy=with_entropy,
+            rounded=rounded,
+        )
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logits = exact[0] @ exact[1].t()
     if rounded:
@@ -44,7 +71,10 @@ def reference(
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_linear_when_sharded_then_value_and_both_gradients_of_the_whole(vocab_ranks, name, size):
-    inputs, options = vocab_ranks[0]["inputs"]["linear"][name], dict(vocab_ranks[0]["options"]["linear"][name])
+    inputs, options = (
+        vocab_ranks[0]["inputs"]["linear"][name],
+        dict(vocab_ranks[0]["options"]["linear"][name]),
+    )
     reduced, fp32_lm_head = options.pop("reduce_hidden_gradient", True), options.pop("fp32_lm_head", False)
     options.pop("chunk_tokens", None)
     of_distribution = {name: value for name, value in options.items() if name != "with_entropy"}
@@ -64,7 +94,8 @@ def test_linear_when_sharded_then_value_and_both_gradients_of_the_whole(vocab_ra
     shares = torch.stack([result["gradients"][0].double() for result in results[:size]])
     # Each rank has the whole gradient of hidden; or a share, which the caller sums.
     found = shares if reduced else shares.sum(dim=0, keepdim=True)
-    # bfloat16: each rank's share, their sum and, without an fp32 head, the gradient of the logits are rounded.
+    # bfloat16: each rank's share, their sum and, without an fp32 head, the gradient of the
+    # logits are rounded.
     tolerance = 3e-2 if narrow else 5e-6
     torch.testing.assert_close(found, hidden.expand_as(found), rtol=tolerance, atol=tolerance)
     for row, sampled in enumerate(options.get("sampled", ())):
@@ -84,13 +115,17 @@ def inputs(tokens=48, size=64, columns=40, dtype=torch.bfloat16):
     hidden = torch.randn(tokens, size, generator=generator).to(dtype).requires_grad_()
     weight = (torch.randn(columns, size, generator=generator) / 4).to(dtype).requires_grad_()
     return {
-        "hidden": hidden, "weight": weight, "labels": torch.arange(tokens) % columns,
+        "hidden": hidden,
+        "weight": weight,
+        "labels": torch.arange(tokens) % columns,
         "grads": torch.randn(2, tokens, generator=generator),
-    }  # fmt: skip
+    }
 
 
 def run(given, **options):
-    logprobs, entropy = linear_logprobs(given["hidden"], given["weight"], given["labels"], with_entropy=True, **options)
+    logprobs, entropy = linear_logprobs(
+        given["hidden"], given["weight"], given["labels"], with_entropy=True, **options
+    )
     return logprobs, *torch.autograd.grad(
         [logprobs, entropy], [given["hidden"], given["weight"]], list(given["grads"])
     )
@@ -121,7 +156,8 @@ def test_memory_then_a_chunk_of_logits_not_all():
     tokens, columns, chunk = 512, 4000, 16
     given = inputs(tokens, 8, columns, torch.float32)
     weight_bytes, rows_bytes = 4 * columns * 8, 4 * tokens * 8
-    # A chunk of logits, another to work in; the weight's gradient and what a chunk adds to it; numbers per token.
+    # A chunk of logits, another to work in; the weight's gradient and what a chunk adds to it;
+    # numbers per token.
     limit = 2 * 4 * chunk * columns + 3 * weight_bytes + rows_bytes + 80 * tokens
     assert peak_bytes(lambda: run(given, chunk_tokens=chunk), "cpu") < limit < 4 * tokens * columns / 3
 
@@ -182,18 +218,32 @@ def test_linear_when_one_input_is_frozen_then_the_others_gradient_alone(frozen):
 @pytest.mark.parametrize(
     "hidden, weight, options, words",
     [
-        ((2, 3), (5, 4), {},
-         "log-probs take hidden [T, H], weight [V/tp, H] and labels [T], got (2, 3), (5, 4) and (2,)"),
-        ((3, 3), (5, 3), {},
-         "log-probs take hidden [T, H], weight [V/tp, H] and labels [T], got (3, 3), (5, 3) and (2,)"),
-        ((2, 3), (5, 3), {"temperature": -1.0},
-         "temperature must be positive, got -1.0; greedy samples have no log-prob to correct"),
+        (
+            (2, 3),
+            (5, 4),
+            {},
+            "log-probs take hidden [T, H], weight [V/tp, H] and labels [T], got (2, 3), (5, 4) and (2,)",
+        ),
+        (
+            (3, 3),
+            (5, 3),
+            {},
+            "log-probs take hidden [T, H], weight [V/tp, H] and labels [T], got (3, 3), (5, 3) and (2,)",
+        ),
+        (
+            (2, 3),
+            (5, 3),
+            {"temperature": -1.0},
+            "temperature must be positive, got -1.0; greedy samples have no log-prob to correct",
+        ),
         ((2, 3), (5, 3), {"chunk_tokens": 0}, "chunk_tokens must be positive, got 0; 1024 is usual"),
     ],
-)  # fmt: skip
+)
 def test_arguments_when_wrong_then_the_rule_and_the_value(hidden, weight, options, words):
     with pytest.raises(ValueError) as raised:
-        linear_logprobs(torch.zeros(hidden), torch.zeros(weight), torch.zeros(2, dtype=torch.int64), **options)
+        linear_logprobs(
+            torch.zeros(hidden), torch.zeros(weight), torch.zeros(2, dtype=torch.int64), **options
+        )
     assert str(raised.value) == words
 
 

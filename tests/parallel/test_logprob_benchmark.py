@@ -15,19 +15,53 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_command_when_tiny_then_a_row_for_each_path():
     run = subprocess.run(
         [
-            sys.executable, "-W", "ignore", "benchmarks/logprob.py", "--tokens", "70", "--vocab", "50", "--hidden", "8",
-            "--device", "cpu", "--dtype", "float32", "--repeats", "1", "--no-compile",
+            sys.executable,
+            "-W",
+            "ignore",
+            "benchmarks/logprob.py",
+            "--tokens",
+            "70",
+            "--vocab",
+            "50",
+            "--hidden",
+            "8",
+            "--device",
+            "cpu",
+            "--dtype",
+            "float32",
+            "--repeats",
+            "1",
+            "--no-compile",
         ],
-        cwd=ROOT, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
-    rows = [line.split(" | ")[0].removeprefix("| ") for line in run.stdout.splitlines() if line.startswith("| ")]
+    rows = [
+        line.split(" | ")[0].removeprefix("| ") for line in run.stdout.splitlines() if line.startswith("| ")
+    ]
     assert rows == [
-        "path", "ours", "ours, in place", "ours with entropy", "Megatron", "log_softmax and gather",
-        "sampled", "100%", "50%", "25%",
-        "path", "logits, then log-probs in place", "linear_logprobs", "linear_logprobs, fp32 head",
-        "linear_logprobs, half of the tokens sampled", "columns", *["151936"] * 3, *["18992"] * 3,
-    ]  # fmt: skip
+        "path",
+        "ours",
+        "ours, in place",
+        "ours with entropy",
+        "Megatron",
+        "log_softmax and gather",
+        "sampled",
+        "100%",
+        "50%",
+        "25%",
+        "path",
+        "logits, then log-probs in place",
+        "linear_logprobs",
+        "linear_logprobs, fp32 head",
+        "linear_logprobs, half of the tokens sampled",
+        "columns",
+        *["151936"] * 3,
+        *["18992"] * 3,
+    ]
 
 
 @pytest.mark.parametrize("scale, detach, words", [(1.001, False, "log-probs"), (1.0, True, "the gradient")])

@@ -1,4 +1,6 @@
-"""benchmarks/packing.py: packed sequences take fewer operations, and dealt out they leave ranks nearly equal work."""
+"""benchmarks/packing.py: packed sequences take fewer operations, and dealt out they leave ranks
+nearly equal work.
+"""
 
 import subprocess
 import sys
@@ -13,10 +15,29 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_packing_when_lengths_are_log_normal_then_at_least_three_times_fewer_operations():
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "benchmarks/packing.py", "--samples", "16", "--length", "128", "--hidden",
-         "64", "--layers", "1", "--repeats", "1", "--ranks", "2"],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "benchmarks/packing.py",
+            "--samples",
+            "16",
+            "--length",
+            "128",
+            "--hidden",
+            "64",
+            "--layers",
+            "1",
+            "--repeats",
+            "1",
+            "--ranks",
+            "2",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     rows = [line.strip("| ").split(" | ") for line in run.stdout.splitlines() if line.startswith("| p")]
     assert [row[0] for row in rows] == ["padded", "packed"]

@@ -45,7 +45,10 @@ def test_metrics_when_there_are_many_metrics_then_the_host_reads_once(monkeypatc
     reads = []
     original = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or original(self))
-    metrics = {f"m{i}": Mean(tensor(i, 2)) for i in range(20)} | {"top": Max(tensor(3)), "low": Min(tensor(-3))}
+    metrics = {f"m{i}": Mean(tensor(i, 2)) for i in range(20)} | {
+        "top": Max(tensor(3)),
+        "low": Min(tensor(-3)),
+    }
     numbers = all_reduce_metrics(metrics, None)
     assert numbers == {f"m{i}": i / 2 for i in range(20)} | {"top": 3, "low": -3}
     assert len(reads) == 1
@@ -56,7 +59,11 @@ def test_metrics_when_over_ranks_and_microbatches_then_those_of_one_process(rank
     # The worker dealt the sequences to ranks and microbatches, some of which had none.
     batch = ranks[0]["inputs"]["batch"]
     whole = compute_correction(
-        batch["train"], batch["rollout"], batch["mask"], batch["seq_ids"], num_sequences=8,
+        batch["train"],
+        batch["rollout"],
+        batch["mask"],
+        batch["seq_ids"],
+        num_sequences=8,
         config=ranks[0]["microbatches"]["config"],
     )
     expected = all_reduce_metrics(whole.metrics, None)

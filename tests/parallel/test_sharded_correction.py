@@ -1,4 +1,6 @@
-"""Corrections, losses and gradients of every family over context- and data-parallel ranks are those of one process."""
+"""Corrections, losses and gradients of every family over context- and data-parallel ranks are
+those of one process.
+"""
 
 import os
 import subprocess
@@ -20,8 +22,11 @@ def layout(request, tmp_path_factory) -> tuple[str, list[dict]]:
     folder, name = tmp_path_factory.mktemp("ranks"), request.param
     environment = os.environ | {"PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, HERE / "correction_worker.py", folder, name], env=environment, capture_output=True,
-        text=True, timeout=600,
+        [sys.executable, HERE / "correction_worker.py", folder, name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-4000:]
     cp, dp = LAYOUTS[name]
@@ -42,7 +47,8 @@ def test_cuts_when_laid_together_then_every_token_once_and_the_awkward_cases_are
             parts = [my_positions(cut, layout, rank) for rank in range(cp * dp)]
             assert torch.cat(parts).sort().values.tolist() == list(range(sum(LENGTHS)))
     first, second = (my_positions("zigzag", "cp2", rank) for rank in (0, 1))
-    # Sequence 4 has valid tokens on the second rank only; in a packed row, sequence 0 lies on the first alone.
+    # Sequence 4 has valid tokens on the second rank only; in a packed row, sequence 0 lies on
+    # the first alone.
     assert not batch["mask"][first][batch["seq_ids"][first] == 4].any()
     assert batch["mask"][second][batch["seq_ids"][second] == 4].any()
     assert 0 not in batch["seq_ids"][my_positions("packed row", "cp2", 1)]
@@ -61,12 +67,16 @@ def test_configurations_when_run_by_one_process_then_each_does_something(one_pro
     assert one_process["m2po"]["kept_tokens"] < one_process["m2po"]["valid_tokens"]
     # Rules of all levels leave other lengths than the valid ones, and take whole sequences.
     kept, valid = (one_process[f"seq-mean-token-mean over {kind}"] for kind in ("kept", "valid"))
-    assert kept["lengths"].tolist() != valid["lengths"].tolist() and kept["sequences"] < valid["sequences"] == 7
+    assert (
+        kept["lengths"].tolist() != valid["lengths"].tolist() and kept["sequences"] < valid["sequences"] == 7
+    )
 
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_step_when_sharded_then_weights_masks_losses_and_gradients_of_one_process(layout, one_process, name, cut):
+def test_step_when_sharded_then_weights_masks_losses_and_gradients_of_one_process(
+    layout, one_process, name, cut
+):
     expected, (layout_name, ranks) = one_process[name], layout
     each = len(LENGTHS) // LAYOUTS[layout_name][1]
     for rank, results in enumerate(ranks):
@@ -85,7 +95,9 @@ def test_step_when_sharded_then_weights_masks_losses_and_gradients_of_one_proces
 
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_metrics_when_sharded_then_all_of_one_process_and_the_same_on_every_rank(layout, one_process, name, cut):
+def test_metrics_when_sharded_then_all_of_one_process_and_the_same_on_every_rank(
+    layout, one_process, name, cut
+):
     expected, ranks = one_process[name]["metrics"], layout[1]
     assert len(expected) > 100
     for results in ranks:
@@ -96,12 +108,15 @@ def test_metrics_when_sharded_then_all_of_one_process_and_the_same_on_every_rank
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_collectives_when_a_step_is_corrected_and_reported_then_one_over_cp_and_three_over_dp_cp(layout, name):
+def test_collectives_when_a_step_is_corrected_and_reported_then_one_over_cp_and_three_over_dp_cp(
+    layout, name
+):
     m2po = CONFIGS[name].rollout_m2_threshold is not None
     for results in layout[1]:
         for cut in CUTS:
             found = results[cut, name]
             assert found["collectives"] == {"cp": 1, "dp_cp": 2 if m2po else 1}
             assert found["reporting"] == {"dp_cp": 2}
-            # GSPO's ratio is of the policy as it is in the forward pass: its sum can't have been exchanged before.
+            # GSPO's ratio is of the policy as it is in the forward pass: its sum can't have been
+            # exchanged before.
             assert found["in_loss"] == ({"cp": 1} if CONFIGS[name].loss == "gspo" else {})

@@ -1,4 +1,6 @@
-"""Log-prob and entropy on the support the server sampled from, sharded, against float64 on the whole vocabulary."""
+"""Log-prob and entropy on the support the server sampled from, sharded, against float64 on the
+whole vocabulary.
+"""
 
 import numpy as np
 import pytest
@@ -19,7 +21,11 @@ def reference(logits, labels, support, grads, *, temperature=1.0, with_entropy=T
         log_p = (exact[token, ids] / temperature).log_softmax(0)
         logprobs.append(log_p[ids == labels[token]][0])
         entropies.append(-(log_p.exp() * log_p).sum())
-        total = total + grads[0, token] * logprobs[-1] + (grads[1, token] * entropies[-1] if with_entropy else 0.0)
+        total = (
+            total
+            + grads[0, token] * logprobs[-1]
+            + (grads[1, token] * entropies[-1] if with_entropy else 0.0)
+        )
     total.backward()
     return torch.stack(logprobs).detach(), torch.stack(entropies).detach(), exact.grad
 
@@ -35,7 +41,10 @@ def collisions(logits, support, temperature):
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_support_when_sharded_then_value_gradient_and_one_collective(vocab_ranks, name, size):
-    inputs, options = vocab_ranks[0]["inputs"]["support"][name], dict(vocab_ranks[0]["options"]["support"][name])
+    inputs, options = (
+        vocab_ranks[0]["inputs"]["support"][name],
+        dict(vocab_ranks[0]["options"]["support"][name]),
+    )
     options.pop("chunk_ids", None)
     with_collision = options.pop("with_collision", False)
     with_entropy = name != "no entropy"
@@ -69,7 +78,9 @@ def test_support_of_the_whole_vocabulary_then_the_plain_log_softmax():
 def test_support_when_the_label_is_not_in_it_or_it_is_one_id_then_minus_inf_or_zero_and_no_gradient(logits):
     logits = logits.requires_grad_()
     sampling_masks = SamplingMasks.of(torch.tensor([4, 7, 1, 2, 5], dtype=torch.int32), np.array([1, 2, 2]))
-    logprobs, entropy = sampling_mask_logprobs(logits, torch.tensor([4, 3, 5]), sampling_masks, with_entropy=True)
+    logprobs, entropy = sampling_mask_logprobs(
+        logits, torch.tensor([4, 3, 5]), sampling_masks, with_entropy=True
+    )
     (logprobs[[0, 2]].sum() + 0 * entropy.sum() + logprobs[1]).backward()
     assert logprobs[:2].tolist() == [0.0, -torch.inf] and entropy[0] == 0
     # The last one alone, among 2 and 5: p of either.
@@ -83,7 +94,9 @@ def test_support_when_nobody_has_ids_or_there_are_no_tokens_then_minus_inf():
     for tokens in (0, 3):
         none = SamplingMasks.of(torch.empty(0, dtype=torch.int32), np.zeros(tokens, dtype=np.int32))
         logits = torch.randn(tokens, 5, requires_grad=True)
-        logprobs, entropy = sampling_mask_logprobs(logits, torch.zeros(tokens).long(), none, with_entropy=True)
+        logprobs, entropy = sampling_mask_logprobs(
+            logits, torch.zeros(tokens).long(), none, with_entropy=True
+        )
         logprobs.sum().backward()
         assert logprobs.tolist() == [-torch.inf] * tokens and entropy.tolist() == [0.0] * tokens
         assert logits.grad.count_nonzero() == 0
@@ -101,7 +114,8 @@ def test_supports_when_cut_into_microbatches_and_chunks_then_every_id_once_and_n
         assert [t for rows, _ in cut for t in range(rows.start, rows.stop)] == list(range(12))
         assert [i for _, among in cut for i in range(among.start, among.stop)] == list(range(12))
         assert all(
-            (among.stop - among.start <= most and rows.stop - rows.start <= most) or rows.stop - rows.start == 1
+            (among.stop - among.start <= most and rows.stop - rows.start <= most)
+            or rows.stop - rows.start == 1
             for rows, among in cut
         )
 
@@ -115,7 +129,8 @@ def test_support_when_of_another_length_then_named():
 
 
 def test_support_when_sets_are_ragged_then_the_memory_is_that_of_the_ids_not_of_the_longest_set():
-    # 4096 tokens of 8 ids, one of 4096: 16 MB as a table of int32; in float32 and int64 a chunk of 1024 is 50 MB.
+    # 4096 tokens of 8 ids, one of 4096: 16 MB as a table of int32; in float32 and int64 a chunk
+    # of 1024 is 50 MB.
     lengths = np.full(4096, 8)
     lengths[7] = 4096
     ids = torch.arange(lengths.sum(), dtype=torch.int32) % 4096
@@ -130,4 +145,5 @@ def test_support_when_sets_are_ragged_then_the_memory_is_that_of_the_ids_not_of_
 
     gradient = logits.numel() * 4
     extra = peak_bytes(work, "cpu") - gradient
-    assert extra <= 4096 * 100 + 4096 * 100, extra  # about 60 bytes an id of a chunk, and some numbers a token
+    # about 60 bytes an id of a chunk, and some numbers a token
+    assert extra <= 4096 * 100 + 4096 * 100, extra

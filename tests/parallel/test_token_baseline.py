@@ -1,4 +1,6 @@
-"""The optimal token baseline over replicas and context-parallel ranks, in rows and packed: that of a plain loop."""
+"""The optimal token baseline over replicas and context-parallel ranks, in rows and packed: that
+of a plain loop.
+"""
 
 import numpy as np
 import pytest
@@ -18,9 +20,13 @@ def saved(tmp_path_factory):
 
 
 def naive():
-    """({(sample, position): advantage} of tokens in the loss, mean power, sequences): token by token, in float64."""
-    made = {name: value.double().numpy() if name not in ("sampled", "mask") else value.numpy()
-            for name, value in samples().items()}  # fmt: skip
+    """({(sample, position): advantage} of tokens in the loss, mean power, sequences): token by
+    token, in float64.
+    """
+    made = {
+        name: value.double().numpy() if name not in ("sampled", "mask") else value.numpy()
+        for name, value in samples().items()
+    }
     steps = {}  # (sample, number of the sampled token) -> (place, energy so far)
     for sample in range(len(made["rewards"])):
         energy, number = 0.0, 0
@@ -38,7 +44,9 @@ def naive():
     for (sample, number), (at, _) in steps.items():
         group = range(sample // GROUP * GROUP, sample // GROUP * GROUP + GROUP)
         there = {other: steps[other, number][1] + 1e-8 for other in group if (other, number) in steps}
-        baseline = sum(made["rewards"][other] * energy for other, energy in there.items()) / sum(there.values())
+        baseline = sum(made["rewards"][other] * energy for other, energy in there.items()) / sum(
+            there.values()
+        )
         advantage = made["rewards"][sample] - (baseline if len(there) > 1 else 0.0)
         if made["mask"][sample, at]:
             advantages[sample, at] = advantage
@@ -57,7 +65,9 @@ def test_advantages_and_power_when_spread_over_ranks_then_those_of_a_plain_loop(
     for rank in saved[: cp * dp]:
         own, at, advantages, numbers, collectives = rank[layout, way]
         assert advantages.dtype == torch.float32
-        for place, value in zip(zip(own.tolist(), at.tolist(), strict=True), advantages.tolist(), strict=True):
+        for place, value in zip(
+            zip(own.tolist(), at.tolist(), strict=True), advantages.tolist(), strict=True
+        ):
             assert place not in found, "a token is on one context-parallel rank"
             found[place] = value
         assert numbers[POWER] == pytest.approx(power, rel=1e-6) and numbers[SEQUENCES] == sequences
@@ -67,7 +77,9 @@ def test_advantages_and_power_when_spread_over_ranks_then_those_of_a_plain_loop(
     in_loss = {place: value for place, value in found.items() if place in expected}
     assert in_loss == pytest.approx(expected, abs=1e-6)
     # Rejected tokens have none.
-    others = {place: value for place, value in found.items() if place not in expected and place[0] != ONLY_BASELINE}
+    others = {
+        place: value for place, value in found.items() if place not in expected and place[0] != ONLY_BASELINE
+    }
     assert len(others) > 10 and set(others.values()) == {0.0}
 
 
@@ -92,7 +104,9 @@ def test_running_sums_when_one_number_dwarfs_the_others_then_each_sequence_and_c
     ids, starts = torch.tensor([0, 1, 1, 2, 2, 2]), np.array([0, 1, 3, 6])
     values = torch.tensor([[2.4e17, 0.5, 0.25, 0.75, 0.125, 1.0]], dtype=torch.float64)
     alone = SequenceChunks.of(starts, ids, ParallelGroups())
-    assert alone.all_reduce_running_sums(values, ParallelGroups()).tolist() == [[2.4e17, 0.5, 0.75, 0.75, 0.875, 1.875]]
+    assert alone.all_reduce_running_sums(values, ParallelGroups()).tolist() == [
+        [2.4e17, 0.5, 0.75, 0.75, 0.875, 1.875]
+    ]
 
     class FirstOfTwo(ParallelGroups):
         cp_size, cp_rank = 2, 0

@@ -10,25 +10,51 @@ from megatron_rl_corr.logprobs.vocab import backend, vocab_parallel_logprobs
 
 INF = float("inf")
 CASES = [
-    "plain", "temperature", "chunks that do not divide", "one token a chunk", "one padded column", "a rank of padding",
-    "a rank of -inf", "rows of -inf", "rows of -inf, no entropy", "labels out of range", "extreme",
-    "extreme bfloat16", "no entropy", "bfloat16", "bfloat16, no entropy", "float16", "float64", "in place",
-    "in place, no entropy", "in place, bfloat16", "no tokens", "sampled rows",
-    "sampled rows, in place", "sampled rows, bfloat16, no entropy", "no sampled row", "collision",
-    "rows of -inf, collision, no entropy", "sampled rows, bfloat16, collision",
+    "plain",
+    "temperature",
+    "chunks that do not divide",
+    "one token a chunk",
+    "one padded column",
+    "a rank of padding",
+    "a rank of -inf",
+    "rows of -inf",
+    "rows of -inf, no entropy",
+    "labels out of range",
+    "extreme",
+    "extreme bfloat16",
+    "no entropy",
+    "bfloat16",
+    "bfloat16, no entropy",
+    "float16",
+    "float64",
+    "in place",
+    "in place, no entropy",
+    "in place, bfloat16",
+    "no tokens",
+    "sampled rows",
+    "sampled rows, in place",
+    "sampled rows, bfloat16, no entropy",
+    "no sampled row",
+    "collision",
+    "rows of -inf, collision, no entropy",
+    "sampled rows, bfloat16, collision",
 ]
 ROUNDING = {torch.float32: 5e-6, torch.float64: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Of a gradient, which has the logits' type."""
 
 
 def of_sampled_rows(reference, sampled, by_token, **rest):
-    """A reference's results from the sampled rows of the tensors `by_token` alone, with 0 for the other rows."""
+    """A reference's results from the sampled rows of the tensors `by_token` alone, with 0
+    for the other rows.
+    """
     kept = torch.tensor(sampled).bool()
     rows = {name: x[:, kept] if name == "grads" else x[kept] for name, x in by_token.items()}
     results = []
     for values in reference(**rows, **rest):
         if values is not None and len(values) == kept.sum():
-            values = values.new_zeros(len(kept), *values.shape[1:]).index_copy_(0, kept.nonzero()[:, 0], values)
+            values = values.new_zeros(len(kept), *values.shape[1:]).index_copy_(
+                0, kept.nonzero()[:, 0], values
+            )
         results.append(values)
     return results
 
@@ -41,7 +67,12 @@ def reference(logits, labels, grads, *, temperature=1.0, vocab_size=None, with_e
     if sampled is not None:
         by_token = {"logits": logits, "labels": labels, "grads": grads}
         return of_sampled_rows(
-            reference, sampled, by_token, temperature=temperature, vocab_size=vocab_size, with_entropy=with_entropy
+            reference,
+            sampled,
+            by_token,
+            temperature=temperature,
+            vocab_size=vocab_size,
+            with_entropy=with_entropy,
         )
     exact = logits.double().clone().requires_grad_()
     columns = exact[:, :vocab_size]
@@ -57,7 +88,9 @@ def reference(logits, labels, grads, *, temperature=1.0, vocab_size=None, with_e
 
 
 def check_collision(result, logits, *, temperature=1.0, vocab_size=None, sampled=None, with_collision=False):
-    """Of a case without it there is none; else sum p^2 of each row in float64, 0 of a row without a finite logit."""
+    """Of a case without it there is none; else sum p^2 of each row in float64, 0 of a row
+    without a finite logit.
+    """
     assert (result["collision"] is not None) == with_collision
     if not with_collision:
         return
@@ -152,8 +185,12 @@ def test_entropy_when_uniform_or_certain_then_log_of_the_support_or_zero():
 
 
 def test_collision_when_uniform_or_certain_then_one_over_the_support_or_one():
-    logits = torch.tensor([[0.0, 0.0, 0.0, 9.0], [200.0, 0.0, 0.0, 9.0], [0.0, -INF, 0.0, 9.0]]).requires_grad_()
-    logprobs, _, collision = vocab_parallel_logprobs(logits, torch.tensor([0, 0, 0]), vocab_size=3, with_collision=True)
+    logits = torch.tensor(
+        [[0.0, 0.0, 0.0, 9.0], [200.0, 0.0, 0.0, 9.0], [0.0, -INF, 0.0, 9.0]]
+    ).requires_grad_()
+    logprobs, _, collision = vocab_parallel_logprobs(
+        logits, torch.tensor([0, 0, 0]), vocab_size=3, with_collision=True
+    )
     assert collision.tolist() == pytest.approx([1 / 3, 1.0, 1 / 2], abs=1e-7)
     logprobs.sum().backward()
     # [label] - p of each row: the collision adds no gradient.
@@ -173,9 +210,13 @@ def test_memory_when_chunked_then_one_chunk_in_float32_and_numbers_per_token(dty
 
     def forward():
         logprobs, entropy, _ = vocab_parallel_logprobs(
-            logits, labels, with_entropy=with_entropy, with_collision=True, chunk_tokens=CHUNK,
+            logits,
+            labels,
+            with_entropy=with_entropy,
+            with_collision=True,
+            chunk_tokens=CHUNK,
             inplace_gradient=in_place,
-        )  # fmt: skip
+        )
         outputs.extend([logprobs, entropy] if with_entropy else [logprobs])
 
     def backward():
@@ -204,23 +245,33 @@ def test_gradient_in_place_when_others_need_the_logits_then_an_error_where_autog
             again.backward()
 
 
-@pytest.mark.parametrize("is_cuda, dtype, expected", [
-    (True, torch.bfloat16, "triton_backend"), (True, torch.float64, "torch_backend"),
-    (False, torch.bfloat16, "torch_backend"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "is_cuda, dtype, expected",
+    [
+        (True, torch.bfloat16, "triton_backend"),
+        (True, torch.float64, "torch_backend"),
+        (False, torch.bfloat16, "torch_backend"),
+    ],
+)
 def test_backend_then_triton_on_a_gpu_and_torch_elsewhere(is_cuda, dtype, expected):
     pytest.importorskip("triton")
-    assert backend(SimpleNamespace(is_cuda=is_cuda, dtype=dtype)).__name__ == f"megatron_rl_corr.logprobs.{expected}"
+    assert (
+        backend(SimpleNamespace(is_cuda=is_cuda, dtype=dtype)).__name__
+        == f"megatron_rl_corr.logprobs.{expected}"
+    )
 
 
 @pytest.mark.parametrize(
     "logits, labels, options, words",
     [
         ((2, 3), (3,), {}, "log-probs take logits [T, V/tp] and labels [T], got (2, 3) and (3,)"),
-        ((1, 2, 3), (2,), {},
-         "log-probs take logits [T, V/tp] and labels [T], got (1, 2, 3) and (2,)"),
-        ((2, 3), (2,), {"temperature": 0.0},
-         "temperature must be positive, got 0.0; greedy samples have no log-prob to correct"),
+        ((1, 2, 3), (2,), {}, "log-probs take logits [T, V/tp] and labels [T], got (1, 2, 3) and (2,)"),
+        (
+            (2, 3),
+            (2,),
+            {"temperature": 0.0},
+            "temperature must be positive, got 0.0; greedy samples have no log-prob to correct",
+        ),
         ((2, 3), (2,), {"chunk_tokens": 0}, "chunk_tokens must be positive, got 0; 1024 is usual"),
     ],
 )

@@ -1,7 +1,7 @@
 """Advantages of one batch against the optimal token baseline, in several layouts of ranks over gloo.
 
-python token_baseline_worker.py FOLDER writes FOLDER/<rank>.pt: {(layout, way): (samples, positions, advantages,
-numbers, collectives)}.
+python token_baseline_worker.py FOLDER writes FOLDER/<rank>.pt: {(layout, way): (samples, positions,
+advantages, numbers, collectives)}.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def samples() -> dict[str, torch.Tensor]:
 def rows_of(places: list[int], made: dict) -> RolloutBatch:
     batch = RolloutBatch.empty(len(places), LENGTH)
     return replace(
-        batch, loss_mask=made["sampled"][places], rewards=made["rewards"][places],
+        batch,
+        loss_mask=made["sampled"][places],
+        rewards=made["rewards"][places],
         group_ids=torch.tensor([(place - places[0]) // GROUP for place in places]),
         in_loss=torch.tensor([place != ONLY_BASELINE for place in places]),
     )
@@ -63,8 +65,10 @@ def packed_of(places: list[int], made: dict, parted: bool, cp: int) -> PackedBat
     own = torch.tensor(places)[batch.seq_ids]
     numbers = torch.tensor([place // GROUP for place in places])
     return replace(
-        batch, loss_mask=made["sampled"][own, batch.positions] & (batch.positions < torch.tensor(REAL)[own]),
-        rewards=made["rewards"][places], group_ids=numbers if parted else numbers - numbers.min(),
+        batch,
+        loss_mask=made["sampled"][own, batch.positions] & (batch.positions < torch.tensor(REAL)[own]),
+        rewards=made["rewards"][places],
+        group_ids=numbers if parted else numbers - numbers.min(),
         parted_groups=len(REAL) // GROUP if parted else 0,
         in_loss=torch.tensor([place != ONLY_BASELINE for place in places]),
     )
@@ -85,7 +89,13 @@ def run(places: list[int], batch, made: dict, groups: ParallelGroups) -> tuple:
     power = total_power(
         of_tokens["energies"], advantages, correction.weights, mask, present, owner=groups.cp_rank == 0
     )
-    return own[sampled], at[sampled], advantages[sampled], all_reduce_metrics(power, groups.dp_cp), collectives.names
+    return (
+        own[sampled],
+        at[sampled],
+        advantages[sampled],
+        all_reduce_metrics(power, groups.dp_cp),
+        collectives.names,
+    )
 
 
 def main(rank: int, folder: str) -> None:

@@ -1,4 +1,5 @@
-"""Four ranks over gloo, started once: runs every case of the sharded log-probs, saves inputs and outputs per rank.
+"""Four ranks over gloo, started once: runs every case of the sharded log-probs, saves inputs and
+outputs per rank.
 
 python vocab_worker.py FOLDER writes FOLDER/<rank>.pt. Tensor-parallel pairs are ranks 0-1 and 2-3.
 """
@@ -46,7 +47,12 @@ VOCAB_CASES = {
     "float16": {"vocab_size": 10},
     "float64": {"vocab_size": 10},
     "in place": {"temperature": 0.7, "vocab_size": 10, "inplace_gradient": True},
-    "in place, no entropy": {"vocab_size": 10, "with_entropy": False, "inplace_gradient": True, "chunk_tokens": 3},
+    "in place, no entropy": {
+        "vocab_size": 10,
+        "with_entropy": False,
+        "inplace_gradient": True,
+        "chunk_tokens": 3,
+    },
     "in place, bfloat16": {"temperature": 0.7, "vocab_size": 10, "inplace_gradient": True},
     "no tokens": {},
     "sampled rows": {"temperature": 0.5, "vocab_size": 10, "chunk_tokens": 3, "sampled": MASK},
@@ -54,7 +60,11 @@ VOCAB_CASES = {
     "sampled rows, bfloat16, no entropy": {"with_entropy": False, "sampled": MASK},
     "no sampled row": {"sampled": [0] * TOKENS},
     "collision": {"temperature": 1.3, "vocab_size": 10, "chunk_tokens": 3, "with_collision": True},
-    "rows of -inf, collision, no entropy": {"temperature": 1.3, "with_entropy": False, "with_collision": True},
+    "rows of -inf, collision, no entropy": {
+        "temperature": 1.3,
+        "with_entropy": False,
+        "with_collision": True,
+    },
     "sampled rows, bfloat16, collision": {"with_collision": True, "sampled": MASK, "inplace_gradient": True},
 }
 
@@ -108,17 +118,22 @@ def vocab_inputs(name: str) -> dict[str, torch.Tensor]:
 
 
 def run_case(compute: Callable, leaves: list[torch.Tensor], grads: torch.Tensor) -> dict:
-    """This rank's outputs of compute, the gradients in its leaves, and the collectives of either direction."""
+    """This rank's outputs of compute, the gradients in its leaves, and the collectives of
+    either direction.
+    """
     with Collectives() as forward:
         logprobs, entropy, *collision = compute()
     outputs = [logprobs] if entropy is None else [logprobs, entropy]
     with Collectives() as backward:
         torch.autograd.backward(outputs, list(grads[: len(outputs)]))
     return {
-        "logprobs": logprobs.detach(), "entropy": None if entropy is None else entropy.detach(),
+        "logprobs": logprobs.detach(),
+        "entropy": None if entropy is None else entropy.detach(),
         "collision": collision[0] if collision else None,
-        "gradients": [leaf.grad for leaf in leaves], "forward": forward.names, "backward": backward.names,
-    }  # fmt: skip
+        "gradients": [leaf.grad for leaf in leaves],
+        "forward": forward.names,
+        "backward": backward.names,
+    }
 
 
 def run_sharded(inputs: dict[str, torch.Tensor], rank: int, size: int, compute: Callable) -> dict:
@@ -132,19 +147,24 @@ def run_sharded(inputs: dict[str, torch.Tensor], rank: int, size: int, compute: 
 def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
     inputs, options = vocab_inputs(name), as_rows({"with_entropy": True} | VOCAB_CASES[name])
     return run_sharded(
-        inputs, rank, size,
+        inputs,
+        rank,
+        size,
         lambda logits: vocab_parallel_logprobs(logits, inputs["labels"], tp_group=group, **options),
-    )  # fmt: skip
+    )
 
 
 SUPPORT_CASES = {
-    "plain": {}, "temperature and chunks": {"temperature": 0.7, "chunk_ids": 4}, "no entropy": {},
+    "plain": {},
+    "temperature and chunks": {"temperature": 0.7, "chunk_ids": 4},
+    "no entropy": {},
     "collision": {"temperature": 0.7, "chunk_ids": 4, "with_collision": True},
 }
 
 
 def support_inputs(name: str) -> dict[str, torch.Tensor]:
-    """[T, 5] sampling masks of 1 to 5 ids in any order, then -1; some wholly on one rank; the label among them.
+    """[T, 5] sampling masks of 1 to 5 ids in any order, then -1; some wholly on one rank; the
+    label among them.
 
     The first and the last tokens have none.
     """
@@ -160,8 +180,11 @@ def support_inputs(name: str) -> dict[str, torch.Tensor]:
     labels = support[:, 0].long().clamp(min=0)
     support[0] = -1
     return {
-        "logits": logits, "labels": labels, "support": support, "grads": torch.randn(2, tokens, generator=generator)
-    }  # fmt: skip
+        "logits": logits,
+        "labels": labels,
+        "support": support,
+        "grads": torch.randn(2, tokens, generator=generator),
+    }
 
 
 def ragged(support: torch.Tensor) -> SamplingMasks:
@@ -172,11 +195,13 @@ def ragged(support: torch.Tensor) -> SamplingMasks:
 def run_support_case(name: str, rank: int, size: int, group) -> dict:
     inputs, options = support_inputs(name), {"with_entropy": name != "no entropy"} | SUPPORT_CASES[name]
     return run_sharded(
-        inputs, rank, size,
+        inputs,
+        rank,
+        size,
         lambda logits: sampling_mask_logprobs(
             logits, inputs["labels"], ragged(inputs["support"]), tp_group=group, **options
         ),
-    )  # fmt: skip
+    )
 
 
 LINEAR_CASES = {
@@ -188,12 +213,19 @@ LINEAR_CASES = {
     "bfloat16, fp32 head": {"temperature": 0.7, "vocab_size": 11, "chunk_tokens": 4, "fp32_lm_head": True},
     "float64": {},
     "sampled rows": {"temperature": 0.7, "vocab_size": 10, "chunk_tokens": 3, "sampled": MASK},
-    "sampled rows, share of the caller": {"reduce_hidden_gradient": False, "chunk_tokens": 4, "sampled": MASK},
+    "sampled rows, share of the caller": {
+        "reduce_hidden_gradient": False,
+        "chunk_tokens": 4,
+        "sampled": MASK,
+    },
     "sampled rows, bfloat16, fp32 head": {"chunk_tokens": 3, "fp32_lm_head": True, "sampled": MASK},
     "no sampled row": {"sampled": [0] * TOKENS},
     "collision": {"temperature": 1.3, "vocab_size": 10, "chunk_tokens": 3, "with_collision": True},
     "sampled rows, bfloat16, fp32 head, collision": {
-        "chunk_tokens": 3, "fp32_lm_head": True, "with_collision": True, "sampled": MASK,
+        "chunk_tokens": 3,
+        "fp32_lm_head": True,
+        "with_collision": True,
+        "sampled": MASK,
     },
 }
 
@@ -207,8 +239,9 @@ def linear_inputs(name: str) -> dict[str, torch.Tensor]:
     return {
         "hidden": hidden,
         "weight": torch.randn(COLUMNS, HIDDEN, generator=generator).to(type_of(name)),
-        "labels": labels, "grads": torch.randn(2, TOKENS, generator=generator),
-    }  # fmt: skip
+        "labels": labels,
+        "grads": torch.randn(2, TOKENS, generator=generator),
+    }
 
 
 def run_linear_case(name: str, rank: int, size: int, group) -> dict:
@@ -217,8 +250,9 @@ def run_linear_case(name: str, rank: int, size: int, group) -> dict:
     weight = inputs["weight"].chunk(size)[rank].clone().requires_grad_()
     return run_case(
         lambda: linear_logprobs(hidden, weight, inputs["labels"], tp_group=group, **options),
-        [hidden, weight], inputs["grads"],
-    )  # fmt: skip
+        [hidden, weight],
+        inputs["grads"],
+    )
 
 
 KINDS = {
@@ -236,7 +270,9 @@ def main(rank: int, folder: str) -> None:
         kind: {(name, size): run(name, rank % size, size, groups[size]) for name in cases for size in SIZES}
         for kind, (cases, _, run) in KINDS.items()
     }
-    results["inputs"] = {kind: {name: make(name) for name in cases} for kind, (cases, make, _) in KINDS.items()}
+    results["inputs"] = {
+        kind: {name: make(name) for name in cases} for kind, (cases, make, _) in KINDS.items()
+    }
     results["options"] = {kind: cases for kind, (cases, _, _) in KINDS.items()}
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

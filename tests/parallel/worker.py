@@ -1,4 +1,5 @@
-"""Four ranks over gloo, started once: runs every case of tests/parallel and saves inputs and outputs per rank.
+"""Four ranks over gloo, started once: runs every case of tests/parallel and saves inputs and
+outputs per rank.
 
 python worker.py FOLDER writes FOLDER/<rank>.pt. Tensor- or context-parallel pairs are ranks 0-1 and 2-3.
 """
@@ -18,7 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.parallel.collectives import ParallelGroups, all_gather_stacked, all_reduce_metrics, merge
+from megatron_rl_corr.parallel.collectives import (
+    ParallelGroups,
+    all_gather_stacked,
+    all_reduce_metrics,
+    merge,
+)
 from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_done, all_reduce_failure
 
 WORLD = 4
@@ -41,15 +47,22 @@ class Collectives(TorchDispatchMode):
 # Correction and metrics
 
 CORRECTION = RolloutCorrectionConfig(
-    rollout_is="sequence", rollout_is_mode="clip", rollout_is_lower=0.5, rollout_is_upper=2.0,
+    rollout_is="sequence",
+    rollout_is_mode="clip",
+    rollout_is_lower=0.5,
+    rollout_is_upper=2.0,
     rollout_is_batch_normalize=True,
     rollout_rs=(
-        RejectionRule("token", "ratio", 0.2, 5.0), RejectionRule("seq_mean", "ratio", 0.6, 1.6),
-        RejectionRule("seq_sum", "k3", upper=2.5), RejectionRule("seq_max", "k2", upper=1.2),
+        RejectionRule("token", "ratio", 0.2, 5.0),
+        RejectionRule("seq_mean", "ratio", 0.6, 1.6),
+        RejectionRule("seq_sum", "k3", upper=2.5),
+        RejectionRule("seq_max", "k2", upper=1.2),
     ),
 )
 LENGTHS = [7, 1, 0, 12, 5, 3, 9, 2]
-"""Of the sequences of the global batch; each data-parallel replica has four. The third has no token at all."""
+"""Of the sequences of the global batch; each data-parallel replica has four. The third has
+no token at all.
+"""
 
 
 def global_batch() -> dict[str, torch.Tensor]:
@@ -65,7 +78,9 @@ def global_batch() -> dict[str, torch.Tensor]:
 
 
 def my_positions(cut: str, dp_rank: int, cp_rank: int) -> torch.Tensor:
-    """Positions in the global batch of this rank's tokens: replica by sequence, then a cut of each sequence."""
+    """Positions in the global batch of this rank's tokens: replica by sequence, then a cut
+    of each sequence.
+    """
     seq_ids, parts = global_batch()["seq_ids"], []
     for sequence in range(4 * dp_rank, 4 * dp_rank + 4):
         positions = (seq_ids == sequence).nonzero()[:, 0]
@@ -82,16 +97,27 @@ def run_correction(cut: str, rank: int, groups: ParallelGroups) -> dict:
     mine, batch = my_positions(cut, dp_rank, cp_rank), global_batch()
     with Collectives() as collectives:
         correction = compute_correction(
-            batch["train"][mine], batch["rollout"][mine], batch["mask"][mine],
-            batch["seq_ids"][mine] - 4 * dp_rank, num_sequences=4, config=CORRECTION, groups=groups,
+            batch["train"][mine],
+            batch["rollout"][mine],
+            batch["mask"][mine],
+            batch["seq_ids"][mine] - 4 * dp_rank,
+            num_sequences=4,
+            config=CORRECTION,
+            groups=groups,
         )
     with Collectives() as reporting:
         numbers = all_reduce_metrics(correction.metrics, groups.dp_cp)
     return {
-        "positions": mine, "weights": correction.weights, "mask": correction.mask, "valid": correction.valid,
-        "kept_sequences": correction.kept_sequences, "valid_tokens": correction.valid_tokens,
-        "kept_tokens": correction.kept_tokens, "metrics": numbers,
-        "collectives": collectives.names, "reporting": reporting.names,
+        "positions": mine,
+        "weights": correction.weights,
+        "mask": correction.mask,
+        "valid": correction.valid,
+        "kept_sequences": correction.kept_sequences,
+        "valid_tokens": correction.valid_tokens,
+        "kept_tokens": correction.kept_tokens,
+        "metrics": numbers,
+        "collectives": collectives.names,
+        "reporting": reporting.names,
     }
 
 
@@ -106,10 +132,16 @@ def run_microbatches(rank: int) -> dict:
     for micro in range(3):
         sequences = [sequence for sequence, where in DEALT.items() if where == (rank, micro)]
         mine = torch.isin(batch["seq_ids"], torch.tensor(sequences))
-        parts.append(compute_correction(
-            batch["train"][mine], batch["rollout"][mine], batch["mask"][mine],
-            torch.zeros(int(mine.sum()), dtype=torch.int64), num_sequences=len(sequences), config=config,
-        ).metrics)
+        parts.append(
+            compute_correction(
+                batch["train"][mine],
+                batch["rollout"][mine],
+                batch["mask"][mine],
+                torch.zeros(int(mine.sum()), dtype=torch.int64),
+                num_sequences=len(sequences),
+                config=config,
+            ).metrics
+        )
     with Collectives() as collectives:
         numbers = all_reduce_metrics(merge(parts), dist.group.WORLD)
     return {"metrics": numbers, "collectives": collectives.names, "config": config}
@@ -133,7 +165,11 @@ def run_failures(rank: int) -> list[str | bool]:
 def init_gloo(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=timedelta(seconds=60),
     )
 
 
@@ -147,7 +183,8 @@ def main(rank: int, folder: str) -> None:
         "microbatches": run_microbatches(rank),
         "failures": run_failures(rank),
         "gather": all_gather_stacked(torch.tensor([[rank, 10 * rank]]), pair),
-        "inputs": {"batch": global_batch()}, "config": CORRECTION,
+        "inputs": {"batch": global_batch()},
+        "config": CORRECTION,
     }
     torch.save(results, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()

@@ -21,6 +21,7 @@ for name, (processes, flags) in cases.items():
     found[name] = {
         "state": theoretical_memory_usage.compute_weight_and_optimizer_memory(args),
         "activations": theoretical_memory_usage.compute_activation_memory(args, num_microbatches=64),
-        "padded_vocab_size": args.padded_vocab_size, "replicas": args.data_parallel_size,
-    }  # fmt: skip
+        "padded_vocab_size": args.padded_vocab_size,
+        "replicas": args.data_parallel_size,
+    }
 print("\n" + json.dumps(found))

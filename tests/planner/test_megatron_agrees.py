@@ -1,9 +1,9 @@
 """The planner beside Megatron's own estimates, `megatron.training.theoretical_memory_usage`, of parsed flags.
 
-Weights, gradients and optimizer can be compared for every model and layout but for context parallelism: Megatron
-divides the optimizer by the data-parallel size, and its distributed optimizer by data x context parallel. Its
-activations are those of GPT-3's layer (dropout, as many key heads as query heads, an MLP without gate, no experts), so
-they are compared after the terms that differ, and not for experts.
+Weights, gradients and optimizer can be compared for every model and layout but for context parallelism:
+Megatron divides the optimizer by the data-parallel size, and its distributed optimizer by data x context
+parallel. Its activations are those of GPT-3's layer (dropout, as many key heads as query heads, an MLP
+without gate, no experts), so they are compared after the terms that differ, and not for experts.
 """
 
 import json
@@ -47,7 +47,7 @@ CASES = {
     "Mixtral-8x7B EP 8": (MIXTRAL_8X7B, TrainLayout(gpus=32, tensor=2, expert=8)),
     "Qwen1.5-MoE EP 4": (QWEN1_5_MOE, TrainLayout(gpus=8, tensor=2, expert=4)),
     "Llama-2-7B TP 4": (LLAMA_2_7B, TrainLayout(gpus=8, tensor=4, recompute="selective")),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +90,11 @@ def test_activations_of_a_dense_model_when_what_megatron_assumes_is_exchanged_th
     layer = 18 * hidden + 4 * width  # as compute_activation_memory has it
     layer -= 2 * hidden  # masks of two dropouts, one byte each
     layer += 2 * width  # gate and up, not up alone
-    layer += 2 * (3 * query + 3 * key) - 8 * hidden  # q, k, v, output: q and k before and behind their rotation too
+    # q, k, v, output: q and k before and behind their rotation too
+    layer += 2 * (3 * query + 3 * key) - 8 * hidden
     assert layer_bytes(config, layout, has_experts=False) * t == layer
-    # Beside the layers: ids and the embedding's dropout, the output layer's input and float32 logits. Ours are 2 bytes
-    # and a gradient of 2.
+    # Beside the layers: ids and the embedding's dropout, the output layer's input and float32 logits. Ours
+    # are 2 bytes and a gradient of 2.
     vocabulary = padded_vocab_size(config, layout)
     beside = 8 + hidden + 4 * hidden + 4 * vocabulary
     layers = 18 * hidden + 4 * width

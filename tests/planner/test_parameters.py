@@ -36,8 +36,9 @@ def test_parameters_when_transformers_makes_the_model_then_it_has_as_many(name):
 
 
 def test_layer_of_qwen3_30b_a3b_when_counted_by_hand_then_the_same():
-    # Queries 32 x 128 = 4096, keys and values 4 x 128 = 512 each: 2048 x (4096 + 1024) + 4096 x 2048 = 18874368.
-    # Norms 2 x 2048 and 2 x 128, router 128 x 2048: 266496. Experts 128 x 3 x 2048 x 768 = 603979776.
+    # Queries 32 x 128 = 4096, keys and values 4 x 128 = 512 each: 2048 x (4096 + 1024) + 4096 x
+    # 2048 = 18874368. Norms 2 x 2048 and 2 x 128, router 128 x 2048: 266496. Experts 128 x 3 x 2048
+    # x 768 = 603979776.
     counted = model_parameters(QWEN3_30B_A3B)
     assert counted.layers == (LayerParameters(split=18874368, whole=266496, routed=603979776),) * 48
     # K / E = 8 / 128 of the routed ones.
@@ -59,7 +60,11 @@ def test_parts_of_all_architectures_then_each_has_a_count():
 
 
 def test_architecture_when_it_is_unknown_then_the_supported_ones_are_named():
-    with pytest.raises(ValueError, match=r"model_type 'gpt2' is not supported \(supported: deepseek_v3, .*qwen3_moe\)"):
+    with pytest.raises(
+        ValueError, match=r"model_type 'gpt2' is not supported \(supported: deepseek_v3, .*qwen3_moe\)"
+    ):
         model_parameters({"model_type": "gpt2"})
-    with pytest.raises(ValueError, match="model_type 'qwen3_next' is not supported: three of four layers are gated"):
+    with pytest.raises(
+        ValueError, match="model_type 'qwen3_next' is not supported: three of four layers are gated"
+    ):
         model_parameters({"model_type": "qwen3_next"})

@@ -48,7 +48,9 @@ def test_search_when_sizes_are_given_then_only_they():
 
 
 def test_search_when_nothing_is_possible_then_the_reason():
-    with pytest.raises(ValueError, match="no layout is possible on 4 GPUs: .*-size 3 x pipeline 1 .* must divide 4"):
+    with pytest.raises(
+        ValueError, match="no layout is possible on 4 GPUs: .*-size 3 x pipeline 1 .* must divide 4"
+    ):
         search(QWEN3_4B, 4, tensor=3)
     with pytest.raises(ValueError, match="the model has no experts; leave it out"):
         search(QWEN3_4B, 4, expert=2)

@@ -1,4 +1,5 @@
-"""A process with few file descriptors that samples from servers of another process; prints what came of it as JSON.
+"""A process with few file descriptors that samples from servers of another process; prints what
+came of it as JSON.
 
 Arguments: descriptors beyond those that are open, the requests at once, the addresses.
 """

@@ -32,7 +32,9 @@ def rows(*steps, **more):
     ],
     ids=["later", "none", "fewer", "all", "again", "torn", "whole", "own line", "own line between", "digits"],
 )
-def test_rows_when_a_run_goes_on_behind_step_4_then_those_of_later_steps_are_cut(text, left, dropped, tmp_path):
+def test_rows_when_a_run_goes_on_behind_step_4_then_those_of_later_steps_are_cut(
+    text, left, dropped, tmp_path
+):
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
     path.chmod(0o640)
@@ -51,12 +53,22 @@ def test_rows_when_the_file_is_a_link_or_is_not_there_then_nothing_is_touched(tm
     assert drop_rows(tmp_path / "gone.jsonl", 1) == 0 and not (tmp_path / "gone.jsonl").exists()
 
 
-@drill("a run goes on behind step 8 of an earlier one", promised="its later sample files go, nothing else does")
-def test_files_when_a_run_goes_on_behind_step_8_then_only_files_of_later_steps_and_torn_ones_are_removed(tmp_path):
+@drill(
+    "a run goes on behind step 8 of an earlier one", promised="its later sample files go, nothing else does"
+)
+def test_files_when_a_run_goes_on_behind_step_8_then_only_files_of_later_steps_and_torn_ones_are_removed(
+    tmp_path,
+):
     own = ["step_000008_replica0.parquet", "step_000001_replica12.parquet"]
     later = ["step_000009_replica0.parquet", "step_000010_replica3.parquet", "step_1000000_replica0.parquet"]
-    others = ["step_000009_replica0.parquet.bak", "my_step_000009_replica0.parquet", "step_000009_replica0.json",
-              "notes", ".step_000009_replica0.parquet", ".mine.abcd0123.tmp"]  # fmt: skip
+    others = [
+        "step_000009_replica0.parquet.bak",
+        "my_step_000009_replica0.parquet",
+        "step_000009_replica0.json",
+        "notes",
+        ".step_000009_replica0.parquet",
+        ".mine.abcd0123.tmp",
+    ]
     for name in (*own, *later, *others):
         (tmp_path / name).write_text(name)
     (tmp_path / "elsewhere").mkdir()
@@ -81,7 +93,10 @@ def test_files_when_another_run_has_left_them_then_they_are_moved_whole_and_noth
     assert move_files(tmp_path, NAME, aside) == own
     assert {path.name: path.read_text() for path in aside.iterdir()} == {name: name for name in own}
     assert set(os.listdir(tmp_path)) == {
-        "earlier-1", "notes", "step_000001_replica0.json", "step_000003_replica0.parquet"
-    }  # fmt: skip
+        "earlier-1",
+        "notes",
+        "step_000001_replica0.json",
+        "step_000003_replica0.parquet",
+    }
     assert move_files(tmp_path, NAME, aside) == []
     assert move_files(tmp_path / "gone", NAME, aside) == []

@@ -6,7 +6,13 @@ import socket
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.rollout import RolloutClient, RolloutOutage, RolloutServerError, SampleFailure, SamplingParams
+from megatron_rl_corr.rollout import (
+    RolloutClient,
+    RolloutOutage,
+    RolloutServerError,
+    SampleFailure,
+    SamplingParams,
+)
 from tests.virtual_time import run_client
 
 ONE = SamplingParams(1)
@@ -46,7 +52,9 @@ def test_pause_when_the_server_hangs_then_times_out_with_the_limit_and_a_remedy(
         await asyncio.sleep(30)
 
     async def scenario(client):
-        with pytest.raises(RolloutServerError, match="POST /pause_generation: timed out after 0.2 s.*larger timeout_s"):
+        with pytest.raises(
+            RolloutServerError, match="POST /pause_generation: timed out after 0.2 s.*larger timeout_s"
+        ):
             await client.pause_generation("retract")
 
     faulty.run(scenario, handle, timeout_s=0.2)
@@ -131,7 +139,8 @@ def test_generate_when_one_request_fails_then_the_others_are_cancelled_at_once(f
             ended.append(1)
 
     async def scenario(client):
-        with pytest.raises(SampleFailure, match="HTTP 400: too long"):  # the scenario may take 20 s, their answers 30
+        # the scenario may take 20 s, their answers 30
+        with pytest.raises(SampleFailure, match="HTTP 400: too long"):
             await client.generate([[1], [2], [3]], ONE, samples_per_prompt=1)
 
     faulty.run(scenario, handle)

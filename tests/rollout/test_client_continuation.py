@@ -1,4 +1,6 @@
-"""Samples that a server cuts short: continued from their tokens, bounded, kept; and what is counted of an answer."""
+"""Samples that a server cuts short: continued from their tokens, bounded, kept; and what is
+counted of an answer.
+"""
 
 import asyncio
 import json
@@ -35,7 +37,10 @@ def test_generate_when_cut_short_then_continued_elsewhere_from_its_tokens_with_i
         assert asked == [("pausing", [1, 2], 8), ("well", [1, 2, 3, 4], 6)]
         assert trajectory.prompt_ids.tolist() == [1, 2] and trajectory.output_ids.tolist() == [3, 4, 5, 6, 7]
         assert trajectory.rollout_logprobs.tolist() == [-3, -4, -5, -6, -7]
-        assert [(s.version, s.start, s.end) for s in trajectory.weight_versions] == [("v1", 0, 2), ("v2", 2, 5)]
+        assert [(s.version, s.start, s.end) for s in trajectory.weight_versions] == [
+            ("v1", 0, 2),
+            ("v2", 2, 5),
+        ]
         assert trajectory.sampled_by("v2").tolist() == [False, False, True, True, True]
         assert trajectory.finish_reason == "stop" and trajectory.server == client.base_urls[1]
         counts = client.counts()
@@ -52,7 +57,9 @@ def always_cut(faulty, tokens, version="v1"):
     return handle
 
 
-def test_generate_when_cut_short_then_not_continued_where_it_was_cut_though_the_other_server_is_busier(faulty):
+def test_generate_when_cut_short_then_not_continued_where_it_was_cut_though_the_other_server_is_busier(
+    faulty,
+):
     asked = []
 
     async def busy(request):
@@ -131,7 +138,8 @@ def test_generate_when_no_continuation_is_wanted_then_what_there_is(faulty):
 def test_counts_when_logprobs_are_not_finite_then_they_are_nan_and_counted(faulty):
     async def handle(request):
         body = (
-            b'{"output_ids": [2, 3, 4], "meta_info": {"finish_reason": {"type": "length"}, "weight_version": "v1", '
+            b'{"output_ids": [2, 3, 4], "meta_info": {"finish_reason": {"type": "length"}, "weight_version": '
+            b'"v1", '
             b'"output_token_logprobs": [[NaN, 2, null], [-1.0, 3, null], [null, 4, null]]}}'
         )
         return web.Response(body=body, content_type="application/json")
@@ -158,14 +166,18 @@ def test_generate_when_a_stop_text_spans_the_cut_then_the_response_ends_with_it(
         data = json.loads(faulty.answer(prompt, tokens, reason).body)
         data["meta_info"]["weight_versions"] = [{"version": "v1", "start": 0, "end": len(tokens)}]
         if truncated:
-            data["meta_info"] |= {"output_token_sampling_mask": kept,
-                                  "output_token_sampling_logprobs": [-float(token) for token in tokens]}  # fmt: skip
+            data["meta_info"] |= {
+                "output_token_sampling_mask": kept,
+                "output_token_sampling_logprobs": [-float(token) for token in tokens],
+            }
         return web.json_response(data)
 
-    answers = iter([
-        answered([2, 3], 1, {"type": "abort", "message": "Aborted"}, sets[0]),
-        answered([4, 5, 6], 3, {"type": "length", "length": 6}, sets[1]),
-    ])  # fmt: skip
+    answers = iter(
+        [
+            answered([2, 3], 1, {"type": "abort", "message": "Aborted"}, sets[0]),
+            answered([4, 5, 6], 3, {"type": "length", "length": 6}, sets[1]),
+        ]
+    )
 
     async def handle(request):
         assert (await request.json())["sampling_params"]["stop"] == ["de"]
@@ -202,7 +214,9 @@ def test_generate_when_the_stop_text_ends_what_was_cut_then_nothing_more_is_aske
         ({"stop_token_ids": (10,)}, "`stop_token_ids` has 10, outside .0, 10."),
     ],
 )
-def test_generate_when_what_stops_can_not_be_honoured_then_refused_before_anything_is_sent(faulty, sampling, named):
+def test_generate_when_what_stops_can_not_be_honoured_then_refused_before_anything_is_sent(
+    faulty, sampling, named
+):
     async def scenario(client):
         with pytest.raises(ValueError, match=named):
             await client.generate([[1]], SamplingParams(8, **sampling))
@@ -214,7 +228,9 @@ def test_generate_when_a_response_is_cut_before_max_new_tokens_then_refused_and_
     """As vLLM does at its --max-model-len, without a word."""
 
     async def scenario(client):
-        with pytest.raises(SampleFailure, match="cut to 1 of 2 tokens, behind 1 of prompt; its context") as error:
+        with pytest.raises(
+            SampleFailure, match="cut to 1 of 2 tokens, behind 1 of prompt; its context"
+        ) as error:
             await client.generate([[1]], SamplingParams(2))
         assert error.value.cause == "refused" and client.counts()["left_out"] == 0
 

@@ -1,4 +1,6 @@
-"""Servers that die, fall silent, come back or have old weights while samples are collected: none lost, none doubled."""
+"""Servers that die, fall silent, come back or have old weights while samples are collected: none
+lost, none doubled.
+"""
 
 import asyncio
 import itertools
@@ -45,8 +47,9 @@ class Fake:
         self.flags = {}
         self.released = None
         self.scheduler = "runs"
-        """Or: `queues`, `paused`, `stopped`, `stuck` (answers, and its batch stays as it is), `empty`; `held`, the same
-        while its HTTP process is paused; or `old`, which has no /v1/loads."""
+        """Or: `queues`, `paused`, `stopped`, `stuck` (answers, and its batch stays as it is), `empty`;
+        `held`, the same while its HTTP process is paused; or `old`, which has no /v1/loads.
+        """
         self._tokens, self._written = 0, 1.0
 
     async def __call__(self, request):
@@ -55,8 +58,10 @@ class Fake:
                 return web.Response(status=404)
             self._tokens += self.scheduler == "runs"
             self._written += self.scheduler not in ("paused", "stopped")
-            requests = {"num_running_reqs": int(self.scheduler not in ("queues", "empty", "held")),
-                        "num_waiting_reqs": int(self.scheduler == "queues")}  # fmt: skip
+            requests = {
+                "num_running_reqs": int(self.scheduler not in ("queues", "empty", "held")),
+                "num_waiting_reqs": int(self.scheduler == "queues"),
+            }
             rank = {"dp_rank": 0, "timestamp": self._written, "num_used_tokens": self._tokens, **requests}
             return web.json_response({"loads": [rank]})
         if request.path == "/server_info" and self.scheduler == "stopped":
@@ -214,7 +219,9 @@ def test_generate_when_a_single_server_fails_once_then_it_is_waited_for(faulty, 
     faulty.run(scenario, server, outage_timeout_s=5)
 
 
-def test_generate_when_a_healthy_server_fails_each_time_then_the_sample_fails_after_its_retries(faulty, fakes, told):
+def test_generate_when_a_healthy_server_fails_each_time_then_the_sample_fails_after_its_retries(
+    faulty, fakes, told
+):
     server, _ = fakes
     server.generate = "fails"
 
@@ -241,7 +248,9 @@ def test_generate_when_each_server_refuses_the_request_then_asked_twice_at_most(
 
     async def scenario(client):
         of_the_sample = status in (400, 413)
-        with pytest.raises(SampleFailure if of_the_sample else RolloutServerError, match=f"HTTP {status}: no") as error:
+        with pytest.raises(
+            SampleFailure if of_the_sample else RolloutServerError, match=f"HTTP {status}: no"
+        ) as error:
             await client.generate([[1]], ONE)
         assert getattr(error.value, "cause", None) == ("refused" if of_the_sample else None)
         assert client.counts()["left_out"] == 0
@@ -252,8 +261,10 @@ def test_generate_when_each_server_refuses_the_request_then_asked_twice_at_most(
     assert asked == ["/generate"] * 3
 
 
-@drill("one of two servers refuses every request, by HTTP 4xx or a redirect",
-       promised="its samples are asked for at the other, and it is left out")  # fmt: skip
+@drill(
+    "one of two servers refuses every request, by HTTP 4xx or a redirect",
+    promised="its samples are asked for at the other, and it is left out",
+)
 @pytest.mark.parametrize("status", [302, 400, 404, 413, 422])
 def test_generate_when_one_server_refuses_what_another_takes_then_the_first_is_left_out(faulty, status, seen):
     asked = []
@@ -284,7 +295,11 @@ def test_generate_when_every_server_dies_then_one_error_names_all_with_their_cau
         said = str(error.value)
         for url in client.base_urls:
             assert f"rollout server {url} did not answer POST /generate: it closed the connection" in said
-        assert said.count("asked again: rollout server http") == said.count("answered GET /health with HTTP 503") == 2
+        assert (
+            said.count("asked again: rollout server http")
+            == said.count("answered GET /health with HTTP 503")
+            == 2
+        )
 
     run_client(scenario, *fakes, outage_timeout_s=1.0)
 
@@ -298,7 +313,9 @@ def test_generate_when_every_server_dies_then_one_error_names_all_with_their_cau
         ("empty", "it has no request, though this client waits for answers"),
     ],
 )
-def test_generate_when_a_server_falls_silent_then_what_it_had_in_flight_goes_elsewhere(faulty, fakes, scheduler, said):
+def test_generate_when_a_server_falls_silent_then_what_it_had_in_flight_goes_elsewhere(
+    faulty, fakes, scheduler, said
+):
     """Its HTTP process answers in each case."""
     silent, well = fakes
     silent.generate, silent.health, silent.scheduler = "hangs", "down", scheduler
@@ -315,7 +332,9 @@ def test_generate_when_a_server_falls_silent_then_what_it_had_in_flight_goes_els
     run_client(scenario, silent, well, read_timeout_s=1.2, timeout_s=25)
 
 
-def test_generate_when_one_request_fails_and_then_the_server_hangs_then_its_others_go_elsewhere_too(faulty, fakes):
+def test_generate_when_one_request_fails_and_then_the_server_hangs_then_its_others_go_elsewhere_too(
+    faulty, fakes
+):
     """It is left out for the one; the others are in flight there, and nobody else would end them."""
     hanging, well = fakes
     hanging.generate, hanging.health = "hangs", "down"
@@ -345,14 +364,17 @@ def test_generate_when_a_server_only_takes_long_then_it_is_not_given_up(faulty, 
 
     async def scenario(client):
         collecting = asyncio.create_task(collect(client))
-        await asyncio.sleep(20.0)  # fifty bounds; for a request as long as it was --rollout-timeout-s that ended it
+        # fifty bounds; for a request as long as it was --rollout-timeout-s that ended it
+        await asyncio.sleep(20.0)
         assert not collecting.done() and client.counts()["left_out"] == 0
         collecting.cancel()
 
     run_client(scenario, slow, well, read_timeout_s=0.4, timeout_s=0.5)
 
 
-def test_generate_when_weights_are_sent_then_a_scheduler_that_is_busy_with_them_is_not_given_up(faulty, fakes):
+def test_generate_when_weights_are_sent_then_a_scheduler_that_is_busy_with_them_is_not_given_up(
+    faulty, fakes
+):
     updated, well = fakes
     updated.generate, updated.scheduler = "hangs", "stopped"
 
@@ -382,7 +404,9 @@ def test_generate_when_the_loop_was_blocked_then_no_server_is_taken_for_silent(f
     run_client(scenario, *fakes, read_timeout_s=0.4)
 
 
-def test_generate_when_a_server_fails_fast_and_is_healthy_in_between_then_it_does_not_use_up_the_retries(faulty, fakes):
+def test_generate_when_a_server_fails_fast_and_is_healthy_in_between_then_it_does_not_use_up_the_retries(
+    faulty, fakes
+):
     failing, well = fakes
     failing.generate = "fails"
 
@@ -396,7 +420,9 @@ def test_generate_when_a_server_fails_fast_and_is_healthy_in_between_then_it_doe
 
 
 @drill("a server started anew with old weights", promised="its answers are refused until it has the weights")
-def test_generate_when_a_server_was_started_anew_then_its_answers_are_refused_until_it_has_the_weights(faulty, fakes):
+def test_generate_when_a_server_was_started_anew_then_its_answers_are_refused_until_it_has_the_weights(
+    faulty, fakes
+):
     anew, right = fakes
     anew.version, right.version = "default", "7"
 
@@ -433,7 +459,10 @@ def test_server_when_started_anew_with_flags_that_the_run_cannot_use_then_left_o
         await asyncio.sleep(0.2)
         assert client.left_out == [client.base_urls[0]] and client.counts()["rejoined"] == 0
         assert {t.server for t in await client.generate(PROMPTS, ONE)} == {client.base_urls[1]}
-        assert caplog.text.count("is not taken back: ") == 1 and "start it without, or drop `min_p`" in caplog.text
+        assert (
+            caplog.text.count("is not taken back: ") == 1
+            and "start it without, or drop `min_p`" in caplog.text
+        )
         anew.flags = {}
         async with asyncio.timeout(5):
             while client.left_out:
@@ -442,8 +471,12 @@ def test_server_when_started_anew_with_flags_that_the_run_cannot_use_then_left_o
     run_client(scenario, anew, right)
 
 
-def test_generate_when_a_server_holds_the_step_of_an_attempt_before_then_it_is_not_taken_for_fresh(faulty, fakes):
-    """The run reached 50, was started again from 40 and is at 50 once more; one server has missed its pushes."""
+def test_generate_when_a_server_holds_the_step_of_an_attempt_before_then_it_is_not_taken_for_fresh(
+    faulty, fakes
+):
+    """The run reached 50, was started again from 40 and is at 50 once more; one server has
+    missed its pushes.
+    """
     first, second = versions.new_run_id(), versions.new_run_id()
     old, fresh = fakes
     old.version = versions.name(first, 50)
@@ -500,7 +533,9 @@ def test_expect_version_when_a_push_names_a_servers_weights_late_then_it_is_aske
 def test_expect_version_when_a_restarted_server_has_taken_the_update_then_it_is_not_asked_whether_it_lives(
     faulty, fakes
 ):
-    """SGLang takes a second for that answer, and may have none while it is paused: the step has sampled by then."""
+    """SGLang takes a second for that answer, and may have none while it is paused: the step has
+    sampled by then.
+    """
     anew, other = fakes
     anew.version, other.version, asked = "7", "old", {"anew": [], "other": []}
 
@@ -517,7 +552,8 @@ def test_expect_version_when_a_restarted_server_has_taken_the_update_then_it_is_
         async with asyncio.timeout(5):
             while client.left_out:
                 await asyncio.sleep(0.02)
-        assert {t.server for t in await client.generate(PROMPTS, ONE)} == {client.base_urls[0]}  # the other is stale
+        # the other is stale
+        assert {t.server for t in await client.generate(PROMPTS, ONE)} == {client.base_urls[0]}
         other.version = "8"
         anew.version = "8"
         await client.expect_version("8")
@@ -548,8 +584,12 @@ def test_server_when_its_weights_are_others_and_it_falls_ill_then_it_is_asked_le
     run_client(scenario, handle, right)
 
 
-def test_expect_version_when_a_server_fell_out_at_the_updates_end_then_it_waits_for_the_next_one(faulty, fakes, caplog):
-    """Its weights have the right name, and it is healthy; but it may be paused still, and nobody has compared them."""
+def test_expect_version_when_a_server_fell_out_at_the_updates_end_then_it_waits_for_the_next_one(
+    faulty, fakes, caplog
+):
+    """Its weights have the right name, and it is healthy; but it may be paused still, and nobody
+    has compared them.
+    """
     fallen, right = fakes
     fallen.version, right.version = "7", "7"
 
@@ -567,7 +607,9 @@ def test_expect_version_when_a_server_fell_out_at_the_updates_end_then_it_waits_
     run_client(scenario, fallen, right)
 
 
-def test_expect_version_when_the_server_that_missed_it_was_left_out_before_then_its_requests_end(faulty, fakes):
+def test_expect_version_when_the_server_that_missed_it_was_left_out_before_then_its_requests_end(
+    faulty, fakes
+):
     fallen, right = fakes
     fallen.generate, fallen.scheduler = "hangs", "runs"
     right.version = "7"
@@ -576,14 +618,18 @@ def test_expect_version_when_the_server_that_missed_it_was_left_out_before_then_
         collecting = asyncio.create_task(collect(client))
         await asyncio.sleep(0.2)
         server = client._pool.servers[0]
-        client._health.leave_out(server, server.joined, RolloutServerError(server.url, "/generate", 502, "a proxy"))
+        client._health.leave_out(
+            server, server.joined, RolloutServerError(server.url, "/generate", 502, "a proxy")
+        )
         await client.expect_version("7", missed=client.base_urls[:1])
         await collecting
 
     run_client(scenario, fallen, right)
 
 
-def test_expect_version_when_a_server_missed_the_update_then_it_is_told_once_that_it_is_left_out(faulty, fakes, told):
+def test_expect_version_when_a_server_missed_the_update_then_it_is_told_once_that_it_is_left_out(
+    faulty, fakes, told
+):
     missing, right = fakes
     missing.version, right.version = "6", "7"
 
@@ -595,7 +641,11 @@ def test_expect_version_when_a_server_missed_the_update_then_it_is_told_once_tha
 
     url = faulty.run(scenario, missing, right)
     [(kind, facts)] = told
-    assert kind == "server_left_out" and facts["server"] == url and "it missed a weight update" in facts["reason"]
+    assert (
+        kind == "server_left_out"
+        and facts["server"] == url
+        and "it missed a weight update" in facts["reason"]
+    )
 
 
 def test_generate_when_every_server_is_stale_then_the_outage_says_which_versions(faulty, fakes):
@@ -610,7 +660,9 @@ def test_generate_when_every_server_is_stale_then_the_outage_says_which_versions
 
 
 @pytest.mark.parametrize("before", ["7", None])
-def test_generate_when_weights_are_updated_in_mid_request_then_the_answer_of_the_old_ones_is_kept(faulty, before):
+def test_generate_when_weights_are_updated_in_mid_request_then_the_answer_of_the_old_ones_is_kept(
+    faulty, before
+):
     async def handle(request):
         await asyncio.sleep(0.2)
         return faulty.one_token(1, version="7")
@@ -653,7 +705,9 @@ def test_generate_when_weights_are_updated_twice_in_mid_request_then_any_version
     run_client(scenario, handle, outage_timeout_s=10)
 
 
-def test_generate_when_another_trainer_pushes_in_mid_request_then_its_part_is_not_taken_for_this_trainers(faulty):
+def test_generate_when_another_trainer_pushes_in_mid_request_then_its_part_is_not_taken_for_this_trainers(
+    faulty,
+):
     parts = iter([("7", 0, 1), ("other-3", 1, 2)])
 
     async def handle(request):
@@ -667,7 +721,9 @@ def test_generate_when_another_trainer_pushes_in_mid_request_then_its_part_is_no
     async def scenario(client):
         await client.expect_version("7")
         (trajectory,) = await client.generate([[1]], SamplingParams(2))
-        assert [span.version for span in trajectory.weight_versions] == ["7"] and client.counts()["stale"] == 1
+        assert [span.version for span in trajectory.weight_versions] == ["7"] and client.counts()[
+            "stale"
+        ] == 1
 
     faulty.run(scenario, handle, outage_timeout_s=10)
 
@@ -703,7 +759,9 @@ def test_generate_when_the_weights_of_an_answer_go_back_and_forth_then_it_is_ref
 
 
 @pytest.mark.parametrize("then", ["answers", "hangs"])
-def test_generate_when_what_a_watched_server_tells_of_itself_can_not_be_read_then_no_sample_is_lost(faulty, then):
+def test_generate_when_what_a_watched_server_tells_of_itself_can_not_be_read_then_no_sample_is_lost(
+    faulty, then
+):
     asked = []
 
     async def handle(request):
@@ -724,7 +782,9 @@ def test_generate_when_what_a_watched_server_tells_of_itself_can_not_be_read_the
     faulty.run(scenario, *handlers, read_timeout_s=1.5 if then == "hangs" else 5.0)
 
 
-def test_generate_when_called_many_times_at_once_then_one_watch_listens_until_the_last_has_ended(faulty, monkeypatch):
+def test_generate_when_called_many_times_at_once_then_one_watch_listens_until_the_last_has_ended(
+    faulty, monkeypatch
+):
     watches = []
 
     async def watch(self):

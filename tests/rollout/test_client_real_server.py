@@ -1,4 +1,6 @@
-"""Sampling from real servers of every engine: what their answers mean, checked against the Hugging Face model."""
+"""Sampling from real servers of every engine: what their answers mean, checked against the
+Hugging Face model.
+"""
 
 import asyncio
 import json
@@ -12,7 +14,13 @@ from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.mcore.first_step import first_step_bound
-from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutServerError, SampleFailure, SamplingParams
+from megatron_rl_corr.rollout import (
+    LoopThread,
+    RolloutClient,
+    RolloutServerError,
+    SampleFailure,
+    SamplingParams,
+)
 from tests.hf_truth import assert_is_truth, inside, response
 
 PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5], [3, 1, 4, 1]]
@@ -43,9 +51,13 @@ def url(engine, request):
 @pytest.fixture(scope="module")
 def client(engine, url, tiny_moe_dir, vocab_size, loop):
     client = RolloutClient(
-        [url], engine=engine, vocab_size=vocab_size, timeout_s=120, max_continuations=0,
+        [url],
+        engine=engine,
+        vocab_size=vocab_size,
+        timeout_s=120,
+        max_continuations=0,
         decode=Tokenizer.from_folder(tiny_moe_dir).decode_all,
-    )  # fmt: skip
+    )
     loop.call(client.wait_healthy(60))
     yield client
     loop.call(client.close())
@@ -59,7 +71,8 @@ def model(tiny_moe_dir):
 
 
 def refused_without_mask(client, loop, sampling):
-    """Whether the server was started so that it can't tell what truncation kept, which a run's start then says.
+    """Whether the server was started so that it can't tell what truncation kept, which a run's
+    start then says.
 
     vLLM can with its V2 model runner alone, which is too slow here: tests/matrix samples from one.
     """
@@ -111,7 +124,8 @@ def test_generate_when_truncated_then_logprobs_are_renormalised_on_the_likeliest
         assert (least > most - 1e-4)[settled].all()  # no id outside is likelier than one inside
         assert_is_truth(t, model, atol=2e-5, temperature=temperature)
         whole = torch.log_softmax(logits / temperature, -1).gather(1, t.output_ids[:, None])[:, 0]
-        assert (t.rollout_logprobs > whole + 1e-3)[settled].all()  # what is left out makes each token likelier
+        # what is left out makes each token likelier
+        assert (t.rollout_logprobs > whole + 1e-3)[settled].all()
     assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3
 
 
@@ -155,7 +169,8 @@ def test_generate_when_a_stop_text_is_sampled_then_its_ids_end_the_response_and_
         assert (t.finish_reason == "stop") == any(one in text for one in stop)
         stopped += t.finish_reason == "stop" and not text.endswith("<eos>")
         assert_is_truth(t, model, atol=2e-5)
-    assert stopped > 1  # about 17 of 96; end-of-sequence ends the others. Of 48 one run in a thousand had fewer than 2
+    # about 17 of 96; end-of-sequence ends the others. Of 48 one run in a thousand had fewer than 2
+    assert stopped > 1
     assert client.counts()["missed_stops"] == 0
 
 
@@ -171,7 +186,8 @@ def test_answer_when_it_comes_from_the_server_then_its_logprobs_are_read_flat(cl
             await transport.close()
 
     body = loop.call(ask())
-    answer, _, logprobs = read_flat(body)  # None if the server writes JSON in another form, which is read more slowly
+    # None if the server writes JSON in another form, which is read more slowly
+    answer, _, logprobs = read_flat(body)
     rows = json.loads(body)["meta_info"]["output_token_logprobs"]
     assert logprobs.tolist() == [row[0] for row in rows] and answer["output_ids"] == [row[1] for row in rows]
 
@@ -215,7 +231,9 @@ def test_generate_when_more_samples_than_slots_then_all_of_them_in_order(engine,
     asyncio.run(scenario())
 
 
-def test_generate_when_the_prompt_does_not_fit_then_error_names_it_and_the_server_goes_on(client, loop, engine):
+def test_generate_when_the_prompt_does_not_fit_then_error_names_it_and_the_server_goes_on(
+    client, loop, engine
+):
     with pytest.raises(SampleFailure) as error:
         loop.call(client.generate([[1], [2] * 5000], SamplingParams(4)))
     assert error.value.cause == "refused" and error.value.__cause__.status == 400
@@ -251,7 +269,8 @@ def test_pause_when_aborting_then_running_and_queued_samples_return_what_they_ha
 ):
     long = SamplingParams(400, ignore_eos=True)
     future = loop.submit(client.generate([[1, 2, 3]], long, samples_per_prompt=60))
-    wait_until_sampling(client.base_urls[0], requests=60)  # one that came after the pause would wait for its end
+    # one that came after the pause would wait for its end
+    wait_until_sampling(client.base_urls[0], requests=60)
     try:
         loop.call(client.pause_generation("abort"))
         trajectories = future.result(30)
@@ -277,7 +296,8 @@ def test_pause_when_not_aborting_then_samples_wait_and_end_after_continue(
         later = loop.submit(client.generate([[5]], SamplingParams(1)))
         time.sleep(1.0)
         assert not future.done() and not later.done()
-        assert loop.call(client.model_info()) and loop.call(client.server_info())  # control is answered during a pause
+        # control is answered during a pause
+        assert loop.call(client.model_info()) and loop.call(client.server_info())
     finally:
         loop.call(client.continue_generation())
     trajectories = future.result(60)

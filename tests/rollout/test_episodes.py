@@ -1,4 +1,6 @@
-"""Episodes of several turns with a client that answers from a script: what is asked, joined, bounded and refused."""
+"""Episodes of several turns with a client that answers from a script: what is asked, joined,
+bounded and refused.
+"""
 
 import asyncio
 import json
@@ -30,7 +32,9 @@ PROMPTS = [Prompt(7, [1, 2], {"answer": 3})]
 
 
 class Script:
-    """Answers its requests in order with (output_ids, finish reason), each from the next version of the weights."""
+    """Answers its requests in order with (output_ids, finish reason), each from the next
+    version of the weights.
+    """
 
     vocab_size, seed = 100, 0
 
@@ -51,11 +55,17 @@ class Script:
 def answer(prompt_ids, output_ids, reason="stop", version="v1", **options):
     """Log-probs are -1 / id."""
     return Trajectory(
-        prompt_index=0, sample_index=0, prompt_ids=torch.tensor(prompt_ids),
+        prompt_index=0,
+        sample_index=0,
+        prompt_ids=torch.tensor(prompt_ids),
         output_ids=torch.tensor(output_ids, dtype=torch.int64),
-        rollout_logprobs=-1 / torch.tensor(output_ids, dtype=torch.float32), finish_reason=reason,
-        weight_versions=(VersionSpan(version, 0, len(output_ids)),), cached_tokens=0, server="http://a:1", **options,
-    )  # fmt: skip
+        rollout_logprobs=-1 / torch.tensor(output_ids, dtype=torch.float32),
+        finish_reason=reason,
+        weight_versions=(VersionSpan(version, 0, len(output_ids)),),
+        cached_tokens=0,
+        server="http://a:1",
+        **options,
+    )
 
 
 class Says(Environment):
@@ -92,15 +102,31 @@ def test_episode_when_the_environment_answers_twice_then_one_trajectory_of_three
     whole = episode(client, environment)
     # Each request is everything so far; the budget of 20 covers what was said: 20, 20 - 4, 20 - 8.
     assert client.asked == [
-        ([1, 2], 20, (9,)), ([1, 2, 10, 9, 50, 51], 16, (9,)), ([1, 2, 10, 9, 50, 51, 20, 25, 9, 60], 12, (9,)),
-    ]  # fmt: skip
+        ([1, 2], 20, (9,)),
+        ([1, 2, 10, 9, 50, 51], 16, (9,)),
+        ([1, 2, 10, 9, 50, 51, 20, 25, 9, 60], 12, (9,)),
+    ]
     assert environment.seen == [([10, 9], "stop"), ([20, 25, 9], "stop"), ([40], "stop")]
-    assert whole.prompt_ids.tolist() == [1, 2] and whole.output_ids.tolist() == [10, 9, 50, 51, 20, 25, 9, 60, 40]
+    assert whole.prompt_ids.tolist() == [1, 2] and whole.output_ids.tolist() == [
+        10,
+        9,
+        50,
+        51,
+        20,
+        25,
+        9,
+        60,
+        40,
+    ]
     assert whole.turn_ids.tolist() == [0, 0, -1, -1, 1, 1, 1, -1, 2]
     expected = [-1 / 10, -1 / 9, NAN, NAN, -1 / 20, -1 / 25, -1 / 9, NAN, -1 / 40]
     assert whole.rollout_logprobs.tolist() == pytest.approx(expected, nan_ok=True)
     # What was said belongs to the span before it: the spans partition the response.
-    assert whole.weight_versions == (VersionSpan("v1", 0, 4), VersionSpan("v2", 4, 8), VersionSpan("v3", 8, 9))
+    assert whole.weight_versions == (
+        VersionSpan("v1", 0, 4),
+        VersionSpan("v2", 4, 8),
+        VersionSpan("v3", 8, 9),
+    )
     assert whole.sampled_by("v2").tolist() == [False] * 4 + [True] * 3 + [False] * 2
     assert whole.finish_reason == "stop" and whole.environment_reward == 0.5
 
@@ -149,7 +175,9 @@ def test_episode_when_every_method_is_async_then_the_same():
         return made[-1]
 
     client = Script(([10], "stop"), ([11], "stop"))
-    [whole] = asyncio.run(generate_episodes(client, PROMPTS, SamplingParams(4), environment=factory, max_turns=3))
+    [whole] = asyncio.run(
+        generate_episodes(client, PROMPTS, SamplingParams(4), environment=factory, max_turns=3)
+    )
     assert whole.turn_ids.tolist() == [0, -1, 1] and whole.environment_reward == 2.0
     assert [asked[2] for asked in client.asked] == [(33,), (33,)] and made[0].closed == 1
 
@@ -164,7 +192,13 @@ def test_episode_when_every_method_is_async_then_the_same():
         # 1 + 3 of 4 tokens: none is left to sample.
         ([([10], "stop")], [[50, 51, 52]], {"max_new_tokens": 4}, [10], "length"),
         # 1 + 2 of 4: one is left.
-        ([([10], "stop"), ([11], "length")], [[50, 51], [52]], {"max_new_tokens": 4}, [10, 50, 51, 11], "length"),
+        (
+            [([10], "stop"), ([11], "length")],
+            [[50, 51], [52]],
+            {"max_new_tokens": 4},
+            [10, 50, 51, 11],
+            "length",
+        ),
         # A turn cut in the middle ends the episode, whatever is said.
         ([([10], "abort")], [[50]], {}, [10], "abort"),
         ([([10, 12], "length")], [DONE], {"max_new_tokens": 2}, [10, 12], "length"),
@@ -187,9 +221,15 @@ def test_episode_when_something_ends_it_then_the_last_token_is_sampled_and_the_r
 @pytest.mark.parametrize(
     "reply, named",
     [
-        ([50, 100], "token id 100 at position 1 in turn 0 of prompt 0 sample 0; ids must be in [0, 100), the model's"),
+        (
+            [50, 100],
+            "token id 100 at position 1 in turn 0 of prompt 0 sample 0; ids must be in [0, 100), the model's",
+        ),
         ([-1], "token id -1 at position 0"),
-        (None, "must return DONE or a non-empty list of token ids, got 'None' in turn 0 of prompt 0 sample 0"),
+        (
+            None,
+            "must return DONE or a non-empty list of token ids, got 'None' in turn 0 of prompt 0 sample 0",
+        ),
         ([], "must return DONE or a non-empty list of token ids, got '[]'"),
         (np.array([], dtype=np.int64), "must return DONE or a non-empty list of token ids, got '[]'"),
         ("text", "must return DONE or a non-empty list of token ids, got 'text'"),
@@ -248,9 +288,11 @@ def test_environment_when_it_changes_its_prompt_then_other_samples_and_later_one
     prompt = Prompt(4, [1, 2], {"calls": [0]})
     for _ in range(2):
         client = Script(*[([10, 11], "stop")] * 3)
-        trajectories = asyncio.run(generate_episodes(
-            client, [prompt], SamplingParams(9), environment=Collects, max_turns=2, samples_per_prompt=3
-        ))  # fmt: skip
+        trajectories = asyncio.run(
+            generate_episodes(
+                client, [prompt], SamplingParams(9), environment=Collects, max_turns=2, samples_per_prompt=3
+            )
+        )
         assert [one.prompt_ids.tolist() for one in trajectories] == [[1, 2]] * 3
     assert prompt == Prompt(4, [1, 2], {"calls": [0]})
 
@@ -266,12 +308,16 @@ def foreign(_):
 @pytest.mark.parametrize(
     ("wrong", "said", "kind"),
     [
-        (sys.exit, "it called exit\\(3\\)", "plain"), (sys.exit, "it called exit\\(3\\)", "async"),
-        (lambda _: next(iter(())), "StopIteration", "plain"), (lambda _: next(iter(())), "StopIteration", "async"),
-        (foreign, "it raised Foreign", "plain"), (foreign, "it raised Foreign", "async"),
-        (lambda _: cancelled(), "something that was cancelled", "async"),  # a plain one has no loop to wait on
+        (sys.exit, "it called exit\\(3\\)", "plain"),
+        (sys.exit, "it called exit\\(3\\)", "async"),
+        (lambda _: next(iter(())), "StopIteration", "plain"),
+        (lambda _: next(iter(())), "StopIteration", "async"),
+        (foreign, "it raised Foreign", "plain"),
+        (foreign, "it raised Foreign", "async"),
+        # a plain one has no loop to wait on
+        (lambda _: cancelled(), "something that was cancelled", "async"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("method", ["step", "reward", "close"])
 def test_environment_when_a_tool_exits_or_drops_its_call_then_an_error_and_no_endless_wait(
     method, kind, wrong, said
@@ -309,7 +355,9 @@ def test_environment_when_a_tool_exits_or_drops_its_call_then_an_error_and_no_en
 
 
 def test_environment_when_a_plain_method_takes_long_then_the_loop_goes_on_and_its_limit_ends_the_sample():
-    """One thread for all, as if the methods were the only ones; one that hangs gets no other stuck behind it."""
+    """One thread for all, as if the methods were the only ones; one that hangs gets no other
+    stuck behind it.
+    """
     threads, release = set(), threading.Event()
 
     class Slow(Environment):
@@ -325,11 +373,16 @@ def test_environment_when_a_plain_method_takes_long_then_the_loop_goes_on_and_it
     async def scenario():
         calls = UserCalls(0.8)
         how = {"environment": Slow, "max_turns": 2, "calls": calls}
-        with pytest.raises(SampleFailure, match="turn 0 of prompt 0 sample 0: it took longer than 0.8 s") as error:
+        with pytest.raises(
+            SampleFailure, match="turn 0 of prompt 0 sample 0: it took longer than 0.8 s"
+        ) as error:
             await generate_episodes(Script(([10], "stop")), [Prompt(5, [1])], SamplingParams(9), **how)
         assert error.value.cause == "environment_timeout" and not release.is_set()  # the step has not ended
         script = Script(*[([10], "stop")] * 3)
-        assert len(await generate_episodes(script, [Prompt(n, [1]) for n in range(3)], SamplingParams(9), **how)) == 3
+        assert (
+            len(await generate_episodes(script, [Prompt(n, [1]) for n in range(3)], SamplingParams(9), **how))
+            == 3
+        )
         release.set()
         await calls.close()
 
@@ -355,7 +408,11 @@ def test_request_when_the_server_refuses_a_later_turn_then_the_error_says_which_
     async def scenario(client):
         with pytest.raises(SampleFailure) as error:
             await generate_episodes(
-                client, [Prompt(3, [1])], SamplingParams(9), environment=lambda prompt: Says([6], DONE), max_turns=2
+                client,
+                [Prompt(3, [1])],
+                SamplingParams(9),
+                environment=lambda prompt: Says([6], DONE),
+                max_turns=2,
             )
         assert error.value.__notes__[-1] == "it was turn 1 of prompt 0 sample 0 (row 3 of the data set)"
 
@@ -376,12 +433,20 @@ def test_load_environment_when_there_is_none_then_the_error_names_the_flag(tmp_p
         ({"samples_per_prompt": 0}, "samples_per_prompt must be at least 1, got 0"),
         ({"prompts": [Prompt(0, [1]), Prompt(1, [100])]}, "prompt 1 has token id 100 at position 0"),
         ({"sampling": SamplingParams(4, ignore_eos=True)}, "ignore_eos leaves no token for a second turn"),
-        ({"environment": lambda prompt: object()}, "must be an object of a subclass of megatron_rl_corr.rollout.Envir"),
+        (
+            {"environment": lambda prompt: object()},
+            "must be an object of a subclass of megatron_rl_corr.rollout.Envir",
+        ),
     ],
 )
 def test_episodes_when_they_cannot_be_run_then_refused_before_anything_is_sent(options, named):
     client = Script()
-    values = {"prompts": PROMPTS, "sampling": SamplingParams(4), "environment": lambda prompt: Says(), "max_turns": 2}
+    values = {
+        "prompts": PROMPTS,
+        "sampling": SamplingParams(4),
+        "environment": lambda prompt: Says(),
+        "max_turns": 2,
+    }
     values |= options
     with pytest.raises((ValueError, SampleFailure), match=named.replace("[", r"\[")):
         asyncio.run(generate_episodes(client, values.pop("prompts"), values.pop("sampling"), **values))
@@ -404,11 +469,18 @@ def test_episodes_when_several_of_a_prompt_then_prompt_major_each_with_its_own_e
     client = Script(*[([10], "stop")] * 12)
     trajectories = asyncio.run(
         generate_episodes(
-            client, [Prompt(0, [1]), Prompt(1, [2, 2])], SamplingParams(9), environment=Once, max_turns=2,
-            samples_per_prompt=3, on_progress=lambda done, total, rate: told.append((done, total, rate > 0)),
+            client,
+            [Prompt(0, [1]), Prompt(1, [2, 2])],
+            SamplingParams(9),
+            environment=Once,
+            max_turns=2,
+            samples_per_prompt=3,
+            on_progress=lambda done, total, rate: told.append((done, total, rate > 0)),
         )
-    )  # fmt: skip
-    assert [(t.prompt_index, t.sample_index) for t in trajectories] == [(p, s) for p in range(2) for s in range(3)]
+    )
+    assert [(t.prompt_index, t.sample_index) for t in trajectories] == [
+        (p, s) for p in range(2) for s in range(3)
+    ]
     assert [t.output_ids.tolist() for t in trajectories] == [[10, 50, 10]] * 3 + [[10, 51, 10]] * 3
     assert [t.environment_reward for t in trajectories] == [2.0] * 6
     assert told == [(i + 1, 6, True) for i in range(6)]
@@ -445,11 +517,14 @@ def routes(tokens, of):
 
 def test_join_turn_when_sets_and_routes_are_known_then_those_of_the_pass_that_was_first_to_have_them():
     first = answer([1, 2], [3, 4], support=support([3, 5], [4]), routed_experts=routes(4, 1))
-    later = answer([1, 2, 3, 4, 50, 51], [6], "length", "v1", support=support([7, 6]), routed_experts=routes(7, 2))
+    later = answer(
+        [1, 2, 3, 4, 50, 51], [6], "length", "v1", support=support([7, 6]), routed_experts=routes(7, 2)
+    )
     whole = join_turn(first_turn(first), torch.tensor([50, 51]), later)
     assert whole.support.ids.tolist() == [3, 5, 4, 50, 51, 7, 6]
     assert whole.support.lengths.tolist() == [2, 1, 1, 1, 2]
-    # Three rows of the first pass; the last sampled token and what was said went through the second one alone.
+    # Three rows of the first pass; the last sampled token and what was said went through the
+    # second one alone.
     assert whole.routed_experts.flatten().tolist() == [10, 11, 12, 23, 24, 25]
     assert whole.turn_ids.tolist() == [0, 0, -1, -1, 1] and whole.finish_reason == "length"
     assert whole.weight_versions == (VersionSpan("v1", 0, 5),)
@@ -486,7 +561,9 @@ def test_episodes_when_there_are_two_servers_then_the_turns_of_each_stay_at_the_
 
     async def scenario(client):
         prompts = [Prompt(0, [1 + i, 2]) for i in range(6)]
-        episodes = await generate_episodes(client, prompts, SamplingParams(16), environment=Counts, max_turns=5)
+        episodes = await generate_episodes(
+            client, prompts, SamplingParams(16), environment=Counts, max_turns=5
+        )
         assert {episode.server for episode in episodes} == set(client.base_urls)
 
     faulty.run(scenario, serving("a"), serving("b"))

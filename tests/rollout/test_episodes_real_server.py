@@ -1,4 +1,6 @@
-"""Episodes with a real server of each engine: a joined episode has the log-probs of one pass over all its tokens."""
+"""Episodes with a real server of each engine: a joined episode has the log-probs of one pass
+over all its tokens.
+"""
 
 import importlib.util
 import json
@@ -7,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_rl_corr.rollout import Environment, LoopThread, Prompt, RolloutClient, SamplingParams, generate_episodes
+from megatron_rl_corr.rollout import (
+    Environment,
+    LoopThread,
+    Prompt,
+    RolloutClient,
+    SamplingParams,
+    generate_episodes,
+)
 from tests.hf_truth import assert_is_truth
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -60,9 +69,13 @@ def check_form(episode):
     said = [SAID[0], SAID[1]]
     for turn, ids in enumerate(said):
         last = max(i for i, t in enumerate(turn_ids) if t == turn)
-        assert turn_ids[last + 1 : last + 1 + len(ids)] == [-1] * len(ids) and turn_ids[last + 1 + len(ids)] == turn + 1
+        assert (
+            turn_ids[last + 1 : last + 1 + len(ids)] == [-1] * len(ids)
+            and turn_ids[last + 1 + len(ids)] == turn + 1
+        )
         assert episode.output_ids[last + 1 : last + 1 + len(ids)].tolist() == ids
-        assert episode.output_ids[last] in Talks.stop_token_ids or episode.output_ids[last] > 70  # or end-of-sequence
+        # or end-of-sequence
+        assert episode.output_ids[last] in Talks.stop_token_ids or episode.output_ids[last] > 70
     assert episode.rollout_logprobs.isnan().tolist() == [t == -1 for t in turn_ids]
     bounds = [0, *(span.end for span in episode.weight_versions)]
     assert bounds[-1] == len(turn_ids) and bounds[:-1] == [span.start for span in episode.weight_versions]
@@ -71,7 +84,12 @@ def check_form(episode):
 def episodes(client, loop, **sampling):
     made = loop.call(
         generate_episodes(
-            client, PROMPTS, SamplingParams(120, **sampling), environment=Talks, max_turns=3, samples_per_prompt=4
+            client,
+            PROMPTS,
+            SamplingParams(120, **sampling),
+            environment=Talks,
+            max_turns=3,
+            samples_per_prompt=4,
         )
     )
     return [episode for episode in made if episode.turn_ids.max() == 2]
@@ -124,7 +142,12 @@ def test_calculator_when_an_untrained_model_uses_it_then_calls_are_answered_and_
     prompts = [Prompt(i, calculator.encode(row["prompt"])) for i, row in enumerate(rows)]
     made = loop.call(
         generate_episodes(
-            client, prompts, SamplingParams(24), environment=calculator.Calculator, max_turns=4, samples_per_prompt=8
+            client,
+            prompts,
+            SamplingParams(24),
+            environment=calculator.Calculator,
+            max_turns=4,
+            samples_per_prompt=8,
         )
     )
     answered = [episode for episode in made if (episode.turn_ids == -1).any()]

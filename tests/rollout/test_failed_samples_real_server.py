@@ -21,7 +21,9 @@ GROUPS, GROUP_SIZE, STEPS = 4, 4, 14
 # The context of the server's model is shorter than this one.
 TOO_LONG = [2] * 5000
 LIMIT_S = 3.0
-"""Of a reward: one that sleeps for 0.2 s is none that hangs, on a machine whose cores are taken for a second too."""
+"""Of a reward: one that sleeps for 0.2 s is none that hangs, on a machine whose cores are taken
+for a second too.
+"""
 
 
 def run(server, scenario, spec, prompts, **options):
@@ -35,10 +37,17 @@ def run(server, scenario, spec, prompts, **options):
         try:
             async with RolloutClient([server.url], vocab_size=100, engine=server.engine) as client:
                 sampler = GroupSampler(
-                    client, prompts, GroupNumbers(Cursor(0), 0, 1), SamplingParams(3, ignore_eos=True),
-                    group_size=GROUP_SIZE, rewards=rewards, failures=failures,
-                    failed_prompts=FailedPrompts(len(prompts)), on_failed=options.pop("on_failed", None), episodes=None,
-                )  # fmt: skip
+                    client,
+                    prompts,
+                    GroupNumbers(Cursor(0), 0, 1),
+                    SamplingParams(3, ignore_eos=True),
+                    group_size=GROUP_SIZE,
+                    rewards=rewards,
+                    failures=failures,
+                    failed_prompts=FailedPrompts(len(prompts)),
+                    on_failed=options.pop("on_failed", None),
+                    episodes=None,
+                )
                 stream = GroupStream(
                     sampler.sample, sampler.draw, groups_per_step=GROUPS, first=0, last=STEPS, **options
                 )
@@ -46,7 +55,8 @@ def run(server, scenario, spec, prompts, **options):
                     return await asyncio.wait_for(scenario(stream, failures), 120)
                 finally:
                     await stream.close()
-                    await asyncio.sleep(LIMIT_S + 0.5)  # calls of dropped groups end by themselves, and are counted
+                    # calls of dropped groups end by themselves, and are counted
+                    await asyncio.sleep(LIMIT_S + 0.5)
                     assert len(descendants(os.getpid())) == workers
         finally:
             await rewards.close()
@@ -98,11 +108,15 @@ def test_steps_when_rewards_sleep_raise_and_hang_then_none_is_lost_and_counts_ar
 def test_step_when_the_reward_fails_for_every_sample_then_the_run_ends_with_its_traceback(
     companion, tmp_path
 ):
-    (tmp_path / "wrong.py").write_text("def reward(prompt, ids, reason):\n    return prompt.metadata['anwser']\n")
+    (tmp_path / "wrong.py").write_text(
+        "def reward(prompt, ids, reason):\n    return prompt.metadata['anwser']\n"
+    )
     prompts = PromptDataset([Prompt(i, [1 + i, 2, 3], {"answer": 1}) for i in range(60)])
 
     async def scenario(stream, failures):
-        with pytest.raises(TooManyFailures, match="(?s)100 of the last 100 samples .*prompt.metadata.*KeyError") as end:
+        with pytest.raises(
+            TooManyFailures, match="(?s)100 of the last 100 samples .*prompt.metadata.*KeyError"
+        ) as end:
             await stream.take(0)
         assert str(end.value).count("Traceback") == 1
 

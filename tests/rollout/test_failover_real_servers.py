@@ -16,7 +16,9 @@ from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTranspo
 from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth
 
-PROMPTS = [[(p + 7 * i) % 80 for i in range(length)] for p, length in enumerate((2, 300, 5, 64, 3, 400, 9, 150))]
+PROMPTS = [
+    [(p + 7 * i) % 80 for i in range(length)] for p, length in enumerate((2, 300, 5, 64, 3, 400, 9, 150))
+]
 SAMPLES, LONG, SHORT = 4, SamplingParams(96, ignore_eos=True), SamplingParams(8, ignore_eos=True)
 NORM = "model.norm.weight"
 TIMEOUT_S = 120
@@ -34,7 +36,9 @@ def client(companion, victim, tiny_moe_dir, loop, monkeypatch):
     monkeypatch.setattr(health, "LONGEST_BACKOFF_S", 1.0)
     vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
     urls = [companion.url, victim.server.url]
-    client = RolloutClient(urls, vocab_size=vocab_size, max_concurrency=16, timeout_s=TIMEOUT_S, engine=victim.engine)
+    client = RolloutClient(
+        urls, vocab_size=vocab_size, max_concurrency=16, timeout_s=TIMEOUT_S, engine=victim.engine
+    )
     before = loop.call(client.reported_versions())[0]
     loop.call(client.update_weight_version("1"))
     yield client
@@ -51,7 +55,9 @@ def model(tiny_moe_dir):
 
 def collecting(client, loop, progress):
     return loop.submit(
-        client.generate(PROMPTS, LONG, samples_per_prompt=SAMPLES, on_progress=lambda *seen: progress.append(seen))
+        client.generate(
+            PROMPTS, LONG, samples_per_prompt=SAMPLES, on_progress=lambda *seen: progress.append(seen)
+        )
     )
 
 
@@ -106,7 +112,9 @@ def test_collect_when_one_server_pauses_then_what_it_cut_is_continued_on_the_oth
 
 @pytest.fixture
 def push(client, loop, tiny_moe_dir):
-    """push(version, norm): the model with a final norm, and so logits, of `norm` times the size. Puts it back."""
+    """push(version, norm): the model with a final norm, and so logits, of `norm` times the
+    size. Puts it back.
+    """
     weights = load_file(tiny_moe_dir / "model.safetensors")
     servers = WeightServers(client, loop, DistributedTransport(client.control, loop, backend="gloo"))
     before = loop.call(client.reported_versions())[0]

@@ -82,8 +82,11 @@ def test_since_last_when_groups_are_dropped_then_their_samples_lengths_are_count
     failures.dropped(Prompt(3, [1]), 43, [])
     since = failures.since_last()
     assert {name: n for name, n in since.items() if n} == {
-        "ended": 1, "replaced": 2, "lost_samples": 2, "lost_tokens": 40,
-    }  # fmt: skip
+        "ended": 1,
+        "replaced": 2,
+        "lost_samples": 2,
+        "lost_tokens": 40,
+    }
     assert set(failures.since_last().values()) == {0}
     assert failures.take_dropped() == [(9, 42), (3, 43)] and failures.take_dropped() == []
 
@@ -92,12 +95,18 @@ def test_prompt_when_its_groups_failed_three_times_then_left_out_for_an_epoch_an
     prompts = FailedPrompts(10)
     # Row 4 fails in epochs 0, 1 and 2: numbers 3, 17, 25.
     assert [prompts.add(4, number) for number in (3, 17, 25)] == [False, False, True]
-    assert [prompts.leaves_out(4, number) for number in (26, 29, 30, 39, 40)] == [True, True, True, True, False]
+    assert [prompts.leaves_out(4, number) for number in (26, 29, 30, 39, 40)] == [
+        True,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert not prompts.leaves_out(5, 30)
     assert prompts.add(4, 41) is False
 
 
-def test_failures_when_a_run_goes_on_then_what_is_judged_and_what_was_not_told_yet_are_those_of_the_checkpoint():
+def test_failures_when_a_run_goes_on_then_judged_and_untold_ones_are_the_checkpoints():
     failures = Failures(0.05, lambda line: None)
     for number in range(60):
         failures.failed(SampleFailure("refused", "no"), "a sample")
@@ -111,9 +120,14 @@ def test_failures_when_a_run_goes_on_then_what_is_judged_and_what_was_not_told_y
     for one in (resumed, failures):
         told = {name: n for name, n in one.since_last().items() if n}
         assert told == {
-            "ended": 1, "replaced": 1, "lost_samples": 2, "lost_tokens": 11, "cut_ended": 1, "cut_ended_tokens": 4,
+            "ended": 1,
+            "replaced": 1,
+            "lost_samples": 2,
+            "lost_tokens": 11,
+            "cut_ended": 1,
+            "cut_ended_tokens": 4,
             "failed_retries": 1,
-        }  # fmt: skip
+        }
         assert one.take_dropped() == [(3, 61)]
         for _ in range(39):
             one.scored()

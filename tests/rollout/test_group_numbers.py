@@ -1,4 +1,6 @@
-"""Which numbers replicas draw, and that a run that goes on draws what is left, once each, with any replicas."""
+"""Which numbers replicas draw, and that a run that goes on draws what is left, once each,
+with any replicas.
+"""
 
 import random
 
@@ -31,7 +33,9 @@ def test_cursor_when_no_replica_is_ahead_then_it_is_one_number():
 
 @pytest.mark.parametrize("seed", range(20))
 def test_cursor_when_runs_of_other_sizes_go_on_then_every_number_is_trained_or_replaced_once(seed):
-    """Runs end at random places; what they trained or gave up, and what the last one has open, is the sequence."""
+    """Runs end at random places; what they trained or gave up, and what the last one has open,
+    is the sequence.
+    """
     choose = random.Random(seed)
     cursor, done = Cursor(choose.randrange(5)), []
     first = cursor.next
@@ -43,7 +47,9 @@ def test_cursor_when_runs_of_other_sizes_go_on_then_every_number_is_trained_or_r
             left = choose.sample(drawn, choose.randint(0, len(drawn)))
             untrained.append(left)
             done += [number for number in drawn if number not in left]
-        cursor = Cursor.merged([replica.drawn(left) for replica, left in zip(replicas, untrained, strict=True)])
+        cursor = Cursor.merged(
+            [replica.drawn(left) for replica, left in zip(replicas, untrained, strict=True)]
+        )
     assert len(done) == len(set(done))
     assert sorted([*done, *cursor.again]) == list(range(first, cursor.next))
 
@@ -52,12 +58,15 @@ def test_merged_when_replicas_have_open_numbers_then_all_are_asked_again():
     assert Cursor.merged([Drawn(4, (0, 2)), Drawn(4, (1,))]) == Cursor(4, (0, 1, 2))
 
 
-def test_numbers_when_as_many_replicas_go_on_then_each_draws_its_own_open_ones_in_order_and_goes_on_behind_its_own():
-    # Replica 1 has replaced groups and is ahead; by the cursor alone, replica 0 would draw 4 and replica 2 the 6.
+def test_numbers_when_as_many_replicas_go_on_then_each_draws_its_own_open_ones_first():
+    # Replica 1 has replaced groups and is ahead; by the cursor alone, replica 0 would draw 4 and
+    # replica 2 the 6.
     places = [Drawn(6), Drawn(9, waiting=(7,), running=(4,), again=(1,)), Drawn(6, waiting=(5, 2))]
     cursor = Cursor.merged(places)
     assert cursor == Cursor(9, (1, 2, 4, 5, 6, 7, 8))
-    drawn = [[numbers.draw() for _ in range(4)] for numbers in (
-        GroupNumbers(cursor, rank, 3, own) for rank, own in enumerate(places))]  # fmt: skip
+    drawn = [
+        [numbers.draw() for _ in range(4)]
+        for numbers in (GroupNumbers(cursor, rank, 3, own) for rank, own in enumerate(places))
+    ]
     assert drawn == [[6, 9, 12, 15], [7, 4, 1, 10], [5, 2, 8, 11]]
     assert [GroupNumbers(cursor, rank, 3).draw() for rank in range(3)] == [1, 2, 4]

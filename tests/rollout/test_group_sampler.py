@@ -47,9 +47,17 @@ def step(fails, max_fraction, limit_s=20.0):
     """What one step of 4 groups takes, and the failures that were counted."""
     failures = Failures(max_fraction)
     sampler = GroupSampler(
-        Client(), PROMPTS, GroupNumbers(Cursor(0), 0, 1), None, group_size=GROUP, rewards=LastFails(fails),
-        failures=failures, failed_prompts=FailedPrompts(len(PROMPTS)), on_failed=None, episodes=None,
-    )  # fmt: skip
+        Client(),
+        PROMPTS,
+        GroupNumbers(Cursor(0), 0, 1),
+        None,
+        group_size=GROUP,
+        rewards=LastFails(fails),
+        failures=failures,
+        failed_prompts=FailedPrompts(len(PROMPTS)),
+        on_failed=None,
+        episodes=None,
+    )
     stream = GroupStream(sampler.sample, sampler.draw, groups_per_step=4, first=0, last=1)
     return asyncio.run(asyncio.wait_for(stream.take(0), limit_s)), failures
 
@@ -58,7 +66,9 @@ def test_step_when_each_group_has_one_failed_sample_then_the_run_ends_though_the
     with pytest.raises(TooManyFailures) as error:
         step(lambda row: True, 0.05)
     text = str(error.value)
-    assert text.startswith(f"the last {HOPELESS_GROUPS} groups of a replica were all dropped for a sample that failed")
+    assert text.startswith(
+        f"the last {HOPELESS_GROUPS} groups of a replica were all dropped for a sample that failed"
+    )
     assert f"By cause: reward_timeout {HOPELESS_GROUPS}. " in text and "it took longer than 5 s" in text
 
 
@@ -78,9 +88,17 @@ class Fails(Client):
 @pytest.mark.parametrize(("client", "cause"), [(Fails(), "retries"), (Client(), "reward_timeout")])
 def test_sample_when_it_fails_then_told_once_with_its_group_and_row(client, cause, told):
     sampler = GroupSampler(
-        client, PROMPTS, GroupNumbers(Cursor(0), 0, 1), None, group_size=GROUP, rewards=LastFails(lambda row: True),
-        failures=Failures(1.0), failed_prompts=FailedPrompts(len(PROMPTS)), on_failed=None, episodes=None,
-    )  # fmt: skip
+        client,
+        PROMPTS,
+        GroupNumbers(Cursor(0), 0, 1),
+        None,
+        group_size=GROUP,
+        rewards=LastFails(lambda row: True),
+        failures=Failures(1.0),
+        failed_prompts=FailedPrompts(len(PROMPTS)),
+        on_failed=None,
+        episodes=None,
+    )
     assert asyncio.run(sampler.sample(7)) is None
     [(kind, failed), (dropped, _)] = told
     assert (kind, dropped) == ("sample_failed", "group_dropped")
@@ -110,10 +128,18 @@ class Cut(Client):
 def drop_truncated(cut):
     failures, client = Failures(1.0), Cut(cut)
     sampler = GroupSampler(
-        client, PROMPTS, GroupNumbers(Cursor(0), 0, 1), None, group_size=4, rewards=LastFails(lambda row: False),
-        failures=failures, failed_prompts=FailedPrompts(len(PROMPTS)), on_failed=None, episodes=None,
+        client,
+        PROMPTS,
+        GroupNumbers(Cursor(0), 0, 1),
+        None,
+        group_size=4,
+        rewards=LastFails(lambda row: False),
+        failures=failures,
+        failed_prompts=FailedPrompts(len(PROMPTS)),
+        on_failed=None,
+        episodes=None,
         drop_truncated=True,
-    )  # fmt: skip
+    )
     stream = GroupStream(sampler.sample, sampler.draw, groups_per_step=4, first=0, last=1)
     return asyncio.run(asyncio.wait_for(stream.take(0), 20.0)), failures, client
 
@@ -128,8 +154,11 @@ def test_truncated_samples_when_dropped_then_their_groups_are_replaced_at_once_a
 
 
 def test_truncated_samples_when_all_groups_have_one_then_the_run_ends_with_the_remedy():
-    with pytest.raises(TooManyFailures, match=f"the last {HOPELESS_GROUPS} groups of a replica were all dropped for a "
-                       "sample that was cut, .* larger `max_new_tokens`, or use `truncated_samples` mask"):  # fmt: skip
+    with pytest.raises(
+        TooManyFailures,
+        match=f"the last {HOPELESS_GROUPS} groups of a replica were all dropped for a "
+        "sample that was cut, .* larger `max_new_tokens`, or use `truncated_samples` mask",
+    ):
         drop_truncated(lambda row: True)
 
 

@@ -35,17 +35,26 @@ class Parity:
 
 
 def run(server, spec, scenario, *, tokens=3, **options):
-    """await scenario(stream, client, failures, scored): scored has the rewards of every group that was sampled."""
+    """await scenario(stream, client, failures, scored): scored has the rewards of every group
+    that was sampled.
+    """
 
     async def inner():
         failures, scored = Failures(0.5), {}
         async with RolloutClient([server.url], vocab_size=100, engine=server.engine) as client:
             numbers = GroupNumbers(Cursor(0), 0, 1)
             sampler = GroupSampler(
-                client, PROMPTS, numbers, SamplingParams(tokens, ignore_eos=True), group_size=GROUP_SIZE,
-                rewards=Parity(), failures=failures, failed_prompts=FailedPrompts(len(PROMPTS)), on_failed=None,
+                client,
+                PROMPTS,
+                numbers,
+                SamplingParams(tokens, ignore_eos=True),
+                group_size=GROUP_SIZE,
+                rewards=Parity(),
+                failures=failures,
+                failed_prompts=FailedPrompts(len(PROMPTS)),
+                on_failed=None,
                 episodes=None,
-            )  # fmt: skip
+            )
 
             async def sample(number):
                 group = await sampler.sample(number)
@@ -53,8 +62,15 @@ def run(server, spec, scenario, *, tokens=3, **options):
                 return group
 
             chosen = GroupFilter(spec, PROMPTS, failures)
-            stream = GroupStream(sample, sampler.draw, groups_per_step=GROUPS, first=0, last=STEPS,
-                                 selection=Selection(chosen.passes), **options)  # fmt: skip
+            stream = GroupStream(
+                sample,
+                sampler.draw,
+                groups_per_step=GROUPS,
+                first=0,
+                last=STEPS,
+                selection=Selection(chosen.passes),
+                **options,
+            )
             try:
                 await asyncio.wait_for(scenario(stream, failures, scored, numbers), 60)
             finally:
@@ -96,7 +112,10 @@ def test_steps_when_the_users_filter_fails_for_some_rows_then_their_groups_are_l
         assert all(row.label == 1 and row.index % 5 and not row.metadata for row in rows)
         failed = sum(PROMPTS.at(number).index % 5 == 0 for number in scored)
         assert failed and failures.by_cause["group_filter"] == failures.groups == failed
-        assert "`group_filter`" in failures.texts["group_filter"] and "no such row" in failures.texts["group_filter"]
+        assert (
+            "`group_filter`" in failures.texts["group_filter"]
+            and "no such row" in failures.texts["group_filter"]
+        )
 
     run(companion, f"{file}:odd", scenario)
 
@@ -109,18 +128,36 @@ def test_take_when_surplus_runs_at_the_server_then_it_is_idle_when_the_step_has_
 
         def sampler(sampling):
             return GroupSampler(
-                client, PROMPTS, None, sampling, group_size=GROUP_SIZE, rewards=Parity(), failures=failures,
-                failed_prompts=None, on_failed=None, episodes=None,
-            )  # fmt: skip
+                client,
+                PROMPTS,
+                None,
+                sampling,
+                group_size=GROUP_SIZE,
+                rewards=Parity(),
+                failures=failures,
+                failed_prompts=None,
+                on_failed=None,
+                episodes=None,
+            )
 
         failures, drawn = Failures(0.5), iter(range(9))
-        stream = GroupStream(sample, lambda: next(drawn), groups_per_step=2, first=0, last=1,
-                             selection=Selection(oversampling=2.0))  # fmt: skip
+        stream = GroupStream(
+            sample,
+            lambda: next(drawn),
+            groups_per_step=2,
+            first=0,
+            last=1,
+            selection=Selection(oversampling=2.0),
+        )
         taken = await stream.take(0)
         await client.flush_cache()  # refused while a request runs or waits
         assert [group.number for group in taken.groups] == [1, 3] and taken.aborted == 2
         counts = client.counts()
-        assert counts["cut"] == 2 * GROUP_SIZE and counts["cut_tokens"] > 0 and counts["samples"] == 2 * GROUP_SIZE
+        assert (
+            counts["cut"] == 2 * GROUP_SIZE
+            and counts["cut_tokens"] > 0
+            and counts["samples"] == 2 * GROUP_SIZE
+        )
         assert failures.cut_lengths == [0, 0] and failures.groups == 0
 
     async def inner():

@@ -29,7 +29,8 @@ KEEPS_PREFIXES = {
 
 @pytest.fixture(scope="module")
 def urls(victim, keeping_server, weights, engine, tiny_moe_dir):
-    """Two servers of the victim's engine that may be paused in place, one without a prefix cache and one with.
+    """Two servers of the victim's engine that may be paused in place, one without a prefix
+    cache and one with.
 
     Other modules share them: they get the model's weights back, under their name.
     """
@@ -49,13 +50,17 @@ def engine(victim):
 
 @pytest.fixture(scope="module")
 def weights(tiny_moe_dir):
-    """The model's, and others that give every token another log-prob, and every position other keys and values."""
+    """The model's, and others that give every token another log-prob, and every position other
+    keys and values.
+    """
     first = load_file(tiny_moe_dir / "model.safetensors")
     noise = torch.Generator().manual_seed(0)
 
     def other() -> dict[str, torch.Tensor]:
-        return {name: w + 0.3 * w.std() * torch.randn(w.shape, generator=noise) if w.dim() > 1 else w
-                for name, w in first.items()}  # fmt: skip
+        return {
+            name: w + 0.3 * w.std() * torch.randn(w.shape, generator=noise) if w.dim() > 1 else w
+            for name, w in first.items()
+        }
 
     return {"first": first, "second": other(), "third": other()}
 
@@ -64,7 +69,10 @@ def weights(tiny_moe_dir):
 def models(tiny_moe_dir, weights):
     from transformers import AutoModelForCausalLM
 
-    loaded = {name: AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval() for name in weights}
+    loaded = {
+        name: AutoModelForCausalLM.from_pretrained(tiny_moe_dir, dtype=torch.float32).eval()
+        for name in weights
+    }
     for name, model in loaded.items():
         model.load_state_dict(_stacked(weights[name], model.state_dict()))
     return loaded
@@ -75,14 +83,21 @@ def _stacked(tensors, wanted):
     found = dict(tensors)
     for name in wanted.keys() - tensors.keys():
         layer, kind = name.split(".experts.")
-        each = [[tensors[f"{layer}.experts.{e}.{part}_proj.weight"] for part in kind.removesuffix("_proj").split("_")]
-                for e in range(wanted[name].shape[0])]  # fmt: skip
+        each = [
+            [
+                tensors[f"{layer}.experts.{e}.{part}_proj.weight"]
+                for part in kind.removesuffix("_proj").split("_")
+            ]
+            for e in range(wanted[name].shape[0])
+        ]
         found[name] = torch.stack([torch.cat(parts) for parts in each])
     return {name: found[name] for name in wanted}
 
 
 def true_logprobs(models, trajectory, starts, *, in_place):
-    """([R], [R] settled). starts: [(first token, weights), ...]. in_place: keys and values are kept over a change."""
+    """([R], [R] settled). starts: [(first token, weights), ...]. in_place: keys and values are
+    kept over a change.
+    """
     ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
     prompt, total = trajectory.prompt_ids.numel(), ids.numel()
     # The pass that samples token t has token t - 1 as its last input.
@@ -108,7 +123,9 @@ def keeping(keeping_server):
 
 
 PROMPT_TOKENS = {"sglang": (60, 1), "vllm": (300, 44)}
-"""Of a prompt, and those computed where it is cached: SGLang the last, vLLM what is behind blocks of 128 (on a CPU)."""
+"""Of a prompt, and those computed where it is cached: SGLang the last, vLLM what is behind blocks
+of 128 (on a CPU).
+"""
 
 
 def push(servers, tensors, version):
@@ -142,7 +159,8 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
     mode, count, urls, engine, weights, models, loop, tiny_moe_dir, wait_until_sampling
 ):
     client, servers = set_up(loop, urls[:count], tiny_moe_dir, mode, engine=engine)
-    # Versions of this case alone: prefixes that are cached under a name outlive the case, and no run uses a name twice.
+    # Versions of this case alone: prefixes that are cached under a name outlive the case, and no run
+    # uses a name twice.
     versions = {f"{mode}-{count}-{push}": name for push, name in enumerate(WEIGHTS)}
     first, *later = versions
     try:
@@ -170,7 +188,8 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
         torch.testing.assert_close(t.rollout_logprobs[settled], expected[settled], atol=NEAR, rtol=0)
         compared += settled.sum().item()
         changed += len(starts) > 1
-        for shift in (-1, 1) if len(starts) > 1 else ():  # the same, had the weights changed a token earlier or later
+        # the same, had the weights changed a token earlier or later
+        for shift in (-1, 1) if len(starts) > 1 else ():
             other = [starts[0], (starts[1][0] + shift, starts[1][1]), *starts[2:]]
             wrong, settled = true_logprobs(models, t, other, in_place=mode == "in_place")
             # Behind a token whose experts nearly tied no truth is known: a change there is seen by nothing.
@@ -204,7 +223,8 @@ def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_
         push(servers, weights["first"], "1")
         _, prefilled = ask()
         assert prefilled == length + 3 * behind
-        # So that the server would refuse to drop its cache. By another client: this one counts whenever it ends.
+        # So that the server would refuse to drop its cache. By another client: this one counts
+        # whenever it ends.
         running = loop.submit(other.generate([[3, 1]], LONG))
         wait_until_sampling(url)
         push(servers, weights["second"], "2")

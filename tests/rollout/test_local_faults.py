@@ -1,4 +1,6 @@
-"""Faults of this process and its host: no server is blamed, the remedy is named, and samples come once it is over."""
+"""Faults of this process and its host: no server is blamed, the remedy is named, and samples come
+once it is over.
+"""
 
 import asyncio
 import errno
@@ -16,7 +18,12 @@ from aiohttp import web
 from megatron_rl_corr.engines import http, local_faults
 from megatron_rl_corr.engines.errors import RolloutServerError, may_be_gone, may_pass
 from megatron_rl_corr.engines.fleet import Fleet
-from megatron_rl_corr.engines.local_faults import LocalFault, descriptors_needed, local_fault, raise_descriptor_limit
+from megatron_rl_corr.engines.local_faults import (
+    LocalFault,
+    descriptors_needed,
+    local_fault,
+    raise_descriptor_limit,
+)
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout import SamplingParams
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -79,7 +86,9 @@ def test_generate_when_this_host_lacks_something_for_a_while_then_all_samples_an
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_generate_when_this_host_lacks_something_for_good_then_it_ends_and_says_whose_fault(code, faulty, monkeypatch):
+def test_generate_when_this_host_lacks_something_for_good_then_it_ends_and_says_whose_fault(
+    code, faulty, monkeypatch
+):
     failing_sockets(monkeypatch, code, 10**9)
     before = EVENTS.counts["local_fault"]
     found, counts, left_out, asked = sampled(faulty, outage_timeout_s=0.5)
@@ -98,9 +107,15 @@ def test_fault_when_it_may_be_of_the_server_then_it_is_no_local_one(code):
     assert local_fault(OSError(code, os.strerror(code))) is None
 
 
-@pytest.mark.parametrize(("code", "local"), [
-    (socket.EAI_AGAIN, True), (socket.EAI_FAIL, True), (socket.EAI_MEMORY, True), (socket.EAI_NONAME, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "local"),
+    [
+        (socket.EAI_AGAIN, True),
+        (socket.EAI_FAIL, True),
+        (socket.EAI_MEMORY, True),
+        (socket.EAI_NONAME, False),
+    ],
+)
 def test_name_when_not_resolved_then_the_resolver_is_at_fault_and_an_unknown_name_the_address(
     code, local, faulty, monkeypatch
 ):
@@ -149,9 +164,10 @@ def test_generate_when_only_one_address_is_out_of_reach_then_the_others_are_aske
         async def handle(request):
             return faulty.one_token(len((await request.json())["input_ids"]))
 
-        async with faulty.serving(handle) as url, RolloutClient(
-            ["http://nowhere.test:1", url], vocab_size=8, engine="sglang"
-        ) as client:
+        async with (
+            faulty.serving(handle) as url,
+            RolloutClient(["http://nowhere.test:1", url], vocab_size=8, engine="sglang") as client,
+        ):
             first = await client.generate(SAMPLES, SamplingParams(1))
             begun = asyncio.get_running_loop().time()
             second = await client.generate(SAMPLES, SamplingParams(1))
@@ -176,9 +192,15 @@ def test_generate_when_descriptors_run_out_then_samples_wait_for_each_other_and_
     async def scenario():
         async with faulty.serving(handle) as a, faulty.serving(handle) as b:
             child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "tests.rollout.few_descriptors_worker", str(spare), "100", a, b,
+                sys.executable,
+                "-m",
+                "tests.rollout.few_descriptors_worker",
+                str(spare),
+                "100",
+                a,
+                b,
                 stdout=asyncio.subprocess.PIPE,
-            )  # fmt: skip
+            )
             out, _ = await child.communicate()
             return json.loads(out.decode().splitlines()[-1])
 
@@ -227,7 +249,9 @@ def test_limit_when_unlimited_is_refused_by_the_kernel_then_what_is_needed(monke
 
 def test_limit_when_the_hard_one_is_too_low_then_refused_with_the_number(monkeypatch):
     limits(monkeypatch, 512, 1024)
-    with pytest.raises(ValueError, match=r"--max-concurrency 2000 .* needs about 2500 open files.*may have 1024.*2500"):
+    with pytest.raises(
+        ValueError, match=r"--max-concurrency 2000 .* needs about 2500 open files.*may have 1024.*2500"
+    ):
         raise_descriptor_limit(2500, "--max-concurrency 2000 with 4 servers")
 
 
@@ -249,9 +273,13 @@ def test_servers_when_many_replicas_begin_then_asked_evenly(servers, replicas, s
         asked = Counter()
         for replica in range(replicas):
             pool = ServerPool(
-                urls, max_outstanding=samples, max_per_server=None, outage_timeout_s=1, replica=replica,
+                urls,
+                max_outstanding=samples,
+                max_per_server=None,
+                outage_timeout_s=1,
+                replica=replica,
                 replicas=replicas,
-            )  # fmt: skip
+            )
             asked.update([(await pool.take()).url for _ in range(samples)])
         return [asked[url] for url in urls]
 

@@ -25,10 +25,24 @@ def command(sglang_server_fp32, tiny_moe_dir, tmp_path):
     rows = [{"input_ids": [3, 1, n], "label": f"{n}", "fails": n == 2} for n in range(6)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return [
-        "rollout", "--url", sglang_server_fp32.url, "--hf-checkpoint", str(tiny_moe_dir), "--prompts",
-        str(tmp_path / "prompts.jsonl"), "--reward-function", f"{tmp_path / 'reward.py'}:reward", "--reward-workers",
-        "0", "--group-size", "2", "--max-new-tokens", "8", "--out", str(tmp_path / "out"),
-    ]  # fmt: skip
+        "rollout",
+        "--url",
+        sglang_server_fp32.url,
+        "--hf-checkpoint",
+        str(tiny_moe_dir),
+        "--prompts",
+        str(tmp_path / "prompts.jsonl"),
+        "--reward-function",
+        f"{tmp_path / 'reward.py'}:reward",
+        "--reward-workers",
+        "0",
+        "--group-size",
+        "2",
+        "--max-new-tokens",
+        "8",
+        "--out",
+        str(tmp_path / "out"),
+    ]
 
 
 def test_command_when_run_then_each_row_once_in_files_and_a_summary(command, tmp_path, capsys):
@@ -62,16 +76,22 @@ def test_command_when_prompts_are_counted_then_so_many(command, tmp_path, capsys
 def test_command_when_an_argument_is_wrong_then_its_own_flag_is_named(command, capsys):
     for change, words in (
         (["--top-p", "0.5"], "--top-p below 1 needs a --top-k"),
-        (["--groups", "0"], "--groups must be at least 1"), (["--max-turns", "2"], "--max-turns 2 has no effect"),
+        (["--groups", "0"], "--groups must be at least 1"),
+        (["--max-turns", "2"], "--max-turns 2 has no effect"),
     ):
         assert cli.main([*command, *change]) == 2
         assert words in capsys.readouterr().err
 
 
-def test_command_when_the_server_can_not_sample_so_then_refused_before_it_samples(command, vllm_server_fp32, capsys):
+def test_command_when_the_server_can_not_sample_so_then_refused_before_it_samples(
+    command, vllm_server_fp32, capsys
+):
     assert cli.main([*command, "--url", vllm_server_fp32.url, "--top-k", "5"]) == 2
     error = capsys.readouterr().err
-    assert f"{vllm_server_fp32.url}: --top-p 1, --top-k 5" in error and "start it with --return-sampling-mask" in error
+    assert (
+        f"{vllm_server_fp32.url}: --top-p 1, --top-k 5" in error
+        and "start it with --return-sampling-mask" in error
+    )
 
 
 def test_modules_of_the_command_when_imported_then_neither_megatron_nor_process_groups():

@@ -50,7 +50,8 @@ def test_take_when_a_server_is_preferred_then_unless_it_is_crowded_full_or_left_
     async def scenario():
         pool = pool_of(most=40, per_server=12)
         a, b = pool.servers
-        assert [await pool.take(prefer=b.url) for _ in range(9)] == [b] * 9  # up to 2 * (0 + 4) at its side, and one
+        # up to 2 * (0 + 4) at its side, and one
+        assert [await pool.take(prefer=b.url) for _ in range(9)] == [b] * 9
         assert await pool.take(prefer=b.url) is a
         assert await pool.take(prefer=b.url) is b  # 9 of 2 * (1 + 4)
         for _ in range(11):
@@ -118,7 +119,9 @@ def test_take_when_no_server_is_left_then_waits_for_the_outage_timeout_and_says_
             with pytest.raises(RolloutOutage) as error:
                 await asyncio.wait_for(pool.take(), 2)
         said = str(error.value)
-        assert said.startswith("none of 2 rollout servers is left to sample from: rollout server http://a:1 did not")
+        assert said.startswith(
+            "none of 2 rollout servers is left to sample from: rollout server http://a:1 did not"
+        )
         assert "http://b:1 did not answer POST /generate: connection refused" in said
         assert said.endswith("; asked again: starting")
         pool.rejoin(pool.servers[1])

@@ -18,7 +18,9 @@ from tests.faults.drills import drill
 
 
 class Sampler:
-    """Groups that are done when a test says so. weights: the version that a group begun now is sampled with."""
+    """Groups that are done when a test says so. weights: the version that a group begun now
+    is sampled with.
+    """
 
     def __init__(self):
         self.weights, self.begun, self.ended, self.lost, self._waiting = 0, [], [], set(), {}
@@ -62,10 +64,16 @@ async def settle():
 
 def sample_of(version):
     return Trajectory(
-        prompt_index=0, sample_index=0, prompt_ids=torch.tensor([1]), output_ids=torch.tensor([2]),
-        rollout_logprobs=torch.tensor([-1.0]), finish_reason="stop",
-        weight_versions=(VersionSpan(str(version), 0, 1),), cached_tokens=0, server="http://here",
-    )  # fmt: skip
+        prompt_index=0,
+        sample_index=0,
+        prompt_ids=torch.tensor([1]),
+        output_ids=torch.tensor([2]),
+        rollout_logprobs=torch.tensor([-1.0]),
+        finish_reason="stop",
+        weight_versions=(VersionSpan(str(version), 0, 1),),
+        cached_tokens=0,
+        server="http://here",
+    )
 
 
 def run(scenario, **options):
@@ -119,7 +127,9 @@ def test_take_when_max_lag_is_1_then_a_step_more_is_begun_and_those_done_first_a
 
 
 async def straggle(stream, sampler):
-    """Steps 0 and 1 of max_lag 1 take groups 0, 2 and 3, 4, while group 1, of version 0, runs on; then it is done."""
+    """Steps 0 and 1 of max_lag 1 take groups 0, 2 and 3, 4, while group 1, of version 0, runs on;
+    then it is done.
+    """
     for version, done in enumerate([(0, 2), (3, 4)]):
         sampler.weights = version
         step = asyncio.create_task(stream.take(version))
@@ -289,7 +299,9 @@ def test_take_when_no_group_passes_then_the_limit_ends_it_and_no_more_are_sample
         await settle()
         while not step.done():
             await sampler.finish(*[n for n in sampler.begun if not sampler._waiting[n].done()][:1])
-        with pytest.raises(GroupsFilteredOut, match="0 of the 2 groups .* mean reward of those is 1, above 0 in"):
+        with pytest.raises(
+            GroupsFilteredOut, match="0 of the 2 groups .* mean reward of those is 1, above 0 in"
+        ):
             await step
         # 2.5 times the two groups of each step that is under way.
         assert len(sampler.begun) == 5 * (lag + 1)
@@ -330,7 +342,9 @@ def test_take_when_the_filter_can_not_judge_a_group_then_it_is_replaced_and_not_
     run(scenario, selection=Selection(judge))
 
 
-def test_take_when_oversampled_without_lag_then_the_rest_has_ended_before_it_returns_and_is_drawn_again_first(told):
+def test_take_when_oversampled_without_lag_then_the_rest_has_ended_before_it_returns_and_is_drawn_again_first(
+    told,
+):
     async def scenario(stream, sampler):
         taken = await sampler.step(stream, 0, 2, 1)
         assert sampler.begun == [0, 1, 2, 3] and numbers(taken) == [1, 2]
@@ -341,17 +355,26 @@ def test_take_when_oversampled_without_lag_then_the_rest_has_ended_before_it_ret
         assert stream.untrained() == [3, 5] and stream.untrained(with_taken=True) == [3, 5, 0, 4]
 
     run(scenario, selection=Selection(oversampling=2.0))
-    assert [(kind, facts["groups"]) for kind, facts in told] == [("surplus_ended", [0, 3]), ("surplus_ended", [3, 5])]
+    assert [(kind, facts["groups"]) for kind, facts in told] == [
+        ("surplus_ended", [0, 3]),
+        ("surplus_ended", [3, 5]),
+    ]
 
 
-def test_take_when_surplus_is_done_without_lag_then_it_is_counted_and_sampled_again_with_the_new_weights(told):
+def test_take_when_surplus_is_done_without_lag_then_it_is_counted_and_sampled_again_with_the_new_weights(
+    told,
+):
     async def scenario(stream, sampler):
         step = asyncio.create_task(stream.take(0))
         await settle()
         for number in (0, 1, 2):  # in one turn of the loop
             sampler._waiting[number].set_result(None)
         taken = await step
-        assert numbers(taken) == [0, 1] and (taken.aborted, taken.surplus.groups, taken.surplus.tokens) == (0, 1, 2)
+        assert numbers(taken) == [0, 1] and (taken.aborted, taken.surplus.groups, taken.surplus.tokens) == (
+            0,
+            1,
+            2,
+        )
         assert stream.untrained() == [2]
         taken = await sampler.step(stream, 1, 2, 3)
         assert [group.oldest_version for group in taken.groups] == [1, 1]
@@ -381,16 +404,23 @@ def test_take_when_oversampled_with_lag_then_each_straggler_is_made_up_for_and_n
     run(scenario, max_lag=1, selection=Selection(oversampling=2.0))
 
 
-def test_take_when_filtered_and_oversampled_then_a_resumed_stream_draws_what_was_neither_trained_nor_filtered():
+def test_take_when_filtered_and_oversampled_then_a_resumed_stream_draws_only_the_rest():
     async def scenario(stream, sampler):
         sampler.flat = {0, 4}
         taken = await sampler.step(stream, 0, 0, 2, 1)
-        assert numbers(taken) == [1, 2] and sampler.begun == [0, 1, 2, 3]  # three for two, one in the place of 0
+        # three for two, one in the place of 0
+        assert numbers(taken) == [1, 2] and sampler.begun == [0, 1, 2, 3]
         assert stream.untrained() == [3]
 
         numbers_left, again = GroupNumbers(Cursor(4, (3,)), 0, 1), Sampler()
-        resumed = GroupStream(again, numbers_left.draw, groups_per_step=2, first=1, last=9,
-                              selection=Selection(spread, oversampling=1.5))  # fmt: skip
+        resumed = GroupStream(
+            again,
+            numbers_left.draw,
+            groups_per_step=2,
+            first=1,
+            last=9,
+            selection=Selection(spread, oversampling=1.5),
+        )
         for one, each in ((stream, sampler), (resumed, again)):
             each.flat = {4}
             taken = await each.step(one, 1, 4, 5, 6)
@@ -412,25 +442,38 @@ def test_close_when_groups_are_aborted_and_run_then_all_end_and_none_is_begun():
     run(scenario, selection=Selection(oversampling=1.5))
 
 
-@pytest.mark.parametrize(("rewards", "passes"), [
-    ([1.0, 1.0], False), ([0.1] * 7, False), ([1.0, 1.0 + 1e-9], False), ([1.0, 1.0000001], True), ([0.0, -0.0], False),
-    ([1.0], False), ([0.0, 1e-30], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rewards", "passes"),
+    [
+        ([1.0, 1.0], False),
+        ([0.1] * 7, False),
+        ([1.0, 1.0 + 1e-9], False),
+        ([1.0, 1.0000001], True),
+        ([0.0, -0.0], False),
+        ([1.0], False),
+        ([0.0, 1e-30], True),
+    ],
+)
 def test_spread_when_rewards_are_equal_as_float32_then_there_is_none(rewards, passes):
     assert has_spread(Group(0, [], rewards)) == passes
 
 
 def resumed_stream(state, base, sampler, **options):
     """A run that goes on behind a checkpoint, as a leader makes it: all that is kept went through JSON."""
-    kept = asdict(GroupNumbers(Cursor(base), 0, 1).drawn(state.running, waiting=state.waiting, again=state.again))
+    kept = asdict(
+        GroupNumbers(Cursor(base), 0, 1).drawn(state.running, waiting=state.waiting, again=state.again)
+    )
     place = Drawn.parse(json.loads(json.dumps(kept | {"counts": state.counts()})))
     draw = GroupNumbers(Cursor(0), 0, 1, place).draw
     state = StreamState.resumed(place.waiting, place.counts)
     return GroupStream(sampler, draw, groups_per_step=2, last=10, resumed=state, **options)
 
 
-@drill("a checkpoint with groups done and running, at lag 2", promised="those that waited are taken first, in order")
-def test_take_when_a_run_goes_on_then_groups_that_waited_are_taken_first_in_their_order_whichever_is_done_first():
+@drill(
+    "a checkpoint with groups done and running, at lag 2",
+    promised="those that waited are taken first, in order",
+)
+def test_take_when_a_run_goes_on_then_groups_that_waited_are_taken_first_in_their_order():
     async def scenario(stream, sampler):
         assert numbers(await sampler.step(stream, 0, 1, 3)) == [1, 3]
         await sampler.finish(5, 0, 4)  # and 2 is running
@@ -459,9 +502,14 @@ def test_take_when_groups_that_waited_are_lost_or_never_drawn_again_then_others_
     async def scenario(_, sampler):
         sampler.lost, drawn = {5}, iter([5, 4, *range(6, 20)])  # 0 is of a prompt that is left out
         stream = GroupStream(
-            sampler, lambda: next(drawn), groups_per_step=2, first=1, last=10, max_lag=1,
+            sampler,
+            lambda: next(drawn),
+            groups_per_step=2,
+            first=1,
+            last=10,
+            max_lag=1,
             resumed=StreamState((5, 0, 4)),
-        )  # fmt: skip
+        )
         assert numbers(await sampler.step(stream, 1, 6, 5, 7, 4)) == [4, 6]
         assert numbers(await sampler.step(stream, 2, 8)) == [7, 8]
         await stream.close()
@@ -484,7 +532,9 @@ def test_take_when_no_update_was_made_with_oversampled_groups_then_a_run_that_go
 
 
 @pytest.mark.parametrize("refills", [False, True])
-def test_take_when_groups_were_filtered_before_the_checkpoint_then_they_count_for_the_limit_of_the_step(refills):
+def test_take_when_groups_were_filtered_before_the_checkpoint_then_they_count_for_the_limit_of_the_step(
+    refills,
+):
     async def scenario(stream, sampler):
         sampler.flat = set(range(2, 100))
         assert numbers(await sampler.step(stream, 0, 0, 1)) == [0, 1]

@@ -1,6 +1,7 @@
 """Routes of responses that a real SGLang server has retracted: those that sampled their tokens, or none.
 
-P prompt tokens, R response tokens, T of both, M layers, k experts a token. The truth is of Hugging Face models.
+P prompt tokens, R response tokens, T of both, M layers, k experts a token. The truth is of
+Hugging Face models.
 """
 
 import json
@@ -32,12 +33,16 @@ SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2], [12, 13, 14], [40, 41, 42, 43]]
 LONG, SHORT = SamplingParams(400), SamplingParams(200)
 TIGHT = ["--max-total-tokens", "1500", "--schedule-conservativeness", "0.01"]
-"""Memory for 1500 tokens: six responses of 400 begin one after the other, and have no room to end together."""
+"""Memory for 1500 tokens: six responses of 400 begin one after the other, and have no room
+to end together.
+"""
 
 
 @pytest.fixture(scope="module")
 def endless_dir(tiny_moe_dir, tmp_path_factory):
-    """The model without an end of sequence. With `ignore_eos` SGLang reserves the memory of whole responses."""
+    """The model without an end of sequence. With `ignore_eos` SGLang reserves the memory of
+    whole responses.
+    """
     folder = tmp_path_factory.mktemp("endless")
     for path in tiny_moe_dir.iterdir():
         shutil.copy(path, folder)
@@ -52,13 +57,20 @@ def endless_dir(tiny_moe_dir, tmp_path_factory):
 def server(endless_dir, tmp_path_factory):
     """A server with too little memory, which may be paused in place."""
     arguments = [
-        "--disable-overlap-schedule", "--enable-return-routed-experts", "--random-seed", "3", "--skip-tokenizer-init",
+        "--disable-overlap-schedule",
+        "--enable-return-routed-experts",
+        "--random-seed",
+        "3",
+        "--skip-tokenizer-init",
         *TIGHT,
-    ]  # fmt: skip
+    ]
     with PreloadedServer(
-        endless_dir, dtype="float32", log_path=tmp_path_factory.mktemp("tight") / "server.log",
-        extra_arguments=[*sglang_arguments(), *arguments], environment=environment("sglang"),
-    ) as running:  # fmt: skip
+        endless_dir,
+        dtype="float32",
+        log_path=tmp_path_factory.mktemp("tight") / "server.log",
+        extra_arguments=[*sglang_arguments(), *arguments],
+        environment=environment("sglang"),
+    ) as running:
         yield running
 
 
@@ -68,8 +80,10 @@ def weights(tiny_moe_dir):
     first, noise = load_file(tiny_moe_dir / "model.safetensors"), torch.Generator().manual_seed(0)
 
     def other():
-        return {name: w + 0.3 * w.std() * torch.randn(w.shape, generator=noise) if w.dim() > 1 else w
-                for name, w in first.items()}  # fmt: skip
+        return {
+            name: w + 0.3 * w.std() * torch.randn(w.shape, generator=noise) if w.dim() > 1 else w
+            for name, w in first.items()
+        }
 
     return [first, other(), other()]
 
@@ -96,17 +110,27 @@ class Answered:
 
 @pytest.fixture
 def sampled(server, weights):
-    """sampled(sampling, pushes, mode, pushes_retract): PROMPTS, begun one after the other, while weights change."""
+    """sampled(sampling, pushes, mode, pushes_retract): PROMPTS, begun one after the other,
+    while weights change.
+    """
     made = []
 
     def run(sampling, *, pushes=0, mode="retract", pushes_retract=False):
         with LoopThread() as loop:
             client = RolloutClient(
-                [server.url], vocab_size=83, timeout_s=120, experts=SHAPE, keyed_cache=mode == "in_place",
+                [server.url],
+                vocab_size=83,
+                timeout_s=120,
+                experts=SHAPE,
+                keyed_cache=mode == "in_place",
                 pushes_retract=pushes_retract,
-            )  # fmt: skip
+            )
             transport = DistributedTransport(client.control, loop, backend="gloo")
-            servers, answers, send = WeightServers(client, loop, transport, pause_mode=mode), {}, client.fleet.send
+            servers, answers, send = (
+                WeightServers(client, loop, transport, pause_mode=mode),
+                {},
+                client.fleet.send,
+            )
 
             async def noted(url, request, **options):
                 status, body = await send(url, request, **options)
@@ -148,7 +172,8 @@ def wait_for_running(url, count):
 
 
 def true_routes(models, sample, *, in_place=False):
-    """([T - 1, M, k] of the passes that sampled the tokens, [T - 1] settled), where versions are numbers of models.
+    """([T - 1, M, k] of the passes that sampled the tokens, [T - 1] settled), where versions are
+    numbers of models.
 
     in_place: keys and values are kept over a change; else they are computed anew there.
     """
@@ -172,7 +197,9 @@ def true_routes(models, sample, *, in_place=False):
 
 
 def assert_wrong_and_of_the_last_weights(one, rows, models):
-    """Why those rows must be dropped: the server computed them anew, and some experts did not sample their tokens."""
+    """Why those rows must be dropped: the server computed them anew, and some experts did not
+    sample their tokens.
+    """
     last = replace(one.sample, weight_versions=[replace(one.sample.weight_versions[-1], start=0)])
     (truth, settled), (anew, sure) = true_routes(models, one.sample), true_routes(models, last)
     assert agreeing(one.sent, anew)[:rows][sure[:rows]].all()
@@ -202,7 +229,9 @@ def counted(made):
     return found["unrouted"], found["unrouted_sampled"]
 
 
-def test_routes_when_a_server_short_of_memory_retracts_then_none_and_those_it_did_not_retract_are_true(sampled, models):
+def test_routes_when_a_server_short_of_memory_retracts_then_none_and_those_it_did_not_retract_are_true(
+    sampled, models
+):
     made = sampled(LONG)
     retracted = [one for one in made if one.retractions]
     assert 0 < len(retracted) < len(made)

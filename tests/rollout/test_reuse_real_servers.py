@@ -1,4 +1,6 @@
-"""What real servers need not do twice in an episode: keys and values of its tokens, and to send their routes."""
+"""What real servers need not do twice in an episode: keys and values of its tokens, and to
+send their routes.
+"""
 
 import base64
 import json
@@ -12,7 +14,14 @@ from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.engines.sglang.routed_experts import decode
 from megatron_rl_corr.engines.types import Request
-from megatron_rl_corr.rollout import Environment, LoopThread, Prompt, RolloutClient, SamplingParams, generate_episodes
+from megatron_rl_corr.rollout import (
+    Environment,
+    LoopThread,
+    Prompt,
+    RolloutClient,
+    SamplingParams,
+    generate_episodes,
+)
 
 SAID, PROMPT_TOKENS, TURNS = [70, 71, 72], 120, 4
 SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
@@ -48,14 +57,18 @@ class Scattering(RolloutClient):
 
 @pytest.fixture
 def episodes(tiny_moe_dir):
-    """episodes(client class, urls, salt): the episodes and, of all answers, tokens prefilled and rows of routes."""
+    """episodes(client class, urls, salt): the episodes and, of all answers, tokens prefilled
+    and rows of routes.
+    """
     vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
 
     def made(kind, urls, salt, experts=None):
         # No two prompts have a first id in common that was asked with before.
         ids = np.random.RandomState(salt).permutation(80)[:12]
         prompts = [
-            Prompt(i, [int(first), *np.random.RandomState([salt, i]).randint(0, 80, PROMPT_TOKENS - 1).tolist()])
+            Prompt(
+                i, [int(first), *np.random.RandomState([salt, i]).randint(0, 80, PROMPT_TOKENS - 1).tolist()]
+            )
             for i, first in enumerate(ids)
         ]
         with LoopThread() as loop:
@@ -71,11 +84,13 @@ def episodes(tiny_moe_dir):
 
             client.fleet.send = counted
             loop.call(client.flush_cache())
-            whole = loop.call(generate_episodes(
-                client, prompts, SamplingParams(200), environment=Talks, max_turns=TURNS
-            ))  # fmt: skip
+            whole = loop.call(
+                generate_episodes(client, prompts, SamplingParams(200), environment=Talks, max_turns=TURNS)
+            )
             sent = sum(rows)
-            checked = [routes_at_once(client, loop, each) for each in whole[:3]] if experts is not None else []
+            checked = (
+                [routes_at_once(client, loop, each) for each in whole[:3]] if experts is not None else []
+            )
             prefilled = client.counts()["prefilled"]
             loop.call(client.close())
         return whole, prefilled, sent, checked
@@ -97,7 +112,9 @@ def rows_of(whole):
 
 
 def least(whole):
-    """Tokens that must be computed: the prompts, and of each later turn the token before it and what was said."""
+    """Tokens that must be computed: the prompts, and of each later turn the token before it
+    and what was said.
+    """
     later = sum(int(each.turn_ids.max()) for each in whole)
     return len(whole) * PROMPT_TOKENS + later * (1 + len(SAID))
 
@@ -119,10 +136,15 @@ def test_episodes_when_there_are_two_servers_then_no_token_of_an_earlier_turn_is
 ):
     urls = [sglang_server_fp32.url, keeping_server.url]
     whole, prefilled, _, _ = episodes(RolloutClient, urls, 3)
-    assert {each.server for each in whole} == set(urls) and max(int(each.turn_ids.max()) for each in whole) == TURNS - 1
+    assert {each.server for each in whole} == set(urls) and max(
+        int(each.turn_ids.max()) for each in whole
+    ) == TURNS - 1
     # A server whose scheduler overlaps has run the last token of a turn too.
     assert prefilled <= least(whole)
     scattered, more, _, _ = episodes(Scattering, urls, 4)
-    print(f"prompt tokens computed, of the least: {prefilled / least(whole):.2f}, and {more / least(scattered):.2f} "
-          "where a turn goes to another server")  # fmt: skip
+    print(
+        f"prompt tokens computed, of the least: {prefilled / least(whole):.2f}, and "
+        f"{more / least(scattered):.2f} "
+        "where a turn goes to another server"
+    )
     assert more > 1.5 * least(scattered)

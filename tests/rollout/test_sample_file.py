@@ -1,4 +1,6 @@
-"""Trajectories through a Parquet file: every bit comes back, and a file that is not one is refused by name."""
+"""Trajectories through a Parquet file: every bit comes back, and a file that is not one is
+refused by name.
+"""
 
 import os
 import re
@@ -29,7 +31,9 @@ ODD_NAN = torch.tensor([0x7FC01234], dtype=torch.int32).view(torch.float32)  # a
 
 
 def response(tokens, index=0, **options):
-    """Prompt of 2; `tokens` response tokens, whose first log-prob is a NaN with a payload and whose last is -0.0."""
+    """Prompt of 2; `tokens` response tokens, whose first log-prob is a NaN with a payload and
+    whose last is -0.0.
+    """
     logprobs = -torch.linspace(0.1, 7.3, tokens)
     if tokens:
         logprobs[:1], logprobs[-1] = ODD_NAN, -0.0
@@ -54,10 +58,12 @@ def full(tokens, index=0):
     lengths = torch.arange(tokens, dtype=torch.int32) % 3 + 1
     return Sample(
         response(
-            tokens, index,
+            tokens,
+            index,
             support=Support(torch.arange(int(lengths.sum()), dtype=torch.int32), lengths),
             routed_experts=torch.arange((tokens + 1) * 6, dtype=torch.int16).view(tokens + 1, 3, 2),
-            turn_ids=torch.arange(tokens) // 2 - 1, environment_reward=0.3,
+            turn_ids=torch.arange(tokens) // 2 - 1,
+            environment_reward=0.3,
         ),
         reward=0.1,
         loss_mask=torch.arange(tokens) % 2 == 0,
@@ -65,15 +71,19 @@ def full(tokens, index=0):
         advantages=torch.full((tokens,), 0.1),
         reward_parts={"math": 1.0, "format/tags": -0.1} if tokens else {},
         origin=Origin(812, 40 + index, {"answer": [17, None]}),
-    )  # fmt: skip
+    )
 
 
 BYTES = torch.tensor([0, 7, 255, 255] * 4, dtype=torch.uint8).view(4, 2, 2)
 
 SAMPLES = [
-    full(5), Sample(response(3, 1, routed_experts=BYTES)), Sample(response(0, 2)), full(0, 3),
-    replace(full(4, 4), advantages=None, origin=Origin(0, 0)), Sample(response(1, 5), reward=float("nan")),
-]  # fmt: skip
+    full(5),
+    Sample(response(3, 1, routed_experts=BYTES)),
+    Sample(response(0, 2)),
+    full(0, 3),
+    replace(full(4, 4), advantages=None, origin=Origin(0, 0)),
+    Sample(response(1, 5), reward=float("nan")),
+]
 
 
 def bits(value):
@@ -93,7 +103,9 @@ def test_file_when_read_back_then_every_bit_whatever_the_row_groups(tmp_path, to
     assert read[0].trajectory.rollout_logprobs[:1].view(torch.int32).item() == 0x7FC01234
 
 
-@pytest.mark.parametrize("some", [slice(0), slice(1, 2), slice(2, 3), slice(1)], ids=["none", "bare", "empty", "full"])
+@pytest.mark.parametrize(
+    "some", [slice(0), slice(1, 2), slice(2, 3), slice(1)], ids=["none", "bare", "empty", "full"]
+)
 def test_file_when_all_rows_are_alike_then_read_back(tmp_path, some):
     samples = SAMPLES[some]
     path = write_trajectories(tmp_path / "step.parquet", samples)
@@ -101,7 +113,8 @@ def test_file_when_all_rows_are_alike_then_read_back(tmp_path, some):
 
 
 def test_file_when_big_then_row_groups_by_tokens_and_any_of_them_can_be_read_alone(tmp_path):
-    # With the prompts of 2 the samples have 7, 5, 2, 2, 6 and 3 tokens; a group ends with the sample that reaches 7.
+    # With the prompts of 2 the samples have 7, 5, 2, 2, 6 and 3 tokens; a group ends with the
+    # sample that reaches 7.
     path = write_trajectories(tmp_path / "step.parquet", SAMPLES, tokens_per_group=7)
     indexes = [[s.trajectory.prompt_index for s in read_trajectories(path, row_groups=[g])] for g in range(3)]
     assert indexes == [[0], [1, 2], [3, 4]]
@@ -160,23 +173,50 @@ def spans(*bounds):
     [
         (lambda t: t.drop_columns(["output_ids"]), "bad.parquet has no column output_ids; it must be list<"),
         (lambda t: t.drop_columns(["advantages"]), "bad.parquet has no column advantages"),
-        (lambda t: t.replace_schema_metadata({}), "bad.parquet holds no trajectories; this package reads version 1"),
-        (lambda t: t.replace_schema_metadata({FORMAT: b"2"}), "has trajectories of version 2; this package reads"),
+        (
+            lambda t: t.replace_schema_metadata({}),
+            "bad.parquet holds no trajectories; this package reads version 1",
+        ),
+        (
+            lambda t: t.replace_schema_metadata({FORMAT: b"2"}),
+            "has trajectories of version 2; this package reads",
+        ),
         (
             lambda t: t.set_column(0, "prompt_index", pa.array([1.5, 2.5])),
             "bad.parquet has double in column prompt_index; it must be int64",
         ),
-        (with_column("output_ids", [[1] * 5, [1] * 2]), "bad.parquet, row 1: .* do not partition the 2 output_ids"),
-        (with_column("rollout_logprobs", [[-1] * 4, [-1] * 3]), "row 0: 5 output_ids have 4 rollout_logprobs"),
+        (
+            with_column("output_ids", [[1] * 5, [1] * 2]),
+            "bad.parquet, row 1: .* do not partition the 2 output_ids",
+        ),
+        (
+            with_column("rollout_logprobs", [[-1] * 4, [-1] * 3]),
+            "row 0: 5 output_ids have 4 rollout_logprobs",
+        ),
         (with_column("loss_mask", [[True] * 5, [True]]), "row 1: 3 output_ids have 1 loss_mask"),
         (with_column("turn_ids", [[0] * 5, [0]]), "row 1: 3 output_ids have 1 turn_ids"),
         (with_column("turn_ids", [[0] * 5, [0, -2, 1]]), "row 1: turn_ids must be at least -1, got -2"),
-        (with_column("weight_versions", [spans((0, 5)), spans((0, 1), (2, 3))]), "row 1: weight_versions .* partition"),
-        (with_column("weight_versions", [spans((0, 4)), spans((0, 3))]), "row 0: weight_versions .* partition the 5"),
+        (
+            with_column("weight_versions", [spans((0, 5)), spans((0, 1), (2, 3))]),
+            "row 1: weight_versions .* partition",
+        ),
+        (
+            with_column("weight_versions", [spans((0, 4)), spans((0, 3))]),
+            "row 0: weight_versions .* partition the 5",
+        ),
         (with_column("support_lengths", [[1] * 5, None]), "row 0: lengths that sum to 5 have 9 ids"),
-        (with_column("support_lengths", [None, None]), "row 0: of support_ids and support_lengths, one is null"),
-        (with_column("routed_experts_shape", [[6, 3, 3], None]), r"row 0: 36 routed_experts .* shape \[6, 3, 3\]"),
-        (with_column("routed_experts_shape", [[12, 3, 1], None]), "row 0: 7 tokens have routed_experts of 12, not 6"),
+        (
+            with_column("support_lengths", [None, None]),
+            "row 0: of support_ids and support_lengths, one is null",
+        ),
+        (
+            with_column("routed_experts_shape", [[6, 3, 3], None]),
+            r"row 0: 36 routed_experts .* shape \[6, 3, 3\]",
+        ),
+        (
+            with_column("routed_experts_shape", [[12, 3, 1], None]),
+            "row 0: 7 tokens have routed_experts of 12, not 6",
+        ),
     ],
 )
 def test_file_when_it_breaks_a_rule_then_error_names_file_row_and_rule(tmp_path, change, named):
@@ -189,13 +229,19 @@ def test_file_when_written_before_a_column_was_added_then_read_without_it(tmp_pa
     read = list(read_trajectories(path))
     assert [sample.trajectory.environment_reward for sample in read] == [None, None]
     unknown = {"origin": None, "reward_parts": None}
-    old = [replace(s, trajectory=replace(s.trajectory, environment_reward=None), **unknown) for s in SAMPLES[:2]]
+    old = [
+        replace(s, trajectory=replace(s.trajectory, environment_reward=None), **unknown) for s in SAMPLES[:2]
+    ]
     assert [bits(sample) for sample in read] == [bits(sample) for sample in old]
 
 
-@pytest.mark.parametrize("sampling", [
-    SamplingParams(7), SamplingParams(12, temperature=0.7, top_p=0.9, top_k=40, stop_token_ids=(3, 5), ignore_eos=True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(7),
+        SamplingParams(12, temperature=0.7, top_p=0.9, top_k=40, stop_token_ids=(3, 5), ignore_eos=True),
+    ],
+)
 def test_file_when_the_sampling_is_given_then_it_is_read_back_beside_the_samples(tmp_path, sampling):
     path = write_trajectories(tmp_path / "a.parquet", [Sample(response(3))], sampling=sampling)
     assert read_sampling(path) == sampling and len(list(read_trajectories(path))) == 1
@@ -207,13 +253,23 @@ def test_sampling_when_it_is_none_then_error_names_the_file_and_the_key(tmp_path
     path = write_trajectories(tmp_path / "a.parquet", [Sample(response(3))])
     table = pq.read_table(path)
     pq.write_table(table.replace_schema_metadata({**table.schema.metadata, SAMPLING: kept.encode()}), path)
-    with pytest.raises(ValueError, match=rf"a\.parquet has a {SAMPLING.decode()} in its metadata that cannot be read"):
+    with pytest.raises(
+        ValueError, match=rf"a\.parquet has a {SAMPLING.decode()} in its metadata that cannot be read"
+    ):
         read_sampling(path)
 
 
 def test_file_when_its_batch_is_given_then_it_is_read_back_and_another_kind_is_named(tmp_path):
-    batch = SavedBatch(step=9, updates=2, replica=1, replicas=4, group_size=8, packed=True, num_turns=None,
-                       hf_checkpoint="/models/qwen")  # fmt: skip
+    batch = SavedBatch(
+        step=9,
+        updates=2,
+        replica=1,
+        replicas=4,
+        group_size=8,
+        packed=True,
+        num_turns=None,
+        hf_checkpoint="/models/qwen",
+    )
     path = write_trajectories(tmp_path / batch.file_name, [Sample(response(3))], batch=batch)
     assert path.name == "step_000009_replica1.parquet" and read_batch(path) == batch
     assert read_batch(write_trajectories(tmp_path / "b.parquet", [Sample(response(3))])) is None
@@ -247,7 +303,10 @@ def test_file_when_cut_short_or_damaged_then_error_names_it(tmp_path):
     "values, named",
     [
         ({"loss_mask": torch.ones(2, dtype=torch.bool)}, "3 output_ids have 2 loss_mask"),
-        ({"advantages": torch.ones(3, dtype=torch.float64)}, "advantages must be 1-d torch.float32, got .*64"),
+        (
+            {"advantages": torch.ones(3, dtype=torch.float64)},
+            "advantages must be 1-d torch.float32, got .*64",
+        ),
         ({"advantages": torch.ones(1, 3)}, "advantages must be 1-d torch.float32, got 2-d"),
     ],
 )
@@ -260,7 +319,9 @@ def test_samples_of_rows_when_rows_are_padded_then_each_response_has_the_values_
     # Prompts of 2: the first response token is predicted at position 1.
     rows = torch.tensor([[9.0, 1.0, 2.0, 3.0, 9.0], [9.0, 4.0, 9.0, 9.0, 9.0], [9.0] * 5])
     trajectories = [response(3), response(1), response(0)]
-    samples = samples_of_rows(trajectories, torch.tensor([0.5, 1.0, 0.0]), advantages=rows, loss_mask=rows > 1)
+    samples = samples_of_rows(
+        trajectories, torch.tensor([0.5, 1.0, 0.0]), advantages=rows, loss_mask=rows > 1
+    )
     assert [s.advantages.tolist() for s in samples] == [[1, 2, 3], [4], []]
     assert [s.loss_mask.tolist() for s in samples] == [[False, True, True], [True], []]
     assert [s.reward for s in samples] == [0.5, 1.0, 0.0] and samples[0].train_logprobs is None
@@ -275,5 +336,7 @@ def test_samples_of_rows_when_rows_do_not_fit_then_refused():
 
 def test_page_then_names_every_column_and_its_type():
     page = (Path(__file__).resolve().parents[2] / "docs/reference/sample_file.md").read_text()
-    named = re.findall("`([a-z_]+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line[:3] == "| `"))
+    named = re.findall(
+        "`([a-z_]+)`", " ".join(line.split("|")[1] for line in page.splitlines() if line[:3] == "| `")
+    )
     assert named == SCHEMA.names

@@ -17,13 +17,21 @@ from tools.local_server import free_port
 
 def sample_of(prompt, output):
     return Trajectory(
-        prompt_index=0, sample_index=0, prompt_ids=torch.tensor(prompt), output_ids=torch.tensor(output),
-        rollout_logprobs=torch.zeros(len(output)), finish_reason="length",
-        weight_versions=(VersionSpan("0", 0, len(output)),), cached_tokens=0, server="http://none",
-    )  # fmt: skip
+        prompt_index=0,
+        sample_index=0,
+        prompt_ids=torch.tensor(prompt),
+        output_ids=torch.tensor(output),
+        rollout_logprobs=torch.zeros(len(output)),
+        finish_reason="length",
+        weight_versions=(VersionSpan("0", 0, len(output)),),
+        cached_tokens=0,
+        server="http://none",
+    )
 
 
-def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_said(engine_server, tiny_moe_dir):
+def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_said(
+    engine_server, tiny_moe_dir
+):
     engine, server = engine_server
     config = json.loads((tiny_moe_dir / "config.json").read_text())
     vocab_size, context = config["vocab_size"], config["max_position_embeddings"]
@@ -31,7 +39,9 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
 
     async def run():
         async with RolloutClient([server.url], vocab_size=vocab_size, engine=engine) as client:
-            samples = await client.generate([[3, 1, 4], [1, 5, 9, 2]], SamplingParams(6), samples_per_prompt=2)
+            samples = await client.generate(
+                [[3, 1, 4], [1, 5, 9, 2]], SamplingParams(6), samples_per_prompt=2
+            )
         scorer = Scorer([gone, server.url], vocab_size=vocab_size, max_concurrency=2, engine=engine)
         found = await scorer.score(samples)
         # One that no server takes has no log-probs, and the others have theirs.
@@ -39,7 +49,9 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
         most = context - {"sglang": 7, "vllm": 1}[engine]
         assert await scorer.too_short(most + 1) == (server.url, context)
         assert await scorer.too_short(most) is None  # by what the other one tells
-        longest = await scorer.score([sample_of([3], [4] * (most - 1)), sample_of([3], [4] * most), samples[0]])
+        longest = await scorer.score(
+            [sample_of([3], [4] * (most - 1)), sample_of([3], [4] * most), samples[0]]
+        )
         assert longest[0].shape == (most - 1,) and longest[1] is None
         with pytest.raises(RolloutServerError, match=gone):
             await Scorer([gone], vocab_size=vocab_size, max_retries=1).score(samples[:1])
@@ -71,10 +83,15 @@ def test_scorer_when_requests_fail_then_each_that_is_repeated_is_told_and_so_is_
     first, second = asyncio.run(scorer.score([sample_of([3], [5]), sample_of([4], [5])]))
     assert first.shape == (1,) and second is None
     assert [kind for kind, _ in told] == ["scoring_retried"] * 4 + ["sample_not_scored"]
-    assert told[-1][1]["place"] == 1 and {facts["server"] for _, facts in told[:4]} == {"http://a:1", "http://b:1"}
+    assert told[-1][1]["place"] == 1 and {facts["server"] for _, facts in told[:4]} == {
+        "http://a:1",
+        "http://b:1",
+    }
 
 
-def test_scorer_when_a_proxy_answers_once_in_the_place_of_its_only_server_then_nothing_is_said_of_its_weights(faulty):
+def test_scorer_when_a_proxy_answers_once_in_the_place_of_its_only_server_then_nothing_is_said_of_its_weights(
+    faulty,
+):
     names = iter(["v1", None, "v2"])
 
     async def handle(request):

@@ -1,10 +1,19 @@
-"""Every request has a seed: the same when it is sent once more, another one for everything else that is drawn."""
+"""Every request has a seed: the same when it is sent once more, another one for everything
+else that is drawn.
+"""
 
 import itertools
 
 import pytest
 
-from megatron_rl_corr.rollout import DONE, Environment, Prompt, RolloutClient, SamplingParams, generate_episodes
+from megatron_rl_corr.rollout import (
+    DONE,
+    Environment,
+    Prompt,
+    RolloutClient,
+    SamplingParams,
+    generate_episodes,
+)
 from megatron_rl_corr.rollout.seeds import Draw, evaluation_number, sampling_seed
 
 
@@ -132,7 +141,12 @@ def test_episodes_when_they_have_turns_then_each_turn_has_a_seed_of_its_own(faul
     async def scenario(client):
         prompts = [Prompt(0, [1], {}), Prompt(0, [1], {})]
         await generate_episodes(
-            client, prompts, SamplingParams(8), environment=Twice, max_turns=3, samples_per_prompt=2,
+            client,
+            prompts,
+            SamplingParams(8),
+            environment=Twice,
+            max_turns=3,
+            samples_per_prompt=2,
             group_numbers=[11, 12],
         )
         expected = [sampling_seed(0, g, s, t, 0) for g in (11, 12) for s in (0, 1) for t in (0, 1)]

@@ -1,7 +1,7 @@
 """Real servers draw what our seeds say: each sample its own, a retry the same, a continuation anew.
 
-SGLang heeds seeds with deterministic inference alone, and its noise belongs to a seed and a position; vLLM always does,
-and its noise (V1 runner) to a seed and a token's place in the response.
+SGLang heeds seeds with deterministic inference alone, and its noise belongs to a seed and a position; vLLM
+always does, and its noise (V1 runner) to a seed and a token's place in the response.
 """
 
 import json
@@ -27,7 +27,9 @@ def client(request, tiny_moe_dir):
     else:
         server = request.getfixturevalue("vllm_server_fp32")
     with LoopThread() as loop:
-        client = RolloutClient([server.url], engine=request.param, vocab_size=vocab_size, timeout_s=60, seed=1234)
+        client = RolloutClient(
+            [server.url], engine=request.param, vocab_size=vocab_size, timeout_s=60, seed=1234
+        )
         client.wait, client.runs = loop.call, request.param
         client.submit = loop.submit
         yield client
@@ -44,18 +46,23 @@ def drawn(client, prompt, sampling, seed):
         del fields["sampling_seed" if client.runs == "sglang" else "seed"]
     answer = json.dumps(client.wait(client.ask(url, request))).encode()
     parsed = engine.parse(
-        answer, prompt_ids=torch.tensor(prompt), prompt_index=0, sample_index=0, server=url,
+        answer,
+        prompt_ids=torch.tensor(prompt),
+        prompt_index=0,
+        sample_index=0,
+        server=url,
         max_new_tokens=sampling.max_new_tokens,
-    )  # fmt: skip
+    )
     return parsed.output_ids.tolist()
 
 
 def responses(client, group_numbers, samples=8, **options):
     sampling = SamplingParams(16, ignore_eos=True, **options)
     trajectories = client.wait(
-        client.generate([PROMPT] * len(group_numbers), sampling, samples_per_prompt=samples,
-                        group_numbers=group_numbers)
-    )  # fmt: skip
+        client.generate(
+            [PROMPT] * len(group_numbers), sampling, samples_per_prompt=samples, group_numbers=group_numbers
+        )
+    )
     return [tuple(trajectory.output_ids.tolist()) for trajectory in trajectories]
 
 
@@ -81,7 +88,8 @@ def test_request_when_sent_again_then_the_same_response_and_a_continuation_draws
     whole = drawn(client, PROMPT, SAMPLING, draw.seed(0))
     assert drawn(client, PROMPT, SAMPLING, draw.seed(0)) == whole
     rest, so_far = SamplingParams(8, ignore_eos=True), PROMPT + whole[:8]
-    # What a continuation with its first part's seed would draw: the noise that was used up, or that of the first part.
+    # What a continuation with its first part's seed would draw: the noise that was used up, or that
+    # of the first part.
     repeated, noise_of = drawn(client, so_far, rest, draw.seed(0)), {"sglang": whole[8:], "vllm": whole[:8]}
     assert alike(repeated, noise_of[client.runs]) >= {"sglang": 8, "vllm": 5}[client.runs]
     assert alike(drawn(client, so_far, rest, draw.seed(8)), noise_of[client.runs]) < 4
@@ -92,9 +100,13 @@ def alike(ids, others):
     return sum(a == b for a, b in zip(ids, others, strict=True))
 
 
-def test_continuation_when_a_pause_has_aborted_the_response_then_it_repeats_no_noise(client, wait_until_sampling):
+def test_continuation_when_a_pause_has_aborted_the_response_then_it_repeats_no_noise(
+    client, wait_until_sampling
+):
     url = client.base_urls[0]
-    sampling = client.submit(client.generate([PROMPT], SamplingParams(400, ignore_eos=True), group_numbers=[3]))
+    sampling = client.submit(
+        client.generate([PROMPT], SamplingParams(400, ignore_eos=True), group_numbers=[3])
+    )
     wait_until_sampling(url)
     try:
         client.wait(client.pause_generation("abort"))
@@ -115,5 +127,8 @@ def test_doctor_when_seeds_are_heeded_then_it_says_so(client):
     probe = Probe(client, client.base_urls[0])
     rows, _ = client.wait(ask_quick(probe, Expected()))
     (row,) = [row for row in rows if row.check == "seeds"]
-    assert (row.status, row.message) == ("ok", "3 seeds gave 3 responses of 24 tokens, one seed twice gave one")
+    assert (row.status, row.message) == (
+        "ok",
+        "3 seeds gave 3 responses of 24 tokens, one seed twice gave one",
+    )
     assert Examination(probe.url, rows).findings == []

@@ -1,4 +1,6 @@
-"""What is silence, and what only takes long: real servers whose scheduler is stopped, slow, paused or full."""
+"""What is silence, and what only takes long: real servers whose scheduler is stopped,
+slow, paused or full.
+"""
 
 import asyncio
 import os
@@ -40,7 +42,9 @@ def scheduler_of(server):
     """The one process of a server that samples; its HTTP process is another."""
     below = psutil.Process(server.pid).children(recursive=True)
     titles = {process.pid: "".join(process.cmdline()) for process in below}
-    (scheduler,) = [pid for pid, title in titles.items() if "sglang::scheduler" in title or "EngineCore" in title]
+    (scheduler,) = [
+        pid for pid, title in titles.items() if "sglang::scheduler" in title or "EngineCore" in title
+    ]
     return scheduler
 
 
@@ -48,25 +52,32 @@ def lengths(trajectories):
     return {(t.finish_reason, t.output_ids.numel()) for t in trajectories}
 
 
-@drill("SIGSTOP of a server's scheduler, then SIGCONT", promised="left out within the bound, nothing lost, taken back")
+@drill(
+    "SIGSTOP of a server's scheduler, then SIGCONT",
+    promised="left out within the bound, nothing lost, taken back",
+)
 def test_generate_when_the_scheduler_alone_is_stopped_then_left_out_within_the_bound_and_back_when_it_goes_on(
     loop, companion, victim, wait_until_sampling, monkeypatch
 ):
     monkeypatch.setattr(health, "LONGEST_BACKOFF_S", 1.0)
     bound, url, scheduler = 4.0, victim.server.url, scheduler_of(victim.server)
     with client_of(loop, companion.url, url, engine=victim.engine, read_timeout_s=bound) as client:
-        sampling = loop.submit(client.generate(PROMPTS, SamplingParams(300, ignore_eos=True), samples_per_prompt=4))
+        sampling = loop.submit(
+            client.generate(PROMPTS, SamplingParams(300, ignore_eos=True), samples_per_prompt=4)
+        )
         wait_until_sampling(url)
         os.kill(scheduler, signal.SIGSTOP)
         stopped = time.monotonic()
         try:
-            assert loop.call(client.ask(url, client.engine_of(url).list_models()))["data"]  # the HTTP process is well
+            # the HTTP process is well
+            assert loop.call(client.ask(url, client.engine_of(url).list_models()))["data"]
             while not client.counts()["left_out"]:
                 assert time.monotonic() - stopped < 60  # test_client_failover.py has the bound
                 time.sleep(0.05)
             (said,) = [str(server.cause) for server in client._pool.left_out]
             silent_s = float(re.search(r"its requests made no progress for (\S+) s", said)[1])
-            assert 0.7 * bound <= silent_s < 1.15 * bound  # more than 1.0 only if this process is kept from looking
+            # more than 1.0 only if this process is kept from looking
+            assert 0.7 * bound <= silent_s < 1.15 * bound
             trajectories = sampling.result(120)
         finally:
             os.kill(scheduler, signal.SIGCONT)
@@ -112,9 +123,11 @@ def test_generate_when_answers_take_many_times_the_bound_and_wait_in_the_queue_t
         started = time.monotonic()
         with slowed(scheduler_of(victim.server), stopped_s=0.3, running_s=0.1):
             sampling = client.generate(
-                PROMPTS[:1], SamplingParams(tokens, ignore_eos=True), samples_per_prompt=36,
+                PROMPTS[:1],
+                SamplingParams(tokens, ignore_eos=True),
+                samples_per_prompt=36,
                 on_progress=lambda *_: arrived.append(time.monotonic() - started),
-            )  # fmt: skip
+            )
             trajectories = loop.call(sampling, timeout=200)
         assert lengths(trajectories) == {("length", tokens)} and client.counts()["left_out"] == 0
         assert arrived[0] > bound and arrived[-1] - arrived[0] > 1.0, "the test is too fast to prove anything"
@@ -143,13 +156,17 @@ def test_generate_when_a_request_is_lost_on_its_way_then_given_up_though_the_sch
 ):
     """A proxy before a real server, idle and asleep, that hands on all but the requests for samples.
 
-    The bound leaves the proxy, which shares this process, 1.6 s for the answer to each of the watch's questions.
+    The bound leaves the proxy, which shares this process, 1.6 s for the answer to each of the
+    watch's questions.
     """
 
     async def proxy(request):
         if request.path == load_engine(victim.engine).generate_endpoint:
             await asyncio.sleep(60)
-        async with aiohttp.ClientSession() as session, session.get(victim.server.url + request.path_qs) as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(victim.server.url + request.path_qs) as answer,
+        ):
             return web.Response(body=await answer.read(), status=answer.status)
 
     proxy.shows_loads = True

@@ -1,4 +1,6 @@
-"""Where a response ends by a stop text: the token that completes it, with all that belongs to the tokens before."""
+"""Where a response ends by a stop text: the token that completes it, with all that belongs to
+the tokens before.
+"""
 
 import pytest
 import torch
@@ -36,9 +38,17 @@ def test_tokens_through_stop_when_the_text_has_one_then_those_up_to_its_end(ids,
 def test_cut_when_the_server_went_on_then_what_follows_is_gone_from_all_that_there_is():
     routes = torch.arange(6 * 2, dtype=torch.uint8).reshape(6, 2, 1)  # 3 + 4 tokens, but the last
     sample = Trajectory(
-        0, 0, torch.tensor([0, 0, 0]), torch.tensor([0, 2, 3, 1]), torch.tensor([-1.0, -2, -3, -4]), "length",
-        (VersionSpan("v1", 0, 1), VersionSpan("v2", 1, 3), VersionSpan("v3", 3, 4)), 0, "url", routed_experts=routes,
-    )  # fmt: skip
+        0,
+        0,
+        torch.tensor([0, 0, 0]),
+        torch.tensor([0, 2, 3, 1]),
+        torch.tensor([-1.0, -2, -3, -4]),
+        "length",
+        (VersionSpan("v1", 0, 1), VersionSpan("v2", 1, 3), VersionSpan("v3", 3, 4)),
+        0,
+        "url",
+        routed_experts=routes,
+    )
     cut = cut_at_stop(sample, ["</"], decode)
     assert cut.output_ids.tolist() == [0, 2, 3] and cut.rollout_logprobs.tolist() == [-1, -2, -3]
     assert cut.finish_reason == "stop" and cut.weight_versions == sample.weight_versions[:2]

@@ -1,4 +1,6 @@
-"""Traces: their JSON is the format that viewers open, their slices nest and add up, their numbers are those noted."""
+"""Traces: their JSON is the format that viewers open, their slices nest and add up, their numbers
+are those noted.
+"""
 
 import asyncio
 import json
@@ -13,7 +15,9 @@ from megatron_rl_corr.rollout.trace_file import SAMPLES, TRAINER, write_trace
 
 
 def read_trace(path):
-    """(slices by track, names of the tracks, metadata) of a file, after a check of every event and of the nesting."""
+    """(slices by track, names of the tracks, metadata) of a file, after a check of every event
+    and of the nesting.
+    """
     content = json.loads(path.read_bytes())
     assert set(content) == {"traceEvents", "displayTimeUnit", "otherData"}
     slices, names = defaultdict(list), {}
@@ -46,7 +50,10 @@ def test_file_when_written_then_slices_in_microseconds_that_add_up_to_their_samp
     failed = RequestTrace(1, 10.0, 10.5, 11.0, "http://a", 0, "RolloutServerError")
     again = RequestTrace(1, 11.0, 11.0, 12.0, "http://b", 5)
     group = GroupTrace(812, 10.0, [good, failed, again], [(0, 12.0, 12.25), (None, 12.25, 12.5)])
-    phases = {5: [("collect", 9.0, 13.0), ("train", 13.0, 14.0)], 6: [("train", 14.0, 15.5), ("push", 15.5, 16.0)]}
+    phases = {
+        5: [("collect", 9.0, 13.0), ("train", 13.0, 14.0)],
+        6: [("train", 14.0, 15.5), ("push", 15.5, 16.0)],
+    }
     path = write_trace(
         tmp_path / "t.json", [group], phases, taken=13.0, base=9.0, facts={"base_unix_s": 1.5, "replica": 0}
     )
@@ -54,15 +61,25 @@ def test_file_when_written_then_slices_in_microseconds_that_add_up_to_their_samp
     assert facts == {"base_unix_s": 1.5, "replica": 0, "samples_left_out": 0}
     first = {event["name"]: (event["ts"], event["dur"]) for event in slices[SAMPLES, 0]}
     assert first == {
-        "sample": (1_000_000, 3_000_000), "queued": (1_000_000, 500_000), "prefill": (1_500_000, 250_000),
-        "decode": (1_750_000, 1_250_000), "reward": (3_250_000, 250_000), "wait": (3_500_000, 500_000),
-    }  # fmt: skip
+        "sample": (1_000_000, 3_000_000),
+        "queued": (1_000_000, 500_000),
+        "prefill": (1_500_000, 250_000),
+        "decode": (1_750_000, 1_250_000),
+        "reward": (3_250_000, 250_000),
+        "wait": (3_500_000, 500_000),
+    }
     second = [(event["name"], event["dur"]) for event in slices[SAMPLES, 1] if event["dur"]]
-    assert second == [("sample", 3_000_000), ("queued", 500_000), ("failed request", 500_000), ("generate", 1_000_000),
-                      ("reward", 250_000), ("wait", 500_000)]  # fmt: skip
-    assert [event["args"]["failure"] for event in slices[SAMPLES, 1] if event["name"] == "failed request"] == [
-        "RolloutServerError"
+    assert second == [
+        ("sample", 3_000_000),
+        ("queued", 500_000),
+        ("failed request", 500_000),
+        ("generate", 1_000_000),
+        ("reward", 250_000),
+        ("wait", 500_000),
     ]
+    assert [
+        event["args"]["failure"] for event in slices[SAMPLES, 1] if event["name"] == "failed request"
+    ] == ["RolloutServerError"]
     trainer = [(event["name"], event["ts"], event["dur"]) for event in slices[TRAINER, 0]]
     assert trainer[0] == ("step 5", 0, 5_000_000) and ("push", 6_500_000, 500_000) in trainer
     assert names["thread_name", SAMPLES, 1] == "group 812 sample 1"
@@ -112,25 +129,35 @@ def test_context_when_a_group_is_sampled_then_its_own_requests_note_in_it_and_ot
 @pytest.mark.parametrize(
     "meta, found",
     [
-        ({"e2e_latency": 1.5, "queue_time": 0.125, "first_token_latency": 0.5},
-         {"queue_s": 0.125, "first_token_s": 0.5, "total_s": 1.5}),
-        ({"e2e_latency": 1.5}, {"total_s": 1.5}), ({"first_token_latency": None}, {}),
+        (
+            {"e2e_latency": 1.5, "queue_time": 0.125, "first_token_latency": 0.5},
+            {"queue_s": 0.125, "first_token_s": 0.5, "total_s": 1.5},
+        ),
+        ({"e2e_latency": 1.5}, {"total_s": 1.5}),
+        ({"first_token_latency": None}, {}),
     ],
-)  # fmt: skip
+)
 def test_server_times_when_metrics_are_off_then_only_the_whole(meta, found):
     assert server_times(json.dumps({"meta_info": meta}).encode()) == found
 
 
-@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-Infinity", "-5", "-1e300", "1e308", str(10**400), "true"])
+@pytest.mark.parametrize(
+    "seconds", ["NaN", "Infinity", "-Infinity", "-5", "-1e300", "1e308", str(10**400), "true"]
+)
 def test_server_times_when_one_is_no_time_then_left_out(seconds):
     body = f'{{"meta_info": {{"e2e_latency": 0, "first_token_latency": {seconds}}}}}'.encode()
     assert server_times(body) == {"total_s": 0.0}
 
 
-@pytest.mark.parametrize("seconds, decode", [(-5.0, (1_000_000, 2_000_000)), (7.0, (3_000_000, 0)),
-                                             (math.nan, (1_000_000, 2_000_000))])  # fmt: skip
+@pytest.mark.parametrize(
+    "seconds, decode",
+    [(-5.0, (1_000_000, 2_000_000)), (7.0, (3_000_000, 0)), (math.nan, (1_000_000, 2_000_000))],
+)
 def test_file_when_a_first_token_is_not_within_its_request_then_the_slices_are(tmp_path, seconds, decode):
-    request = RequestTrace(0, 1.0, 1.0, 3.0, server_times={"first_token_s": seconds})  # sent at 1 s, answered at 3 s
-    path = write_trace(tmp_path / "t.json", [GroupTrace(1, 1.0, [request])], {}, taken=3.0, base=0.0, facts={})
+    # sent at 1 s, answered at 3 s
+    request = RequestTrace(0, 1.0, 1.0, 3.0, server_times={"first_token_s": seconds})
+    path = write_trace(
+        tmp_path / "t.json", [GroupTrace(1, 1.0, [request])], {}, taken=3.0, base=0.0, facts={}
+    )
     slices, _, _ = read_trace(path)
     assert [(one["ts"], one["dur"]) for one in slices[SAMPLES, 0] if one["name"] == "decode"] == [decode]

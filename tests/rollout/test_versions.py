@@ -26,7 +26,15 @@ def test_number_when_a_name_has_none_then_refused(name):
 def test_lags_when_a_push_came_within_a_response_then_each_token_has_that_of_its_own_version():
     spans = VersionSpan("5f2c91ab-4", 0, 2), VersionSpan("5f2c91ab-6", 2, 3), VersionSpan("5f2c91ab-8", 3, 4)
     sample = Trajectory(
-        0, 0, torch.tensor([1]), torch.tensor([2, 3, 4, 5]), torch.zeros(4), "stop", spans, 0, "http://127.0.0.1:1"
+        0,
+        0,
+        torch.tensor([1]),
+        torch.tensor([2, 3, 4, 5]),
+        torch.zeros(4),
+        "stop",
+        spans,
+        0,
+        "http://127.0.0.1:1",
     )
     # The trainer has version 7, and a server that is ahead of it has no negative lag.
     assert versions.token_lags(sample, 7).tolist() == [3, 3, 1, 0]

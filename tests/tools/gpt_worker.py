@@ -1,4 +1,5 @@
-"""Loss and gradient norm of one tiny Megatron MoE, a JSON line for each layout; run under torchrun's variables.
+"""Loss and gradient norm of one tiny Megatron MoE, a JSON line for each layout; run under
+torchrun's variables.
 
 python gpt_worker.py '{"tp": 2, "sp": true}' '{"cp": 2, "packed": true}' ...
 """

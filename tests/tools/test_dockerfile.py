@@ -1,4 +1,6 @@
-"""The Dockerfile: instructions that Docker knows, `make setup` on this checkout, and only files that exist."""
+"""The Dockerfile: instructions that Docker knows, `make setup` on this checkout, and only
+files that exist.
+"""
 
 import json
 import re
@@ -36,7 +38,9 @@ def test_dockerfile_when_it_sets_up_then_by_make_setup_with_the_gpus_lock():
     steps = instructions()
     assert ("RUN", "make setup") in steps
     before = steps[: steps.index(("RUN", "make setup"))]
-    variables = dict(part.split("=", 1) for name, rest in before if name == "ENV" for part in shlex.split(rest))
+    variables = dict(
+        part.split("=", 1) for name, rest in before if name == "ENV" for part in shlex.split(rest)
+    )
     # No GPU is seen while an image is built.
     assert variables["DEVICE_FOR_SETUP"] == "gpu"
     assert re.search(r"\bg\+\+ .*python3\.12-dev python3\.12-venv", of("RUN")[0])
@@ -44,8 +48,9 @@ def test_dockerfile_when_it_sets_up_then_by_make_setup_with_the_gpus_lock():
     assert before[-2:] == [("WORKDIR", of("WORKDIR")[0]), ("COPY", ". .")]
     after = dict(part.split("=", 1) for part in shlex.split(of("ENV")[-1]))
     assert after == {
-        "PATH": f"{of('WORKDIR')[0]}/.venv/bin:$PATH", "CUDA_HOME": f"{of('WORKDIR')[0]}/.venv/cuda"
-    }  # fmt: skip
+        "PATH": f"{of('WORKDIR')[0]}/.venv/bin:$PATH",
+        "CUDA_HOME": f"{of('WORKDIR')[0]}/.venv/cuda",
+    }
 
 
 def test_dockerfile_when_it_names_files_then_they_exist_and_are_not_ignored():
@@ -59,7 +64,7 @@ def test_dockerfile_when_it_names_files_then_they_exist_and_are_not_ignored():
     assert ".venv" in ignored
 
 
-def test_folders_of_the_first_run_then_neither_git_nor_docker_takes_them_and_the_container_leaves_them_on_the_host():
+def test_folders_of_the_first_run_then_neither_git_nor_docker_takes_them():
     page = (ROOT / "docs/get_started/first_gpu_run.md").read_text()
     folders = {*re.findall(r"--local-dir (\w+)/", page), *re.findall(r"\bin `(runs)/", page)}
     assert folders == {"models", "data", "runs"}

@@ -44,15 +44,20 @@ def test_environment_when_made_from_another_engines_then_only_the_new_one_is_on(
     assert variables["SGLANG_USE_CPU_ENGINE"] == "1"
 
 
-def test_environment_when_of_vllm_then_its_packages_come_last_and_in_no_other_engines(no_gpu, monkeypatch, tmp_path):
+def test_environment_when_of_vllm_then_its_packages_come_last_and_in_no_other_engines(
+    no_gpu, monkeypatch, tmp_path
+):
     monkeypatch.setattr(module, "VLLM_PACKAGES", tmp_path)
     with pytest.raises(FileNotFoundError, match="run make setup-vllm"):
         environment("vllm", {})
     (tmp_path / ".complete").touch()
     variables = environment("vllm", {"PYTHONPATH": "/mine"})
     assert variables["PYTHONPATH"].split(os.pathsep) == [
-        str(module.SITE), str(module.PACKAGE_ROOT), "/mine", str(tmp_path)
-    ]  # fmt: skip
+        str(module.SITE),
+        str(module.PACKAGE_ROOT),
+        "/mine",
+        str(tmp_path),
+    ]
     for engine in ("megatron", "sglang"):
         assert str(tmp_path) not in environment(engine, variables)["PYTHONPATH"]
 
@@ -64,9 +69,7 @@ def installed(folder):
     return {"PYTHONPATH": str(folder)}
 
 
-def test_environment_when_transformer_engine_is_installed_then_there_is_no_stand_in_and_megatron_does_not_find_it(
-    no_gpu, tmp_path
-):
+def test_environment_when_transformer_engine_is_installed_then_there_is_no_stand_in(no_gpu, tmp_path):
     there = installed(tmp_path)
     inherited = environment("megatron", {})["PYTHONPATH"]
     assert str(module.TRANSFORMER_ENGINE) in inherited.split(os.pathsep)
@@ -76,12 +79,16 @@ def test_environment_when_transformer_engine_is_installed_then_there_is_no_stand
     assert module.transformer_engine({}) == "stand-in for the CPU"
     assert module.megatron_arguments(there)[:2] == ["--transformer-impl", "local"]
     assert module.megatron_arguments({})[:2] == ["--transformer-impl", "transformer_engine"]
-    code = "from megatron_rl_corr.mcore.versions import transformer_engine; print('FOUND', transformer_engine())"
+    code = (
+        "from megatron_rl_corr.mcore.versions import transformer_engine; print('FOUND', transformer_engine())"
+    )
     assert "FOUND none\n" in python(code, variables).stdout
     assert "FOUND stand-in for the CPU (2.20.2)\n" in python(code, environment("megatron")).stdout
 
 
-def test_environment_when_there_is_a_gpu_then_no_stand_in_whether_transformer_engine_is_installed_or_not(gpu, tmp_path):
+def test_environment_when_there_is_a_gpu_then_no_stand_in_whether_transformer_engine_is_installed_or_not(
+    gpu, tmp_path
+):
     there = installed(tmp_path)
     for base, used in ((there, "the installed package"), ({}, "none")):
         assert environment("megatron", base) == base
@@ -89,15 +96,22 @@ def test_environment_when_there_is_a_gpu_then_no_stand_in_whether_transformer_en
     assert module.transformer_engine({"CUDA_VISIBLE_DEVICES": ""}) == "stand-in for the CPU"
 
 
-@pytest.mark.parametrize("case, words", [
-    ("", "IMPORTED"), ("gpu", "torch finds a GPU"), ("installed", "the real transformer_engine is installed"),
-])  # fmt: skip
-def test_stand_in_when_on_a_path_where_the_real_one_could_run_then_its_import_ends_with_the_folder_to_take_off(
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("", "IMPORTED"),
+        ("gpu", "torch finds a GPU"),
+        ("installed", "the real transformer_engine is installed"),
+    ],
+)
+def test_stand_in_when_the_real_one_could_run_then_its_import_names_the_folder_to_remove(
     case, words, tmp_path
 ):
     there = installed(tmp_path)["PYTHONPATH"] if case == "installed" else ""
     path = os.pathsep.join(filter(None, [str(module.TRANSFORMER_ENGINE), there]))
-    code = f"import torch; torch.cuda.is_available = lambda: {case == 'gpu'}; import transformer_engine as te; "
+    code = (
+        f"import torch; torch.cuda.is_available = lambda: {case == 'gpu'}; import transformer_engine as te; "
+    )
     run = python(code + "print('IMPORTED', te.STAND_IN)", os.environ | {"PYTHONPATH": path})
     assert words in run.stdout + run.stderr
     assert (run.returncode == 0) is (not case)
@@ -106,7 +120,9 @@ def test_stand_in_when_on_a_path_where_the_real_one_could_run_then_its_import_en
 
 
 def python(code, variables):
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], env=variables, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("given, expected", [({}, "1"), ({"OMP_NUM_THREADS": "4"}, "4")])
@@ -135,6 +151,8 @@ def test_environment_when_engine_is_unknown_then_error_names_the_known_ones():
 
 
 def test_transformer_engine_when_asked_under_the_hook_with_the_stand_in_on_the_path_then_found(tmp_path):
-    (tmp_path / "ask.py").write_text("from tools.cpu import process_environment as p; print(p.transformer_engine())")
+    (tmp_path / "ask.py").write_text(
+        "from tools.cpu import process_environment as p; print(p.transformer_engine())"
+    )
     answer = run_preloaded([tmp_path / "ask.py"])
     assert answer.stdout == "stand-in for the CPU\n", answer.stderr

@@ -1,4 +1,6 @@
-"""The command of `make gpu-check`: what becomes of a part that ends in any way, its table, and its exit status."""
+"""The command of `make gpu-check`: what becomes of a part that ends in any way, its table, and
+its exit status.
+"""
 
 import os
 import subprocess
@@ -28,12 +30,20 @@ PART = Part("made-up", "nowhere.check", "a made-up part", 30)
         ("raise SystemExit(3)", FAILED, "it printed nothing"),
         ("pass", FAILED, "it printed nothing"),
         ("import time; time.sleep(60)", FAILED, "no end within 2 s"),
-        ("from tools.gpu_check.outcome import Outcome\nfrom pathlib import Path\nimport sys\n"
-         "Outcome(not_run='made up').save(Path(sys.argv[1]))", NOT_RUN, "made up"),
-        ("from tools.gpu_check.outcome import Outcome\nfrom pathlib import Path\nimport sys\n"
-         "Outcome(tables='|').save(Path(sys.argv[1]))", HOLDS, ""),
+        (
+            "from tools.gpu_check.outcome import Outcome\nfrom pathlib import Path\nimport sys\n"
+            "Outcome(not_run='made up').save(Path(sys.argv[1]))",
+            NOT_RUN,
+            "made up",
+        ),
+        (
+            "from tools.gpu_check.outcome import Outcome\nfrom pathlib import Path\nimport sys\n"
+            "Outcome(tables='|').save(Path(sys.argv[1]))",
+            HOLDS,
+            "",
+        ),
     ],
-)  # fmt: skip
+)
 def test_part_when_its_process_ends_or_not_then_its_state_and_reason(program, state, reason, tmp_path):
     limit = 2 if "sleep" in program else 60
     result = runner.run_process(
@@ -46,7 +56,8 @@ def test_part_when_its_process_ends_or_not_then_its_state_and_reason(program, st
 def test_part_when_it_hangs_then_its_children_end_with_it(tmp_path):
     program = (
         "import subprocess, sys, time\n"
-        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)\ntime.sleep(60)"
+        "print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid, "
+        "flush=True)\ntime.sleep(60)"
     )
     runner.run_process(PART, [sys.executable, "-c", program], dict(os.environ), tmp_path, 10)
     child, deadline = int((tmp_path / "made-up.log").read_text()), time.monotonic() + 10
@@ -57,11 +68,21 @@ def test_part_when_it_hangs_then_its_children_end_with_it(tmp_path):
 
 def test_parts_when_they_lack_a_package_or_time_then_not_run_by_name(tmp_path, monkeypatch):
     lines = []
-    lacking = Part("lacking", "nowhere.check", "x", 30, ("no_such_package", "no_such.part"), ("no_such_gpu_package",))
+    lacking = Part(
+        "lacking", "nowhere.check", "x", 30, ("no_such_package", "no_such.part"), ("no_such_gpu_package",)
+    )
     results = runner.run_all([lacking], "cpu", tmp_path, lines.append)
-    assert results[0].state == NOT_RUN and results[0].reason == "no_such_package and no_such.part not installed"
-    assert lines == ["lacking: x", "lacking: not run after 0 s: no_such_package and no_such.part not installed"]
-    assert runner.needed(lacking, "cuda")[-1] == "no_such_gpu_package" and len(runner.needed(lacking, "cpu")) == 3
+    assert (
+        results[0].state == NOT_RUN and results[0].reason == "no_such_package and no_such.part not installed"
+    )
+    assert lines == [
+        "lacking: x",
+        "lacking: not run after 0 s: no_such_package and no_such.part not installed",
+    ]
+    assert (
+        runner.needed(lacking, "cuda")[-1] == "no_such_gpu_package"
+        and len(runner.needed(lacking, "cpu")) == 3
+    )
     monkeypatch.setattr(runner, "TOTAL_S", 0)
     assert "were over" in runner.run_all([PART], "cuda", tmp_path, lines.append)[0].reason
     assert len({part.name for part in PARTS}) == len(PARTS)
@@ -100,7 +121,7 @@ BROKEN = Result(PARTS[0], FAILED, "DoesNotHold: x is 2; see /a.log")
         ([WELL, ABSENT], "cuda", 3, "not run: transformer-engine (transformer_engine not installed)"),
         ([ABSENT, BROKEN, WELL], "cuda", 1, "FAILED: triton (DoesNotHold: x is 2; see /a.log)"),
     ],
-)  # fmt: skip
+)
 def test_command_when_parts_have_ended_then_its_status_and_the_names(
     results, device, status, words, monkeypatch, capsys, tmp_path
 ):
@@ -141,27 +162,51 @@ class Bare:
 sys.meta_path[:] = map(Bare, sys.meta_path)
 '''
 ALLOWED = {
-    "torch", "triton", "numpy", "tools", "benchmarks", "megatron_rl_corr", "nvidia", "cuda", "torchgen", "functorch",
-    "sympy", "mpmath", "networkx", "jinja2", "markupsafe", "fsspec", "filelock", "typing_extensions", "setuptools",
+    "torch",
+    "triton",
+    "numpy",
+    "tools",
+    "benchmarks",
+    "megatron_rl_corr",
+    "nvidia",
+    "cuda",
+    "torchgen",
+    "functorch",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "markupsafe",
+    "fsspec",
+    "filelock",
+    "typing_extensions",
+    "setuptools",
     "packaging",
-}  # fmt: skip
+}
 """Torch, what it needs, and this checkout."""
 
 
-def test_command_when_only_torch_and_triton_are_installed_then_what_needs_more_is_named_and_the_rest_holds(tmp_path):
+def test_command_when_only_torch_and_triton_are_installed_then_what_needs_more_is_named_and_the_rest_holds(
+    tmp_path,
+):
     (tmp_path / "sitecustomize.py").write_text(BARE.format(allowed=ALLOWED))
     chosen = ["host-sync", "fp8-rounding", "transformer-engine", "push-tensor", "benchmark-correction"]
     done = subprocess.run(
-        [sys.executable, "-m", "tools.gpu_check", "--only", *chosen], cwd=ROOT, capture_output=True, text=True,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, timeout=1200,
-    )  # fmt: skip
+        [sys.executable, "-m", "tools.gpu_check", "--only", *chosen],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        timeout=1200,
+    )
     assert done.returncode == 3, done.stdout + done.stderr
     left_out = [line for line in done.stdout.splitlines() if line.startswith("[gpu-check] not run: ")]
     assert [line.split(": ", 1)[1] for line in left_out] == [
-        "host-sync: sync-debug mode (there is no GPU)", "transformer-engine (megatron.core not installed)",
+        "host-sync: sync-debug mode (there is no GPU)",
+        "transformer-engine (megatron.core not installed)",
         "push-tensor (sglang and transformers and safetensors and aiohttp and psutil not installed)",
         "benchmark-correction: GPU timings (there is no GPU)",
-    ]  # fmt: skip
+    ]
     assert "fp8-rounding: holds after" in done.stdout and "benchmark-correction: holds after" in done.stdout
 
 

@@ -1,4 +1,6 @@
-"""The parts of `make gpu-check`: each is right where all is, and notices what it is there for when that is planted."""
+"""The parts of `make gpu-check`: each is right where all is, and notices what it is there for when
+that is planted.
+"""
 
 import os
 import sys
@@ -40,6 +42,7 @@ def torch_kernels(**planted):
 
 def shifted(row, by):
     """combine_stats whose row (0: log-probs, 1: entropies) is off."""
+
     def combine_stats(*args):
         combined = torch_backend.combine_stats(*args)
         combined[row] += by
@@ -79,7 +82,7 @@ def test_kernels_when_they_are_right_then_no_case_finds_fault(case):
         ("float32, sampled rows", {"label_stats": all_rows}, "sampled rows: log-prob"),
         ("float32, 4 shards, padding", {"combine_stats": one_shard}, "4 shards, padding: log-prob"),
     ],
-)  # fmt: skip
+)
 def test_kernels_when_one_is_wrong_then_the_case_and_what_is_wrong_are_named(case, planted, words):
     [found] = [one for one in triton_kernels.SMALL if one.name == case]
     with pytest.raises(DoesNotHold, match=words):
@@ -93,7 +96,9 @@ def test_host_sync_when_a_loss_reads_a_value_then_the_operator_and_the_configura
         losses = right(name, *args, **kwargs)
         return losses * (losses.sum().item() < 1e9) if name == "gspo" else losses
 
-    monkeypatch.setattr(host_sync, "CONFIGS", {n: host_sync.CONFIGS[n] for n in ("loss gspo", "diagnostics only")})
+    monkeypatch.setattr(
+        host_sync, "CONFIGS", {n: host_sync.CONFIGS[n] for n in ("loss gspo", "diagnostics only")}
+    )
     host_sync.check("cpu")
     monkeypatch.setattr(host_sync, "policy_loss", reading)
     with pytest.raises(AssertionError, match="_local_scalar_dense reads the device") as error:
@@ -122,11 +127,15 @@ def truncated(weight):
 
 
 @pytest.mark.parametrize("name", rounding.ROUNDINGS)
-def test_rounding_when_it_is_right_then_it_holds_and_of_half_the_size_or_truncated_it_does_not(name, monkeypatch):
+def test_rounding_when_it_is_right_then_it_holds_and_of_half_the_size_or_truncated_it_does_not(
+    name, monkeypatch
+):
     weight = fp8_rounding.weights()
     fp8_rounding.compare(name, weight, "cpu")
     right = rounding.ROUNDINGS[name]
-    monkeypatch.setitem(rounding.ROUNDINGS, name, lambda weight: right(weight[..., :64, :]).repeat(1, 5, 1)[:, :300])
+    monkeypatch.setitem(
+        rounding.ROUNDINGS, name, lambda weight: right(weight[..., :64, :]).repeat(1, 5, 1)[:, :300]
+    )
     with pytest.raises(DoesNotHold, match=f"{name} of float32: further off"):
         fp8_rounding.compare(name, weight, "cpu")
     monkeypatch.setitem(rounding.ROUNDINGS, "int4_group", truncated)
@@ -150,7 +159,8 @@ def transformer_engine(folder, *planted):
     """The outcome's file and the process of the part, with what a line of Python plants in it."""
     program = folder / "planted.py"
     program.write_text(
-        "from tools.gpu_check import one_part, te_logprobs\n" + "\n".join(planted)
+        "from tools.gpu_check import one_part, te_logprobs\n"
+        + "\n".join(planted)
         + f"\none_part.main('transformer-engine', 'cpu', {str(folder / 'out.json')!r})\n"
     )
     return folder / "out.json", run_preloaded([program])
@@ -169,10 +179,11 @@ def test_transformer_engine_when_as_recorded_then_both_types_hold(tmp_path):
     [
         "te_logprobs.TOP_K = 3",
         "right = te_logprobs.weight\n"
-        "te_logprobs.weight = lambda name, shape, seed: right(name, shape, seed) * (1 + 0.5 * ('q_layernorm' in name))",
+        "te_logprobs.weight = lambda name, shape, seed: right(name, shape, seed) * (1 + 0.5 * ('q_layernorm' "
+        "in name))",
     ],
     ids=["three experts a token", "a norm's weight"],
-)  # fmt: skip
+)
 def test_transformer_engine_when_it_computes_another_model_then_it_does_not_hold(planted, tmp_path):
     found, done = transformer_engine(tmp_path, planted)
     assert done.returncode == 1 and not found.exists()
@@ -182,9 +193,12 @@ def test_transformer_engine_when_it_computes_another_model_then_it_does_not_hold
 def test_transformer_engine_when_bounds_of_a_gpu_are_those_then_a_wrong_model_is_beyond_them(tmp_path):
     # TF32's and bfloat16's bounds must still tell a norm's weight that is half as large again.
     _, done = transformer_engine(
-        tmp_path, "te_logprobs.SAME_DEVICE = te_logprobs.BOUNDS['bfloat16']", "right = te_logprobs.weight",
-        "te_logprobs.weight = lambda name, shape, seed: right(name, shape, seed) * (1 + 0.5 * ('q_layernorm' in name))",
-    )  # fmt: skip
+        tmp_path,
+        "te_logprobs.SAME_DEVICE = te_logprobs.BOUNDS['bfloat16']",
+        "right = te_logprobs.weight",
+        "te_logprobs.weight = lambda name, shape, seed: right(name, shape, seed) * (1 + 0.5 * ('q_layernorm' "
+        "in name))",
+    )
     assert done.returncode == 1 and "DoesNotHold" in done.stderr
 
 
@@ -220,8 +234,12 @@ def test_push_when_all_weights_changed_then_all_checksums_and_log_probs_hold(pus
 def test_push_when_a_tensor_is_lost_on_its_way_then_it_is_named(pushed_to, monkeypatch):
     url, model = pushed_to
     send, lost = TensorTransport.send, "model.layers.1.self_attn.k_proj.weight"
-    monkeypatch.setattr(TensorTransport, "send", lambda self, bucket: send(self, [b for b in bucket if b[0] != lost]))
-    with pytest.raises(RolloutError, match=r"1 of .* not those that were sent: model.layers.1.self_attn.qkv_proj"):
+    monkeypatch.setattr(
+        TensorTransport, "send", lambda self, bucket: send(self, [b for b in bucket if b[0] != lost])
+    )
+    with pytest.raises(
+        RolloutError, match=r"1 of .* not those that were sent: model.layers.1.self_attn.qkv_proj"
+    ):
         pushes.prove(url, "tensor", model, pushes.changed(model, "float32"), "cpu")
     monkeypatch.undo()
 
@@ -252,11 +270,16 @@ def test_push_when_to_an_fp8_server_then_it_holds_and_not_to_the_weights_before_
     quantization = fp8_server.make_checkpoint(plain, folder)
     weights = pushes.changed(plain, "float32")
     with PreloadedServer(
-        folder, dtype="float32", log_path=tmp_path / "server.log", environment=environment("sglang"),
+        folder,
+        dtype="float32",
+        log_path=tmp_path / "server.log",
+        environment=environment("sglang"),
         extra_arguments=[*sglang_arguments(), "--random-seed", "0", "--skip-tokenizer-init"],
-    ) as server:  # fmt: skip
+    ) as server:
         trained = fp8_server.meant(weights, quantization)
-        verified, largest = pushes.prove(server.url, "tensor", plain, weights, "cpu", trained=trained).findings
+        verified, largest = pushes.prove(
+            server.url, "tensor", plain, weights, "cpu", trained=trained
+        ).findings
         assert verified.found == "21 of 21" and float(largest.found) <= float(largest.bound)
         with pytest.raises(DoesNotHold, match="largest log-ratio of the probe's text"):
             pushes.prove(server.url, "tensor", plain, weights, "cpu")
@@ -271,9 +294,13 @@ def test_colocation_when_the_server_can_release_nothing_then_named(pushed_to):
     url, model = pushed_to
     with pytest.raises(RolloutError, match="--enable-memory-saver"):
         pushes.prove(
-            url, "tensor", model, pushes.changed(model, "float32"), "cpu",
+            url,
+            "tensor",
+            model,
+            pushes.changed(model, "float32"),
+            "cpu",
             before=lambda servers: all_reduce_released(SimpleNamespace(leads=True), servers),
-        )  # fmt: skip
+        )
 
 
 def test_colocation_when_memory_stays_or_is_not_given_back_then_it_does_not_hold():
@@ -296,7 +323,9 @@ def test_distributed_when_nccl_refuses_two_ranks_on_a_gpu_then_not_run_and_else_
     monkeypatch.setenv(pushes.MULTI_RANK, "0")
 
     def refused(transport, device):
-        raise OSError("no broadcast group was made") from RuntimeError("Duplicate GPU detected : rank 0 and rank 1")
+        raise OSError("no broadcast group was made") from RuntimeError(
+            "Duplicate GPU detected : rank 0 and rank 1"
+        )
 
     monkeypatch.setattr(pushes, "check", refused)
     with pytest.raises(NotRun, match="refuses two ranks on one GPU"):
@@ -330,27 +359,39 @@ def test_flags_of_a_gpu_when_sglang_and_megatron_parse_them_then_both_take_them(
     done = run_preloaded([tmp_path / "sglang_parser.py", *words], engine="sglang")
     assert done.returncode == 0, done.stderr[-2000:]
     command = router_replay.command(tmp_path, tiny_moe_dir, "http://127.0.0.1:1", "cuda")
-    assert {"--bf16", "--moe-grouped-gemm", "--optimizer-cpu-offload"} < set(command) and "gloo" not in command
+    assert {"--bf16", "--moe-grouped-gemm", "--optimizer-cpu-offload"} < set(
+        command
+    ) and "gloo" not in command
     (tmp_path / "megatron_parser.py").write_text(MEGATRON_PARSER)
     script = next(place for place, word in enumerate(command) if word.endswith("pretrain_moe.py"))
     done = run_preloaded([tmp_path / "megatron_parser.py", *command[script + 1 :]])
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_server_of_a_gpu_then_no_request_waits_until_all_kernels_of_deepgemm_are_compiled(tiny_moe_dir, tmp_path):
+def test_server_of_a_gpu_then_no_request_waits_until_all_kernels_of_deepgemm_are_compiled(
+    tiny_moe_dir, tmp_path
+):
     found = pushes.server(tiny_moe_dir, "bfloat16", "cuda").environment
-    assert set(found) - set(pushes.server(tiny_moe_dir, "float32", "cpu").environment) == set(pushes.GPU_VARIABLES)
+    assert set(found) - set(pushes.server(tiny_moe_dir, "float32", "cpu").environment) == set(
+        pushes.GPU_VARIABLES
+    )
     program = tmp_path / "sglang_variables.py"  # whether SGLang reads them, and as they are meant
-    program.write_text("from sglang.srt.environ import envs\nassert not envs.SGLANG_JIT_DEEPGEMM_PRECOMPILE.get()\n")
+    program.write_text(
+        "from sglang.srt.environ import envs\nassert not envs.SGLANG_JIT_DEEPGEMM_PRECOMPILE.get()\n"
+    )
     for variables, status in ((pushes.GPU_VARIABLES, 0), ({}, 1)):
         done = run_preloaded([program], engine="sglang", env=environment("sglang") | variables)
         assert done.returncode == status, done.stderr[-2000:]
 
 
 STEP = {
-    "step": 1, "router_replay/disagreement": 0.01, "router_replay/tokens_without_routes": 0, "grad_norm": 0.5,
-    "rollout_corr/k3_kl": 1e-4, "router_replay/overlap": 0.995,
-}  # fmt: skip
+    "step": 1,
+    "router_replay/disagreement": 0.01,
+    "router_replay/tokens_without_routes": 0,
+    "grad_norm": 0.5,
+    "rollout_corr/k3_kl": 1e-4,
+    "router_replay/overlap": 0.995,
+}
 
 
 @pytest.mark.parametrize(
@@ -363,7 +404,7 @@ STEP = {
         ({"grad_norm": 0.0}, "had no gradient"),
         (None, "replayed no routes"),
     ],
-)  # fmt: skip
+)
 def test_replay_when_a_step_is_wrong_then_it_is_named(wrong, words):
     assert len(router_replay.judge([STEP] * 4).findings) == 3
     one = {"step": 1} if wrong is None else STEP | wrong
@@ -377,7 +418,9 @@ def test_replay_when_the_step_from_the_checkpoint_moves_a_weight_then_it_is_name
     weights["model.norm.weight"][3] *= 1 + 2**-20
     save_file(weights, tmp_path / "model.safetensors")
     router_replay.require_kept(tiny_moe_dir, tiny_moe_dir)
-    with pytest.raises(DoesNotHold, match="a step of learning rate 0 from the checkpoint changed model.norm.weight"):
+    with pytest.raises(
+        DoesNotHold, match="a step of learning rate 0 from the checkpoint changed model.norm.weight"
+    ):
         router_replay.require_kept(tiny_moe_dir, tmp_path)
 
 
@@ -389,7 +432,8 @@ def test_replay_when_training_fails_or_ends_early_then_it_does_not_hold():
 
 
 @pytest.mark.parametrize(
-    ("program", "words"), [("raise SystemExit('wrong')", "with status 1"), ("print('nothing')", "printed no table")]
+    ("program", "words"),
+    [("raise SystemExit('wrong')", "with status 1"), ("print('nothing')", "printed no table")],
 )
 def test_benchmark_when_its_results_are_wrong_or_it_prints_none_then_it_is_named(program, words, tmp_path):
     path = tmp_path / "made_up.py"

@@ -1,4 +1,6 @@
-"""`make setup` on a machine with a GPU, made of stand-ins: what it lacks is named, and how the source is compiled."""
+"""`make setup` on a machine with a GPU, made of stand-ins: what it lacks is named, and how the
+source is compiled.
+"""
 
 import runpy
 import shutil
@@ -20,7 +22,9 @@ def program(text):
 
 def nvidia_smi(header):
     """Answers -L with a GPU, and prints the table's head without an option."""
-    return program(f'if [ "$1" = -L ]; then echo "GPU 0: NVIDIA H100 (UUID: GPU-1)"; else echo "{header}"; fi')
+    return program(
+        f'if [ "$1" = -L ]; then echo "GPU 0: NVIDIA H100 (UUID: GPU-1)"; else echo "{header}"; fi'
+    )
 
 
 def python(include):
@@ -30,7 +34,9 @@ def python(include):
 
 @pytest.fixture
 def set_up(tmp_path):
-    """set_up(programs, **variables): status and output of scripts/setup with these programs; None takes one away."""
+    """set_up(programs, **variables): status and output of scripts/setup with these programs;
+    None takes one away.
+    """
     checkout, path, include = (tmp_path / name for name in ("my code", "path", "include"))
     shutil.copytree(ROOT / "scripts", checkout / "scripts")
     shutil.copytree(ROOT / "requirements", checkout / "requirements")
@@ -50,9 +56,11 @@ def set_up(tmp_path):
                 (path / name).write_text(text)
                 (path / name).chmod(0o755)
         variables |= {
-            "PATH": str(path), "HOME": str(tmp_path), "MEGATRON_RL_CORR_ENVS": str(tmp_path / "envs"),
+            "PATH": str(path),
+            "HOME": str(tmp_path),
+            "MEGATRON_RL_CORR_ENVS": str(tmp_path / "envs"),
             "PYTHON_FOR_SETUP": str(path / "python3.12"),
-        }  # fmt: skip
+        }
         done = subprocess.run(
             ["scripts/setup"], cwd=checkout, env=variables, capture_output=True, text=True, timeout=60
         )
@@ -66,11 +74,16 @@ FULL_DISK = program("printf 'Avail\\n5120\\n'")
 LACKING = {
     "a driver as new as the lock's CUDA": (
         {"nvidia-smi": nvidia_smi(OLD_DRIVER)},
-        "the NVIDIA driver 550.54.15 knows CUDA up to 12.4, and the torch of requirements/gpu.lock needs CUDA 13",
+        "the NVIDIA driver 550.54.15 knows CUDA up to 12.4, and the torch of requirements/gpu.lock needs "
+        "CUDA 13",
         "install a newer driver: for CUDA 13 it is 580 or newer",
     ),
     "a driver that works": (
-        {"nvidia-smi": program('[ "$1" = -L ] && echo "GPU 0: x" && exit; echo "Failed to initialize NVML"; exit 18')},
+        {
+            "nvidia-smi": program(
+                '[ "$1" = -L ] && echo "GPU 0: x" && exit; echo "Failed to initialize NVML"; exit 18'
+            )
+        },
         "nvidia-smi finds no working driver: Failed to initialize NVML",
         "restart the machine",
     ),
@@ -92,7 +105,11 @@ LACKING = {
         "Ubuntu 22.04",
     ),
     "glibc": ({"getconf": program("exit 1")}, "this system has another C library", "Ubuntu 22.04"),
-    "an x86-64 processor": ({"uname": program("echo Linux aarch64")}, "this is Linux aarch64", "Linux x86_64"),
+    "an x86-64 processor": (
+        {"uname": program("echo Linux aarch64")},
+        "this is Linux aarch64",
+        "Linux x86_64",
+    ),
 }
 
 
@@ -128,30 +145,44 @@ def test_setup_when_it_finds_no_gpu_then_it_says_so_and_names_the_command_for_a_
 
 
 def test_compile_when_run_then_it_shows_files_and_finds_only_the_locks_headers(tmp_path):
-    # Stands for pip: ninja's line of the third of 31 files, a pause in which it is shown, and what it was given.
+    # Stands for pip: ninja's line of the third of 31 files, a pause in which it is shown, and
+    # what it was given.
     said = "CUDA_HOME NVTE_BUILD_USE_NVIDIA_WHEELS NVTE_PYTORCH_FORCE_BUILD CXX MAX_JOBS"
     pip = tmp_path / "python"
-    pip.write_text(program(f'echo "  [3/31] g++ a.cpp"; sleep 1.5; for n in {said}; do printenv $n; done; echo "$*"'))
+    pip.write_text(
+        program(f'echo "  [3/31] g++ a.cpp"; sleep 1.5; for n in {said}; do printenv $n; done; echo "$*"')
+    )
     pip.chmod(0o755)
     script = f"""
         source scripts/shared_packages.sh; source scripts/gpu_setup.sh; SHOW_EVERY_S=0
         compile_transformer_engine {pip} requirements/gpu.lock {tmp_path}/log "{tmp_path}/my packages"
     """
-    variables = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "CUDA_HOME": "/usr/local/cuda-12.4", "MAX_JOBS": "2"}
-    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+    variables = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "CUDA_HOME": "/usr/local/cuda-12.4",
+        "MAX_JOBS": "2",
+    }
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "compiling transformer_engine_torch==2.20.2, 2 files at once" in done.stdout
     assert "compiling: 3 of 31 files" in done.stdout
     *given, arguments = (tmp_path / "log").read_text().splitlines()[1:]
     assert given == [f"{tmp_path}/my packages/nvidia/cu13", "1", "TRUE", "g++", "2"]
     # A wheel in pip's cache may have been compiled against another torch.
-    assert "--no-build-isolation --no-cache-dir" in arguments and arguments.endswith("transformer_engine_torch==2.20.2")
+    assert "--no-build-isolation --no-cache-dir" in arguments and arguments.endswith(
+        "transformer_engine_torch==2.20.2"
+    )
 
 
 def test_compile_when_it_fails_then_the_compilers_own_error_is_shown(tmp_path):
     pip = tmp_path / "python"
     noise = 'for i in $(seq 40); do echo "Traceback"; done'
-    pip.write_text(program(f'echo "a.cpp:1:10: fatal error: nccl.h: No such file or directory"; {noise}; exit 1'))
+    pip.write_text(
+        program(f'echo "a.cpp:1:10: fatal error: nccl.h: No such file or directory"; {noise}; exit 1')
+    )
     pip.chmod(0o755)
     script = f"""
         MAKE_TARGET=setup; source scripts/shared_packages.sh; source scripts/gpu_setup.sh
@@ -195,7 +226,10 @@ def test_toolkit_when_made_of_wheels_then_a_kernel_links_by_the_names_of_a_toolk
 
 @pytest.mark.parametrize("loads", [True, False])
 def test_transformer_engine_when_it_does_not_load_then_set_up_ends_with_pythons_message(tmp_path, loads):
-    for name, text in {"python": f"echo undefined symbol: nvte; exit {int(not loads)}", "nvidia-smi": "exit 0"}.items():
+    for name, text in {
+        "python": f"echo undefined symbol: nvte; exit {int(not loads)}",
+        "nvidia-smi": "exit 0",
+    }.items():
         (tmp_path / name).write_text(program(text))
         (tmp_path / name).chmod(0o755)
     script = f"""
@@ -203,7 +237,9 @@ def test_transformer_engine_when_it_does_not_load_then_set_up_ends_with_pythons_
         load_transformer_engine {tmp_path}/python {tmp_path}/log
     """
     variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": str(tmp_path)}
-    done = subprocess.run(["bash", "-euc", script], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        ["bash", "-euc", script], cwd=ROOT, env=variables, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == int(not loads)
     assert ("Transformer Engine loads" in done.stdout) == loads
     assert ("does not load" in done.stderr and "undefined symbol: nvte" in done.stderr) == (not loads)

@@ -127,42 +127,58 @@ import sglang.srt.mem_cache.pool_host.common
 from tools.cpu.sglang_replacements import EARLY, LATE
 import sgl_kernel
 from sgl_kernel.some.module import some_kernel
+
 try:
     some_kernel(1)
 except RuntimeError as error:
     said = str(error)
 import torch
 from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32
+
 seeds = torch.tensor([0, 2**32 + 1, 2**62 + 1, 2**63 - 1, -7]).to(torch.uint64)
-hashed = murmur_hash32(seeds, torch.tensor([0, 5, 100, 2**31 - 1, 7]), torch.tensor([0, 501, 151002])).tolist()
-print(json.dumps({"missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()], "said": said, "hash": hashed}))
+hashed = murmur_hash32(
+    seeds, torch.tensor([0, 5, 100, 2**31 - 1, 7]), torch.tensor([0, 501, 151002])
+).tolist()
+print(
+    json.dumps(
+        {"missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()], "said": said, "hash": hashed}
+    )
+)
 """
     report = preloaded_output(code, "sglang", tmp_path)
     assert report["hash"] == [  # of SGLang's Triton kernel, run by Triton's interpreter
-        [2167721464, 4176715095, 3842988096], [1883961327, 2072097339, 1608137182],
-        [3622880924, 1197178069, 440920767], [1367382394, 1966476278, 266885461], [3714741056, 1455808999, 3730616299],
-    ]  # fmt: skip
+        [2167721464, 4176715095, 3842988096],
+        [1883961327, 2072097339, 1608137182],
+        [3622880924, 1197178069, 440920767],
+        [1367382394, 1966476278, 266885461],
+        [3714741056, 1455808999, 3730616299],
+    ]
     assert report["missing"] == []
     assert report["said"].startswith("sgl_kernel.some.module.some_kernel needs a GPU")
     listed = [target for target, _ in replacements("sglang")]
     fp8 = "sglang.srt.layers.quantization.fp8"
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     assert [target for target in listed if target.startswith(fp8)] == [
-        f"{fp8}.Fp8LinearMethod.process_weights_after_loading_block_quant", f"{fp8}.Fp8LinearMethod.apply",
-        f"{fp8}.Fp8MoEMethod.process_weights_after_loading_block_quant", f"{fp8}.Fp8MoEMethod.apply",
+        f"{fp8}.Fp8LinearMethod.process_weights_after_loading_block_quant",
+        f"{fp8}.Fp8LinearMethod.apply",
+        f"{fp8}.Fp8MoEMethod.process_weights_after_loading_block_quant",
+        f"{fp8}.Fp8MoEMethod.apply",
         f"{fp8}.Fp8Config.get_supported_act_dtypes",
-    ]  # fmt: skip
+    ]
     assert [target for target in listed if not target.startswith((fp8, "torch.distributed.broadcast"))] == [
-        "sgl_kernel", "torch.distributed.distributed_c10d.ProcessGroupGloo", "torch.cuda.synchronize",
+        "sgl_kernel",
+        "torch.distributed.distributed_c10d.ProcessGroupGloo",
+        "torch.cuda.synchronize",
         "sglang.srt.entrypoints.engine._set_envs_and_config",
         "sglang.srt.mem_cache.pool_host.common._cuda_host_register",
         "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
         "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
         "sglang.srt.utils.torch_memory_saver_adapter.TorchMemorySaverAdapter.create",
-        f"{updater}.release_memory_occupation", f"{updater}.resume_memory_occupation",
+        f"{updater}.release_memory_occupation",
+        f"{updater}.resume_memory_occupation",
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
-    ]  # fmt: skip
+    ]
 
 
 def test_list_when_printed_then_every_target_and_reason_is_there(capsys, monkeypatch):
@@ -188,7 +204,9 @@ print(json.dumps([str(t.device) for t in made] + [str(made[4].dtype), made[0].ty
     assert preloaded_output(code, "megatron", tmp_path) == expected
 
 
-def test_transformers_when_megatron_is_imported_before_then_its_rotary_frequencies_are_right(tiny_moe_dir, tmp_path):
+def test_transformers_when_megatron_is_imported_before_then_its_rotary_frequencies_are_right(
+    tiny_moe_dir, tmp_path
+):
     code = f"""
 import json, megatron.core, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained({str(tiny_moe_dir)!r})
@@ -214,15 +232,22 @@ import json, os, time
 from datetime import timedelta
 import torch, torch.distributed as dist
 import megatron.core
+
 store = dist.HashStore()
 dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
 groups = [dist.new_group([0], timeout=timedelta(seconds=9)), *(dist.new_group([0]) for _ in range(7))]
 ones = torch.ones(2)
 for group in groups:
     dist.all_reduce(ones, group=group)
+
+
 def serving():
-    names = [open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")]
+    names = [
+        open(f"/proc/self/task/{thread}/comm").read().strip() for thread in os.listdir("/proc/self/task")
+    ]
     return names.count("gloo_tcp_loop")
+
+
 end = time.monotonic() + 60
 while not serving() and time.monotonic() < end:
     time.sleep(0.01)  # a thread names itself, once it has its turn
@@ -237,5 +262,11 @@ print(json.dumps([ones.tolist(), serving(), timeouts]))
 
 def test_process_of_an_engine_then_its_threads_do_not_preempt_each_other(tmp_path):
     code = "import os; print(os.sched_getscheduler(0) == os.SCHED_BATCH)"
-    with_engine, without = environment("megatron"), {n: v for n, v in environment("megatron").items() if n != VARIABLE}
-    assert [run(code, variables).stdout.split() for variables in (with_engine, without)] == [["True"], ["False"]]
+    with_engine, without = (
+        environment("megatron"),
+        {n: v for n, v in environment("megatron").items() if n != VARIABLE},
+    )
+    assert [run(code, variables).stdout.split() for variables in (with_engine, without)] == [
+        ["True"],
+        ["False"],
+    ]

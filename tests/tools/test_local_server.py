@@ -1,4 +1,6 @@
-"""A local server of either engine: its log-probs are the model's, failures are told, it never outlives its owner."""
+"""A local server of either engine: its log-probs are the model's, failures are told, it never
+outlives its owner.
+"""
 
 import json
 import os
@@ -28,7 +30,10 @@ def generate(engine: str, url: str, tokens: int) -> tuple[list[int], list[float]
         path, sampling = "generate", {"ignore_eos": True, "temperature": 1.0, "max_new_tokens": tokens}
         body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
     else:
-        path, sampling = "inference/v1/generate", {"ignore_eos": True, "temperature": 1.0, "max_tokens": tokens}
+        path, sampling = (
+            "inference/v1/generate",
+            {"ignore_eos": True, "temperature": 1.0, "max_tokens": tokens},
+        )
         body = {"token_ids": PROMPT, "sampling_params": {**sampling, "logprobs": 0}}
     request = urllib.request.Request(
         f"{url}/{path}", data=json.dumps(body).encode(), headers={"content-type": "application/json"}
@@ -36,7 +41,9 @@ def generate(engine: str, url: str, tokens: int) -> tuple[list[int], list[float]
     with urllib.request.urlopen(request, timeout=60) as response:
         answer = json.load(response)
     if engine == "sglang":
-        return answer["output_ids"], [logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]]
+        return answer["output_ids"], [
+            logprob for logprob, _, _ in answer["meta_info"]["output_token_logprobs"]
+        ]
     [choice] = answer["choices"]
     return choice["token_ids"], [entry["logprob"] for entry in choice["logprobs"]["content"]]
 
@@ -74,9 +81,12 @@ def test_server_when_running_then_its_children_are_in_its_group(engine_server):
 @pytest.mark.skipif(gpu_available(), reason="make setup-vllm installs vLLM without a GPU only")
 def test_vllm_when_either_of_its_processes_is_killed_then_none_of_them_is_left(tiny_moe_dir, tmp_path):
     server = PreloadedServer(
-        tiny_moe_dir, engine="vllm", log_path=tmp_path / "server.log", extra_arguments=vllm_arguments(),
+        tiny_moe_dir,
+        engine="vllm",
+        log_path=tmp_path / "server.log",
+        extra_arguments=vllm_arguments(),
         environment=environment("vllm"),
-    )  # fmt: skip
+    )
     with server:
         [engine] = set(group_members(server.pid)) - {server.pid}
         os.kill(server.pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""gpu.lock, resolved without a GPU: its pins agree with each other and lack nothing; and with what the tests take."""
+"""gpu.lock, resolved without a GPU: its pins agree with each other and lack nothing; and with
+what the tests take.
+"""
 
 import re
 import subprocess
@@ -15,9 +17,16 @@ LOCK = ROOT / "requirements/gpu.lock"
 UV = "uv==0.13.9"
 EXTENSION = "transformer_engine_torch"
 EXTENSION_NEEDS = [
-    "torch>=2.1", "einops", "onnxscript", "onnx", "packaging", "pydantic", "nvdlfw-inspect",
-    "nvidia-cudnn-frontend>=1.29.0", "transformer_engine_cu13==2.20.2",
-]  # fmt: skip
+    "torch>=2.1",
+    "einops",
+    "onnxscript",
+    "onnx",
+    "packaging",
+    "pydantic",
+    "nvdlfw-inspect",
+    "nvidia-cudnn-frontend>=1.29.0",
+    "transformer_engine_cu13==2.20.2",
+]
 """What its source asks for. It is published as source only, and asking it would need torch."""
 
 
@@ -32,15 +41,29 @@ def normal(name):
 
 
 def resolve(text, folder, *options):
-    """Status, what uv resolves the lines to with all that they require, and what it says; nothing is installed."""
+    """Status, what uv resolves the lines to with all that they require, and what it says;
+    nothing is installed.
+    """
     wheels = [line for line in text.splitlines() if not line.startswith(EXTENSION + "==")]
     (folder / "in.txt").write_text("\n".join([*wheels, *EXTENSION_NEEDS]))
     command = [
-        wheel_folder(UV) / "bin/uv", "pip", "compile", *options, "--no-build", "--no-header", "--no-annotate",
-        "--no-python-downloads", "--python", sys.executable, "--python-version", "3.12",
+        wheel_folder(UV) / "bin/uv",
+        "pip",
+        "compile",
+        *options,
+        "--no-build",
+        "--no-header",
+        "--no-annotate",
+        "--no-python-downloads",
+        "--python",
+        sys.executable,
+        "--python-version",
+        "3.12",
         # With the oldest C library that the lock is for (GLIBC in scripts/setup).
-        "--python-platform", "x86_64-manylinux_2_34", "in.txt",
-    ]  # fmt: skip
+        "--python-platform",
+        "x86_64-manylinux_2_34",
+        "in.txt",
+    ]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout, done.stderr
 
@@ -82,7 +105,9 @@ def test_gpu_lock_when_read_then_it_has_one_cuda_and_the_releases_that_the_tests
     # CUDA 13 throughout: torch's runtime, its libraries and Transformer Engine's.
     assert found["nvidia-cuda-runtime"].startswith("13.")
     # Headers of another minor version are refused by the compiler.
-    compiler = [found[f"nvidia-{name}"] for name in ("cuda-runtime", "cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl")]
+    compiler = [
+        found[f"nvidia-{name}"] for name in ("cuda-runtime", "cuda-nvcc", "cuda-crt", "nvvm", "cuda-cccl")
+    ]
     assert {version.split(".")[1] for version in compiler} == {"0"}
     assert not [name for name in found if name.endswith("-cu12") and name != "nvidia-cutlass-dsl-libs-cu12"]
 

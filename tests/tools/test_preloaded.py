@@ -18,7 +18,10 @@ pytestmark = pytest.mark.skipif(gpu_available(), reason="without a GPU only")
 
 SCRIPT = """
 import os, sys, time
-assert __name__ == "__main__" and "megatron.training" in sys.modules and os.path.dirname(__file__) == sys.path[0]
+
+assert (
+    __name__ == "__main__" and "megatron.training" in sys.modules and os.path.dirname(__file__) == sys.path[0]
+)
 kind, *rest = sys.argv[1:]
 print(kind, rest, os.environ.get("RANK"), os.environ.get("WORLD_SIZE"), flush=True)
 if kind == "raises":
@@ -49,7 +52,9 @@ def test_script_when_it_ends_raises_or_leaves_then_its_status_and_what_it_wrote(
 
 def test_script_when_on_ranks_then_each_has_torchruns_variables_and_one_status_is_of_all(script):
     left = run_megatron(script, "leaves", 4, ranks=2)
-    assert sorted(left.stdout.splitlines()) == ["leaves ['4'] 0 2", "leaves ['4'] 1 2"] and left.returncode == 4
+    assert (
+        sorted(left.stdout.splitlines()) == ["leaves ['4'] 0 2", "leaves ['4'] 1 2"] and left.returncode == 4
+    )
 
 
 def test_script_when_it_hangs_then_it_is_killed_and_the_next_one_runs(script):
@@ -61,8 +66,19 @@ def test_script_when_it_hangs_then_it_is_killed_and_the_next_one_runs(script):
 
 def torchrun(script, *words):
     """torchrun of two ranks, which are forks."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master-addr", "127.0.0.1",
-               "--master-port", str(free_port()), script, *words]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        script,
+        *words,
+    ]
     return run_preloaded(forking(command)[1:], timeout=50)
 
 
@@ -83,9 +99,14 @@ OWNER = """
 import subprocess, sys, time
 from tests.preloaded import PreloadedPopen
 from tools.cpu import environment
-child = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+
+child = (
+    "import subprocess, sys, time; print(subprocess.Popen(['sleep', '60']).pid, flush=True); time.sleep(60)"
+)
 open(sys.argv[1], "w").write(child)
-process = PreloadedPopen([sys.executable, sys.argv[1]], env=environment("megatron"), stdout=subprocess.PIPE, text=True)
+process = PreloadedPopen(
+    [sys.executable, sys.argv[1]], env=environment("megatron"), stdout=subprocess.PIPE, text=True
+)
 print(process.pid, process.stdout.readline(), flush=True)
 time.sleep(60)
 """
@@ -94,7 +115,10 @@ time.sleep(60)
 def test_fork_when_its_owner_is_killed_then_nothing_below_it_is_left(tmp_path, script):
     run_megatron(script, "ends")  # the process that forks is this test's own, and lives on
     owner = subprocess.Popen(
-        [sys.executable, "-c", OWNER, tmp_path / "child.py"], stdout=subprocess.PIPE, text=True, env=os.environ
+        [sys.executable, "-c", OWNER, tmp_path / "child.py"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ,
     )
     pids = [int(word) for word in owner.stdout.readline().split()]
     assert len(pids) == 2 and all(map(psutil.pid_exists, pids))
@@ -115,7 +139,9 @@ def test_popen_when_no_engine_is_named_then_the_interpreter_is_a_new_one():
 
 
 def test_popen_when_killed_then_its_return_code_is_the_signals(script):
-    process = PreloadedPopen([sys.executable, script, "hangs"], env=environment("megatron"), stdout=subprocess.PIPE)
+    process = PreloadedPopen(
+        [sys.executable, script, "hangs"], env=environment("megatron"), stdout=subprocess.PIPE
+    )
     assert process.stdout.readline().startswith(b"hangs") and process.poll() is None
     process.kill()
     assert process.wait(10) == process.returncode == -9

@@ -27,12 +27,20 @@ def test_record_when_a_run_ends_then_its_outcomes_and_the_seconds_of_each_file(p
 
 
 def test_table_when_several_runs_then_by_date_and_the_slowest_files_by_their_mean():
-    first = {"date": "2026-01-01 10:00:00", "wall_s": 90.0, "passed": 5, "failed": [], "skipped": 1,
-             "files": {"a.py": 3.0, "b.py": 1.0}}  # fmt: skip
-    second = first | {"date": "2026-01-02 10:00:00", "failed": ["a.py::x[1|2]", "b.py::y"], "files": {"b.py": 9.0}}
+    first = {
+        "date": "2026-01-01 10:00:00",
+        "wall_s": 90.0,
+        "passed": 5,
+        "failed": [],
+        "skipped": 1,
+        "files": {"a.py": 3.0, "b.py": 1.0},
+    }
+    second = first | {
+        "date": "2026-01-02 10:00:00",
+        "failed": ["a.py::x[1|2]", "b.py::y"],
+        "files": {"b.py": 9.0},
+    }
     lines = table([second, first]).splitlines()
     assert lines[2] == "| 1 | 2026-01-01 10:00:00 | 5 | 0 | 1 | 1.5 min | - |"
     assert lines[3] == "| 2 | 2026-01-02 10:00:00 | 5 | 2 | 1 | 1.5 min | a.py::x[1\\|2]<br>b.py::y |"
     assert lines[-2:] == ["| b.py | 5.0 |", "| a.py | 1.5 |"]
-
-

@@ -8,13 +8,20 @@ TESTS = Path(schedule.__file__).parent
 
 
 def test_units_when_files_are_named_then_they_exist():
-    assert [name for name in (*schedule.LONGEST_FIRST, schedule.BY_PARAMETER) if not (TESTS / name).exists()] == []
+    assert [
+        name for name in (*schedule.LONGEST_FIRST, schedule.BY_PARAMETER) if not (TESTS / name).exists()
+    ] == []
 
 
 def test_unit_then_a_file_but_each_test_of_the_quickstart_and_each_tree():
     assert schedule.unit_of("tests/core/test_turns.py::test_a[1::2]") == "core/test_turns.py"
-    assert schedule.unit_of("tests/examples/test_quickstart.py::test_a") == "tests/examples/test_quickstart.py::test_a"
-    trees = [f"tests/matrix/test_patched_tree.py::{test}[{tree}]" for tree in ("0.17.1", "0.19.2") for test in "ab"]
+    assert (
+        schedule.unit_of("tests/examples/test_quickstart.py::test_a")
+        == "tests/examples/test_quickstart.py::test_a"
+    )
+    trees = [
+        f"tests/matrix/test_patched_tree.py::{test}[{tree}]" for tree in ("0.17.1", "0.19.2") for test in "ab"
+    ]
     units = [schedule.unit_of(tree) for tree in trees]
     assert units[0] == units[1] != units[2] == units[3]
 

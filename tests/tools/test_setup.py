@@ -15,7 +15,9 @@ def run(*command, cwd="/"):
     """The output of a command that finds nothing by PYTHONPATH or the working folder."""
     left_out = ("VLLM", "MAKEFLAGS")  # of a `make test VLLM=...`
     variables = {
-        name: value for name, value in os.environ.items() if not name.startswith("PYTHON") and name not in left_out
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PYTHON") and name not in left_out
     }
     if SHARED.exists():
         variables["MEGATRON_RL_CORR_ENVS"] = str(SHARED.resolve().parent)
@@ -61,7 +63,9 @@ def folder(tmp_path):
     return tmp_path / "my code"
 
 
-def test_setup_when_two_checkouts_share_packages_and_one_moves_then_each_runs_its_own_files(folder, copy_checkout):
+def test_setup_when_two_checkouts_share_packages_and_one_moves_then_each_runs_its_own_files(
+    folder, copy_checkout
+):
     before = state_of(SHARED.resolve())
     first, second = copy_checkout(folder / "first"), copy_checkout(folder / "second")
     # As older versions of make setup made it: a link to the shared environment itself.
@@ -100,7 +104,11 @@ def test_setup_vllm_when_a_version_is_chosen_then_it_is_linked_or_refused_by_nam
     status, output = run("make", "setup-vllm", "VLLM=0.31.0", cwd=checkout)
     assert status != 0 and "VLLM is 0.31.0" in output and "give 0.32.0 or 0.33.0" in output
     assert not (checkout / ".venv/vllm").exists()
-    for version, packages in (("0.32.0", locked), ("0.33.0", Path(f"{locked}-python-0.33.0")), (None, locked)):
+    for version, packages in (
+        ("0.32.0", locked),
+        ("0.33.0", Path(f"{locked}-python-0.33.0")),
+        (None, locked),
+    ):
         if not (packages / ".complete").exists():
             continue  # what is not there yet would be fetched
         status, output = run("make", "setup-vllm", *[f"VLLM={version}"] * (version is not None), cwd=checkout)

@@ -31,15 +31,22 @@ def test_libraries_when_laid_down_then_they_come_first_and_else_nothing_changes(
     assert with_libraries({"A": "1"}, tmp_path) == {"A": "1"}
     (tmp_path / "cuda/lib").mkdir(parents=True)
     assert with_libraries({}, tmp_path) == {"LD_LIBRARY_PATH": f"{tmp_path}/cuda/lib"}
-    assert with_libraries({"LD_LIBRARY_PATH": "/own"}, tmp_path) == {"LD_LIBRARY_PATH": f"{tmp_path}/cuda/lib:/own"}
+    assert with_libraries({"LD_LIBRARY_PATH": "/own"}, tmp_path) == {
+        "LD_LIBRARY_PATH": f"{tmp_path}/cuda/lib:/own"
+    }
 
 
-def test_local_server_when_it_has_a_memory_saver_then_its_process_finds_cudas_libraries(tmp_path, monkeypatch):
+def test_local_server_when_it_has_a_memory_saver_then_its_process_finds_cudas_libraries(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(local_server, "with_libraries", lambda base: {**base, "LD_LIBRARY_PATH": "found"})
     for flags, expected in ((["--enable-memory-saver"], "found"), ([], None)):
-        server, given = local_server.LocalServer(
-            tmp_path, log_path=tmp_path / "log", environment={}, extra_arguments=flags
-        ), []  # fmt: skip
+        server, given = (
+            local_server.LocalServer(
+                tmp_path, log_path=tmp_path / "log", environment={}, extra_arguments=flags
+            ),
+            [],
+        )
         server.popen = lambda command, given=given, **options: given.append(options["env"])
         server.start()
         assert given[0].get("LD_LIBRARY_PATH") == expected

@@ -1,7 +1,7 @@
 """Sends FP8 weights to SGLang's own models through its own loaders, in this process and without a server.
 
-fp8_loader_worker.py TP PLAIN_DIR FP8_DIR [PLAIN_DIR FP8_DIR ...]  prints a line of JSON for each pair, of the first of
-TP tensor-parallel ranks: see `judge`.
+fp8_loader_worker.py TP PLAIN_DIR FP8_DIR [PLAIN_DIR FP8_DIR ...]  prints a line of JSON for each pair, of
+the first of TP tensor-parallel ranks: see `judge`.
 """
 
 import json
@@ -34,7 +34,9 @@ ENGINE = load_engine("sglang")
 
 def state(loaded):
     """What a forward pass may read, but for the scales of a KV cache."""
-    return {name: tensor for name, tensor in loaded.state().items() if not name.endswith((".k_scale", ".v_scale"))}
+    return {
+        name: tensor for name, tensor in loaded.state().items() if not name.endswith((".k_scale", ".v_scale"))
+    }
 
 
 def same(one, other):
@@ -43,7 +45,10 @@ def same(one, other):
 
 def units_of(weights, config):
     """As an exporter has them: what servers fuse and want in one request stands together."""
-    rows = [*ends(config, config["vocab_size"]), *(r for part in FAMILIES[config["model_type"]] for r in part(config))]
+    rows = [
+        *ends(config, config["vocab_size"]),
+        *(r for part in FAMILIES[config["model_type"]] for r in part(config)),
+    ]
     left, units = dict(weights), []
     for layer in range(config["num_hidden_layers"]):
         for together in {row.sent_with for row in rows if row.sent_with}:
@@ -55,9 +60,9 @@ def units_of(weights, config):
 def judge(plain, fp8, rank, size, port):
     """What the loader makes of a push, beside what it makes of the FP8 folder itself.
 
-    wrong: parameters that differ. unused: tensors that changed no parameter of any rank. in_fp8: what SGLang holds in
-    FP8, by its own layers, and what was sent so. proven, held: parameters whose checksums were as expected, and all.
-    coverage: what the count of parameters says.
+    wrong: parameters that differ. unused: tensors that changed no parameter of any rank. in_fp8: what
+    SGLang holds in FP8, by its own layers, and what was sent so. proven, held: parameters whose checksums
+    were as expected, and all. coverage: what the count of parameters says.
     """
     loaded = load_model(start_rank(fp8, rank, size, port), rank)
     model, expected = loaded.model, {name: tensor.clone() for name, tensor in state(loaded).items()}
@@ -65,7 +70,10 @@ def judge(plain, fp8, rank, size, port):
     config, quantization = read_config(plain), BlockFP8.from_config(read_config(fp8))
     weights = {n: w for n, w in load_file(plain / "model.safetensors").items() if "rotary_emb" not in n}
     requests = list(buckets(quantised_units(units_of(weights, config), quantization), 1))
-    coverage, verifier = make_coverage(plain, quantization), make_verifiers("checksum", plain, {"s": ENGINE})["s"]
+    coverage, verifier = (
+        make_coverage(plain, quantization),
+        make_verifiers("checksum", plain, {"s": ENGINE})["s"],
+    )
     unused = []
     loaded.updater.begin_weight_update()
     for bucket in requests:
@@ -92,13 +100,19 @@ def judge(plain, fp8, rank, size, port):
         coverage.check_servers([shown], ENGINE)
     except RolloutError as error:
         coverage_said = str(error)
-    sent = {ENGINE.server_parameter(name)[0] for bucket in requests for name, _ in bucket if name.endswith(SCALE)}
+    sent = {
+        ENGINE.server_parameter(name)[0] for bucket in requests for name, _ in bucket if name.endswith(SCALE)
+    }
     held = {name for name, tensor in model.named_parameters() if name.endswith(SCALE)}
     return {
         "wrong": sorted(name for name, tensor in state(loaded).items() if not same(tensor, expected[name])),
-        "unused": unused, "sent": sorted(sent), "in_fp8": sorted(held), "proven": verifier.compare([shown]),
-        "held": len(sums), "coverage": coverage_said,
-    }  # fmt: skip
+        "unused": unused,
+        "sent": sorted(sent),
+        "in_fp8": sorted(held),
+        "proven": verifier.compare([shown]),
+        "held": len(sums),
+        "coverage": coverage_said,
+    }
 
 
 def main():

@@ -12,51 +12,107 @@ from megatron_rl_corr.models.hf_folder import copy_model_files, set_quantization
 from megatron_rl_corr.models.quantization import SCALE, BlockFP8
 from tests.mcore.tiny_models import name_type
 
-CONFIG = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+CONFIG = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
+}
 SPARED = ["lm_head", "model.layers.1.self_attn", "mlp.gate"]
 """As published checkpoints name modules; one of them is quantised elsewhere."""
 SHAPE = {
-    "vocab_size": 83, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "eos_token_id": 82,
+    "vocab_size": 83,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 82,
     "tie_word_embeddings": False,
-}  # fmt: skip
+}
 """Of each part of a stack SGLang asks for rows that 128 divides, also of a rank's share: `WIDE` has two."""
 WIDE = {"vocab_size": 128, "hidden_size": 256, "num_attention_heads": 8, "eos_token_id": 127}
 EXPERTS = {
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
     "decoder_sparse_step": 1,
-}  # fmt: skip
+}
 WIDE_EXPERTS = EXPERTS | {"moe_intermediate_size": 256}
 YARN = {
-    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
-    "beta_slow": 1, "original_max_position_embeddings": 4096,
-}  # fmt: skip
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 4096,
+}
 """On a CPU SGLang has latent attention with it alone."""
 MODELS = {
     "llama": WIDE | {"head_dim": 64},
     "qwen2": WIDE | {"head_dim": 32, "num_key_value_heads": 8},
     "qwen3": WIDE | {"head_dim": 64, "tie_word_embeddings": True},
-    "qwen2_moe": WIDE | WIDE_EXPERTS | {
-        "head_dim": 32, "num_key_value_heads": 8, "shared_expert_intermediate_size": 256, "norm_topk_prob": False,
+    "qwen2_moe": WIDE
+    | WIDE_EXPERTS
+    | {
+        "head_dim": 32,
+        "num_key_value_heads": 8,
+        "shared_expert_intermediate_size": 256,
+        "norm_topk_prob": False,
     },
     "qwen3_moe": WIDE | WIDE_EXPERTS | {"head_dim": 64},
-    "mixtral": WIDE | {
-        "head_dim": 32, "num_key_value_heads": 8, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "mixtral": WIDE
+    | {
+        "head_dim": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
         "sliding_window": None,
     },
-    "glm4_moe": WIDE | {
-        "head_dim": 64, "attention_bias": True, "use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2,
-        "moe_intermediate_size": 256, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "glm4_moe": WIDE
+    | {
+        "head_dim": 64,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
     },
     # 128 divides neither the 192 rows of kv_a_proj_with_mqa nor the 320 of the stack that it ends.
-    **dict.fromkeys(("deepseek_v3", "kimi_k2"), WIDE | {
-        "num_key_value_heads": 8, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "head_dim": 64,
-        "qk_rope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4,
-        "topk_group": 2, "moe_intermediate_size": 256, "n_shared_experts": 1, "first_k_dense_replace": 1,
-        "moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
-        "max_position_embeddings": 163840, "rope_parameters": YARN,
-    }),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("deepseek_v3", "kimi_k2"),
+        WIDE
+        | {
+            "num_key_value_heads": 8,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 128,
+            "qk_nope_head_dim": 64,
+            "head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 256,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_layer_freq": 1,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+            "max_position_embeddings": 163840,
+            "rope_parameters": YARN,
+        },
+    ),
+}
 """One of each architecture of which each rank of two can hold a part."""
 
 
@@ -98,6 +154,7 @@ def make_fp8(source: Path, folder: Path, config: dict) -> None:
     set_quantization(folder, config)
     read = json.loads((folder / "config.json").read_text())
     save_file(
-        quantised(load_file(source / "model.safetensors"), BlockFP8.from_config(read)), folder / "model.safetensors",
+        quantised(load_file(source / "model.safetensors"), BlockFP8.from_config(read)),
+        folder / "model.safetensors",
         metadata={"format": "pt"},
     )

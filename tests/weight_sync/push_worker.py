@@ -1,4 +1,5 @@
-"""One of two trainer ranks, each the sender of a stage, in pushes that go wrong: push_worker.py RANK STORE CASE...
+"""One of two trainer ranks, each the sender of a stage, in pushes that go wrong: push_worker.py
+RANK STORE CASE...
 
 Prints, as JSON, what was raised in each case and everything that was asked of the servers from this rank.
 """
@@ -13,7 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, UnreadableAnswer
+from megatron_rl_corr.engines.errors import (
+    RolloutError,
+    RolloutProtocolError,
+    RolloutServerError,
+    UnreadableAnswer,
+)
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.parallel import failure
 from megatron_rl_corr.parallel.failure import PeerFailure
@@ -97,9 +103,12 @@ def units(after_parameter):
 
 
 exporter = SimpleNamespace(
-    leads=rank == 0, sends=True, stage=rank, num_stages=2,
+    leads=rank == 0,
+    sends=True,
+    stage=rank,
+    num_stages=2,
     units=lambda after_parameter: units(after_parameter),
-)  # fmt: skip
+)
 told = {}
 for case in cases:
     if case == "slow":  # this and the next: than a collective may wait

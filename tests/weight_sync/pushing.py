@@ -24,15 +24,26 @@ class Pushing:
         self.loop = LoopThread()
         self.client = RolloutClient(urls, vocab_size=vocab_size, timeout_s=60, engine=engine)
         self.transport = make_transport(
-            kind, self.client, self.loop, backend="gloo", checkpoint=model_dir, folder=str(folder), stage=0, sends=True,
+            kind,
+            self.client,
+            self.loop,
+            backend="gloo",
+            checkpoint=model_dir,
+            folder=str(folder),
+            stage=0,
+            sends=True,
             quantization=quantization,
         )
         verifiers = make_verifiers("checksum", model_dir, self.client.fleet.engines)
         (self.verifier,) = verifiers.values()
         self.compared = None
         self.servers = WeightServers(
-            self.client, self.loop, self.transport, verifiers=verifiers,
-            coverage=make_coverage(model_dir, quantization), quantization=quantization,
+            self.client,
+            self.loop,
+            self.transport,
+            verifiers=verifiers,
+            coverage=make_coverage(model_dir, quantization),
+            quantization=quantization,
         )
         compare = self.verifier.compare
 
@@ -43,7 +54,11 @@ class Pushing:
 
     def push(self, weights, version):
         exporter = SimpleNamespace(
-            leads=True, sends=True, stage=0, num_stages=1, units=lambda _: ([named] for named in weights.items()),
+            leads=True,
+            sends=True,
+            stage=0,
+            num_stages=1,
+            units=lambda _: ([named] for named in weights.items()),
             planned=lambda: {name: list(tensor.shape) for name, tensor in weights.items()},
         )
         self.servers.planned = None

@@ -1,4 +1,6 @@
-"""How many ranks the servers bring into the broadcast group, and what is raised where it can't be made or used."""
+"""How many ranks the servers bring into the broadcast group, and what is raised where it can't
+be made or used.
+"""
 
 import asyncio
 import os
@@ -26,6 +28,7 @@ from megatron_rl_corr.weight_sync.transports.rendezvous import gloo_listening_at
 
 ENGINE = load_engine("sglang")
 
+
 def servers(*urls):
     fleet = Fleet(urls, engine="sglang", timeout_s=1, connect_timeout_s=1)
     return ServerControl(fleet, fleet.urls, update_timeout_s=1)
@@ -46,7 +49,10 @@ def test_ranks_when_dp_attention_shares_the_tensor_ranks_then_they_are_not_count
     ("second", "words"),
     [
         ({**ONE, "tp_size": 2}, "http://b .* it has 4 ranks and http://a has 8; give all servers the same"),
-        ({**ONE, "dp_size": 2}, "http://b .* it runs --dp-size 2 replicas; start as many servers and name each"),
+        (
+            {**ONE, "dp_size": 2},
+            "http://b .* it runs --dp-size 2 replicas; start as many servers and name each",
+        ),
     ],
 )
 def test_ranks_when_servers_differ_or_hide_replicas_then_refused_by_name(second, words):
@@ -109,7 +115,9 @@ def sent(group):
     group.wait(group.send([("x", torch.ones(1))]))
 
 
-def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_for_the_ranks(loop, monkeypatch):
+def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_for_the_ranks(
+    loop, monkeypatch
+):
     waiting = threading.Event()
 
     def nobody_comes(*_, **__):
@@ -117,7 +125,8 @@ def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_f
         raise RuntimeError("0 of 2 ranks came")
 
     monkeypatch.setattr(broadcast, "_join", nobody_comes)
-    monkeypatch.setattr(UpdateGroup, "_cause", lambda self, error, *_: error)  # not as an explanation afterwards
+    # not as an explanation afterwards
+    monkeypatch.setattr(UpdateGroup, "_cause", lambda self, error, *_: error)
     try:
         with pytest.raises(RolloutServerError, match="HTTP 400: group exists"):
             UpdateGroup(Server(refuses), loop, backend="gloo", ranks_per_server=1)
@@ -127,7 +136,9 @@ def test_group_when_a_server_refuses_then_its_answer_is_raised_without_waiting_f
 
 def test_group_when_no_server_comes_then_error_names_server_address_and_what_to_look_at(loop, monkeypatch):
     monkeypatch.setattr(broadcast, "_ANSWER_S", 0.2)
-    with pytest.raises(OSError, match="http://127.0.0.1:9: no broadcast group of 2 ranks .* at 127.0.0.1:.*firewall"):
+    with pytest.raises(
+        OSError, match="http://127.0.0.1:9: no broadcast group of 2 ranks .* at 127.0.0.1:.*firewall"
+    ):
         UpdateGroup(Server(never_answers), loop, backend="gloo", ranks_per_server=1, timeout_s=0.5)
 
 
@@ -138,7 +149,9 @@ def test_group_then_its_store_listens_at_the_address_of_the_route_or_the_given_o
     class Looking(Server):
         async def init_weights_update_group(self, address, port, **_):
             mine = psutil.Process().net_connections("tcp")
-            listening.extend(one.laddr.ip for one in mine if one.status == "LISTEN" and one.laddr.port == port)
+            listening.extend(
+                one.laddr.ip for one in mine if one.status == "LISTEN" and one.laddr.port == port
+            )
             assert address == given or given is None
             await refuses()
 
@@ -149,9 +162,12 @@ def test_group_then_its_store_listens_at_the_address_of_the_route_or_the_given_o
 
 def test_transport_when_the_address_is_not_of_this_host_then_refused_with_the_remedy(loop):
     common = {"backend": "gloo", "checkpoint": None, "folder": None, "stage": 0, "address": "192.0.2.1"}
-    with pytest.raises(ValueError, match="`weight_address` 192.0.2.1: .*assign requested .*; name an address of"):
+    with pytest.raises(
+        ValueError, match="`weight_address` 192.0.2.1: .*assign requested .*; name an address of"
+    ):
         make_transport("distributed", Server(answers), loop, **common, sends=True)
-    make_transport("distributed", SimpleNamespace(control=None), loop, **common, sends=False)  # it listens nowhere
+    # it listens nowhere
+    make_transport("distributed", SimpleNamespace(control=None), loop, **common, sends=False)
 
 
 def test_gloo_listens_at_the_interface_of_the_address_unless_the_user_names_one(monkeypatch):
@@ -171,7 +187,9 @@ def test_gloo_listens_at_the_interface_of_the_address_unless_the_user_names_one(
 
 
 def test_broadcast_when_a_server_does_not_answer_in_time_then_an_error_of_a_push_that_says_so(group):
-    with pytest.raises(OSError, match=r"http://127.0.0.1:9: a broadcast of weights failed; .* \(no answer within"):
+    with pytest.raises(
+        OSError, match=r"http://127.0.0.1:9: a broadcast of weights failed; .* \(no answer within"
+    ):
         sent(group(Server(never_answers)))
 
 
@@ -183,9 +201,12 @@ class Failing:
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "words"), [(refuses, RolloutServerError, "group exists"), (never_answers, OSError, "no answer")]
+    ("answer", "error", "words"),
+    [(refuses, RolloutServerError, "group exists"), (never_answers, OSError, "no answer")],
 )
-def test_broadcast_when_it_fails_here_then_a_servers_answer_is_raised_if_there_is_one(group, answer, error, words):
+def test_broadcast_when_it_fails_here_then_a_servers_answer_is_raised_if_there_is_one(
+    group, answer, error, words
+):
     made = group(Server(answer))
     made._group = Failing()
     with pytest.raises(error, match=words):
@@ -281,7 +302,9 @@ def test_send_when_servers_share_a_group_that_is_not_made_then_broken_if_one_may
     assert transport.broken is broken
 
 
-def test_send_when_a_broadcast_of_a_shared_group_is_not_answered_in_time_then_broken(loop, monkeypatch, group):
+def test_send_when_a_broadcast_of_a_shared_group_is_not_answered_in_time_then_broken(
+    loop, monkeypatch, group
+):
     transport = transport_to(loop, monkeypatch, group, Server(never_answers))
     transport._share = True
     with pytest.raises(OSError, match="no answer within"):

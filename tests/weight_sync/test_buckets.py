@@ -16,8 +16,12 @@ def names(tensors, bucket_bytes: int) -> list[list[str]]:
 
 # 8, 16, 4, 40, 4, 12 bytes
 TENSORS = [
-    ("a", torch.zeros(2)), ("b", torch.zeros(2, dtype=torch.float64)), ("c", torch.zeros(2, 1).bfloat16()),
-    ("d", torch.zeros(10)), ("e", torch.zeros(4, dtype=torch.uint8)), ("f", torch.zeros(3)),
+    ("a", torch.zeros(2)),
+    ("b", torch.zeros(2, dtype=torch.float64)),
+    ("c", torch.zeros(2, 1).bfloat16()),
+    ("d", torch.zeros(10)),
+    ("e", torch.zeros(4, dtype=torch.uint8)),
+    ("f", torch.zeros(3)),
 ]
 
 

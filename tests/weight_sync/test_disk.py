@@ -19,7 +19,9 @@ LOOP = SimpleNamespace(call=asyncio.run)
 
 
 class Loading:
-    """Stands for the control of some servers: notes what they are told to load, and that it is whole by then."""
+    """Stands for the control of some servers: notes what they are told to load, and that it
+    is whole by then.
+    """
 
     def __init__(self):
         self.loaded = []
@@ -32,7 +34,13 @@ class Loading:
 def source(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for name in ("config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json", "model.safetensors"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "vocab.txt",
+        "model.safetensors.index.json",
+        "model.safetensors",
+    ):
         (source / name).write_text("{}")
     return source
 
@@ -48,7 +56,9 @@ def push(stages, version, servers, *, cut_off=False):
         stages[0].deliver(version)
 
 
-def test_push_when_two_stages_send_then_the_servers_load_one_whole_model_and_two_versions_stay(tmp_path, source):
+def test_push_when_two_stages_send_then_the_servers_load_one_whole_model_and_two_versions_stay(
+    tmp_path, source
+):
     folder, servers = tmp_path / "weights", Loading()
     check_writable(folder, "`weight_dir`")
     (folder / "version-of-mine").mkdir()  # no marker in it
@@ -59,7 +69,9 @@ def test_push_when_two_stages_send_then_the_servers_load_one_whole_model_and_two
     assert {path.name for path in folder.iterdir()} == {"version-of-mine", "version-8", "version-9"}
     last = HFCheckpoint(folder / "version-9")
     assert last.tensor("a1").tolist() == [9, 9] and last.tensor("b0").shape == (2, 1)
-    assert {p.stat().st_mode & 0o777 for p in last.path.iterdir()} == {(source / "vocab.txt").stat().st_mode & 0o777}
+    assert {p.stat().st_mode & 0o777 for p in last.path.iterdir()} == {
+        (source / "vocab.txt").stat().st_mode & 0o777
+    }
     copied = {p.name for p in last.path.iterdir() if p.suffix != ".safetensors"}
     assert copied == {"config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json", MARKER}
 
@@ -118,7 +130,9 @@ def test_push_when_a_removal_was_cut_off_anywhere_then_the_next_run_still_knows_
         with monkeypatch.context() as patch:
             patch.setattr(Path, "unlink", removing)
             patch.setattr(Path, "rmdir", removing)
-            patch.setattr("shutil.rmtree", lambda path: [removing(p) for p in (*sorted(path.iterdir()), path)])
+            patch.setattr(
+                "shutil.rmtree", lambda path: [removing(p) for p in (*sorted(path.iterdir()), path)]
+            )
             try:
                 stage.close()
             except Killed:
@@ -139,7 +153,9 @@ def test_index_when_two_files_hold_one_tensor_then_error(tmp_path, source):
     stages[0].start("1")
     for stage in stages:
         stage.send([("x", torch.ones(1))])
-    with pytest.raises(OSError, match=r"\['x'\] of model-stage001-00000.safetensors in .* are in another file too"):
+    with pytest.raises(
+        OSError, match=r"\['x'\] of model-stage001-00000.safetensors in .* are in another file too"
+    ):
         write_index(tmp_path / "weights" / ".unfinished")
 
 

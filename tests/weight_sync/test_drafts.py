@@ -39,7 +39,9 @@ def find(*infos, quantization=None, **options):
 
 def test_servers_when_they_draft_with_the_checkpoints_own_layers_then_found_and_no_other_draft_model():
     assert find(NEXTN, NEXTN) and find({"speculative_algorithm": "NEXTN", "model_path": "/v3"})
-    assert not find(PLAIN, PLAIN) and not find(OWN_DRAFT) and not find(PLAIN, quantization=BlockFP8("float32"))
+    assert (
+        not find(PLAIN, PLAIN) and not find(OWN_DRAFT) and not find(PLAIN, quantization=BlockFP8("float32"))
+    )
     assert not find({"vllm_config": {}}, engine="vllm")
 
 
@@ -49,7 +51,9 @@ def test_servers_when_some_draft_and_others_do_not_then_refused_with_both_addres
 
 
 def test_servers_when_the_draft_model_is_in_fp8_then_refused_with_the_remedy():
-    with pytest.raises(RolloutProtocolError, match="in FP8, .* start it without speculative decoding, or from"):
+    with pytest.raises(
+        RolloutProtocolError, match="in FP8, .* start it without speculative decoding, or from"
+    ):
         find(NEXTN, quantization=BlockFP8("float32"))
 
 

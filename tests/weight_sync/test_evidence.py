@@ -22,7 +22,8 @@ ROUNDING = Rounding(relative_error=2e-3, least=1e-4)
 
 
 def test_rounding_of_a_text_then_median_and_upper_quantile_are_those_by_hand():
-    # |moved| sorted: 1 1 2 2 3 3 4 4 5 5 thousandths. Of so short a text the 0.75 quantile counts, between 7th and 8th.
+    # |moved| sorted: 1 1 2 2 3 3 4 4 5 5 thousandths. Of so short a text the 0.75 quantile counts,
+    # between 7th and 8th.
     moved = np.array([[1, -2, 3, -4, 5], [-1, 2, -3, 4, -5]]) * 1e-3
     found = TextRounding.of(moved, ROUNDING)
     assert found.median == pytest.approx(3e-3) and found.upper == pytest.approx(4e-3)
@@ -82,12 +83,16 @@ def test_bits_then_each_text_counts_as_by_hand():
     # off: log2(0.5 / (1/64)) = 5; not: log2(0.5 / (63/64)) = -0.977
     assert bits_of([9.0] * 3 + [1.0]) == pytest.approx(3 * 5 - 0.97728, abs=1e-4)
     assert [answer_of(ratios) for ratios in ([1.0] * 8, [9.0] + [1.0] * 9, [9.0, 1.0, 1.0], [9.0] * 4)] == [
-        "equal", "numerics", "unclear", "differs",
-    ]  # fmt: skip
+        "equal",
+        "numerics",
+        "unclear",
+        "differs",
+    ]
 
 
 def test_verdicts_of_a_healthy_server_then_false_ones_are_as_rare_as_stated():
-    # A bound that is much lower, so that a simulation sees the rate: 2 ** bits is at least 8 in at most 1 of 8.
+    # A bound that is much lower, so that a simulation sees the rate: 2 ** bits is at least 8
+    # in at most 1 of 8.
     draw, alarms, runs = np.random.default_rng(0), 0, 4000
     for _ in range(runs):
         off = draw.random(24) < HEALTHY_OFF

@@ -1,4 +1,6 @@
-"""SGLang's own loaders make of pushed FP8 weights what they make of an FP8 checkpoint, in every architecture."""
+"""SGLang's own loaders make of pushed FP8 weights what they make of an FP8 checkpoint, in
+every architecture.
+"""
 
 import json
 from pathlib import Path
@@ -16,18 +18,24 @@ UE8M0 = {"scale_fmt": "ue8m0"}
 SPARED = {
     "qwen3": {"modules_to_not_convert": ["lm_head", "mlp.down_proj", "model.layers.1.self_attn"]},
     # One expert's module spares all of a layer.
-    "qwen3_moe": UE8M0 | {"ignored_layers": ["model.layers.1.mlp.experts.2.gate_proj", "layers.0.self_attn.o_proj"]},
+    "qwen3_moe": UE8M0
+    | {"ignored_layers": ["model.layers.1.mlp.experts.2.gate_proj", "layers.0.self_attn.o_proj"]},
     "qwen2_moe": {"modules_to_not_convert": ["mlp.shared_expert", "model.layers.0.mlp.gate"]},
-    "deepseek_v3": UE8M0 | {
-        "modules_to_not_convert": [f"model.layers.1.self_attn.{m}" for m in ("q_a_proj", "kv_a_proj_with_mqa")]
+    "deepseek_v3": UE8M0
+    | {
+        "modules_to_not_convert": [
+            f"model.layers.1.self_attn.{m}" for m in ("q_a_proj", "kv_a_proj_with_mqa")
+        ]
     },
-}  # fmt: skip
+}
 CASES = [*MODELS, *(f"{kind} spared" for kind in SPARED)]
 OF_TWO_RANKS = ["qwen3", "qwen2_moe", "qwen3_moe spared", "deepseek_v3", "deepseek_v3 spared"]
 """Every kind of layer, cut in two."""
 SERVED = load_engine("sglang").limits.fp8_models
 
-pytestmark = pytest.mark.skipif(gpu_available(), reason="tools.cpu replaces SGLang's FP8 kernels only without a GPU")
+pytestmark = pytest.mark.skipif(
+    gpu_available(), reason="tools.cpu replaces SGLang's FP8 kernels only without a GPU"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +57,9 @@ def found_of(cases, ranks, folders):
     paths = [path for case in cases for path in folders[case]]
     run = run_preloaded([WORKER, ranks, *paths], engine="sglang", timeout=600)
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-    found = [json.loads(line.split(" ", 1)[1]) for line in run.stdout.splitlines() if line.startswith("RESULT ")]
+    found = [
+        json.loads(line.split(" ", 1)[1]) for line in run.stdout.splitlines() if line.startswith("RESULT ")
+    ]
     return dict(zip(cases, found, strict=True))
 
 
@@ -68,7 +78,9 @@ def test_models_of_this_test_then_every_architecture():
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "llama"])
-def test_push_when_in_fp8_then_the_loader_has_what_it_reads_from_a_checkpoint_and_all_is_verified(pushed, case):
+def test_push_when_in_fp8_then_the_loader_has_what_it_reads_from_a_checkpoint_and_all_is_verified(
+    pushed, case
+):
     assert_loaded(pushed[case])
 
 
@@ -91,5 +103,7 @@ def test_spared_modules_when_named_then_fewer_weights_are_in_fp8_at_both_sides(p
 
 
 def test_push_when_the_model_is_a_llama_then_sglangs_loader_leaves_all_scales_as_they_were(pushed):
-    """0.5.23 looks for them as weight_scale, of its own checkpoints too; `fp8_models` leaves such a server out."""
+    """0.5.23 looks for them as weight_scale, of its own checkpoints too; `fp8_models` leaves
+    such a server out.
+    """
     assert pushed["llama"]["wrong"] == pushed["llama"]["in_fp8"]

@@ -1,4 +1,6 @@
-"""Pushes to a real SGLang server of an FP8 checkpoint, which multiplies without a GPU by what its weights stand for."""
+"""Pushes to a real SGLang server of an FP8 checkpoint, which multiplies without a GPU by what its
+weights stand for.
+"""
 
 import json
 
@@ -41,9 +43,12 @@ def folders(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(folders):
     made = PreloadedServer(
-        folders[1], dtype="float32", log_path=folders[1] / "server.log", environment=environment("sglang"),
+        folders[1],
+        dtype="float32",
+        log_path=folders[1] / "server.log",
+        environment=environment("sglang"),
         extra_arguments=[*sglang_arguments(), "--random-seed", "0", "--skip-tokenizer-init"],
-    )  # fmt: skip
+    )
     with made:
         yield made
 
@@ -54,7 +59,9 @@ def make(server, folders, tmp_path):
     trainers = []
 
     def made(kind, quantization=FP8):
-        trainers.append(Pushing([server.url], kind, folders[0], tmp_path / "pushed", quantization=quantization))
+        trainers.append(
+            Pushing([server.url], kind, folders[0], tmp_path / "pushed", quantization=quantization)
+        )
         return trainers[-1]
 
     yield made
@@ -71,8 +78,11 @@ def changed(folders, seed):
 def dequantised(weights):
     sent = quantised(weights, FP8)
     return {
-        name: dequantise_blockwise(sent[name], sent[name + SCALE], torch.float32) if name + SCALE in sent else weight
-        for name, weight in sent.items() if not name.endswith(SCALE)
+        name: dequantise_blockwise(sent[name], sent[name + SCALE], torch.float32)
+        if name + SCALE in sent
+        else weight
+        for name, weight in sent.items()
+        if not name.endswith(SCALE)
     }
 
 
@@ -92,7 +102,8 @@ def test_push_when_in_fp8_then_every_parameter_is_verified_and_samples_are_of_wh
     trainer, new = make(kind), changed(folders, seed=TRANSPORTS.index(kind))
     assert trainer.loop.call(find_quantization(trainer.client.control(trainer.client.base_urls))) == FP8
     trainer.push(new, "new")
-    # Each of 2 layers: qkv, o, two norms of heads, the experts' two, gate, two norms; with both ends and the last norm.
+    # Each of 2 layers: qkv, o, two norms of heads, the experts' two, gate, two norms; with both ends
+    # and the last norm.
     assert trainer.compared == len(trainer.parameters()) == 21
     sample = trainer.sample()
     assert sample.oldest_version == "new"
@@ -106,7 +117,9 @@ def test_push_when_in_fp8_then_every_parameter_is_verified_and_samples_are_of_wh
 def test_folder_when_pushed_to_disk_then_it_is_an_fp8_checkpoint_as_the_servers_own(make, folders, tmp_path):
     make("disk").push(changed(folders, seed=5), "7")
     folder = tmp_path / "pushed/version-7"
-    assert json.loads((folder / "config.json").read_text()) == json.loads((folders[1] / "config.json").read_text())
+    assert json.loads((folder / "config.json").read_text()) == json.loads(
+        (folders[1] / "config.json").read_text()
+    )
 
     def described(path):
         found = {}
@@ -127,7 +140,9 @@ def test_push_when_a_scale_is_lost_or_changed_on_its_way_then_its_weight_is_name
         trainer = make("tensor")
         trainer.push(changed(folders, seed=10 + seed), "right")  # so that each parameter has once fitted
         send = trainer.transport.send
-        monkeypatch.setattr(trainer.transport, "send", lambda bucket, send=send, ways=ways: send(ways(bucket)))
+        monkeypatch.setattr(
+            trainer.transport, "send", lambda bucket, send=send, ways=ways: send(ways(bucket))
+        )
         with pytest.raises(RolloutProtocolError, match="model.layers.0.self_attn.qkv_proj.weight"):
             trainer.push(changed(folders, seed=seed), "wrong")
 
@@ -139,11 +154,15 @@ def _doubled(name):
 def test_push_when_a_weight_is_not_finite_then_it_is_named_and_the_server_goes_on(make, folders):
     trainer, new = make("tensor"), changed(folders, seed=8)
     new["model.layers.1.mlp.experts.2.up_proj.weight"][3, 5] = torch.inf
-    with pytest.raises(IncompletePush, match=r"model.layers.1.mlp.experts.2.up_proj.weight has numbers that are not"):
+    with pytest.raises(
+        IncompletePush, match=r"model.layers.1.mlp.experts.2.up_proj.weight has numbers that are not"
+    ):
         trainer.push(new, "infinite")
     assert len(trainer.paused_response().output_ids) == 6
 
 
 def test_push_when_in_16_bits_to_a_server_in_fp8_then_refused(make, folders):
-    with pytest.raises(RolloutProtocolError, match=r"its weights are quantised \(fp8\), and their scales would stay"):
+    with pytest.raises(
+        RolloutProtocolError, match=r"its weights are quantised \(fp8\), and their scales would stay"
+    ):
         make("tensor", quantization=None).push(changed(folders, seed=9), "plain")

@@ -1,4 +1,5 @@
-"""Real servers that release their memory behind a proxy which fails when it changes: what they are called then.
+"""Real servers that release their memory behind a proxy which fails when it changes: what they
+are called then.
 
 A server whose answer is lost is left out, and the run goes on with another one; only a restart mends it.
 """
@@ -32,7 +33,8 @@ def weights(tiny_moe_dir):
 def pair(tiny_moe_dir, tmp_path_factory):
     """Two servers that can release their memory; the first is the one that fails."""
     made = [
-        Restartable(tiny_moe_dir, tmp_path_factory.mktemp(name), "--enable-memory-saver") for name in ("lost", "well")
+        Restartable(tiny_moe_dir, tmp_path_factory.mktemp(name), "--enable-memory-saver")
+        for name in ("lost", "well")
     ]
     yield made
     for one in made:
@@ -81,16 +83,21 @@ def test_release_when_a_gateway_fails_or_the_answer_is_cut_then_nobody_knows_wha
         alone.release()
     assert alone.version() == "changing memory first"
     for call in (alone.release, lambda: alone.push(weights, "second")):
-        with pytest.raises(RolloutProtocolError, match="its answer was lost .*nobody knows which it has; restart"):
+        with pytest.raises(
+            RolloutProtocolError, match="its answer was lost .*nobody knows which it has; restart"
+        ):
             call()
     alone.ask("update_weight_version", "first")  # it has all of it: the request was kept from it
 
 
 MOMENTS = {
-    "release, HTTP 504": (RELEASE, 1, 504), "release, cut": (RELEASE, 1, None),
-    "weights resumed, HTTP 502": (RESUME, 1, 502), "cache resumed, cut": (RESUME, 2, None),
-    "killed at its weights": (RESUME, 1, "killed"), "killed at its cache": (RESUME, 2, "killed"),
-}  # fmt: skip
+    "release, HTTP 504": (RELEASE, 1, 504),
+    "release, cut": (RELEASE, 1, None),
+    "weights resumed, HTTP 502": (RESUME, 1, 502),
+    "cache resumed, cut": (RESUME, 2, None),
+    "killed at its weights": (RESUME, 1, "killed"),
+    "killed at its cache": (RESUME, 2, "killed"),
+}
 """What fails -> the request, which one of it in the turn, and how. The server has done what it was asked."""
 
 
@@ -102,9 +109,13 @@ def test_turn_when_one_of_two_servers_is_lost_in_it_then_the_run_goes_on_with_th
     lost, well = both.client.base_urls
     both.push(weights, "first")
     with monkeypatch.context() as patch:
-        strike(patch, lost, path, number, lambda: pair[0].kill() if how == "killed" else door.failing.update({
-            path: (how, True)
-        }))  # fmt: skip
+        strike(
+            patch,
+            lost,
+            path,
+            number,
+            lambda: pair[0].kill() if how == "killed" else door.failing.update({path: (how, True)}),
+        )
         both.release()
         both.push(noisy(weights, 1), "second")
     for version in ("third", "fourth"):
@@ -114,7 +125,9 @@ def test_turn_when_one_of_two_servers_is_lost_in_it_then_the_run_goes_on_with_th
         assert [span.version for span in both.sample().weight_versions] == [version]
     missed = [facts["server"] for kind, facts in told if kind == "server_missed_update"]
     assert missed == [lost] * 3
-    assert [facts["server"] for kind, facts in told if kind == "memory_not_released"] == [lost] * (path == RELEASE)
+    assert [facts["server"] for kind, facts in told if kind == "memory_not_released"] == [lost] * (
+        path == RELEASE
+    )
     if how != "killed":
         assert both.version().startswith("changing memory ")
         pair[0].kill()
@@ -142,12 +155,16 @@ def strike(monkeypatch, url, path, number, blow):
     monkeypatch.setattr(ServerControl, "ask", struck)
 
 
-def test_start_when_one_of_two_servers_was_left_unknown_then_it_is_refused_by_name(both, weights, tiny_moe_dir):
+def test_start_when_one_of_two_servers_was_left_unknown_then_it_is_refused_by_name(
+    both, weights, tiny_moe_dir
+):
     both.push(weights, "first")
     both.ask("update_weight_version", "changing memory first")
     next_one = Colocated(both.client.base_urls, tiny_moe_dir)
     try:
-        with pytest.raises(RolloutError, match=f"{next_one.client.base_urls[0]} .*nobody knows which it has; restart"):
+        with pytest.raises(
+            RolloutError, match=f"{next_one.client.base_urls[0]} .*nobody knows which it has; restart"
+        ):
             next_one.release()
     finally:
         next_one.close()

@@ -1,4 +1,5 @@
-"""Exporting a Megatron checkpoint that is broken, of another model, or to another's folder: an error that names it.
+"""Exporting a Megatron checkpoint that is broken, of another model, or to another's folder: an
+error that names it.
 
 What a checkpoint of Megatron itself gives is in tests/mcore/test_hf_models.py and test_runs.py.
 """
@@ -15,23 +16,42 @@ from megatron_rl_corr.models import hf_folder
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 
 CONFIG = {
-    "model_type": "qwen3", "vocab_size": 6, "hidden_size": 4, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 6, "tie_word_embeddings": False,
+    "model_type": "qwen3",
+    "vocab_size": 6,
+    "hidden_size": 4,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 2,
+    "intermediate_size": 6,
+    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
-}  # fmt: skip
+}
 LAYER = {
-    "self_attn.q_proj.weight": (4, 4), "self_attn.k_proj.weight": (2, 4), "self_attn.v_proj.weight": (2, 4),
-    "self_attn.o_proj.weight": (4, 4), "self_attn.q_norm.weight": (2,), "self_attn.k_norm.weight": (2,),
-    "mlp.gate_proj.weight": (6, 4), "mlp.up_proj.weight": (6, 4), "mlp.down_proj.weight": (4, 6),
-    "input_layernorm.weight": (4,), "post_attention_layernorm.weight": (4,),
-}  # fmt: skip
+    "self_attn.q_proj.weight": (4, 4),
+    "self_attn.k_proj.weight": (2, 4),
+    "self_attn.v_proj.weight": (2, 4),
+    "self_attn.o_proj.weight": (4, 4),
+    "self_attn.q_norm.weight": (2,),
+    "self_attn.k_norm.weight": (2,),
+    "mlp.gate_proj.weight": (6, 4),
+    "mlp.up_proj.weight": (6, 4),
+    "mlp.down_proj.weight": (4, 6),
+    "input_layernorm.weight": (4,),
+    "post_attention_layernorm.weight": (4,),
+}
 ENDS = {"model.embed_tokens.weight": (6, 4), "model.norm.weight": (4,), "lm_head.weight": (6, 4)}
 
 
 def stacked(numbers, layers=2):
-    """What Megatron saves of `numbers` (name -> tensor) on Transformer Engine's spec, the vocabulary padded to 8."""
+    """What Megatron saves of `numbers` (name -> tensor) on Transformer Engine's spec, the
+    vocabulary padded to 8.
+    """
+
     def stack(*names):
-        return torch.stack([torch.cat([numbers[f"model.layers.{i}.{name}"] for name in names]) for i in range(layers)])
+        return torch.stack(
+            [torch.cat([numbers[f"model.layers.{i}.{name}"] for name in names]) for i in range(layers)]
+        )
 
     def padded(tensor):
         return torch.cat([tensor, tensor.new_ones(2, 4)])
@@ -41,7 +61,9 @@ def stacked(numbers, layers=2):
         "embedding.word_embeddings.weight": padded(numbers["model.embed_tokens.weight"]),
         "output_layer.weight": padded(numbers["lm_head.weight"]),
         "decoder.final_layernorm.weight": numbers["model.norm.weight"],
-        "decoder.layers.self_attention.linear_qkv.weight": stack(*(f"self_attn.{x}_proj.weight" for x in "qkv")),
+        "decoder.layers.self_attention.linear_qkv.weight": stack(
+            *(f"self_attn.{x}_proj.weight" for x in "qkv")
+        ),
         "decoder.layers.self_attention.linear_qkv.layer_norm_weight": stack("input_layernorm.weight"),
         "decoder.layers.self_attention.linear_proj.weight": stack("self_attn.o_proj.weight"),
         "decoder.layers.self_attention.q_layernorm.weight": stack("self_attn.q_norm.weight"),
@@ -50,7 +72,7 @@ def stacked(numbers, layers=2):
         "decoder.layers.mlp.linear_fc1.layer_norm_weight": stack("post_attention_layernorm.weight"),
         "decoder.layers.mlp.linear_fc2.weight": stack("mlp.down_proj.weight"),
         "optimizer.state.param.output_layer.weight": torch.zeros(8, 4),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture
@@ -83,7 +105,9 @@ def export(checkpoint, source, out, capsys):
     return status, capsys.readouterr().err
 
 
-def test_checkpoint_when_it_is_the_newest_then_its_weights_with_what_is_not_trained(tmp_path, numbers, source, capsys):
+def test_checkpoint_when_it_is_the_newest_then_its_weights_with_what_is_not_trained(
+    tmp_path, numbers, source, capsys
+):
     for step in (3, 40):
         saved(tmp_path / f"saved/iter_{step:07d}", stacked({name: x + step for name, x in numbers.items()}))
     (tmp_path / "saved/latest_checkpointed_iteration.txt").write_text("40\n")
@@ -110,7 +134,9 @@ def test_checkpoint_when_it_is_broken_or_of_another_model_then_an_error_that_nam
         assert status == 2 and not out.exists()
         return error
 
-    assert "is no Megatron checkpoint of --ckpt-format torch_dist, as it has no file .metadata" in said(source)
+    assert "is no Megatron checkpoint of --ckpt-format torch_dist, as it has no file .metadata" in said(
+        source
+    )
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty/latest_checkpointed_iteration.txt").write_text("40\n")
     assert "names 40, which is not there; there are none" in said(tmp_path / "empty")
@@ -121,12 +147,19 @@ def test_checkpoint_when_it_is_broken_or_of_another_model_then_an_error_that_nam
     key = "decoder.layers.mlp.linear_fc2.weight"
     without = saved(tmp_path / "without", {name: x for name, x in tensors.items() if name != key})
     assert "lacks 2 tensors, model.layers.0.mlp.down_proj.weight for one" in said(without)
-    unknown = saved(tmp_path / "unknown", tensors | {"decoder.layers.self_attention.linear_qkv.bias": torch.ones(2, 8)})
-    assert "Megatron's parameter decoder.layers.0.self_attention.linear_qkv.bias does not exist in" in said(unknown)
+    unknown = saved(
+        tmp_path / "unknown", tensors | {"decoder.layers.self_attention.linear_qkv.bias": torch.ones(2, 8)}
+    )
+    assert "Megatron's parameter decoder.layers.0.self_attention.linear_qkv.bias does not exist in" in said(
+        unknown
+    )
     # Models of one family and as many layers: other sizes, other heads.
     key = "decoder.layers.mlp.linear_fc2.weight"
     wider = saved(tmp_path / "wider", tensors | {key: torch.ones(2, 4, 8)})
-    assert "down_proj.weight of shape (4, 8) and" in (error := said(wider)) and "of (4, 6): did training begin" in error
+    assert (
+        "down_proj.weight of shape (4, 8) and" in (error := said(wider))
+        and "of (4, 6): did training begin" in error
+    )
     key = "decoder.layers.self_attention.linear_qkv.weight"
     heads = saved(tmp_path / "heads", tensors | {key: torch.ones(2, 10, 4)})
     assert f"linear_qkv.weight of {heads} is not of the model {source}" in said(heads)
@@ -173,7 +206,9 @@ def test_folder_when_it_is_a_link_or_has_no_name_then_the_one_it_leads_to(
     (tmp_path / "link").symlink_to(tmp_path / "disk/out")
     for _ in range(2):  # the second takes the first one's place
         assert export(checkpoint, source, tmp_path / "link", capsys) == (0, "")
-    assert (tmp_path / "link").is_symlink() and [path.name for path in (tmp_path / "disk").iterdir()] == ["out"]
+    assert (tmp_path / "link").is_symlink() and [path.name for path in (tmp_path / "disk").iterdir()] == [
+        "out"
+    ]
     monkeypatch.chdir(tmp_path / "disk/out")
     assert export(checkpoint, source, ".", capsys) == (0, "")
     assert set(HFCheckpoint(tmp_path / "link").names) >= set(numbers)

@@ -1,4 +1,5 @@
-"""A trainer that takes turns with a real server on its GPUs: each right order of requests works, each wrong one fails.
+"""A trainer that takes turns with a real server on its GPUs: each right order of requests works, each
+wrong one fails.
 
 The server's memory saver is tools/cpu/sglang_memory.py: what is released is gone, what comes back is NaN.
 """
@@ -15,7 +16,12 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl_corr import cli
-from megatron_rl_corr.engines.errors import RolloutOutage, RolloutProtocolError, RolloutServerError, SampleFailure
+from megatron_rl_corr.engines.errors import (
+    RolloutOutage,
+    RolloutProtocolError,
+    RolloutServerError,
+    SampleFailure,
+)
 from megatron_rl_corr.engines.sglang.tensors import serialized
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
@@ -42,9 +48,13 @@ class Restartable:
 
     def __init__(self, model_dir, folder, *flags):
         self._made = lambda: PreloadedServer(
-            model_dir, dtype="float32", log_path=folder / "server.log", port=self.server and self.server.port or 0,
-            extra_arguments=[*sglang_arguments(), *flags], environment=environment("sglang"),
-        )  # fmt: skip
+            model_dir,
+            dtype="float32",
+            log_path=folder / "server.log",
+            port=self.server and self.server.port or 0,
+            extra_arguments=[*sglang_arguments(), *flags],
+            environment=environment("sglang"),
+        )
         self.server = None
 
     def running(self):
@@ -84,7 +94,11 @@ class Colocated(Pushing):
         super().__init__(urls, "tensor", model_dir, None)
         one = self.servers
         self.servers = ColocatedServers(
-            self.client, self.loop, self.transport, verifiers=one.verifiers, coverage=one.coverage,
+            self.client,
+            self.loop,
+            self.transport,
+            verifiers=one.verifiers,
+            coverage=one.coverage,
             memory=ServerMemory(),
         )
 
@@ -95,7 +109,9 @@ class Colocated(Pushing):
         """The answer to one request of the engine's, sent as it is, in whatever order."""
         url = self.client.base_urls[0]
         engine = self.client.engine_of(url)
-        return self.loop.call(self.client.ask(url, getattr(engine, make)(*arguments), timeout_s=30), timeout=60)
+        return self.loop.call(
+            self.client.ask(url, getattr(engine, make)(*arguments), timeout_s=30), timeout=60
+        )
 
     def another(self, sampling=SAMPLING):
         """A response for a client that knows nothing of turns."""
@@ -113,7 +129,9 @@ def trainer(saving, tiny_moe_dir):
     one.close()
 
 
-def test_turns_when_taken_twice_then_every_sample_is_of_the_pushed_weights(trainer, weights, tiny_moe_dir, tmp_path):
+def test_turns_when_taken_twice_then_every_sample_is_of_the_pushed_weights(
+    trainer, weights, tiny_moe_dir, tmp_path
+):
     trainer.push(weights, "turn-0")
     before = trainer.checksums()
     for turn in (1, 2):
@@ -166,21 +184,28 @@ def test_client_when_it_is_the_trainers_turn_then_it_samples_nothing(trainer, we
 NOT_A_NUMBER = None
 ORDERS = {
     "weights pushed before their memory is back": (
-        ["released", "pushed", "weights", "cache", "continued", "sampled"], NOT_A_NUMBER),
+        ["released", "pushed", "weights", "cache", "continued", "sampled"],
+        NOT_A_NUMBER,
+    ),
     "weights never pushed": (["released", "weights", "cache", "continued", "sampled"], NOT_A_NUMBER),
     "sampled before the cache is back": (
-        ["released", "weights", "pushed", "continued", "sampled"], "illegal memory access: .*kv_cache"),
+        ["released", "weights", "pushed", "continued", "sampled"],
+        "illegal memory access: .*kv_cache",
+    ),
     "released while it runs": (["runs", "release"], "should be called only when server is idle"),
     "released twice": (["released", "release"], "is released already"),
     "resumed what is there": (["weights"], "KeyError"),
-}  # fmt: skip
-"""Order of requests -> (its steps, what the log says of the server that the last of them ends). NOT_A_NUMBER: it may
-also sample, with log-probs that are none."""
+}
+"""Order of requests -> (its steps, what the log says of the server that the last of them ends).
+NOT_A_NUMBER: it may also sample, with log-probs that are none.
+"""
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_server_when_asked_in_a_wrong_order_then_it_ends(trainer, saving, weights, order):
-    """What our own order keeps from happening: each of these requests is one that we send, at another moment."""
+    """What our own order keeps from happening: each of these requests is one that we send,
+    at another moment.
+    """
     steps, said = ORDERS[order]
     sample = None
 
@@ -192,15 +217,18 @@ def test_server_when_asked_in_a_wrong_order_then_it_ends(trainer, saving, weight
 
     with ThreadPoolExecutor(1) as pool:
         made = {
-            "released": trainer.release, "weights": lambda: trainer.ask("resume_memory", ["weights"]),
-            "cache": lambda: trainer.ask("resume_memory", ["cache"]), "pushed": push,
-            "continued": lambda: trainer.ask("continue_generation"), "sampled": trainer.another,
+            "released": trainer.release,
+            "weights": lambda: trainer.ask("resume_memory", ["weights"]),
+            "cache": lambda: trainer.ask("resume_memory", ["cache"]),
+            "pushed": push,
+            "continued": lambda: trainer.ask("continue_generation"),
+            "sampled": trainer.another,
             "runs": lambda: (
                 pool.submit(trainer.another, SamplingParams(400, ignore_eos=True)),
                 wait_until_sampling(trainer.client.base_urls[0]),
             ),
             "release": lambda: trainer.ask("release_memory", ["weights", "cache"]),
-        }  # fmt: skip
+        }
         for step in steps[:-1]:
             made[step]()
         try:
@@ -247,7 +275,9 @@ def test_trainer_when_nobody_knows_what_a_server_has_or_it_can_not_give_it_back_
     trainer.release()
     apart = Pushing(trainer.client.base_urls, "tensor", tiny_moe_dir, None)
     try:
-        with pytest.raises(RolloutProtocolError, match="'released first': it has released its memory .* `colocate`"):
+        with pytest.raises(
+            RolloutProtocolError, match="'released first': it has released its memory .* `colocate`"
+        ):
             apart.push(weights, "second")
     finally:
         apart.close()
@@ -267,7 +297,9 @@ def test_trainer_when_nobody_knows_what_a_server_has_or_it_can_not_give_it_back_
 def test_release_when_the_server_answers_no_then_named_and_it_samples_on(trainer, weights, monkeypatch):
     trainer.push(weights, "first")
     engine = type(trainer.client.engine_of(trainer.client.base_urls[0]))
-    monkeypatch.setattr(engine, "release_memory", staticmethod(lambda parts: Request("POST", "/release_nothing", {})))
+    monkeypatch.setattr(
+        engine, "release_memory", staticmethod(lambda parts: Request("POST", "/release_nothing", {}))
+    )
     with pytest.raises(RolloutServerError, match="answered POST /release_nothing with HTTP 404"):
         trainer.release()
     assert trainer.version() == "first" and not trainer.servers.memory.lacking
@@ -280,7 +312,9 @@ def test_release_when_the_server_was_started_without_memory_saver_then_named_and
     trainer = Colocated([companion.url], tiny_moe_dir)
     before = trainer.version()
     try:
-        with pytest.raises(RolloutProtocolError, match="`colocate` needs a server started with --enable-memory-saver"):
+        with pytest.raises(
+            RolloutProtocolError, match="`colocate` needs a server started with --enable-memory-saver"
+        ):
             trainer.release()
         assert trainer.another().finish_reason == "length" and trainer.version() == before
     finally:
@@ -296,7 +330,9 @@ def test_push_when_a_released_server_was_killed_and_started_again_then_it_is_tak
     with pytest.raises(RolloutServerError):
         trainer.push(weights, "second")
     trainer.servers.memory.tell_left()
-    assert [facts["servers"] for kind, facts in told if kind == "memory_left_released"] == [[saving.server.url]]
+    assert [facts["servers"] for kind, facts in told if kind == "memory_left_released"] == [
+        [saving.server.url]
+    ]
     saving.running()
     trainer.push(weights, "second")
     assert trainer.version() == "second" and not trainer.servers.memory.lacking

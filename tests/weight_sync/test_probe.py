@@ -24,10 +24,15 @@ class Servers:
 
     def engine_of(self, url):
         return SimpleNamespace(
-            score=self.score, parse_scores=self.parse, server_info=lambda: "info", generate_endpoint="/score",
-            detailed_sample=self.sample, parse_detailed_sample=self.parse_sample, is_quantized=lambda info: info == "q",
+            score=self.score,
+            parse_scores=self.parse,
+            server_info=lambda: "info",
+            generate_endpoint="/score",
+            detailed_sample=self.sample,
+            parse_detailed_sample=self.parse_sample,
+            is_quantized=lambda info: info == "q",
             dtype=lambda info: info,
-        )  # fmt: skip
+        )
 
     def sample(self, prompt, sampling, **how):
         self.asked.append((prompt, sampling, how))
@@ -35,9 +40,13 @@ class Servers:
 
     def parse_sample(self, answer, *, server, prompt_ids, tokens):
         return DetailedSample(
-            prompt_ids, [8, 3], np.array([-0.5, -0.25]), np.zeros((2, 1)), np.zeros((2, 1)),
+            prompt_ids,
+            [8, 3],
+            np.array([-0.5, -0.25]),
+            np.zeros((2, 1)),
+            np.zeros((2, 1)),
             version_spans=(VersionSpan(answer, 0, 2),),
-        )  # fmt: skip
+        )
 
     def score(self, prompt, output, **how):
         self.asked.append((prompt, output, how))
@@ -82,13 +91,16 @@ def test_scores_when_one_answer_is_nonsense_then_the_server_is_asked_again(monke
     assert list(ask(Servers(a=[*nonsense(2), "v2"], b="v2"))) == ["a", "b"]
 
 
-def test_scores_when_a_server_answers_nothing_but_nonsense_then_the_others_are_compared_and_it_is_told(monkeypatch):
+def test_scores_when_a_server_answers_nothing_but_nonsense_then_the_others_are_compared_and_it_is_told(
+    monkeypatch,
+):
     monkeypatch.setattr(probe, "PAUSE_S", 0.0)
     before = EVENTS.counts["server_not_compared"]
     servers = Servers(a=nonsense(9), b="v2")
     assert list(ask(servers)) == ["b"]
     assert len(servers.replies["a"]) == 6 and EVENTS.counts["server_not_compared"] == before + 1
-    with pytest.raises(RolloutProtocolError, match="not JSON"):  # nobody is compared: an engine that answers otherwise
+    # nobody is compared: an engine that answers otherwise
+    with pytest.raises(RolloutProtocolError, match="not JSON"):
         ask(Servers(a=nonsense(9), dead=RolloutServerError("x", "/score", None, "why")))
 
 
@@ -110,20 +122,25 @@ def test_scores_before_the_first_push_then_of_any_version_and_no_failure_is_an_e
 
 
 def test_scores_when_a_server_refuses_then_that_is_an_error_which_names_the_flag():
-    with pytest.raises(RolloutServerError, match="HTTP 400: too long; it was asked to score .*`probe_push` off"):
+    with pytest.raises(
+        RolloutServerError, match="HTTP 400: too long; it was asked to score .*`probe_push` off"
+    ):
         ask(Servers(a=RolloutServerError("a", "/score", 400, "too long"), b="v2"))
 
 
 def test_response_then_it_is_sampled_with_the_seed_and_scored_by_the_same_server():
     servers = Servers(a="v2")
-    found = ask(servers, Question(((5, 6, 7),), (ProbeDraw((1, 2), 3, tokens=8), ProbeDraw((1, 2), 4, fresh=True))))
+    found = ask(
+        servers, Question(((5, 6, 7),), (ProbeDraw((1, 2), 3, tokens=8), ProbeDraw((1, 2), 4, fresh=True)))
+    )
     one, other = found["a"].decoded
     assert one.ids == (1, 2, 8, 3) and one.sampled.tolist() == [-0.5, -0.25] and one.scored.tolist() == [0, 0]
     assert not one.fresh and other.fresh
     samples = [how for _, _, how in servers.asked if "seed" in how]
     assert [how["seed"] for how in samples] == [3, 4]
     assert samples[0]["cache_key"] == "k"
-    assert samples[1]["cache_key"] == "kprobe-v2-4"  # shares no prefix, nor with what other weights left there
+    # shares no prefix, nor with what other weights left there
+    assert samples[1]["cache_key"] == "kprobe-v2-4"
     samplings = [sampling for _, sampling, how in servers.asked if "seed" in how]
     assert [one.max_new_tokens for one in samplings] == [8, 16]
     assert all(one.temperature == 1.0 and one.ignore_eos for one in samplings)

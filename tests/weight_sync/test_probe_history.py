@@ -18,7 +18,7 @@ def answers(**served):
     }
 
 
-def test_movement_when_a_server_loads_weights_and_never_computes_with_them_then_found_as_soon_as_the_trainers_move():
+def test_movement_when_a_server_never_computes_with_loaded_weights_then_found_at_once():
     movement, served = Movement(), [-1.01, -2.0, -3.02]  # in 16 bits
 
     def push(number, moved, loaded, **servers):
@@ -27,7 +27,8 @@ def test_movement_when_a_server_loads_weights_and_never_computes_with_them_then_
         movement.check(found, [TRAINED[:1] + moved, TRAINED[1:] + moved], hashes, version=f"id-{number}")
 
     push(0, 0.0, 7, good=served)
-    push(1, 2e-3, 7)  # the trainer's differ by rounding: the weights are those of before, as at a learning rate of 0
+    # the trainer's differ by rounding: the weights are those of before, as at a learning rate of 0
+    push(1, 2e-3, 7)
     push(2, 6e-4, 8, good=served)  # too little to tell
     push(3, 9e-4, 9, good=[-1.01, -2.0, -3.03])
     with pytest.raises(RolloutProtocolError) as error:  # little by little, since the first

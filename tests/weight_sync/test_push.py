@@ -1,4 +1,6 @@
-"""The protocol of a push between two ranks that are senders: what each asks, in which order, and how it fails."""
+"""The protocol of a push between two ranks that are senders: what each asks, in which order,
+and how it fails.
+"""
 
 import json
 import os
@@ -24,11 +26,14 @@ def told(tmp_path_factory):
     store, env = tmp_path_factory.mktemp("push") / "store", os.environ | {"PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, WORKER, str(rank), store, *CASES], env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            [sys.executable, WORKER, str(rank), store, *CASES],
+            env=env,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     answers = [process.communicate(timeout=120) for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], answers
     return [json.loads(out) for out, _ in answers]
@@ -67,12 +72,31 @@ def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_
     assert raised is raised_1 is None
     again = ["send p to a", "send q to a"]
     assert first == [
-        "find", "use ab", *OPEN, "send p to ab", "send q to ab",
-        "find", "use a", *OPEN, *again, COUNT, *DONE, "compare sums of a", "expect v", "resume",
-    ]  # fmt: skip
+        "find",
+        "use ab",
+        *OPEN,
+        "send p to ab",
+        "send q to ab",
+        "find",
+        "use a",
+        *OPEN,
+        *again,
+        COUNT,
+        *DONE,
+        "compare sums of a",
+        "expect v",
+        "resume",
+    ]
     assert second == [
-        "use ab", "send r to ab", "use a", "send r to a", "send s to a", COUNT, "compare sums of a", "expect v",
-    ]  # fmt: skip
+        "use ab",
+        "send r to ab",
+        "use a",
+        "send r to a",
+        "send s to a",
+        COUNT,
+        "compare sums of a",
+        "expect v",
+    ]
 
 
 def test_push_when_one_answer_is_a_proxys_page_then_all_is_sent_once_more_to_both_and_nobody_raises(push):
@@ -81,8 +105,19 @@ def test_push_when_one_answer_is_a_proxys_page_then_all_is_sent_once_more_to_bot
     sends = ["send p to ab", "send q to ab"]
     compared = ["compare sums of ab", "expect v"]
     assert first == [
-        "find", "use ab", *OPEN, *sends, "find", "use ab", *OPEN, *sends, COUNT, *DONE, *compared, "resume"
-    ]  # fmt: skip
+        "find",
+        "use ab",
+        *OPEN,
+        *sends,
+        "find",
+        "use ab",
+        *OPEN,
+        *sends,
+        COUNT,
+        *DONE,
+        *compared,
+        "resume",
+    ]
     assert second == ["use ab", "send r to ab", "use ab", "send r to ab", "send s to ab", COUNT, *compared]
 
 
@@ -103,7 +138,11 @@ def test_push_when_the_page_comes_again_then_the_run_ends_with_the_servers_name(
         ("refuses", "RolloutServerError: rollout server b answered POST /update with HTTP 500", "abandon"),
         ("breaks", "RolloutServerError: rollout server b did not answer", "abandon, broken"),
         ("full", "OSError: no space left", "abandon"),
-        ("lost", "RolloutProtocolError: rollout server a broke the protocol of /weights_checker: x differs", "abandon"),
+        (
+            "lost",
+            "RolloutProtocolError: rollout server a broke the protocol of /weights_checker: x differs",
+            "abandon",
+        ),
     ],
 )
 def test_push_when_it_cannot_go_on_then_the_cause_is_told_once_and_rank_0_lets_the_servers_go(

@@ -1,4 +1,6 @@
-"""Pushes to real servers of every engine over every transport: what arrives, and what goes wrong on the way."""
+"""Pushes to real servers of every engine over every transport: what arrives, and what goes
+wrong on the way.
+"""
 
 from contextlib import contextmanager
 
@@ -105,8 +107,12 @@ def test_push_when_rounded_then_all_is_verified_and_samples_are_of_the_rounded_w
     any_pushing, weights, tiny_moe_dir, tmp_path, kind
 ):
     _, make = any_pushing
-    # A large weight makes the scale of its block, and rounding, coarse: log-probs move by much more than the bound.
-    trainer, new = make(kind), {name: 4 * w if w.ndim == 2 else w for name, w in noisy(weights, seed=12).items()}
+    # A large weight makes the scale of its block, and rounding, coarse: log-probs move by much
+    # more than the bound.
+    trainer, new = (
+        make(kind),
+        {name: 4 * w if w.ndim == 2 else w for name, w in noisy(weights, seed=12).items()},
+    )
     trainer.servers.rounding = "fp8_blockwise"
     trainer.push(new, "rounded")
     assert trainer.compared == len(trainer.parameters()) > 20
@@ -121,7 +127,9 @@ LOST = {
     "sglang": (RolloutProtocolError, "1 of .* not those that were sent: {parameter};"),
     "vllm": (RolloutServerError, "not complete: 1 of 135 tensors have not come: {name}"),
 }
-"""An update that lacks a tensor: SGLang keeps the old one, and its checksum tells; vLLM's is broken off at its end."""
+"""An update that lacks a tensor: SGLang keeps the old one, and its checksum tells; vLLM's is
+broken off at its end.
+"""
 
 
 @drill("a tensor is lost on its way to a server", promised="server and parameter are named")
@@ -139,7 +147,9 @@ def test_push_when_a_tensor_is_lost_on_its_way_then_error_names_the_server_and_t
     engine, make = any_pushing
     trainer = make(kind)
     send = trainer.transport.send
-    monkeypatch.setattr(trainer.transport, "send", lambda bucket: send([one for one in bucket if one[0] != lost]))
+    monkeypatch.setattr(
+        trainer.transport, "send", lambda bucket: send([one for one in bucket if one[0] != lost])
+    )
     kind_of_error, told = LOST[engine]
     with pytest.raises(kind_of_error, match=told.format(parameter=parameter, name=lost)) as error:
         trainer.push(noisy(weights, seed=3), "new")
@@ -152,7 +162,9 @@ def test_push_when_a_tensor_is_not_sent_then_its_name_ends_it_and_the_server_goe
     trainer = make("tensor")
     new = noisy(weights, seed=8)
     del new["model.layers.1.self_attn.q_norm.weight"]
-    with pytest.raises(IncompletePush, match="nothing was sent for 1 of .*: model.layers.1.self_attn.q_norm.weight;"):
+    with pytest.raises(
+        IncompletePush, match="nothing was sent for 1 of .*: model.layers.1.self_attn.q_norm.weight;"
+    ):
         trainer.push(new, "new")
     assert trainer.version() == "unfinished new"  # what has half arrived passes for no version
     assert trainer.paused_response().output_ids.numel() == 6
@@ -160,8 +172,14 @@ def test_push_when_a_tensor_is_not_sent_then_its_name_ends_it_and_the_server_goe
 
 MISFITS = [
     ({"model.layers.9.x.weight": torch.ones(2)}, "its checkpoint has none of model.layers.9.x.weight"),
-    ({"model.norm.weight": torch.ones(3)}, r"model.norm.weight has shape \[3\], and \[64\] in its checkpoint"),
-    ({"model.layers.1.self_attn.k_proj.weight": None}, "qkv_proj is one layer there, of which .*k_proj.weight"),
+    (
+        {"model.norm.weight": torch.ones(3)},
+        r"model.norm.weight has shape \[3\], and \[64\] in its checkpoint",
+    ),
+    (
+        {"model.layers.1.self_attn.k_proj.weight": None},
+        "qkv_proj is one layer there, of which .*k_proj.weight",
+    ),
 ]
 """What is wrong with an update for a vLLM server -> what it is refused with."""
 
@@ -221,7 +239,7 @@ def test_push_when_the_server_cannot_read_the_folder_then_error_says_so_and_the_
     "a trainer killed in the middle of a push",
     promised="half sent weights pass for no version; the next push heals",
 )
-def test_push_when_a_trainer_was_killed_in_the_middle_then_its_weights_pass_for_no_version_and_the_next_one_heals(
+def test_push_when_a_trainer_was_killed_in_the_middle_then_the_next_one_heals(
     any_pushing, weights, tiny_moe_dir, tmp_path, monkeypatch
 ):
     _, make = any_pushing
@@ -259,8 +277,10 @@ def test_push_when_a_response_is_running_then_tokens_after_it_are_of_the_new_wei
     (sample,) = running.result(120)
     old_span, new_span = sample.weight_versions
     assert (old_span.version, new_span.version, new_span.end) == ("old", "new", 400)
-    for model, span in ((model_of(tiny_moe_dir, weights, tmp_path / "a"), old_span),
-                        (model_of(tiny_moe_dir, new, tmp_path / "b"), new_span)):  # fmt: skip
+    for model, span in (
+        (model_of(tiny_moe_dir, weights, tmp_path / "a"), old_span),
+        (model_of(tiny_moe_dir, new, tmp_path / "b"), new_span),
+    ):
         ids = torch.cat([sample.prompt_ids, sample.output_ids])
         with torch.no_grad():
             logits = model(ids[None]).logits[0, sample.prompt_ids.numel() - 1 : -1]
@@ -270,7 +290,9 @@ def test_push_when_a_response_is_running_then_tokens_after_it_are_of_the_new_wei
 
 
 @drill("one of two servers misses a tensor", promised="it is named")
-def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(pushing, weights, victim, tiny_moe_dir):
+def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(
+    pushing, weights, victim, tiny_moe_dir
+):
     trainer = pushing("tensor", victim.server.url)
     trainer.push(noisy(weights, seed=4), "both")
     assert {t.server for t in trainer.loop.call(trainer.client.generate([PROMPT] * 8, SAMPLING))} == set(

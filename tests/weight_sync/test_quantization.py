@@ -1,4 +1,6 @@
-"""What a server's weights are in: its checkpoint's config.json and its options, agreement, and refusals by name."""
+"""What a server's weights are in: its checkpoint's config.json and its options, agreement, and
+refusals by name.
+"""
 
 import asyncio
 import json
@@ -62,16 +64,27 @@ def test_server_when_its_folder_can_not_be_read_here_then_by_the_flag_or_taken_f
 @pytest.mark.parametrize(
     ("quantization", "info", "said"),
     [
-        ({}, {"quantization": "fp8"}, r"its weights are quantised \(fp8\) otherwise than by a checkpoint in FP8.*; "
-         "serve the model in 16 bits, or a checkpoint in FP8 .*, or Qwen2 and Qwen3 with --load-format flash_rl"),
+        (
+            {},
+            {"quantization": "fp8"},
+            r"its weights are quantised \(fp8\) otherwise than by a checkpoint in FP8.*; "
+            "serve the model in 16 bits, or a checkpoint in FP8 .*, or Qwen2 and Qwen3 with --load-format "
+            "flash_rl",
+        ),
         (CONFIG, {"quantization": "w8a8_fp8"}, r"its weights are quantised \(w8a8_fp8\)"),
         (CONFIG | {"weight_block_size": [1, 32]}, {}, r"weight_block_size \[1, 32\], and a push"),
         ({"quant_method": "awq", "bits": 4}, {"quantization": "awq"}, "quant_method 'awq', and a push"),
-        (CONFIG, {"kind": "llama"},
-         "SGLang is not known to load new ones of a llama .proven: deepseek_v3, glm4_moe, kimi_k2, mixtral, "),
+        (
+            CONFIG,
+            {"kind": "llama"},
+            "SGLang is not known to load new ones of a llama .proven: deepseek_v3, glm4_moe, kimi_k2, "
+            "mixtral, ",
+        ),
     ],
-)  # fmt: skip
-def test_server_when_quantised_otherwise_then_refused_by_name_with_the_remedy(folder, quantization, info, said):
+)
+def test_server_when_quantised_otherwise_then_refused_by_name_with_the_remedy(
+    folder, quantization, info, said
+):
     with pytest.raises(ValueError, match=said):
         served(folder("served", **quantization), **info)
 
@@ -79,17 +92,28 @@ def test_server_when_quantised_otherwise_then_refused_by_name_with_the_remedy(fo
 def test_server_when_modelopt_has_quantised_its_checkpoint_then_refused(folder, tmp_path):
     path = folder("modelopt")
     (tmp_path / "modelopt/hf_quant_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=f"{path}: hf_quant_config.json quantises the weights as a push can't"):
+    with pytest.raises(
+        ValueError, match=f"{path}: hf_quant_config.json quantises the weights as a push can't"
+    ):
         served(path)
 
 
 SHAPE = {"model_type": "qwen3", "num_hidden_layers": 2, "vocab_size": 8}
-WEIGHTS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
-           "mlp.up_proj", "mlp.down_proj"]  # fmt: skip
+WEIGHTS = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+]
 
 
 def with_scales(folder, spared, *, lists=()):
-    """A checkpoint whose index has scales of all linear weights but those of `spared`; its list names `lists`."""
+    """A checkpoint whose index has scales of all linear weights but those of `spared`; its
+    list names `lists`.
+    """
     path = Path(folder("scales", **CONFIG, modules_to_not_convert=list(lists)))
     (path / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | SHAPE))
     names = [f"model.layers.{layer}.{weight}.weight" for layer in (0, 1) for weight in WEIGHTS]
@@ -110,22 +134,34 @@ def test_server_when_its_checkpoint_has_scales_as_its_list_says_then_taken(folde
     ("spared", "lists", "said"),
     [
         # A list that misses what was spared, and one that spares what was quantised.
-        (["model.layers.1.mlp.down_proj.weight"], [], "has model.layers.1.mlp.down_proj.weight in FP8 .one of 1., and "
-         "there is no model.layers.1.mlp.down_proj.weight_scale_inv"),
-        ([], ["model.layers.0.mlp.down_proj"], "has model.layers.0.mlp.down_proj.weight in 16 bits .one of 1., and "
-         "there is a model.layers.0.mlp.down_proj.weight_scale_inv"),
+        (
+            ["model.layers.1.mlp.down_proj.weight"],
+            [],
+            "has model.layers.1.mlp.down_proj.weight in FP8 .one of 1., and "
+            "there is no model.layers.1.mlp.down_proj.weight_scale_inv",
+        ),
+        (
+            [],
+            ["model.layers.0.mlp.down_proj"],
+            "has model.layers.0.mlp.down_proj.weight in 16 bits .one of 1., and "
+            "there is a model.layers.0.mlp.down_proj.weight_scale_inv",
+        ),
         ([], ["mlp"], "has model.layers.0.mlp.down_proj.weight in 16 bits .one of 6."),
         (["model.layers.0.mlp.down_proj.weight"], ["model.layers.0.mlp.down_project"], "in FP8 .one of 1."),
     ],
-)  # fmt: skip
-def test_server_when_its_checkpoint_has_other_scales_than_its_list_says_then_refused(folder, spared, lists, said):
+)
+def test_server_when_its_checkpoint_has_other_scales_than_its_list_says_then_refused(
+    folder, spared, lists, said
+):
     with pytest.raises(ValueError, match=said):
         served(with_scales(folder, spared, lists=lists))
 
 
 def test_server_when_it_runs_vllm_in_fp8_then_refused(folder):
     info = {"vllm_config": {"model_config": {"quantization": "fp8", "model": folder("fp8", **CONFIG)}}}
-    with pytest.raises(ValueError, match="its weights are in FP8, and vLLM is not known to load new ones of a model;"):
+    with pytest.raises(
+        ValueError, match="its weights are in FP8, and vLLM is not known to load new ones of a model;"
+    ):
         served_quantization(VLLM, info, VLLM.served_model({}, info))
     info["vllm_config"]["model_config"]["quantization"] = None
     with pytest.raises(ValueError, match="vLLM"):
@@ -136,7 +172,9 @@ def test_flag_when_it_contradicts_what_the_server_has_then_refused(folder):
     with pytest.raises(ValueError, match="`quantized_checkpoint` .*plain has no quantization_config"):
         served("elsewhere", folder("plain"))
     for other in ({}, CONFIG | {"scale_fmt": "ue8m0"}, CONFIG | {"ignored_layers": ["mlp"]}):
-        with pytest.raises(ValueError, match="`quantized_checkpoint` .*fp8 is quantised otherwise than .*other, which"):
+        with pytest.raises(
+            ValueError, match="`quantized_checkpoint` .*fp8 is quantised otherwise than .*other, which"
+        ):
             served(folder("other", **other), folder("fp8", **CONFIG))
     assert served(folder("same", **CONFIG), folder("fp8", **CONFIG)) == FP8
 
@@ -151,12 +189,22 @@ def test_flag_when_the_server_is_on_another_host_then_the_folder_of_its_path_her
     ("url", "path", "said"),
     [
         ("http://127.0.0.1:1", "{here}", ""),
-        ("http://10.0.0.7:1", "{here}", "by the folder of this name on this host its weights are not quantised"),
-        ("http://127.0.0.1:1", "/no/such/folder", "which can't be read here: its weights are taken for not quantised"),
+        (
+            "http://10.0.0.7:1",
+            "{here}",
+            "by the folder of this name on this host its weights are not quantised",
+        ),
+        (
+            "http://127.0.0.1:1",
+            "/no/such/folder",
+            "which can't be read here: its weights are taken for not quantised",
+        ),
         ("http://127.0.0.1:1", "Qwen/Qwen3-8B", ""),
     ],
 )
-def test_servers_when_it_is_not_certain_how_one_is_quantised_then_that_is_told(folder, caplog, url, path, said):
+def test_servers_when_it_is_not_certain_how_one_is_quantised_then_that_is_told(
+    folder, caplog, url, path, said
+):
     servers = control(path.format(here=folder("plain")))
     servers.base_urls = (url,)
     assert asyncio.run(find_quantization(servers)) is None
@@ -199,8 +247,11 @@ def random(*shape):
 
 
 def test_units_when_quantised_then_scales_follow_their_values_and_buckets_count_the_bytes_that_are_sent():
-    units = [[(UP, random(256, 256))], [(NORM, random(256))], [("a.q_a_proj.weight", random(4, 4)),
-             ("a.kv_a_proj_with_mqa.weight", random(4, 4))]]  # fmt: skip
+    units = [
+        [(UP, random(256, 256))],
+        [(NORM, random(256))],
+        [("a.q_a_proj.weight", random(4, 4)), ("a.kv_a_proj_with_mqa.weight", random(4, 4))],
+    ]
     up, norm, latent = quantised_units(units, FP8)
     values, scales = quantise_blockwise(units[0][0][1])
     assert [name for name, _ in up] == [UP, UP + SCALE] and norm == units[1]

@@ -1,4 +1,6 @@
-"""Which servers a weight update goes to: who answers, who was started anew, when the broadcast group is made anew."""
+"""Which servers a weight update goes to: who answers, who was started anew, when the broadcast
+group is made anew.
+"""
 
 import asyncio
 from types import SimpleNamespace
@@ -21,7 +23,11 @@ A, B, C = "http://a:1", "http://b:1", "http://c:1"
 class Recorder:
     """Stands for a client and for the control of some of its servers: notes who is asked what."""
 
-    engine_of, keyed_cache, info = staticmethod(lambda url: load_engine("sglang")), False, {"disable_radix_cache": True}
+    engine_of, keyed_cache, info = (
+        staticmethod(lambda url: load_engine("sglang")),
+        False,
+        {"disable_radix_cache": True},
+    )
 
     def __init__(self, urls, versions, asked):
         self.base_urls, self.versions, self.asked = tuple(urls), versions, asked
@@ -126,7 +132,9 @@ def test_find_when_a_server_is_gone_for_good_then_that_is_told_once_an_update_an
 
 
 @pytest.mark.parametrize(("samples", "missed"), [(True, [B]), (False, [])])
-def test_expect_when_a_server_missed_the_update_then_only_a_rank_that_samples_leaves_it_out(client, samples, missed):
+def test_expect_when_a_server_missed_the_update_then_only_a_rank_that_samples_leaves_it_out(
+    client, samples, missed
+):
     # One that is left out is probed and told of until it is back, which N ranks need not do.
     servers = WeightServers(client, SimpleNamespace(call=asyncio.run), WeightTransport(), samples=samples)
     client.versions[B] = None
@@ -143,7 +151,10 @@ def test_find_before_the_first_update_then_every_version_will_do(client):
 def test_find_when_a_trainer_was_killed_in_a_push_then_the_server_is_named(client, caplog):
     client.versions[B] = "unfinished 7"
     assert made(client).find() == [READY] * 3
-    assert f"SGLang server {B} has weights 'unfinished 7': a trainer was killed while it sent them" in caplog.text
+    assert (
+        f"SGLang server {B} has weights 'unfinished 7': a trainer was killed while it sent them"
+        in caplog.text
+    )
 
 
 class Paused(Recorder):
@@ -163,7 +174,9 @@ class Paused(Recorder):
 
 
 def test_wait_when_servers_were_left_paused_then_those_of_usual_names_are_told_to_go_on_first():
-    """Unfinished: the first push resumes it. Named as usual: its trainer was killed before it began, or at the end."""
+    """Unfinished: the first push resumes it. Named as usual: its trainer was killed before it
+    began, or at the end.
+    """
     asked = []
     versions = {A: "unfinished 7", B: "7", C: None}
     asyncio.run(updatable.wait_updatable(Paused([A, B, C], versions, asked), 5.0))
@@ -208,10 +221,13 @@ def test_use_when_nothing_changed_then_the_groups_stay(client, servers):
         ([ABSENT, RESTARTED, READY], (B, C), ["c"]),
     ],
 )
-def test_use_when_a_server_left_or_was_restarted_then_its_group_alone_is_left(client, servers, states, updated, kept):
+def test_use_when_a_server_left_or_was_restarted_then_its_group_alone_is_left(
+    client, servers, states, updated, kept
+):
     servers.use(states)
     assert servers.urls == updated and groups(servers) == kept
-    assert client.asked == [(name, "trainer") for name in "abc" if name not in kept]  # they do not answer, or know none
+    # they do not answer, or know none
+    assert client.asked == [(name, "trainer") for name in "abc" if name not in kept]
     servers.expect("2")
     anew = {url for url, state in zip((A, B, C), states, strict=True) if state == RESTARTED}
     assert client.missed == sorted({A, B, C} - set(updated))
@@ -227,7 +243,9 @@ def test_use_after_a_failed_bucket_then_a_server_that_is_well_leaves_the_group_t
     assert client.asked == [("b", (B,))] and servers.transport._failed == []
 
 
-@pytest.mark.parametrize("states, asked", [([READY, ABSENT, READY], (A, C)), ([READY, READY, RESTARTED], (A, B))])
+@pytest.mark.parametrize(
+    "states, asked", [([READY, ABSENT, READY], (A, C)), ([READY, READY, RESTARTED], (A, B))]
+)
 def test_use_when_servers_share_a_group_and_one_left_or_came_then_those_that_have_it_leave_it(
     client, servers, states, asked
 ):
@@ -240,11 +258,18 @@ def test_close_when_a_server_has_lost_its_group_then_the_others_are_asked_all_th
     client.versions[A] = "default"
     servers.close()
     assert client.asked == [
-        ("a", (A,)), ("a", "trainer"), ("b", (B,)), ("b", "trainer"), ("c", (C,)), ("c", "trainer"),
-    ]  # fmt: skip
+        ("a", (A,)),
+        ("a", "trainer"),
+        ("b", (B,)),
+        ("b", "trainer"),
+        ("c", (C,)),
+        ("c", "trainer"),
+    ]
 
 
-def test_close_when_a_broadcast_was_broken_off_then_nobody_is_asked_and_the_trainer_keeps_its_half(client, servers):
+def test_close_when_a_broadcast_was_broken_off_then_nobody_is_asked_and_the_trainer_keeps_its_half(
+    client, servers
+):
     servers.transport.broken = True
     servers.close()
     assert client.asked == []
@@ -253,7 +278,9 @@ def test_close_when_a_broadcast_was_broken_off_then_nobody_is_asked_and_the_trai
 def test_begin_in_place_when_a_server_has_no_such_argument_then_it_counts_as_not_set(client):
     loop = SimpleNamespace(call=asyncio.run)
     servers = WeightServers(client, loop, WeightTransport(), pause_mode="in_place")
-    with pytest.raises(RolloutProtocolError, match="needs a server started with --disable-overlap-schedule; start"):
+    with pytest.raises(
+        RolloutProtocolError, match="needs a server started with --disable-overlap-schedule; start"
+    ):
         servers.begin()
 
 
@@ -264,13 +291,21 @@ def test_begin_in_place_when_a_server_has_no_such_argument_then_it_counts_as_not
         (True, {}, "with --disable-overlap-schedule;"),
         (False, {"disable_overlap_schedule": True}, "with --disable-radix-cache;"),
         # What is behind the radix cache may know a prefix by its tokens alone.
-        (True, {"disable_overlap_schedule": True, "enable_hierarchical_cache": True}, "with --disable-radix-cache;"),
+        (
+            True,
+            {"disable_overlap_schedule": True, "enable_hierarchical_cache": True},
+            "with --disable-radix-cache;",
+        ),
     ],
 )
-def test_begin_in_place_when_a_cache_would_outlive_its_weights_then_refused(client, monkeypatch, keyed, info, missing):
+def test_begin_in_place_when_a_cache_would_outlive_its_weights_then_refused(
+    client, monkeypatch, keyed, info, missing
+):
     client.keyed_cache = keyed
     monkeypatch.setattr(Recorder, "info", info)
-    servers = WeightServers(client, SimpleNamespace(call=asyncio.run), WeightTransport(), pause_mode="in_place")
+    servers = WeightServers(
+        client, SimpleNamespace(call=asyncio.run), WeightTransport(), pause_mode="in_place"
+    )
     servers.use([READY] * 3)
     with pytest.raises(RolloutProtocolError, match=missing):
         servers.begin()
@@ -288,10 +323,11 @@ def test_free_cached_when_on_a_gpu_then_closed_handles_first_and_else_nothing(mo
 
 STORES = {
     "hicache_storage_backend": ("file", "--hicache-storage-backend file"),
-    "enable_lmcache": (True, "--enable-lmcache"), "enable_flexkv": (True, "--enable-flexkv"),
+    "enable_lmcache": (True, "--enable-lmcache"),
+    "enable_flexkv": (True, "--enable-flexkv"),
     "enable_unified_cache_external_linker": (True, "--enable-unified-cache-external-linker"),
     "radix_cache_backend": ("flexkv", "--radix-cache-backend flexkv"),
-}  # fmt: skip
+}
 """Read from the wheel of 0.5.23: what /flush_cache removes nothing from."""
 
 
@@ -301,26 +337,40 @@ def test_begin_when_keys_outside_the_server_would_outlive_their_weights_then_ref
     client, monkeypatch, name, mode
 ):
     client.keyed_cache, (value, flag) = True, STORES[name]
-    monkeypatch.setattr(Recorder, "info", {"disable_overlap_schedule": True, "enable_hierarchical_cache": False})
+    monkeypatch.setattr(
+        Recorder, "info", {"disable_overlap_schedule": True, "enable_hierarchical_cache": False}
+    )
     servers = WeightServers(client, SimpleNamespace(call=asyncio.run), WeightTransport(), pause_mode=mode)
     servers._check_pause()  # that server would be paused
     monkeypatch.setattr(Recorder, "info", Recorder.info | {name: value})
-    with pytest.raises(RolloutProtocolError, match=f"{A} .*outside its own memory \\({flag}\\).*start it without"):
+    with pytest.raises(
+        RolloutProtocolError, match=f"{A} .*outside its own memory \\({flag}\\).*start it without"
+    ):
         servers.begin()
     assert client.asked == []
 
 
-def test_begin_when_the_second_cache_is_the_hosts_memory_then_accepted_as_a_flush_clears_it(client, monkeypatch):
-    monkeypatch.setattr(Recorder, "info", {"enable_hierarchical_cache": True, "hicache_storage_backend": None})
+def test_begin_when_the_second_cache_is_the_hosts_memory_then_accepted_as_a_flush_clears_it(
+    client, monkeypatch
+):
+    monkeypatch.setattr(
+        Recorder, "info", {"enable_hierarchical_cache": True, "hicache_storage_backend": None}
+    )
     WeightServers(client, SimpleNamespace(call=asyncio.run), WeightTransport())._check_pause()
 
 
 @pytest.mark.parametrize("release", ["0.5.19", "0.5.20", "0.5.20.post1"])
-def test_begin_when_a_server_cannot_flush_under_retracted_requests_then_refused_before_it_is_stopped(client, release):
-    """Read from the wheels: flush_cache asks is_fully_idle() until 0.5.20, which counts requests that wait."""
+def test_begin_when_a_server_cannot_flush_under_retracted_requests_then_refused_before_it_is_stopped(
+    client, release
+):
+    """Read from the wheels: flush_cache asks is_fully_idle() until 0.5.20, which counts
+    requests that wait.
+    """
     client.release, loop = release, SimpleNamespace(call=asyncio.run)
     servers = WeightServers(client, loop, WeightTransport(), samples_ahead=True)
-    with pytest.raises(RolloutProtocolError, match=f"SGLang {release} can't drop .* SGLang 0.5.21 or newer, or use"):
+    with pytest.raises(
+        RolloutProtocolError, match=f"SGLang {release} can't drop .* SGLang 0.5.21 or newer, or use"
+    ):
         servers.begin()
     assert client.asked == []
 
@@ -328,11 +378,15 @@ def test_begin_when_a_server_cannot_flush_under_retracted_requests_then_refused_
 @pytest.mark.parametrize(
     ("release", "options"),
     [
-        ("0.5.21", {"samples_ahead": True}), ("0.5.19", {}), ("main", {"samples_ahead": True}),
+        ("0.5.21", {"samples_ahead": True}),
+        ("0.5.19", {}),
+        ("main", {"samples_ahead": True}),
         ("0.5.19", {"samples_ahead": True, "pause_mode": "abort"}),
     ],
-)  # fmt: skip
-def test_begin_when_no_request_waits_at_a_flush_or_the_server_can_then_it_is_stopped(client, release, options):
+)
+def test_begin_when_no_request_waits_at_a_flush_or_the_server_can_then_it_is_stopped(
+    client, release, options
+):
     client.release, loop = release, SimpleNamespace(call=asyncio.run)
     servers = WeightServers(client, loop, WeightTransport(), **options)
     servers.start("7")

@@ -1,4 +1,6 @@
-"""A rank's shards from a checkpoint on disk and back: routers' biases, a tied embedding's copy, what is left over."""
+"""A rank's shards from a checkpoint on disk and back: routers' biases, a tied embedding's copy,
+what is left over.
+"""
 
 import json
 from types import SimpleNamespace
@@ -15,9 +17,14 @@ from megatron_rl_corr.parallel.layout import StageGroups
 from megatron_rl_corr.weight_sync.export import StageExporter
 
 CONFIG = {
-    "model_type": "deepseek_v3", "vocab_size": 4, "tie_word_embeddings": True, "num_hidden_layers": 3,
-    "q_lora_rank": 4, "kv_lora_rank": 3, "qk_rope_head_dim": 1,
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "vocab_size": 4,
+    "tie_word_embeddings": True,
+    "num_hidden_layers": 3,
+    "q_lora_rank": 4,
+    "kv_lora_rank": 3,
+    "qk_rope_head_dim": 1,
+}
 GATE = "model.layers.2.mlp.gate."
 BIAS = torch.tensor([0.1, 0.2, 0.3])
 
@@ -33,8 +40,9 @@ class Router(nn.Module):
 
 
 def last_stage():
-    """A chunk with the third of three layers: its router, half of its query projection, all of its key-value one, and
-    an output layer."""
+    """A chunk with the third of three layers: its router, half of its query projection, all of its
+    key-value one, and an output layer.
+    """
     layer = nn.Module()
     layer.mlp, layer.self_attention, layer.layer_number = nn.Module(), nn.Module(), 3
     layer.mlp.router, layer.self_attention.linear_q_down_proj = Router(), nn.Linear(2, 2, bias=False)
@@ -42,7 +50,10 @@ def last_stage():
     chunk = nn.Module()
     chunk.decoder, chunk.output_layer = nn.Module(), nn.Linear(2, 4, bias=False)
     chunk.decoder.layers = nn.ModuleList([layer])
-    chunk.config, chunk.share_embeddings_and_output_weights = SimpleNamespace(num_layers=3, mtp_num_layers=None), True
+    chunk.config, chunk.share_embeddings_and_output_weights = (
+        SimpleNamespace(num_layers=3, mtp_num_layers=None),
+        True,
+    )
     return chunk
 
 
@@ -52,13 +63,15 @@ def checkpoint(tmp_path):
 
     def make(**more):
         tensors = {
-            "model.embed_tokens.weight": torch.arange(8.0).view(4, 2), GATE + "weight": torch.ones(3, 2),
-            GATE + "e_score_correction_bias": BIAS.clone(), "model.layers.1.self_attn.o_proj.weight": torch.ones(2, 2),
+            "model.embed_tokens.weight": torch.arange(8.0).view(4, 2),
+            GATE + "weight": torch.ones(3, 2),
+            GATE + "e_score_correction_bias": BIAS.clone(),
+            "model.layers.1.self_attn.o_proj.weight": torch.ones(2, 2),
             "model.layers.2.self_attn.q_a_proj.weight": torch.arange(8.0).view(4, 2),
             "model.layers.2.self_attn.kv_a_proj_with_mqa.weight": torch.arange(8.0).view(4, 2),
             # A layer that predicts further tokens, behind the last.
             "model.layers.3.enorm.weight": torch.ones(2),
-        }  # fmt: skip
+        }
         (tmp_path / "config.json").write_text(json.dumps(CONFIG))
         save_file(tensors | more, tmp_path / "model.safetensors")
         return HFCheckpoint(tmp_path)
@@ -95,8 +108,13 @@ def test_load_when_a_projection_is_whole_on_every_rank_then_all_of_it(checkpoint
 def test_load_when_the_model_has_no_place_for_a_tensor_of_its_layers_then_refused_with_its_name(checkpoint):
     chunk = last_stage()
     chunk.output_layer.weight = nn.Parameter(torch.zeros(2, 2))
-    more = {"model.layers.2.self_attn.q_b_proj.weight": torch.ones(2), "model.layers.2.rotary_emb.inv_freq": BIAS}
-    with pytest.raises(ValueError, match=r"no place for model.layers.2.self_attn.q_b_proj.weight \(one of 1 tensors\)"):
+    more = {
+        "model.layers.2.self_attn.q_b_proj.weight": torch.ones(2),
+        "model.layers.2.rotary_emb.inv_freq": BIAS,
+    }
+    with pytest.raises(
+        ValueError, match=r"no place for model.layers.2.self_attn.q_b_proj.weight \(one of 1 tensors\)"
+    ):
         load(chunk, checkpoint(**more))
 
 
@@ -104,7 +122,9 @@ def test_load_when_flags_leave_out_the_routers_bias_then_refused(checkpoint):
     chunk = last_stage()
     chunk.output_layer.weight = nn.Parameter(torch.zeros(2, 2))
     del chunk.decoder.layers[0].mlp.router.expert_bias
-    with pytest.raises(ValueError, match=r"no place for .*e_score_correction_bias .*--moe-router-enable-expert-bias"):
+    with pytest.raises(
+        ValueError, match=r"no place for .*e_score_correction_bias .*--moe-router-enable-expert-bias"
+    ):
         load(chunk, checkpoint())
 
 
@@ -115,7 +135,7 @@ def test_parameters_when_the_model_does_not_tie_what_the_checkpoint_ties_then_re
         local_parameters([chunk], NameTable(CONFIG, padded_vocab_size=4), experts_per_rank=0)
 
 
-def test_export_of_a_last_stage_when_embeddings_are_tied_then_all_but_the_copy_and_the_routers_bias_in_float32():
+def test_export_of_a_last_stage_when_embeddings_are_tied_then_all_but_the_copy():
     chunk = last_stage()
     chunk.decoder.layers[0].mlp.router.expert_bias.copy_(BIAS)
     parameters = local_parameters([chunk], NameTable(CONFIG, padded_vocab_size=4), experts_per_rank=0)
@@ -124,29 +144,38 @@ def test_export_of_a_last_stage_when_embeddings_are_tied_then_all_but_the_copy_a
     units = list(exporter.units())
     attention = "model.layers.2.self_attn."
     assert sorted([name for name, _ in unit] for unit in units) == [
-        [GATE + "e_score_correction_bias"], [GATE + "weight"],
-        [attention + "q_a_proj.weight", attention + "kv_a_proj_with_mqa.weight"],  # in one request, or neither
-    ]  # fmt: skip
+        [GATE + "e_score_correction_bias"],
+        [GATE + "weight"],
+        # in one request, or neither
+        [attention + "q_a_proj.weight", attention + "kv_a_proj_with_mqa.weight"],
+    ]
     sent = dict(named for unit in units for named in unit)
     assert torch.equal(sent[GATE + "e_score_correction_bias"], BIAS)
     assert exporter.planned() == {name: list(tensor.shape) for name, tensor in sent.items()}
 
 
 def further_tokens(tmp_path, **more):
-    """A rank that has the first norm of a layer that predicts further tokens; and a checkpoint of it, with `more`."""
+    """A rank that has the first norm of a layer that predicts further tokens; and a checkpoint of
+    it, with `more`.
+    """
     config = CONFIG | {"num_nextn_predict_layers": 1, "tie_word_embeddings": False}
     embedding, head = torch.arange(8.0).view(4, 2), torch.arange(8.0, 16.0).view(4, 2)
     tensors = {
-        "model.embed_tokens.weight": embedding, "lm_head.weight": head, "model.layers.3.enorm.weight": torch.ones(2),
-        "model.layers.3.embed_tokens.weight": embedding.clone(), "model.layers.3.shared_head.head.weight": head.clone(),
-    }  # fmt: skip
+        "model.embed_tokens.weight": embedding,
+        "lm_head.weight": head,
+        "model.layers.3.enorm.weight": torch.ones(2),
+        "model.layers.3.embed_tokens.weight": embedding.clone(),
+        "model.layers.3.shared_head.head.weight": head.clone(),
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(tensors | more, tmp_path / "model.safetensors")
     table, held = NameTable(config, padded_vocab_size=4), torch.zeros(2)
     return [LocalParameter(held, "mtp.layers.0.enorm.weight", 0, 0, table)], HFCheckpoint(tmp_path)
 
 
-def test_load_when_a_layer_predicts_further_tokens_then_its_copies_of_the_models_tensors_need_no_place(tmp_path):
+def test_load_when_a_layer_predicts_further_tokens_then_its_copies_of_the_models_tensors_need_no_place(
+    tmp_path,
+):
     parameters, checkpoint = further_tokens(tmp_path)
     load_shards(parameters, checkpoint, ShardRanks())
     assert parameters[0].tensor.tolist() == [1, 1]
@@ -155,7 +184,9 @@ def test_load_when_a_layer_predicts_further_tokens_then_its_copies_of_the_models
 @pytest.mark.parametrize("name", ["embed_tokens", "shared_head.head"])
 def test_load_when_such_a_layer_has_an_embedding_or_an_output_layer_of_its_own_then_refused(tmp_path, name):
     own = {f"model.layers.3.{name}.weight": torch.zeros(4, 2)}
-    with pytest.raises(ValueError, match=f"--mtp-num-layers: model.layers.3.{name}.weight of .* differs from .*leave"):
+    with pytest.raises(
+        ValueError, match=f"--mtp-num-layers: model.layers.3.{name}.weight of .* differs from .*leave"
+    ):
         load_shards(*further_tokens(tmp_path, **own), ShardRanks())
 
 

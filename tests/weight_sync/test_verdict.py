@@ -29,15 +29,39 @@ def evidence(scores=FINE, decode=FINE, fresh=(), sampled=FINE):
         (evidence(scores=OFF, sampled=OFF), False, True, "it is the server's: a tensor was loaded wrongly"),
         (evidence(scores=OFF, sampled=OFF), False, False, "every server differs"),
         (evidence(scores=OFF, sampled=OFF), True, False, "before the first push, .* Megatron's flags"),
-        (evidence(decode=OFF, fresh=OFF, sampled=OFF), False, True, "its decode path computes with other weights"),
-        (evidence(decode=OFF, fresh=FINE[:2], sampled=OFF), False, True, "its prefix cache keeps keys and values"),
-        (evidence(decode=OFF[3:], fresh=FINE[:3], sampled=OFF[4:] + FINE[:4]), False, True, "its prefix cache keeps"),
-        (evidence(decode=OFF[6:] + FINE[:2], fresh=OFF[5:] + FINE[:1], sampled=OFF[4:] + FINE[:4]), False, True,
-         "its decode path computes with other weights"),
-        (evidence(scores=OFF, decode=OFF, fresh=OFF), False, True, "scores of given tokens are wrong and its samples"),
+        (
+            evidence(decode=OFF, fresh=OFF, sampled=OFF),
+            False,
+            True,
+            "its decode path computes with other weights",
+        ),
+        (
+            evidence(decode=OFF, fresh=FINE[:2], sampled=OFF),
+            False,
+            True,
+            "its prefix cache keeps keys and values",
+        ),
+        (
+            evidence(decode=OFF[3:], fresh=FINE[:3], sampled=OFF[4:] + FINE[:4]),
+            False,
+            True,
+            "its prefix cache keeps",
+        ),
+        (
+            evidence(decode=OFF[6:] + FINE[:2], fresh=OFF[5:] + FINE[:1], sampled=OFF[4:] + FINE[:4]),
+            False,
+            True,
+            "its decode path computes with other weights",
+        ),
+        (
+            evidence(scores=OFF, decode=OFF, fresh=OFF),
+            False,
+            True,
+            "scores of given tokens are wrong and its samples",
+        ),
     ],
     ids=["weights", "all", "trainer", "decode", "cache", "cache, nearly", "decode, nearly", "prefill"],
-)  # fmt: skip
+)
 def test_cause_then_the_side_that_is_too_long_is_named(found, before, alone, words):
     import re
 
@@ -71,8 +95,16 @@ def test_error_then_it_has_the_server_the_evidence_the_numbers_and_the_remedy():
     own = [np.array([-1.0, -2.0]), np.array([-3.0])]
     error = error_of("http://b", answer, evidence(scores=OFF, sampled=OFF), own, "restart it", version="id-7")
     assert error.url == "http://b" and error.endpoint == "/score"
-    for words in ("with 40 bits of evidence (20 are needed", "1,048,576", "version 'id-7'", "off in 8 of 8 texts",
-                  "max |D| is 0.5", "mean 0.25", "Restart it.", "`max_probe_log_ratio`"):  # fmt: skip
+    for words in (
+        "with 40 bits of evidence (20 are needed",
+        "1,048,576",
+        "version 'id-7'",
+        "off in 8 of 8 texts",
+        "max |D| is 0.5",
+        "mean 0.25",
+        "Restart it.",
+        "`max_probe_log_ratio`",
+    ):
         assert words in str(error), words
 
 

@@ -22,7 +22,9 @@ ENGINE, CHECKER = load_engine("sglang"), "/weights_checker"
 
 def server(url=A, device="cpu", tp_size=1, layout=LAYOUT, quantization=None, **checksums):
     known = device == "cpu" and layout[:4] == LAYOUT[:4] and quantization is None
-    return ServerChecksums(url, device, tp_size, layout, quantization, ((0, checksums),), layout_is_known=known)
+    return ServerChecksums(
+        url, device, tp_size, layout, quantization, ((0, checksums),), layout_is_known=known
+    )
 
 
 def test_agreement_when_servers_of_one_layout_differ_then_the_second_is_named_with_what_differs():
@@ -58,16 +60,23 @@ def test_compare_when_what_was_kept_changes_afterwards_then_it_is_of_when_it_was
     assert verifier.compare([server(x=before)]) == 1
 
 
-@pytest.mark.parametrize("unknown", [{"device": "cuda"}, {"quantization": "fp8"}, {"layout": (2, 1, 1)}, BF16])
+@pytest.mark.parametrize(
+    "unknown", [{"device": "cuda"}, {"quantization": "fp8"}, {"layout": (2, 1, 1)}, BF16]
+)
 def test_compare_when_the_layout_is_not_known_then_what_never_fitted_verifies_nothing_and_that_is_told_once(
     unknown, caplog
 ):
     verifier = PushVerifier(ENGINE, 1)
     for version in "12":
         verifier.keep([("x", torch.ones(2)), ("y", torch.ones(3))], version)
-        assert verifier.compare([server(x="?", y=cpu_checksum(torch.ones(3)), **unknown)]) == ("device" not in unknown)
+        assert verifier.compare([server(x="?", y=cpu_checksum(torch.ones(3)), **unknown)]) == (
+            "device" not in unknown
+        )
     [record] = caplog.records
-    assert record.getMessage().startswith("http://a: ") and "of 2 weights are not verified" in record.getMessage()
+    assert (
+        record.getMessage().startswith("http://a: ")
+        and "of 2 weights are not verified" in record.getMessage()
+    )
 
 
 def test_read_when_a_server_that_had_checksums_answers_404_then_it_is_no_older_server():
@@ -110,11 +119,18 @@ def test_compare_when_it_fitted_at_a_server_of_another_layout_then_that_verifies
     verifier, x = PushVerifier(ENGINE, 1), torch.ones(4)
     for version in "12":
         verifier.keep([("x", x)], version)
-        assert verifier.compare([server(A, x=cpu_checksum(x)), server(B, quantization="fp8", layout=(2,), x="?")]) == 0
+        assert (
+            verifier.compare(
+                [server(A, x=cpu_checksum(x)), server(B, quantization="fp8", layout=(2,), x="?")]
+            )
+            == 0
+        )
 
 
 def test_compare_when_the_servers_have_no_such_parameter_then_it_is_not_counted():
-    assert kept(("x", torch.ones(2)), ("y", torch.ones(2))).compare([server(y=cpu_checksum(torch.ones(2)))]) == 1
+    assert (
+        kept(("x", torch.ones(2)), ("y", torch.ones(2))).compare([server(y=cpu_checksum(torch.ones(2)))]) == 1
+    )
 
 
 def test_keep_when_the_model_is_larger_than_what_is_kept_then_a_share_that_changes_with_the_version():
@@ -132,7 +148,8 @@ def test_keep_when_the_model_is_larger_than_what_is_kept_then_a_share_that_chang
 def test_keep_when_the_weights_are_sent_in_a_wider_type_than_the_checkpoints_then_fewer_and_of_all_layers():
     x, seen = torch.ones(10), set()
     for version in range(60):
-        verifier = PushVerifier(ENGINE, 1000, kept_bytes=2000)  # the checkpoint has these 1000 numbers in 2000 bytes
+        # the checkpoint has these 1000 numbers in 2000 bytes
+        verifier = PushVerifier(ENGINE, 1000, kept_bytes=2000)
         for i in range(100):
             verifier.keep([(f"p{i}", x)], str(version))
         seen |= {int(name[1:]) for name in verifier._kept}
@@ -146,18 +163,29 @@ def test_elements_when_counted_then_it_counts_the_checkpoints_numbers_not_their_
     assert count_elements(tmp_path) == 20
 
 
-def test_layout_when_servers_hold_their_experts_otherwise_then_it_is_another_and_older_ones_have_no_such_key():
-    info = dict(zip(("tp_size", "pp_size", "ep_size", "dtype", "device"), LAYOUT, strict=False), quantization=None)
+def test_layout_when_servers_hold_their_experts_otherwise_then_it_is_another():
+    info = dict(
+        zip(("tp_size", "pp_size", "ep_size", "dtype", "device"), LAYOUT, strict=False), quantization=None
+    )
     answer = {"ranks": [{"parallelism_info": [{"tp_rank": 0, "role": "target"}], "checksums": {"x": "1"}}]}
     old, same = (ENGINE.checksums(url, info, answer) for url in (A, B))
     assert old.layout == same.layout and old.layout_is_known
-    for other in ("moe_runner_backend", "enable_eplb", "enable_fp32_lm_head", "disable_shared_experts_fusion"):
+    for other in (
+        "moe_runner_backend",
+        "enable_eplb",
+        "enable_fp32_lm_head",
+        "disable_shared_experts_fusion",
+    ):
         assert ENGINE.checksums(B, info | {other: "x"}, answer).layout != old.layout
 
 
 def drafting(model, own, shared="9"):
-    """A server's checksums after a push; its draft model has the embedding of the model and a layer of its own."""
-    info = dict(zip(("tp_size", "pp_size", "ep_size", "dtype", "device"), LAYOUT, strict=False), quantization=None)
+    """A server's checksums after a push; its draft model has the embedding of the model and a
+    layer of its own.
+    """
+    info = dict(
+        zip(("tp_size", "pp_size", "ep_size", "dtype", "device"), LAYOUT, strict=False), quantization=None
+    )
     roles = [{"tp_rank": 0, "role": "target"}, {"tp_rank": 0, "role": "draft"}]
     sums = {"norm": model, "embed": shared, "draft.embed": shared, "draft.enorm": own}
     return ENGINE.checksums(A, info, {"ranks": [{"parallelism_info": roles, "checksums": sums}]})
@@ -179,7 +207,8 @@ def test_drafts_when_other_layers_are_sent_and_the_server_keeps_the_old_ones_the
             pushed(verifier, 2.0, drafting("2", then))
             continue
         with pytest.raises(RolloutProtocolError, match="its draft model has the weights of the push before"):
-            pushed(verifier, 2.0, drafting("2", then))  # though the embedding, which is the model's, has changed
+            # though the embedding, which is the model's, has changed
+            pushed(verifier, 2.0, drafting("2", then))
 
 
 def test_drafts_when_nothing_changed_or_nothing_is_known_then_no_draft_model_is_accused():

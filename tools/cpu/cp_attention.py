@@ -77,7 +77,9 @@ class ContextParallelAttention(MegatronModule):
             key, value = _AllGatherTokens.apply(key, self.group), _AllGatherTokens.apply(value, self.group)
         boundaries = _boundaries(packed_seq_params) if packed else [0, size * tokens]
         if size == 1:  # a sequence by itself, as no other is seen
-            parts = [self._causal(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(boundaries)]
+            parts = [
+                self._causal(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(boundaries)
+            ]
             out = torch.cat(parts)
             return out.squeeze(1) if packed else out
         out = scaled_dot_product_attention(
@@ -93,10 +95,12 @@ class ContextParallelAttention(MegatronModule):
     def _causal(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Of one sequence's tokens, all of which this rank has."""
         out = scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)), is_causal=True,
-            dropout_p=self.dropout if self.training else 0.0, scale=self.scale,
+            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.scale,
             enable_gqa=query.shape[2] != key.shape[2],
-        )  # fmt: skip
+        )
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _visible(self, boundaries: list[int]) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Import hook that applies the replacements: early ones before an engine's first module, late ones after their own."""
+"""Import hook that applies the replacements: early ones before an engine's first module, late ones
+after their own.
+"""
 
 import importlib.machinery
 from collections import defaultdict
@@ -10,8 +12,11 @@ from tools.cpu.replacement import Replacement
 
 # `megatron` itself is a namespace without code; these are the modules through which it is entered.
 ENTRIES = {
-    "megatron": ("megatron.core", "megatron.training"), "sglang": ("sglang",), "vllm": ("vllm",), "vllm_v2": ("vllm",)
-}  # fmt: skip
+    "megatron": ("megatron.core", "megatron.training"),
+    "sglang": ("sglang",),
+    "vllm": ("vllm",),
+    "vllm_v2": ("vllm",),
+}
 
 
 class ReplacingFinder:
@@ -93,6 +98,10 @@ class _NeedsGPU:
 def _without_gpu(name: str) -> importlib.machinery.ModuleSpec | None:
     """The stand-in's spec, if it is on the path; a package that needs a GPU is as good as none."""
     spec = importlib.machinery.PathFinder.find_spec(name)
-    if spec is not None and spec.origin is not None and TRANSFORMER_ENGINE in Path(spec.origin).resolve().parents:
+    if (
+        spec is not None
+        and spec.origin is not None
+        and TRANSFORMER_ENGINE in Path(spec.origin).resolve().parents
+    ):
         return spec
     return importlib.machinery.ModuleSpec(name, _NeedsGPU())

@@ -1,4 +1,6 @@
-"""What is replaced in a process that runs Megatron without a GPU (megatron-core 0.14 to 0.20); no arithmetic."""
+"""What is replaced in a process that runs Megatron without a GPU (megatron-core 0.14 to
+0.20); no arithmetic.
+"""
 
 import collections
 import functools
@@ -9,7 +11,12 @@ import torch
 from tools.cpu import torch_cuda, torch_devices, torch_gloo
 from tools.cpu.replacement import MissingName, Replacement
 
-EARLY = [*torch_cuda.REPLACEMENTS, *torch_devices.REPLACEMENTS, *torch_gloo.REPLACEMENTS, torch_gloo.ONE_DEVICE]
+EARLY = [
+    *torch_cuda.REPLACEMENTS,
+    *torch_devices.REPLACEMENTS,
+    *torch_gloo.REPLACEMENTS,
+    torch_gloo.ONE_DEVICE,
+]
 
 
 def _get_rng_state(original):

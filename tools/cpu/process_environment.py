@@ -1,4 +1,6 @@
-"""The environment and flags that make a new process run Megatron, SGLang or vLLM without a GPU (stdlib only)."""
+"""The environment and flags that make a new process run Megatron, SGLang or vLLM without a
+GPU (stdlib only).
+"""
 
 import os
 import re
@@ -12,15 +14,18 @@ from pathlib import Path
 
 VARIABLE = "MEGATRON_RL_CORR_CPU"
 ENGINES = ("megatron", "sglang", "vllm", "vllm_v2")
-"""vllm_v2: vLLM with its V2 model runner, whose kernels Triton's interpreter runs at about 50 tokens/s; routed experts
-and sampling masks need it."""
+"""vllm_v2: vLLM with its V2 model runner, whose kernels Triton's interpreter runs at about 50 tokens/s;
+routed experts and sampling masks need it.
+"""
 SITE = Path(__file__).resolve().parent / "site"
 PACKAGE_ROOT = SITE.parents[2]
 TRANSFORMER_ENGINE = SITE.with_name("te")
 """Holds the stand-in for Transformer Engine."""
 _TE = "transformer_engine"
 VLLM_PACKAGES = Path(sys.prefix) / "vllm"
-"""What `make setup-vllm` links: packages for the path of a vLLM server only, since others need other versions."""
+"""What `make setup-vllm` links: packages for the path of a vLLM server only, since others
+need other versions.
+"""
 
 # With the flag for one process (vllm_arguments), the worker runs in the engine's: 2 processes instead of 3.
 _VLLM = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -70,25 +75,31 @@ def _finds_transformer_engine(pythonpath: str) -> bool:
     elsewhere = [folder for folder in path if Path(folder or ".").resolve() != TRANSFORMER_ENGINE]
     if PathFinder.find_spec(_TE, elsewhere) is not None:
         return True
-    # An editable install has a finder of its own, which does not look at the path; the import hook's looks everywhere.
+    # An editable install has a finder of its own, which does not look at the path; the import hook's
+    # looks everywhere.
     found = (finder.find_spec(_TE, None) for finder in sys.meta_path if finder is not PathFinder)
-    return any(spec is not None and TRANSFORMER_ENGINE not in Path(spec.origin or "").parents for spec in found)
+    return any(
+        spec is not None and TRANSFORMER_ENGINE not in Path(spec.origin or "").parents for spec in found
+    )
 
 
 def transformer_engine(base: Mapping[str, str] = os.environ) -> str:
     """Which Transformer Engine a Megatron process of `environment("megatron", base)` runs, in a few words."""
     if gpu_available(base):
         return "the installed package" if real_transformer_engine(base) else "none"
-    return "none: the installed package needs a GPU" if real_transformer_engine(base) else "stand-in for the CPU"
+    return (
+        "none: the installed package needs a GPU" if real_transformer_engine(base) else "stand-in for the CPU"
+    )
 
 
 def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
     """`base` with what a process of `engine` (of ENGINES) needs on the CPU.
 
     With a GPU it is `base` unchanged, so a caller need not ask. PYTHONPATH gets the `site` folder and the
-    repository's root in front of what it held; behind it, for Megatron, a stand-in for Transformer Engine, and for vLLM
-    its packages. Where Transformer Engine itself can be imported, there is no stand-in, and Megatron does not find the
-    package, which needs a GPU. OMP_NUM_THREADS is 1 unless `base` sets it, since ranks share the cores.
+    repository's root in front of what it held; behind it, for Megatron, a stand-in for Transformer Engine,
+    and for vLLM its packages. Where Transformer Engine itself can be imported, there is no stand-in, and
+    Megatron does not find the package, which needs a GPU. OMP_NUM_THREADS is 1 unless `base` sets it, since
+    ranks share the cores.
 
     Raises:
         ValueError: `engine` is none of ENGINES.
@@ -106,7 +117,9 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
         last = [str(_installed_vllm())]
     given = variables.get("PYTHONPATH", "").split(os.pathsep)
     # Of another engine's environment nothing stays on the path.
-    kept = [path for path in given if path and path not in (*first, str(TRANSFORMER_ENGINE), str(VLLM_PACKAGES))]
+    kept = [
+        path for path in given if path and path not in (*first, str(TRANSFORMER_ENGINE), str(VLLM_PACKAGES))
+    ]
     variables["PYTHONPATH"] = os.pathsep.join(first + kept + last)
     variables[VARIABLE] = engine
     variables.setdefault("OMP_NUM_THREADS", "1")
@@ -116,7 +129,9 @@ def environment(engine: str, base: Mapping[str, str] = os.environ) -> dict[str, 
 
 def _installed_vllm() -> Path:
     if not (VLLM_PACKAGES / ".complete").exists():
-        raise FileNotFoundError(f"vLLM for the CPU is not installed: {VLLM_PACKAGES} is missing; run make setup-vllm")
+        raise FileNotFoundError(
+            f"vLLM for the CPU is not installed: {VLLM_PACKAGES} is missing; run make setup-vllm"
+        )
     return VLLM_PACKAGES
 
 
@@ -128,17 +143,23 @@ def sglang_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
     if gpu_available(base):
         return []
     return [
-        "--device", "cpu",
-        "--attention-backend", "torch_native",
-        "--sampling-backend", "pytorch",
-        "--grammar-backend", "none",
+        "--device",
+        "cpu",
+        "--attention-backend",
+        "torch_native",
+        "--sampling-backend",
+        "pytorch",
+        "--grammar-backend",
+        "none",
         "--skip-server-warmup",
         # The default sizes the KV cache by the machine's memory: 14 GB for a model of a few MB.
-        "--max-total-tokens", "16384",
-        "--max-running-requests", "32",
+        "--max-total-tokens",
+        "16384",
+        "--max-running-requests",
+        "32",
         # Without it an idle server spins on a whole core.
         "--sleep-on-idle",
-    ]  # fmt: skip
+    ]
 
 
 def vllm_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
@@ -147,27 +168,32 @@ def vllm_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
         return []
     return [
         "--enforce-eager",
-        "--distributed-executor-backend", "uni",
+        "--distributed-executor-backend",
+        "uni",
         # The default takes whole GiB; 64 MiB hold 32768 tokens of the tiny models in float32.
-        "--kv-cache-memory-bytes", str(64 << 20),
-        "--max-num-seqs", "32",
-        # A prompt that a batch has no room for is split, and the part ends the engine: the seed of a request needs a
-        # generator that can be set back, which torch has on GPUs only (vllm 0.32).
+        "--kv-cache-memory-bytes",
+        str(64 << 20),
+        "--max-num-seqs",
+        "32",
+        # A prompt that a batch has no room for is split, and the part ends the engine: the seed of a request
+        # needs a generator that can be set back, which torch has on GPUs only (vllm 0.32).
         "--no-enable-chunked-prefill",
-    ]  # fmt: skip
+    ]
 
 
 def megatron_arguments(base: Mapping[str, str] = os.environ) -> list[str]:
     """The flags for Transformer Engine's spec over gloo, without a GPU; all fusions are Megatron's defaults.
 
-    Where Transformer Engine itself is installed, which needs a GPU, those for Megatron's own layers without fusions.
+    Where Transformer Engine itself is installed, which needs a GPU, those for Megatron's own layers
+    without fusions.
     """
     layers = _OWN_LAYERS if real_transformer_engine(base) else ["--transformer-impl", "transformer_engine"]
     return [*layers, "--distributed-backend", "gloo", "--use-cpu-initialization"]
 
 
 _OWN_LAYERS = [
-    "--transformer-impl", "local",
+    "--transformer-impl",
+    "local",
     "--no-gradient-accumulation-fusion",
     "--no-masked-softmax-fusion",
     "--no-bias-gelu-fusion",
@@ -176,7 +202,7 @@ _OWN_LAYERS = [
     "--no-rope-fusion",
     "--no-persist-layer-norm",
     "--attention-softmax-in-fp32",
-]  # fmt: skip
+]
 
 
 def replacements(engine: str) -> list[tuple[str, str]]:

@@ -37,7 +37,8 @@ class Replacement:
     def apply(self) -> None:
         owner, last = self.locate()
         new = self.make(getattr(owner, last))
-        setattr(getattr(new, "__func__", new), MARK, True)  # a class method is bound anew each time it is read
+        # a class method is bound anew each time it is read
+        setattr(getattr(new, "__func__", new), MARK, True)
         setattr(owner, last, new)
 
     def is_applied(self) -> bool:

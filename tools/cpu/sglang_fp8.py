@@ -1,7 +1,7 @@
 """Replacements that let SGLang 0.5.23 load, update, hash and serve block-wise FP8 weights without a GPU.
 
-A layer keeps what was loaded, as SGLang does on an H100, and multiplies by the weights that values and scales stand
-for. Activations are not quantised, so log-probs are those of a model with these weights.
+A layer keeps what was loaded, as SGLang does on an H100, and multiplies by the weights that values and
+scales stand for. Activations are not quantised, so log-probs are those of a model with these weights.
 """
 
 import functools
@@ -14,7 +14,9 @@ from tools.cpu.replacement import Replacement
 FP8 = "sglang.srt.layers.quantization.fp8"
 
 
-def _dequantised(values: torch.Tensor, scales: torch.Tensor, block_size: list[int], dtype: torch.dtype) -> torch.Tensor:
+def _dequantised(
+    values: torch.Tensor, scales: torch.Tensor, block_size: list[int], dtype: torch.dtype
+) -> torch.Tensor:
     from sglang.srt.layers.quantization.fp8_utils import block_quant_dequant
 
     return block_quant_dequant(values, scales, block_size, dtype)

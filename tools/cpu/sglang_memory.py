@@ -1,7 +1,9 @@
-"""A memory saver for SGLang 0.5.23 without a GPU: torch_memory_saver, which --enable-memory-saver needs, is CUDA alone.
+"""A memory saver for SGLang 0.5.23 without a GPU: torch_memory_saver, which --enable-memory-saver
+needs, is CUDA alone.
 
-As on a GPU, a pass of the model ends the server's process while any memory is released, and what comes back holds
-nothing of before: it is NaN (and -1 in integers), so that weights which nobody has sent since show in every log-prob.
+As on a GPU, a pass of the model ends the server's process while any memory is released, and what comes
+back holds nothing of before: it is NaN (and -1 in integers), so that weights which nobody has sent since
+show in every log-prob.
 """
 
 from __future__ import annotations
@@ -15,10 +17,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tools.cpu.replacement import Replacement
 
-_FACTORIES = ("empty", "empty_strided", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full")
+_FACTORIES = (
+    "empty",
+    "empty_strided",
+    "zeros",
+    "ones",
+    "full",
+    "new_empty",
+    "new_zeros",
+    "new_ones",
+    "new_full",
+)
 """Functions of torch that make the tensors which parameters and caches are views of."""
 _NAN = 0xFF
-"""Every byte of a NaN, in each type of floating point numbers that has one with all bits set; of -1 in integers."""
+"""Every byte of a NaN, in each type of floating point numbers that has one with all bits set;
+of -1 in integers.
+"""
 
 
 class _Allocations(TorchDispatchMode):
@@ -125,10 +139,12 @@ def _no_device(original):
 
 EARLY = [
     Replacement(
-        "torch.cuda", "synchronize", _no_device,
+        "torch.cuda",
+        "synchronize",
+        _no_device,
         "/release_memory_occupation waits for the device, which torch takes for CUDA where there is no other",
     ),
-]  # fmt: skip
+]
 LATE = [
     Replacement(
         "sglang.srt.utils.torch_memory_saver_adapter",

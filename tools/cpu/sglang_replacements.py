@@ -28,7 +28,9 @@ def _skip_registration(original):
 
 def _same_hash_in_torch(original):
     def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-        """[n] seeds of 64 bits, [n] positions, [m] columns -> [n, m] of 32 bits each, in int64: MurmurHash3."""
+        """[n] seeds of 64 bits, [n] positions, [m] columns -> [n, m] of 32 bits each, in
+        int64: MurmurHash3.
+        """
 
         def mix(state: Tensor | int, key: Tensor) -> Tensor:
             key = _rotated((key & WORD) * 0xCC9E2D51 & WORD, 15) * 0x1B873593 & WORD
@@ -76,7 +78,8 @@ LATE = [
         "sglang.srt.entrypoints.engine",
         "_set_envs_and_config",
         _then_fork,
-        "without CUDA, which forbids it, the server's processes can be forked: each would import SGLang again",
+        "without CUDA, which forbids it, the server's processes can be forked: each would import SGLang "
+        "again",
     ),
     Replacement(
         "sglang.srt.mem_cache.pool_host.common",
@@ -88,13 +91,15 @@ LATE = [
         "sglang.kernels.ops.sampling.murmur_hash",
         "murmur_hash32",
         _same_hash_in_torch,
-        "the noise of --enable-deterministic-inference is a hash that is a GPU kernel; this is the same function",
+        "the noise of --enable-deterministic-inference is a hash that is a GPU kernel; this is the same "
+        "function",
     ),
     Replacement(
         "sglang.srt.arg_groups.overrides",
         "_deterministic_attention_backend",
         _every_backend,
-        "--enable-deterministic-inference is refused with torch_native, the one attention backend without a GPU",
+        "--enable-deterministic-inference is refused with torch_native, the one attention backend without a "
+        "GPU",
     ),
     Replacement(
         "sglang.srt.batch_invariant_ops",

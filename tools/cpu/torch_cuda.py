@@ -1,4 +1,6 @@
-"""torch.cuda on a machine without CUDA: devices, streams, events and statistics as constants without effect."""
+"""torch.cuda on a machine without CUDA: devices, streams, events and statistics as
+constants without effect.
+"""
 
 import contextlib
 import types
@@ -66,7 +68,9 @@ _ONLY_STREAM = _Stream()
 
 
 def _answering(value):
-    """Make functions that return `value`; a new one each time, since torch refuses one object under two names."""
+    """Make functions that return `value`; a new one each time, since torch refuses one object
+    under two names.
+    """
     return lambda original: lambda *args, **kwargs: value
 
 

@@ -121,6 +121,7 @@ REPLACEMENTS = [
         "torch",
         "utils.cpp_extension.load_inline",
         _refuse_to_compile,
-        "megatron-core 0.15 compiles an allocator for GPUs when it is imported, and takes only a RuntimeError for a no",
+        "megatron-core 0.15 compiles an allocator for GPUs when it is imported, and takes only a "
+        "RuntimeError for a no",
     ),
 ]

@@ -1,4 +1,6 @@
-"""What gloo needs to stand in for NCCL: one device a process, and lists of unequal sizes as one all-to-all."""
+"""What gloo needs to stand in for NCCL: one device a process, and lists of unequal sizes
+as one all-to-all.
+"""
 
 import functools
 
@@ -65,9 +67,12 @@ def _on_one_device(original):
 _WHY = "gloo refuses lists of unequal sizes, which experts split over both EP and TP exchange"
 
 ONE_DEVICE = Replacement(
-    "torch.distributed.distributed_c10d", "ProcessGroupGloo", _on_one_device,
-    "each group's own device has a thread that wakes 100 times a second: 50 groups cost 4% of a core, idle or not",
-)  # fmt: skip
+    "torch.distributed.distributed_c10d",
+    "ProcessGroupGloo",
+    _on_one_device,
+    "each group's own device has a thread that wakes 100 times a second: 50 groups cost 4% of a core, idle "
+    "or not",
+)
 REPLACEMENTS = [
     Replacement("torch.distributed", "all_gather", _all_gather, _WHY),
     Replacement("torch.distributed", "reduce_scatter", _reduce_scatter, _WHY),

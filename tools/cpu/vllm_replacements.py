@@ -59,7 +59,9 @@ def _triton_backend():
 
 
 def _sorts_instead(original):
-    def apply_top_k_top_p_triton(logits: torch.Tensor, k, p, *, has_topp_only_rows: bool = True) -> torch.Tensor:
+    def apply_top_k_top_p_triton(
+        logits: torch.Tensor, k, p, *, has_topp_only_rows: bool = True
+    ) -> torch.Tensor:
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
         return apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
@@ -69,24 +71,33 @@ def _sorts_instead(original):
 
 LATE = [
     Replacement(
-        "vllm.v1.engine.core", "EngineCoreProc.run_engine_core", _ends_with_its_parent,
+        "vllm.v1.engine.core",
+        "EngineCoreProc.run_engine_core",
+        _ends_with_its_parent,
         "the engine's process outlives a server that is killed",
     ),
     Replacement(
-        "vllm.utils.system_utils", "get_mp_context", _forked,
+        "vllm.utils.system_utils",
+        "get_mp_context",
+        _forked,
         "vLLM's CPU platform spawns the engine's process, which imports for seconds what a fork has imported",
     ),
-]  # fmt: skip
+]
 
 LATE_V2 = [
     *LATE,
     NewEntry(
-        "triton.backends", "backends", "cpu", _triton_backend,
+        "triton.backends",
+        "backends",
+        "cpu",
+        _triton_backend,
         "vLLM's V2 model runner wants a Triton for the CPU; its interpreter runs the kernels, slowly",
     ),
     Replacement(
-        "vllm.v1.sample.ops.topk_topp_triton", "apply_top_k_top_p_triton", _sorts_instead,
+        "vllm.v1.sample.ops.topk_topp_triton",
+        "apply_top_k_top_p_triton",
+        _sorts_instead,
         "Triton's interpreter cannot run this kernel; vLLM's own torch code computes the same",
     ),
-]  # fmt: skip
+]
 """Of the V2 model runner, which alone returns routed experts and sampling masks."""

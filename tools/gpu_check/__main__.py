@@ -1,7 +1,8 @@
-"""Show what only a GPU can show, one part after the other: python -m tools.gpu_check [--only PART ...] [--table FILE]
+"""Show what only a GPU can show, one part after the other: python -m tools.gpu_check [--only PART
+...] [--table FILE]
 
-Needs one GPU and no network. Without a GPU it is a rehearsal: all code runs that can. Exit status: 0: all parts ran and
-hold; 3: nothing failed, but something was not run; 1: something failed. Each is named.
+Needs one GPU and no network. Without a GPU it is a rehearsal: all code runs that can. Exit status: 0: all
+parts ran and hold; 3: nothing failed, but something was not run; 1: something failed. Each is named.
 """
 
 import argparse
@@ -17,16 +18,25 @@ from tools.gpu_check.table import markdown
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu_check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tools.gpu_check",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="parts:\n" + "\n".join(f"  {part.name:24} {part.shows}" for part in PARTS),
-    )  # fmt: skip
-    parser.add_argument("--only", nargs="+", metavar="PART", choices=[part.name for part in PARTS],
-                        help="run these parts alone")  # fmt: skip
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="PART",
+        choices=[part.name for part in PARTS],
+        help="run these parts alone",
+    )
     parser.add_argument("--table", type=Path, metavar="FILE", help="write the Markdown table there, too")
     options = parser.parse_args()
     device = "cuda" if gpu_available() else "cpu"
     logs = Path(tempfile.mkdtemp(prefix="gpu-check-"))
-    _say(("no GPU: a rehearsal" if device == "cpu" else f"at most {TOTAL_S // 60} minutes") + f"; logs: {logs}")
+    _say(
+        ("no GPU: a rehearsal" if device == "cpu" else f"at most {TOTAL_S // 60} minutes") + f"; logs: {logs}"
+    )
     chosen = [part for part in PARTS if options.only is None or part.name in options.only]
     results = run_all(chosen, device, logs, _say)
     table = markdown(results, device)

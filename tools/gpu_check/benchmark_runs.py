@@ -1,4 +1,5 @@
-"""Benchmarks beside their alternatives: at full size on a GPU, tiny without one, where only the code is shown to run.
+"""Benchmarks beside their alternatives: at full size on a GPU, tiny without one, where only the code
+is shown to run.
 
 Each ends by itself where its results are wrong.
 """
@@ -15,20 +16,55 @@ TINY = {
     "correction": ["--sequences", "4", "--length", "64", "--repeats", "1"],
     "logprob": ["--tokens", "70", "--vocab", "50", "--hidden", "8", "--repeats", "1", "--no-compile"],
     "packing": [
-        "--samples", "16", "--length", "64", "--hidden", "32", "--layers", "1", "--repeats", "1", "--ranks", "2"
+        "--samples",
+        "16",
+        "--length",
+        "64",
+        "--hidden",
+        "32",
+        "--layers",
+        "1",
+        "--repeats",
+        "1",
+        "--ranks",
+        "2",
     ],
     "router_replay": [
-        "--hidden", "32", "--layers", "1", "--experts", "4", "--top-k", "2", "--samples", "4", "--length", "32",
-        "--repeats", "2",
+        "--hidden",
+        "32",
+        "--layers",
+        "1",
+        "--experts",
+        "4",
+        "--top-k",
+        "2",
+        "--samples",
+        "4",
+        "--length",
+        "32",
+        "--repeats",
+        "2",
     ],
-}  # fmt: skip
+}
 FULL: dict[str, list[str]] = {
-    "correction": ["--repeats", "7"], "logprob": [],
+    "correction": ["--repeats", "7"],
+    "logprob": [],
     "packing": ["--samples", "64", "--length", "4096", "--hidden", "2048", "--layers", "4"],
     "router_replay": [
-        "--hidden", "1024", "--layers", "4", "--experts", "32", "--top-k", "4", "--samples", "8", "--length", "2048"
+        "--hidden",
+        "1024",
+        "--layers",
+        "4",
+        "--experts",
+        "32",
+        "--top-k",
+        "4",
+        "--samples",
+        "8",
+        "--length",
+        "2048",
     ],
-}  # fmt: skip
+}
 
 
 def check_correction(device: str) -> Outcome:
@@ -61,9 +97,13 @@ def run_file(path: Path, *options: str) -> Outcome:
     """As `run`, of any file."""
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", path, *options], cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-W", "ignore", path, *options],
+        cwd=ROOT,
+        env=variables,
+        stdout=subprocess.PIPE,
+        text=True,
         check=False,
-    )  # fmt: skip
+    )
     print(done.stdout)
     require(done.returncode == 0, f"{path.name} ended with status {done.returncode}")
     require("\n|---" in done.stdout or "|---|" in done.stdout, f"{path.name} printed no table")

@@ -30,9 +30,14 @@ def check(device: str) -> Outcome:
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         model = make_model(Path(folder) / "model")
-        flags = ["--enable-memory-saver", *(["--max-total-tokens", CACHED_TOKENS] if device == "cuda" else [])]
+        flags = [
+            "--enable-memory-saver",
+            *(["--max-total-tokens", CACHED_TOKENS] if device == "cuda" else []),
+        ]
         with server(model, DTYPES[device], device, *map(str, flags)) as running:
-            outcome = prove(running.url, "tensor", model, changed(model, DTYPES[device]), device, before=release)
+            outcome = prove(
+                running.url, "tensor", model, changed(model, DTYPES[device]), device, before=release
+            )
             free.append(free_bytes(device))
         if device == "cuda":  # a server's memory on a CPU is the host's
             outcome.findings += judge(free, cache_bytes(model))

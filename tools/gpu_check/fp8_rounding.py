@@ -1,4 +1,5 @@
-"""Rounding of pushed weights on this device: the CPU's numbers bit for bit, and those of float64 to float32's rounding.
+"""Rounding of pushed weights on this device: the CPU's numbers bit for bit, and those of float64 to
+float32's rounding.
 
 A GPU converts to float8_e4m3fn by an instruction of its own.
 """
@@ -45,14 +46,18 @@ def compare(name: str, weight: Tensor, device: str) -> list[Finding]:
     unlike = int((rounded != on_the_cpu).sum())
     findings = [at_most(f"{title}: numbers unlike the CPU's, of {weight.numel()}", unlike, 0)]
     scale = scales(name, weight)
-    nearest = _nearest_float8(weight.double() / scale) if name == "fp8_blockwise" else (
-        (weight.double() / scale).round().clamp(-7, 7)
-    )  # fmt: skip
+    nearest = (
+        _nearest_float8(weight.double() / scale)
+        if name == "fp8_blockwise"
+        else ((weight.double() / scale).round().clamp(-7, 7))
+    )
     excess = (rounded.double() - weight.double()).abs() - (nearest * scale - weight.double()).abs()
     # A 16-bit result is rounded once more: by up to 2^-8 of its size.
     once_more = rounded.double().abs() * (2.0**-8 if weight.dtype == torch.bfloat16 else 0.0)
     beyond = ((excess - once_more) / scale).max().item()
-    findings.append(at_most(f"{title}: further off than float64's nearest, in scales", max(beyond, 0.0), 448 * SLACK))
+    findings.append(
+        at_most(f"{title}: further off than float64's nearest, in scales", max(beyond, 0.0), 448 * SLACK)
+    )
     return findings
 
 
@@ -70,7 +75,9 @@ def scales(name: str, weight: Tensor) -> Tensor:
 
 
 def _nearest_float8(x: Tensor) -> Tensor:
-    """The number of 4 exponent bits (bias 7), 3 bits behind the point and at most 448 that is nearest, ties to even."""
+    """The number of 4 exponent bits (bias 7), 3 bits behind the point and at most 448 that is
+    nearest, ties to even.
+    """
     exponent = torch.frexp(x).exponent - 1  # 2^exponent <= |x| < 2^(exponent + 1)
     step = torch.ldexp(torch.ones_like(x), exponent.clamp(min=-6) - 3)
     return (x / step).round().mul(step).clamp(-448, 448)

@@ -1,4 +1,5 @@
-"""FP8 values and scales reach a real SGLang server of an FP8 checkpoint, which computes with what they stand for.
+"""FP8 values and scales reach a real SGLang server of an FP8 checkpoint, which computes with
+what they stand for.
 
 A GPU's kernels quantise activations too. Without one the server multiplies by the dequantised weights.
 """
@@ -16,15 +17,30 @@ from tools.gpu_check.outcome import Outcome
 from tools.gpu_check.pushes import DTYPES, changed, prove, server
 
 CONFIG = {
-    "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [128, 128],
     "modules_to_not_convert": ["lm_head", "mlp.gate"],
-}  # fmt: skip
+}
 SHAPE = {
-    "vocab_size": 83, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "eos_token_id": 82,
-    "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256,
-    "norm_topk_prob": True, "decoder_sparse_step": 1,
-}  # fmt: skip
+    "vocab_size": 83,
+    "hidden_size": 256,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 82,
+    "tie_word_embeddings": False,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
 """128 divides the rows of each stack."""
 
 
@@ -36,7 +52,13 @@ def check(device: str) -> Outcome:
         weights = changed(plain, DTYPES[device])
         with server(fp8, DTYPES[device], device, "--skip-tokenizer-init") as running:
             return prove(
-                running.url, "tensor", plain, weights, device, trained=meant(weights, quantization), activations="fp8"
+                running.url,
+                "tensor",
+                plain,
+                weights,
+                device,
+                trained=meant(weights, quantization),
+                activations="fp8",
             )
 
 
@@ -74,6 +96,7 @@ def meant(weights: dict[str, Tensor], quantization: BlockFP8) -> dict[str, Tenso
     """What the server's values and scales stand for, in float32."""
     return {
         name: dequantise_blockwise(*quantise_blockwise(weight, quantization.scale_format), torch.float32)
-        if quantization.quantises(name) else weight.float()
+        if quantization.quantises(name)
+        else weight.float()
         for name, weight in weights.items()
-    }  # fmt: skip
+    }

@@ -1,6 +1,7 @@
 """A step from logits to their gradient, under every preset and loss, that must never wait for the device.
 
-On a GPU torch raises where it does, in its sync-debug mode; without one a watch raises at operators that would wait.
+On a GPU torch raises where it does, in its sync-debug mode; without one a watch raises at operators
+that would wait.
 """
 
 import contextlib
@@ -36,40 +37,67 @@ EVERY_RULE = tuple(
     if (level, kind) != ("seq_max", "ratio")
 )
 NEW_RULES = (
-    RejectionRule("seq_max", "ratio", 1e-3, 1e3), RejectionRule("turn_mean", "ratio", 0.5, 2.0),
-    RejectionRule("turn_mean", "k3", upper=0.5), RejectionRule("seq_mean", "abs_diff", upper=0.5),
-    RejectionRule("seq_mean", "exp_abs", upper=3.0), RejectionRule("token", "rollout_prob", lower=1e-3),
+    RejectionRule("seq_max", "ratio", 1e-3, 1e3),
+    RejectionRule("turn_mean", "ratio", 0.5, 2.0),
+    RejectionRule("turn_mean", "k3", upper=0.5),
+    RejectionRule("seq_mean", "abs_diff", upper=0.5),
+    RejectionRule("seq_mean", "exp_abs", upper=3.0),
+    RejectionRule("token", "rollout_prob", lower=1e-3),
     RejectionRule("seq_mean", "opsm", upper=0.1),
 )
 NEEDED = {"dr_grpo": {"loss_scale_length": 3}, "dro": {"dro_beta": 0.1}}
 """Settings that a loss has no default of."""
 CONFIGS = {
     "every rule, batch-normalised": RolloutCorrectionConfig(
-        rollout_is="sequence", rollout_is_mode="mask", rollout_is_lower=0.5, rollout_is_upper=2.0,
-        rollout_is_batch_normalize=True, rollout_rs=EVERY_RULE,
+        rollout_is="sequence",
+        rollout_is_mode="mask",
+        rollout_is_lower=0.5,
+        rollout_is_upper=2.0,
+        rollout_is_batch_normalize=True,
+        rollout_rs=EVERY_RULE,
     ),
     "geometric, clipped": RolloutCorrectionConfig(
-        rollout_is="geometric", rollout_is_mode="clip", rollout_is_lower=0.5, rollout_is_upper=2.0,
-        advantage="group_mean", loss_denominator="kept",
+        rollout_is="geometric",
+        rollout_is_mode="clip",
+        rollout_is_lower=0.5,
+        rollout_is_upper=2.0,
+        advantage="group_mean",
+        loss_denominator="kept",
     ),
     "turns, M2PO, batch filter": RolloutCorrectionConfig(
-        rollout_is="turn", rollout_is_upper=2.0, rollout_rs=NEW_RULES, rollout_m2_threshold=0.5,
+        rollout_is="turn",
+        rollout_is_upper=2.0,
+        rollout_rs=NEW_RULES,
+        rollout_m2_threshold=0.5,
         rollout_batch_filter_kl=1.0,
     ),
     "turns, M2PO, lengths of what is kept": RolloutCorrectionConfig(
-        rollout_is="turn", rollout_is_upper=2.0, rollout_rs=NEW_RULES, rollout_m2_threshold=0.5, loss="grpo",
+        rollout_is="turn",
+        rollout_is_upper=2.0,
+        rollout_rs=NEW_RULES,
+        rollout_m2_threshold=0.5,
+        loss="grpo",
         loss_denominator="kept",
     ),
     "tokens of sequences, kept lengths": RolloutCorrectionConfig(
-        rollout_rs=(RejectionRule("seq_mean", "vaco", upper=0.1), RejectionRule("token", "binary_kl", upper=0.1)),
-        loss="sapo", loss_denominator="kept",
+        rollout_rs=(
+            RejectionRule("seq_mean", "vaco", upper=0.1),
+            RejectionRule("token", "binary_kl", upper=0.1),
+        ),
+        loss="sapo",
+        loss_denominator="kept",
     ),
     "gamma": RolloutCorrectionConfig(
-        rollout_is="sequence", rollout_is_mode="gamma", loss="dppo_kl",
+        rollout_is="sequence",
+        rollout_is_mode="gamma",
+        loss="dppo_kl",
     ),
     "dro": RolloutCorrectionConfig(loss="dro", dro_beta=0.1),
     "diagnostics only": RolloutCorrectionConfig(
-        rollout_is="token", rollout_is_upper=2.0, rollout_rs=NEW_RULES, diagnostics_only=True,
+        rollout_is="token",
+        rollout_is_upper=2.0,
+        rollout_rs=NEW_RULES,
+        diagnostics_only=True,
     ),
     **{
         f"KL {kind}": RolloutCorrectionConfig(
@@ -128,20 +156,35 @@ def step(
     rewards, group_ids = torch.rand(rows, device=device), torch.zeros(rows, dtype=torch.int64, device=device)
     kinds = {"num_groups": 2, "kind": "group_mean" if config.advantage_by_token else config.advantage_kind}
     correction = compute_correction(
-        old, rollout, flat_mask, seq_ids, num_sequences=count, config=config, turn_ids=seq_ids % 2, num_turns=2,
+        old,
+        rollout,
+        flat_mask,
+        seq_ids,
+        num_sequences=count,
+        config=config,
+        turn_ids=seq_ids % 2,
+        num_turns=2,
         advantages=group_advantages(rewards, group_ids, **kinds).repeat_interleave(length),
     )
     advantages = group_advantages(
         rewards, group_ids, in_baseline=correction.kept_sequences, **kinds
     ).repeat_interleave(length)
     if config.advantage_by_token:
-        from megatron_rl_corr.mcore.batch_advantages import all_reduce_token_advantages  # needs more than torch
+        # needs more than torch
+        from megatron_rl_corr.mcore.batch_advantages import all_reduce_token_advantages
 
         batch = SimpleNamespace(
-            loss_mask=flat_mask, seq_ids=seq_ids, num_sequences=rows, host_starts=np.arange(rows + 1) * length,
-            rewards=rewards, group_ids=group_ids, parted_groups=0, flat=lambda values: values,
-            spread=lambda values: values[seq_ids], in_loss=torch.ones(rows, dtype=torch.bool, device=device),
-        )  # fmt: skip
+            loss_mask=flat_mask,
+            seq_ids=seq_ids,
+            num_sequences=rows,
+            host_starts=np.arange(rows + 1) * length,
+            rewards=rewards,
+            group_ids=group_ids,
+            parted_groups=0,
+            flat=lambda values: values,
+            spread=lambda values: values[seq_ids],
+            in_loss=torch.ones(rows, dtype=torch.bool, device=device),
+        )
         energies = gradient_energies(old, collision)
         advantages = all_reduce_token_advantages(
             batch, correction, energies, ParallelGroups(), group_size=2, seq_length=length
@@ -156,8 +199,17 @@ def step(
     weight = torch.randn(vocab, vocab, device=device).requires_grad_()
     again, _ = linear_logprobs(logits, weight, labels, **settings)
     losses = policy_loss(
-        config.loss, now, old, advantages, correction, config, seq_ids=seq_ids, num_sequences=count, metrics={},
-        rollout_logprobs=rollout, ref_logprobs=rollout - 0.1 if config.kl_loss_coef else None,
+        config.loss,
+        now,
+        old,
+        advantages,
+        correction,
+        config,
+        seq_ids=seq_ids,
+        num_sequences=count,
+        metrics={},
+        rollout_logprobs=rollout,
+        ref_logprobs=rollout - 0.1 if config.kl_loss_coef else None,
     )
     total = (losses * token_coefficients(correction, seq_ids, config)).sum()
     total = total - 0.01 * entropy.mean() + 0.01 * again.mean()
@@ -188,14 +240,18 @@ def sync_debug_mode() -> Iterator[None]:
 
 
 def check(device: str) -> Outcome:
-    """All configurations whose advantages are of sequences, then the samples that were drawn from a few ids."""
+    """All configurations whose advantages are of sequences, then the samples that were
+    drawn from a few ids.
+    """
     runs = [(name, config, False) for name, config in CONFIGS.items() if not config.advantage_by_token]
     return _check([*runs, ("samples drawn from a few ids", CONFIGS["diagnostics only"], True)], device)
 
 
 def check_token_baseline(device: str) -> Outcome:
     """Those whose advantages are of tokens."""
-    return _check([(name, config, False) for name, config in CONFIGS.items() if config.advantage_by_token], device)
+    return _check(
+        [(name, config, False) for name, config in CONFIGS.items() if config.advantage_by_token], device
+    )
 
 
 def _check(runs: Sequence[tuple[str, RolloutCorrectionConfig, bool]], device: str) -> Outcome:
@@ -218,4 +274,6 @@ def _check(runs: Sequence[tuple[str, RolloutCorrectionConfig, bool]], device: st
             raise
         require(bool(gradient.isfinite().all()), f"the gradient of {name!r} is not finite")
     how = "sync-debug mode" if device == "cuda" else "operators that would wait"
-    return Outcome([Finding(f"steps without a wait for the device, by {how}", f"{len(runs)}", f"{len(runs)}")])
+    return Outcome(
+        [Finding(f"steps without a wait for the device, by {how}", f"{len(runs)}", f"{len(runs)}")]
+    )

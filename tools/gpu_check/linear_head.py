@@ -1,6 +1,8 @@
-"""Log-probs from hidden states against float64: of an output layer in 16 bits, and of one with float32 logits.
+"""Log-probs from hidden states against float64: of an output layer in 16 bits, and of one
+with float32 logits.
 
-T tokens, H hidden size, V vocabulary columns. A GPU multiplies 16-bit numbers into float32 there, which no CPU does.
+T tokens, H hidden size, V vocabulary columns. A GPU multiplies 16-bit numbers into float32 there,
+which no CPU does.
 """
 
 from dataclasses import dataclass
@@ -24,23 +26,32 @@ class Case:
     dtype: torch.dtype
     fp32_head: bool = False
     main_grad: torch.dtype | None = None
-    """Where the weight's gradient is added, as Megatron does; None: it is a new tensor of the weight's type."""
+    """Where the weight's gradient is added, as Megatron does; None: it is a new tensor of
+    the weight's type.
+    """
     every: int = 1
     """Of so many tokens one is sampled."""
 
     def __str__(self) -> str:
         parts = {
-            str(self.dtype): True, "fp32 head": self.fp32_head, f"main_grad {self.main_grad}": self.main_grad,
+            str(self.dtype): True,
+            "fp32 head": self.fp32_head,
+            f"main_grad {self.main_grad}": self.main_grad,
             f"1 of {self.every}": self.every > 1,
-        }  # fmt: skip
+        }
         return ", ".join(part for part, named in parts.items() if named).replace("torch.", "")
 
 
 CASES = (
-    Case(torch.bfloat16), Case(torch.bfloat16, main_grad=torch.float32), Case(torch.bfloat16, fp32_head=True),
-    Case(torch.bfloat16, True, main_grad=torch.float32), Case(torch.bfloat16, True, main_grad=torch.bfloat16),
-    Case(torch.bfloat16, True, torch.float32, every=3), Case(torch.float16, True), Case(torch.float32),
-)  # fmt: skip
+    Case(torch.bfloat16),
+    Case(torch.bfloat16, main_grad=torch.float32),
+    Case(torch.bfloat16, fp32_head=True),
+    Case(torch.bfloat16, True, main_grad=torch.float32),
+    Case(torch.bfloat16, True, main_grad=torch.bfloat16),
+    Case(torch.bfloat16, True, torch.float32, every=3),
+    Case(torch.float16, True),
+    Case(torch.float32),
+)
 
 
 def check(device: str) -> Outcome:
@@ -64,29 +75,48 @@ def compare(case: Case, device: str, tokens: int, hidden_size: int, columns: int
     if case.main_grad:
         weight.main_grad = torch.zeros_like(weight, dtype=case.main_grad)
     found, _ = linear_logprobs(
-        hidden, weight, labels, fp32_lm_head=case.fp32_head, into_main_grad=case.main_grad is not None,
-        chunk_tokens=tokens // 3, sampled=SampledRows.of(kept.numpy(), hidden.device),
-    )  # fmt: skip
+        hidden,
+        weight,
+        labels,
+        fp32_lm_head=case.fp32_head,
+        into_main_grad=case.main_grad is not None,
+        chunk_tokens=tokens // 3,
+        sampled=SampledRows.of(kept.numpy(), hidden.device),
+    )
     gradients = torch.autograd.grad(found, [hidden, weight], upstream)
     of_weight = gradients[1] if case.main_grad is None else weight.main_grad
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    expected = (exact[0] @ exact[1].t()).log_softmax(1).gather(1, labels[:, None])[:, 0].where(kept.to(device), 0.0)
+    expected = (
+        (exact[0] @ exact[1].t()).log_softmax(1).gather(1, labels[:, None])[:, 0].where(kept.to(device), 0.0)
+    )
     expected_gradients = torch.autograd.grad(expected, exact, upstream.double())
     rounding, wide = ROUNDING.get(case.dtype, 0.0), case.fp32_head or case.dtype == torch.float32
     # The label's logit, below 16, is rounded to the type of the layer; so is each logit's gradient.
     of_gradients = FLOAT32 if wide else 2 * rounding
     of_rows = of_gradients + ROUNDING.get(of_weight.dtype, 0.0)
     return [
-        at_most(f"{case}: largest error of a log-prob", (found - expected).abs().max().item(),
-                FLOAT32 + _lost_in_sums(case, device, hidden_size) if wide else 16 * rounding),
-        at_most(f"{case}: relative error of hidden's gradient", _error(gradients[0], expected_gradients[0]),
-                of_gradients + rounding),
-        at_most(f"{case}: relative error of the weight's gradient", _error(of_weight, expected_gradients[1]), of_rows),
-    ]  # fmt: skip
+        at_most(
+            f"{case}: largest error of a log-prob",
+            (found - expected).abs().max().item(),
+            FLOAT32 + _lost_in_sums(case, device, hidden_size) if wide else 16 * rounding,
+        ),
+        at_most(
+            f"{case}: relative error of hidden's gradient",
+            _error(gradients[0], expected_gradients[0]),
+            of_gradients + rounding,
+        ),
+        at_most(
+            f"{case}: relative error of the weight's gradient",
+            _error(of_weight, expected_gradients[1]),
+            of_rows,
+        ),
+    ]
 
 
 def _lost_in_sums(case: Case, device: str, hidden_size: int) -> float:
-    """A GPU adds 16 products of 16-bit numbers at a time, and cuts off what float32 cannot hold of a logit below 16."""
+    """A GPU adds 16 products of 16-bit numbers at a time, and cuts off what float32 cannot hold of
+    a logit below 16.
+    """
     return hidden_size / 16 * 16 * 2.0**-23 if device == "cuda" and case.dtype != torch.float32 else 0.0
 
 

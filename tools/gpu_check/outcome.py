@@ -1,4 +1,6 @@
-"""What a part of the check found: numbers beside their bounds, tables of a benchmark, or why something was not run."""
+"""What a part of the check found: numbers beside their bounds, tables of a benchmark, or why
+something was not run.
+"""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -15,7 +17,9 @@ class NotRun(Exception):
 
 @dataclass(frozen=True)
 class Finding:
-    """A line of the table. Example: Finding("bfloat16, 8 shards: largest error of a log-prob", "2.1e-07", "1e-05")."""
+    """A line of the table. Example: Finding("bfloat16, 8 shards: largest error of a log-prob",
+    "2.1e-07", "1e-05").
+    """
 
     what: str
     found: str

@@ -1,8 +1,9 @@
-"""Weights reach a real SGLang server on this machine, proven by its checksums and by the log-probs that it computes.
+"""Weights reach a real SGLang server on this machine, proven by its checksums and by the log-probs
+that it computes.
 
-This process is the trainer's one rank; its weights lie on the device. `tensor` sends CUDA IPC handles from a GPU, and
-bytes without one; `distributed` broadcasts by NCCL between two ranks on one GPU, and by gloo without one. N ids of the
-probe's text, of which the last R = N - 1 are scored.
+This process is the trainer's one rank; its weights lie on the device. `tensor` sends CUDA IPC handles from
+a GPU, and bytes without one; `distributed` broadcasts by NCCL between two ranks on one GPU, and by gloo
+without one. N ids of the probe's text, of which the last R = N - 1 are scored.
 """
 
 import os
@@ -27,17 +28,30 @@ REFUSAL = "Duplicate GPU detected"
 """What an NCCL says that has no such variable."""
 GPU_ARGUMENTS = (
     # The tiny model's heads of 32 are not for every attention kernel.
-    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none",
-    "--mem-fraction-static", "0.2", "--max-total-tokens", "16384", "--max-running-requests", "32",
-    "--disable-cuda-graph", "--skip-server-warmup",
-)  # fmt: skip
+    "--attention-backend",
+    "triton",
+    "--sampling-backend",
+    "pytorch",
+    "--grammar-backend",
+    "none",
+    "--mem-fraction-static",
+    "0.2",
+    "--max-total-tokens",
+    "16384",
+    "--max-running-requests",
+    "32",
+    "--disable-cuda-graph",
+    "--skip-server-warmup",
+)
 GPU_VARIABLES = {
-    # Else the first request to an FP8 server waits until DeepGEMM has kernels for all numbers of tokens up to 16384, by
-    # SGLang's own words (0.5.23) typically 10 to 20 minutes. So it compiles those that it needs.
+    # Else the first request to an FP8 server waits until DeepGEMM has kernels for all numbers of tokens up to
+    # 16384, by SGLang's own words (0.5.23) typically 10 to 20 minutes. So it compiles those that it needs.
     "SGLANG_JIT_DEEPGEMM_PRECOMPILE": "0",
 }
 ANSWER_S = {"cpu": 60, "cuda": 120}
-"""Longest time to wait for the probe's log-probs: on a GPU the server compiles kernels for that request, its first."""
+"""Longest time to wait for the probe's log-probs: on a GPU the server compiles kernels for that
+request, its first.
+"""
 DTYPES = {"cpu": "float32", "cuda": "bfloat16"}
 PROBE_IDS = 128
 FLOAT32_LOG_RATIO = 1e-4
@@ -45,8 +59,8 @@ FLOAT32_LOG_RATIO = 1e-4
 QUARTILES = {"bfloat16": 0.015, "fp8": 0.15}
 """Third quartile of |D|, of a server that computes so and Hugging Face in float32 on the same weights.
 
-Measured on a CPU in bfloat16: 0.004, and 0.036 where two experts are exchanged. A few tokens may be far off, whose
-router chose near a tie. FP8's, whose activations keep 4 bits, is not measured.
+Measured on a CPU in bfloat16: 0.004, and 0.036 where two experts are exchanged. A few tokens may be far
+off, whose router chose near a tie. FP8's, whose activations keep 4 bits, is not measured.
 """
 BUCKET_BYTES = 300_000  # several buckets
 
@@ -86,13 +100,18 @@ def server(model: Path, dtype: str, device: str, *arguments: str) -> LocalServer
     own = GPU_ARGUMENTS if device == "cuda" else sglang_arguments()
     variables = environment("sglang") | (GPU_VARIABLES if device == "cuda" else {})
     return LocalServer(
-        model, dtype=dtype, log_path=Path(os.environ.get("GPU_CHECK_LOGS", model.parent)) / f"server-{os.getpid()}.log",
-        environment=variables, extra_arguments=[*own, "--random-seed", "0", *arguments],
-    )  # fmt: skip
+        model,
+        dtype=dtype,
+        log_path=Path(os.environ.get("GPU_CHECK_LOGS", model.parent)) / f"server-{os.getpid()}.log",
+        environment=variables,
+        extra_arguments=[*own, "--random-seed", "0", *arguments],
+    )
 
 
 def changed(model: Path, dtype: str) -> dict[str, Tensor]:
-    """Weights unlike those that the server loads, and large enough that a wrong one shows in the log-probs."""
+    """Weights unlike those that the server loads, and large enough that a wrong one shows
+    in the log-probs.
+    """
     from safetensors.torch import load_file
 
     generator = torch.Generator().manual_seed(1)
@@ -104,8 +123,13 @@ def changed(model: Path, dtype: str) -> dict[str, Tensor]:
 
 
 def prove(
-    url: str, transport: str, model: Path, weights: Mapping[str, Tensor], device: str,
-    trained: Mapping[str, Tensor] | None = None, activations: str | None = None,
+    url: str,
+    transport: str,
+    model: Path,
+    weights: Mapping[str, Tensor],
+    device: str,
+    trained: Mapping[str, Tensor] | None = None,
+    activations: str | None = None,
     before: Callable[[Any], None] | None = None,
 ) -> Outcome:
     """Push the weights, and compare checksums and log-probs.
@@ -118,8 +142,8 @@ def prove(
         device: where they are sent from.
         trained: the weights that the log-probs are held to; None: those that are sent.
         activations: "fp8" where a GPU's server quantises them; None: they have the server's dtype.
-        before: called with the `ColocatedServers` before the push, which gives them back the memory that it lets them
-            release; None: they keep all of it.
+        before: called with the `ColocatedServers` before the push, which gives them back the memory that it
+            lets them release; None: they keep all of it.
 
     Raises:
         DoesNotHold: no checksum was compared, or the log-probs are not those of the weights.
@@ -127,16 +151,24 @@ def prove(
     """
     import torch.distributed as dist
 
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
     try:
-        pushed = _push(url, transport, model, {name: w.to(device) for name, w in weights.items()}, device, before)
+        pushed = _push(
+            url, transport, model, {name: w.to(device) for name, w in weights.items()}, device, before
+        )
     finally:
         dist.destroy_process_group()
     served, verified, parameters = pushed
     known = parameters if device == "cpu" else 1  # in 16 bits and on a GPU a server's layout is its own
-    require(verified >= known, f"checksums of {verified} of {parameters} parameters were those of what was sent")
+    require(
+        verified >= known, f"checksums of {verified} of {parameters} parameters were those of what was sent"
+    )
     difference = logprobs(model, trained or weights) - torch.from_numpy(served)
-    findings = [Finding("parameters whose checksums are those of what was sent", f"{verified} of {parameters}")]
+    findings = [
+        Finding("parameters whose checksums are those of what was sent", f"{verified} of {parameters}")
+    ]
     computed = activations if activations and device == "cuda" else DTYPES[device]
     return Outcome([*findings, held_to_bound(difference.abs(), computed)])
 
@@ -150,9 +182,13 @@ def held_to_bound(distance: Tensor, dtype: str) -> Finding:
 
 
 def _push(
-    url: str, transport: str, model: Path, weights: Mapping[str, Tensor], device: str,
+    url: str,
+    transport: str,
+    model: Path,
+    weights: Mapping[str, Tensor],
+    device: str,
     before: Callable[[Any], None] | None,
-):  # fmt: skip
+):
     """(the server's log-probs of the probe's text [R], parameters verified, all parameters)."""
     from megatron_rl_corr.rollout import LoopThread, RolloutClient
     from megatron_rl_corr.weight_sync.colocated import ColocatedServers
@@ -175,18 +211,36 @@ def _push(
         counts.append((compare(checksums), len(checksums[0].ranks[0][1]) if checksums else 0))
 
     verifier.compare = counting
-    backend, quantization = "nccl" if device == "cuda" else "gloo", loop.call(find_quantization(client.control([url])))
+    backend, quantization = (
+        "nccl" if device == "cuda" else "gloo",
+        loop.call(find_quantization(client.control([url]))),
+    )
     sending = make_transport(
-        transport, client, loop, backend=backend, checkpoint=model, folder=None, stage=0, sends=True,
+        transport,
+        client,
+        loop,
+        backend=backend,
+        checkpoint=model,
+        folder=None,
+        stage=0,
+        sends=True,
         quantization=quantization,
-    )  # fmt: skip
+    )
     make_servers = WeightServers if before is None else partial(ColocatedServers, memory=ServerMemory())
     servers = make_servers(
-        client, loop, sending, verifiers=verifiers, coverage=make_coverage(model, quantization),
+        client,
+        loop,
+        sending,
+        verifiers=verifiers,
+        coverage=make_coverage(model, quantization),
         quantization=quantization,
-    )  # fmt: skip
+    )
     exporter = SimpleNamespace(
-        leads=True, sends=True, stage=0, num_stages=1, units=lambda meet: ([one] for one in weights.items()),
+        leads=True,
+        sends=True,
+        stage=0,
+        num_stages=1,
+        units=lambda meet: ([one] for one in weights.items()),
         planned=lambda: {name: list(tensor.shape) for name, tensor in weights.items()},
     )
     try:
@@ -194,9 +248,12 @@ def _push(
             before(servers)
         push_weights(exporter, servers, version="checked", bucket_bytes=BUCKET_BYTES)
         asked = ask_servers(
-            client.control([url]), Question((tuple(probe_ids(model)),)), version="checked",
-            vocab_size=vocab_size(model), cache_key=None,
-        )  # fmt: skip
+            client.control([url]),
+            Question((tuple(probe_ids(model)),)),
+            version="checked",
+            vocab_size=vocab_size(model),
+            cache_key=None,
+        )
         answers = loop.call(asked, timeout=ANSWER_S[device])
         require(url in answers, "the server did not score the probe's text; see its log")
         return answers[url].scores[0], *counts[-1]
@@ -225,7 +282,8 @@ def logprobs(model: Path, weights: Mapping[str, Tensor]) -> Tensor:
 
     from megatron_rl_corr.models.hf_folder import copy_model_files
 
-    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:  # transformers stacks experts as it reads them
+    # transformers stacks experts as it reads them
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
         copy_model_files(model, Path(folder))
         save_file(dict(weights), Path(folder) / "model.safetensors", metadata={"format": "pt"})
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -1,8 +1,9 @@
-"""A few steps of the quickstart's model in real Megatron, with the experts that a real SGLang server chose (R3).
+"""A few steps of the quickstart's model in real Megatron, with the experts that a real SGLang
+server chose (R3).
 
-With the optimizer of the recipes: its state is split over replicas, and on a GPU lies on the host. Then one step more
-of learning rate 0 from the checkpoint, after which each weight must be what it was: what an optimizer copies back
-into the model are the weights that were saved, not those that it was made with.
+With the optimizer of the recipes: its state is split over replicas, and on a GPU lies on the host. Then
+one step more of learning rate 0 from the checkpoint, after which each weight must be what it was: what an
+optimizer copies back into the model are the weights that were saved, not those that it was made with.
 """
 
 import json
@@ -26,10 +27,17 @@ STEPS = 3
 DISAGREEMENT, K3 = 0.1, 0.01
 """Bounds of the share of tokens that Megatron would route otherwise, and of the KL of both sides."""
 FROM_THE_CHECKPOINT = (
-    "--train-iters", str(STEPS + 1), "--override-opt_param-scheduler", "--lr-decay-style", "linear",
-    "--lr-decay-iters", str(STEPS),
-)  # fmt: skip
-"""The schedule has come down to 0; another --lr would find no group of parameters in the optimizer's checkpoint."""
+    "--train-iters",
+    str(STEPS + 1),
+    "--override-opt_param-scheduler",
+    "--lr-decay-style",
+    "linear",
+    "--lr-decay-iters",
+    str(STEPS),
+)
+"""The schedule has come down to 0; another --lr would find no group of parameters in the
+optimizer's checkpoint.
+"""
 METRICS = {"router_replay/disagreement": DISAGREEMENT, "rollout_corr/k3_kl": K3}
 
 
@@ -37,12 +45,18 @@ def check(device: str) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
         model = make_model(folder / "model")
-        rows = [{"prompt": f"{kind} {i}:", "kind": kind} for kind in ("digits", "vowels", "signs") for i in range(4)]
+        rows = [
+            {"prompt": f"{kind} {i}:", "kind": kind}
+            for kind in ("digits", "vowels", "signs")
+            for i in range(4)
+        ]
         (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         with server(model, "bfloat16", device, "--enable-return-routed-experts") as running:
             train(command(folder, model, running.url, device))
             train([*command(folder, model, running.url, device), *FROM_THE_CHECKPOINT])
-        outcome = judge([json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()])
+        outcome = judge(
+            [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        )
         require_kept(*(folder / f"hf/iter_{step:07d}" for step in (STEPS, STEPS + 1)))
         return outcome
 
@@ -54,32 +68,96 @@ def command(folder: Path, model: Path, url: str, device: str) -> list[str]:
     layers = megatron_arguments()
     if device == "cuda":
         layers = [
-            "--transformer-impl", "transformer_engine", "--no-gradient-accumulation-fusion", "--moe-permute-fusion",
-            "--optimizer-cpu-offload", "--use-precision-aware-optimizer",
-        ]  # fmt: skip
+            "--transformer-impl",
+            "transformer_engine",
+            "--no-gradient-accumulation-fusion",
+            "--moe-permute-fusion",
+            "--optimizer-cpu-offload",
+            "--use-precision-aware-optimizer",
+        ]
     flags = [
-        *model_flags(json.loads((model / "config.json").read_text())), *layers,
+        *model_flags(json.loads((model / "config.json").read_text())),
+        *layers,
         *(["--moe-grouped-gemm"] if "transformer_engine" in layers else ["--rollout-pad-sequences"]),
-        "--seq-length", 32, "--weight-decay", 0, "--clip-grad", 1.0,
-        "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", model,
-        "--mock-data", "--split", "100,0,0", "--num-workers", 0, "--no-create-attention-mask-in-dataloader",
-        "--eval-iters", 0, "--eval-interval", 1000, "--log-interval", 1000,
-        "--micro-batch-size", 8, "--global-batch-size", 16, "--train-iters", STEPS,
-        "--lr", 2e-3, "--lr-decay-style", "constant", "--rollout-hf-checkpoint", model, "--rollout-url", url,
-        "--rollout-prompts", folder / "prompts.jsonl",
-        "--rollout-reward-function", f"{QUICKSTART / 'reward.py'}:reward", "--rollout-group-size", 4,
-        "--rollout-max-new-tokens", 12, "--rollout-log-dir", folder / "run",
-        "--bf16", "--use-distributed-optimizer", "--save", folder / "checkpoints", "--save-interval", STEPS,
-        "--load", folder / "checkpoints", "--rollout-save-hf", folder / "hf",
-        "--rollout-correction-preset", "decoupled_token_is", "--router-replay", "R3",
+        "--seq-length",
+        32,
+        "--weight-decay",
+        0,
+        "--clip-grad",
+        1.0,
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        model,
+        "--mock-data",
+        "--split",
+        "100,0,0",
+        "--num-workers",
+        0,
+        "--no-create-attention-mask-in-dataloader",
+        "--eval-iters",
+        0,
+        "--eval-interval",
+        1000,
+        "--log-interval",
+        1000,
+        "--micro-batch-size",
+        8,
+        "--global-batch-size",
+        16,
+        "--train-iters",
+        STEPS,
+        "--lr",
+        2e-3,
+        "--lr-decay-style",
+        "constant",
+        "--rollout-hf-checkpoint",
+        model,
+        "--rollout-url",
+        url,
+        "--rollout-prompts",
+        folder / "prompts.jsonl",
+        "--rollout-reward-function",
+        f"{QUICKSTART / 'reward.py'}:reward",
+        "--rollout-group-size",
+        4,
+        "--rollout-max-new-tokens",
+        12,
+        "--rollout-log-dir",
+        folder / "run",
+        "--bf16",
+        "--use-distributed-optimizer",
+        "--save",
+        folder / "checkpoints",
+        "--save-interval",
+        STEPS,
+        "--load",
+        folder / "checkpoints",
+        "--rollout-save-hf",
+        folder / "hf",
+        "--rollout-correction-preset",
+        "decoupled_token_is",
+        "--router-replay",
+        "R3",
         # Trainer and server share a GPU, on which NCCL may allow one rank.
-        "--rollout-weight-transport", "tensor",
-    ]  # fmt: skip
+        "--rollout-weight-transport",
+        "tensor",
+    ]
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--master-addr", "127.0.0.1",
-        "--master-port", str(free_port()), "-m", "megatron_rl_corr.launch", str(QUICKSTART / "pretrain_moe.py"),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "1",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(free_port()),
+        "-m",
+        "megatron_rl_corr.launch",
+        str(QUICKSTART / "pretrain_moe.py"),
         *map(str, flags),
-    ]  # fmt: skip
+    ]
 
 
 def train(command: Sequence[str]) -> None:
@@ -90,9 +168,12 @@ def train(command: Sequence[str]) -> None:
     """
     base = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
-        command, env=environment("megatron", base), cwd=ROOT, start_new_session=True,
+        command,
+        env=environment("megatron", base),
+        cwd=ROOT,
+        start_new_session=True,
         preexec_fn=die_with_parent(signal.SIGTERM),  # torchrun ends its ranks then
-    )  # fmt: skip
+    )
     try:
         status = process.wait()
     finally:
@@ -104,15 +185,20 @@ def judge(steps: Sequence[Mapping[str, float]]) -> Outcome:
     """The worst step's metrics, held to their bounds.
 
     Raises:
-        DoesNotHold: a step is missing, did not learn, or had tokens without routes, or a metric is beyond its bound.
+        DoesNotHold: a step is missing, did not learn, or had tokens without routes, or a metric is
+            beyond its bound.
     """
     require(len(steps) == STEPS + 1, f"{len(steps)} of {STEPS + 1} steps were logged")
     for step in steps:
         require("router_replay/disagreement" in step, f"step {step['step']} replayed no routes")
-        require(step["router_replay/tokens_without_routes"] == 0, f"step {step['step']} had tokens without routes")
+        require(
+            step["router_replay/tokens_without_routes"] == 0, f"step {step['step']} had tokens without routes"
+        )
         require(step["grad_norm"] > 0, f"step {step['step']} had no gradient")
-    found = [at_most(f"{name}, largest of {STEPS + 1} steps", max(step[name] for step in steps), bound)
-             for name, bound in METRICS.items()]  # fmt: skip
+    found = [
+        at_most(f"{name}, largest of {STEPS + 1} steps", max(step[name] for step in steps), bound)
+        for name, bound in METRICS.items()
+    ]
     overlap = min(step["router_replay/overlap"] for step in steps)
     return Outcome([*found, Finding("router_replay/overlap, smallest", f"{overlap:.4f}")])
 

@@ -1,4 +1,6 @@
-"""Runs each part in a process with a limit and a log of its own, so that one that crashes or hangs is a result."""
+"""Runs each part in a process with a limit and a log of its own, so that one that crashes or
+hangs is a result.
+"""
 
 import contextlib
 import os
@@ -55,7 +57,10 @@ def run_all(parts: Iterable[Part], device: str, logs: Path, say: Callable[[str],
         say(f"{part.name}: {part.shows}")
         result = _run(part, device, logs, deadline - time.monotonic())
         results.append(result)
-        say(f"{part.name}: {result.state} after {result.seconds:.0f} s" + (f": {result.reason}" * bool(result.reason)))
+        say(
+            f"{part.name}: {result.state} after {result.seconds:.0f} s"
+            + (f": {result.reason}" * bool(result.reason))
+        )
     return results
 
 
@@ -67,15 +72,26 @@ def _run(part: Part, device: str, logs: Path, left_s: float) -> Result:
     if left_s <= 0:
         return Result(part, NOT_RUN, over)
     return run_process(
-        part, [sys.executable, "-m", "tools.gpu_check.one_part", part.name, device], variables(part, device, logs),
-        logs, min(own_s, left_s), cut_off=over if left_s < own_s else "",
-    )  # fmt: skip
+        part,
+        [sys.executable, "-m", "tools.gpu_check.one_part", part.name, device],
+        variables(part, device, logs),
+        logs,
+        min(own_s, left_s),
+        cut_off=over if left_s < own_s else "",
+    )
 
 
 def run_process(
-    part: Part, command: list[str], variables: dict[str, str], logs: Path, limit_s: float, *, cut_off: str = ""
+    part: Part,
+    command: list[str],
+    variables: dict[str, str],
+    logs: Path,
+    limit_s: float,
+    *,
+    cut_off: str = "",
 ) -> Result:
-    """The result of a command, to which the path of the outcome's file is added; its whole group ends with it.
+    """The result of a command, to which the path of the outcome's file is added; its whole
+    group ends with it.
 
     Args:
         limit_s: when it is ended. The part has failed then, unless the limit was not its own.
@@ -85,9 +101,14 @@ def run_process(
     started = time.monotonic()
     with log.open("w") as file:
         process = subprocess.Popen(
-            [*command, str(found)], cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, stdout=file,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [*command, str(found)],
+            cwd=ROOT,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             status = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -133,7 +154,10 @@ def is_installed(module: str) -> bool:
 def variables(part: Part, device: str, logs: Path) -> dict[str, str]:
     """The environment of the part's process: no network, and without a GPU what stands in for one."""
     base = {
-        **with_toolkit(os.environ), "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "GPU_CHECK_LOGS": str(logs),
+        **with_toolkit(os.environ),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "GPU_CHECK_LOGS": str(logs),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
     }
     base.setdefault("OMP_NUM_THREADS", "1")
@@ -148,5 +172,9 @@ def variables(part: Part, device: str, logs: Path) -> dict[str, str]:
 
 def last_error(log: Path) -> str:
     """The last line of a log that begins in its first column: of a traceback, the exception."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip() and not line[0].isspace()]
+    lines = [
+        line
+        for line in log.read_text(errors="replace").splitlines()
+        if line.strip() and not line[0].isspace()
+    ]
     return lines[-1][:300] if lines else "it printed nothing"

@@ -2,8 +2,8 @@
 
     python -m tools.gpu_check.te_logprobs  records them into te_logprobs.json, without a GPU
 
-The model's weights are made of random integers, which every machine and torch draws alike from a seed. Its routers'
-choices are far from ties, so that rounding changes no expert. B rows of L tokens.
+The model's weights are made of random integers, which every machine and torch draws alike from a seed. Its
+routers' choices are far from ties, so that rounding changes no expert. B rows of L tokens.
 """
 
 import argparse
@@ -97,20 +97,48 @@ def build(seed: int, dtype: torch.dtype, device: str):
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=HIDDEN, num_attention_heads=HEADS,
-        num_query_groups=GROUPS, kv_channels=HEAD, hidden_dropout=0.0, attention_dropout=0.0,
-        use_cpu_initialization=True, gated_linear_unit=True, activation_func=F.silu, normalization="RMSNorm",
-        add_bias_linear=False, layernorm_epsilon=1e-6, qk_layernorm=True, bias_activation_fusion=False,
-        bias_dropout_fusion=False, gradient_accumulation_fusion=False, apply_rope_fusion=False,
-        num_moe_experts=EXPERTS, moe_router_topk=TOP_K, moe_ffn_hidden_size=HIDDEN, moe_grouped_gemm=True,
-        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_router_dtype="fp32",
-        params_dtype=dtype, bf16=dtype == torch.bfloat16,
-    )  # fmt: skip
-    spec = get_gpt_layer_with_transformer_engine_spec(num_experts=EXPERTS, moe_grouped_gemm=True, qk_layernorm=True)
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=HEAD,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        use_cpu_initialization=True,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        layernorm_epsilon=1e-6,
+        qk_layernorm=True,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=TOP_K,
+        moe_ffn_hidden_size=HIDDEN,
+        moe_grouped_gemm=True,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_router_dtype="fp32",
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=EXPERTS, moe_grouped_gemm=True, qk_layernorm=True
+    )
     model = GPTModel(
-        config=config, transformer_layer_spec=spec, vocab_size=VOCAB, max_sequence_length=LENGTH, parallel_output=True,
-        share_embeddings_and_output_weights=False, position_embedding_type="rope", rotary_base=10000,
-    )  # fmt: skip
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=VOCAB,
+        max_sequence_length=LENGTH,
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type="rope",
+        rotary_base=10000,
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weight(name, parameter.shape, seed))
@@ -118,7 +146,9 @@ def build(seed: int, dtype: torch.dtype, device: str):
 
 
 def weight(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Uniform multiples of 2^-17 or more: around 1 for a norm, else of a size that keeps activations of order 1."""
+    """Uniform multiples of 2^-17 or more: around 1 for a norm, else of a size that keeps
+    activations of order 1.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
     drawn = torch.randint(-(2**15), 2**15, tuple(shape), generator=generator).float() / 2**15
     if len(shape) == 1:
@@ -132,7 +162,9 @@ def tokens(seed: int) -> Tensor:
 
 
 def logprobs(seed: int, dtype: torch.dtype, device: str) -> tuple[Tensor, float]:
-    """(log-prob of each token after the first, [B, L - 1] float64; the smallest margin of a router's choice)."""
+    """(log-prob of each token after the first, [B, L - 1] float64; the smallest margin of a
+    router's choice).
+    """
     model, margins = build(seed, dtype, device), []
 
     def note(router, inputs):
@@ -161,13 +193,22 @@ def record() -> None:
             if margin >= MARGIN:
                 break
     rows = [[round(x, 7) for x in row] for row in found.tolist()]
-    saved = {"seed": seed, "margin": round(margin, 4), "megatron-core": version("megatron-core"), "logprobs": rows}
+    saved = {
+        "seed": seed,
+        "margin": round(margin, 4),
+        "megatron-core": version("megatron-core"),
+        "logprobs": rows,
+    }
     RECORDED.write_text(json.dumps(saved) + "\n")
-    print(f"{RECORDED}: seed {seed}, margin {margin:.3f}, mean log-prob {found.mean():.2f} +- {found.std():.2f}")
+    print(
+        f"{RECORDED}: seed {seed}, margin {margin:.3f}, mean log-prob {found.mean():.2f} +- {found.std():.2f}"
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     if parser.parse_args().here:
         record()

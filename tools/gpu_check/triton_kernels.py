@@ -1,7 +1,8 @@
 """Triton's log-probs against float64 and against torch: values, entropies, sums of p^2, gradients.
 
-T tokens, V vocabulary columns, padding included. Tensor-parallel ranks are the shards of one process, whose statistics
-are stacked as the collective stacks them. Without a GPU Triton's interpreter runs the kernels.
+T tokens, V vocabulary columns, padding included. Tensor-parallel ranks are the shards of one
+process, whose statistics are stacked as the collective stacks them. Without a GPU Triton's
+interpreter runs the kernels.
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from tools.gpu_check.outcome import Finding, Outcome, at_most, require
 LOGPROB_ERROR = 1e-5
 """Of a log-prob or entropy around 10, computed in float32."""
 GRADIENT_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-"""Relative to the largest; the gradient has the logits' type, of which bfloat16 keeps 8 bits and float16 11."""
+"""Relative to the largest; the gradient has the logits' type, of which bfloat16 keeps 8
+bits and float16 11.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,9 @@ SMALL = (
 LARGE = (
     Case("float32, Qwen's vocabulary", 256, 151936),
     Case("bfloat16, Qwen's vocabulary", 256, 151936, torch.bfloat16),
-    Case("bfloat16, Qwen's vocabulary, 8 shards, sampled rows", 256, 151936, torch.bfloat16, shards=8, every=4),
+    Case(
+        "bfloat16, Qwen's vocabulary, 8 shards, sampled rows", 256, 151936, torch.bfloat16, shards=8, every=4
+    ),
 )
 """On a GPU only, whose many programs a small case does not fill."""
 
@@ -93,13 +98,21 @@ def compare(kernels: ModuleType, case: Case, device: str) -> list[Finding]:
         }
         if case.entropy:
             errors["entropy"] = (found.entropy - against.entropy, LOGPROB_ERROR)
-        errors["gradient"] = ((found.gradient - against.gradient) / exact.gradient.abs().max(), gradient_bound)
-        rows = [at_most(f"{case.name}: {what} against {name}", _largest(error), most)
-                for what, (error, most) in errors.items()]  # fmt: skip
-        findings.append(Finding(
-            f"{case.name}: largest errors of {', '.join(errors)} against {name}",
-            ", ".join(row.found for row in rows), ", ".join(row.bound for row in rows),
-        ))  # fmt: skip
+        errors["gradient"] = (
+            (found.gradient - against.gradient) / exact.gradient.abs().max(),
+            gradient_bound,
+        )
+        rows = [
+            at_most(f"{case.name}: {what} against {name}", _largest(error), most)
+            for what, (error, most) in errors.items()
+        ]
+        findings.append(
+            Finding(
+                f"{case.name}: largest errors of {', '.join(errors)} against {name}",
+                ", ".join(row.found for row in rows),
+                ", ".join(row.bound for row in rows),
+            )
+        )
     return findings
 
 
@@ -127,20 +140,32 @@ def values(kernels: ModuleType, case: Case, device: str) -> Values:
     width, vocab_size = case.columns // case.shards, case.columns - case.padding
     columns = [
         LogitColumns(
-            first, min(max(vocab_size - first, 0), width), case.temperature, case.entropy, 1024, with_collision=True
+            first,
+            min(max(vocab_size - first, 0), width),
+            case.temperature,
+            case.entropy,
+            1024,
+            with_collision=True,
         )
         for first in range(0, case.columns, width)
     ]
     shards = logits.chunk(case.shards, dim=1)
-    stats = torch.stack([
-        kernels.label_stats(shard, labels, own, rows) for shard, own in zip(shards, columns, strict=True)
-    ])  # fmt: skip
+    stats = torch.stack(
+        [kernels.label_stats(shard, labels, own, rows) for shard, own in zip(shards, columns, strict=True)]
+    )
     combined = kernels.combine_stats(stats, case.entropy, rows)
     gradients = []
     for shard, own in zip(shards, columns, strict=True):
         out = shard if case.in_place else torch.full_like(shard, torch.nan)
         kernels.logits_gradient(
-            shard, labels, combined, upstream[0], upstream[1] if case.entropy else None, own, out=out, sampled=rows
+            shard,
+            labels,
+            combined,
+            upstream[0],
+            upstream[1] if case.entropy else None,
+            own,
+            out=out,
+            sampled=rows,
         )
         gradients.append(out)
     return Values(

@@ -1,8 +1,10 @@
-"""Policy losses by name: per token, unreduced, one formula a file; `token_coefficients` says how they are averaged.
+"""Policy losses by name: per token, unreduced, one formula a file; `token_coefficients` says how
+they are averaged.
 
-To add a loss: name, defaults and doc go into config/losses.py, the formula into a file here, named LossKind.formula.
-The file has a function of the same name: formula(inputs, config, *, metrics) -> [T], with the gradient, 0 outside
-inputs.mask; it adds its own metrics to the dict `metrics`, unless that is None.
+To add a loss: name, defaults and doc go into config/losses.py, the formula into a file here, named
+LossKind.formula. The file has a function of the same name: formula(inputs, config, *, metrics) ->
+[T], with the gradient, 0 outside inputs.mask; it adds its own metrics to the dict `metrics`,
+unless that is None.
 """
 
 from __future__ import annotations

@@ -13,9 +13,13 @@ from megatron_rl_corr.core.metrics import Metric
 
 
 def cispo(
-    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
+    metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
-    """-w sg(clip(r, 1 - low, 1 + high)) A log pi_theta per token, r = pi_theta / pi_old; [T], 0 outside the mask.
+    """-w sg(clip(r, 1 - low, 1 + high)) A log pi_theta per token, r = pi_theta / pi_old; [T], 0
+    outside the mask.
 
     Source: MiniMax-M1, arXiv:2506.13585, eqs. 4 and 5.
     """

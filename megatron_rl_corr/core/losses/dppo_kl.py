@@ -17,13 +17,17 @@ from megatron_rl_corr.core.segments import constant
 
 
 def dppo_kl(
-    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
+    metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
-    """-w sg(min(r, 20)) A log pi_theta per token inside the region, else 0; r = pi_theta / pi_old; outside is a token
-    whose binary KL, pi_old to pi_theta, is above high where A > 0 and r > 1, or above low where A < 0 and r < 1.
+    """-w sg(min(r, 20)) A log pi_theta per token inside the region, else 0; r = pi_theta / pi_old; outside
+    is a token whose binary KL, pi_old to pi_theta, is above high where A > 0 and r > 1, or above low where
+    A < 0 and r < 1.
 
-    [T]. A token on the inner side stays, however far it is: its update brings it back. Source: DPPO, arXiv:2602.04879
-    (binary KL).
+    [T]. A token on the inner side stays, however far it is: its update brings it back. Source: DPPO,
+    arXiv:2602.04879 (binary KL).
     """
 
     def outside(now: Tensor, old: Tensor, advantages: Tensor) -> Tensor:

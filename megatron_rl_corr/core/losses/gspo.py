@@ -15,14 +15,18 @@ from megatron_rl_corr.core.segments import segment_sums
 
 
 def gspo(
-    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
+    metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
-    """-w min(s A, clip(s, 1 - low, 1 + high) A) per token, s = (prod of pi_theta / pi_old over the sequence)^(1/n).
+    """-w min(s A, clip(s, 1 - low, 1 + high) A) per token, s = (prod of pi_theta / pi_old over the
+    sequence)^(1/n).
 
-    [T], 0 outside correction.mask; n counts the sequence's kept tokens. In the gradient a token stands for itself:
-    s_t = sg(s) pi_t / sg(pi_t), so that nothing is differentiated through a sum over the sequence, nor through the
-    collective that completes it over cp. seq_ids [T] int64 in [0, num_sequences). Source: GSPO, arXiv:2507.18071,
-    eqs. 5 and 14 (its token form).
+    [T], 0 outside correction.mask; n counts the sequence's kept tokens. In the gradient a token stands for
+    itself: s_t = sg(s) pi_t / sg(pi_t), so that nothing is differentiated through a sum over the sequence,
+    nor through the collective that completes it over cp. seq_ids [T] int64 in [0, num_sequences). Source:
+    GSPO, arXiv:2507.18071, eqs. 5 and 14 (its token form).
     """
     mask, seq_ids = inputs.mask, inputs.seq_ids
     moved = moved_log_ratio(inputs.logprobs.detach(), inputs.old_logprobs, mask)

@@ -22,9 +22,10 @@ if TYPE_CHECKING:
 def kl_estimate(d: Tensor, kind: str) -> Tensor:
     """Estimate of KL(pi || pi_ref) from d = log pi - log pi_ref of a sampled token, elementwise, float32.
 
-    k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, at most 10. In k2 and k3 d is clamped to +-20, beyond which they have no
-    gradient: one absurd log-prob (-1e30) would else make its square infinite, and the update with it. Under samples of
-    pi the mean of k1 and of k3 is the KL. Source: Schulman, "Approximating KL divergence" (2020).
+    k1 = d, k2 = d^2 / 2, k3 = e^-d - 1 + d, at most 10. In k2 and k3 d is clamped to +-20, beyond which they
+    have no gradient: one absurd log-prob (-1e30) would else make its square infinite, and the update with
+    it. Under samples of pi the mean of k1 and of k3 is the KL. Source: Schulman, "Approximating KL
+    divergence" (2020).
 
     Args:
         d: any shape.
@@ -46,13 +47,15 @@ def kl_estimate(d: Tensor, kind: str) -> Tensor:
 def reference_kl(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str, *, ratio: Tensor | None = None
 ) -> Tensor:
-    """Estimate of KL(pi_theta || pi_ref) per token, [T] float32, with gradient in logprobs; 0 outside the mask.
+    """Estimate of KL(pi_theta || pi_ref) per token, [T] float32, with gradient in logprobs; 0
+    outside the mask.
 
-    k1, k2 and k3 are those of `kl_estimate`. k3+ has the value of k3 and the gradient of k2, d grad log pi_theta. Where
-    pi_theta has sampled, the mean of that gradient is the gradient of the KL; of k1's own it is 0, of k3's it is the
-    gradient of KL(pi_ref || pi_theta). unbiased is ratio x k3+, for samples of older weights:
-    grad (ratio x k3) = ratio (k3 + 1 - e^-d) grad log pi_theta = ratio x d grad log pi_theta, written so that no e^-d
-    is subtracted from itself.
+    k1, k2 and k3 are those of `kl_estimate`. k3+ has the value of k3 and the gradient of k2, d grad log
+    pi_theta. Where pi_theta has sampled, the mean of that gradient is the gradient of the KL; of k1's own it
+    is 0, of k3's it is the
+    gradient of KL(pi_ref || pi_theta). unbiased is ratio x k3+, for samples of older weights: grad (ratio x
+    k3) = ratio (k3 + 1 - e^-d) grad log pi_theta = ratio x d grad log pi_theta, written so that no e^-d is
+    subtracted from itself.
 
     Sources: verl's k3+; DeepSeek-V3.2, arXiv:2512.02556, eq. 7 (unbiased).
 
@@ -77,10 +80,11 @@ def reference_kl(
 
 
 def sampler_kl(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: str) -> Tensor:
-    """How far pi_theta is from the policy that sampled, per token, [T] float32, with gradient; 0 outside the mask.
+    """How far pi_theta is from the policy that sampled, per token, [T] float32, with gradient; 0
+    outside the mask.
 
-    With D = log pi_theta - log pi_rollout, clamped to +-20: squared is D^2, k3 is e^D - 1 - D, at most 10, whose mean
-    is KL(pi_rollout || pi_theta). Source: Kimi K2.5, arXiv:2602.02276 (squared).
+    With D = log pi_theta - log pi_rollout, clamped to +-20: squared is D^2, k3 is e^D - 1 - D, at most 10,
+    whose mean is KL(pi_rollout || pi_theta). Source: Kimi K2.5, arXiv:2602.02276 (squared).
 
     Args:
         logprobs: [T] log pi_theta, with the gradient.
@@ -94,15 +98,23 @@ def sampler_kl(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: s
 
 @torch.no_grad()
 def reward_kl(
-    logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, seq_ids: Tensor, *, num_sequences: int,
-    config: RolloutCorrectionConfig, groups: ParallelGroups,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    seq_ids: Tensor,
+    *,
+    num_sequences: int,
+    config: RolloutCorrectionConfig,
+    groups: ParallelGroups,
 ) -> Tensor:
-    """What the KL to the reference takes from each reward: kl_reward_coef x the sum over its tokens, [S] float64.
+    """What the KL to the reference takes from each reward: kl_reward_coef x the sum over its
+    tokens, [S] float64.
 
-    A token whose log-prob is not finite on either side adds nothing; d is clamped to +-20, for k1 too, as one absurd
-    log-prob would else be all that its group's advantages show. One all-reduce over context-parallel ranks.
-    Advantages are those of r - this. What all samples of a group lose alike is gone with the group's mean; with grpo,
-    a group of equal rewards is spread by its KL alone, to a standard deviation of 1 whatever the coefficient.
+    A token whose log-prob is not finite on either side adds nothing; d is clamped to +-20, for k1 too, as one
+    absurd log-prob would else be all that its group's advantages show. One all-reduce over context-parallel
+    ranks. Advantages are those of r - this. What all samples of a group lose alike is gone with the group's
+    mean; with grpo, a group of equal rewards is spread by its KL alone, to a standard deviation of 1 whatever
+    the coefficient.
 
     Args:
         logprobs: [T] log pi_old.
@@ -114,6 +126,8 @@ def reward_kl(
         groups: the ranks of the batch.
     """
     known = mask & logprobs.isfinite() & ref_logprobs.isfinite()
-    kl = kl_estimate(as_exponent(inside(known, logprobs.float() - ref_logprobs.float())), config.kl_reward_type)
+    kl = kl_estimate(
+        as_exponent(inside(known, logprobs.float() - ref_logprobs.float())), config.kl_reward_type
+    )
     [total] = groups.all_reduce_cp(segment_sums({"kl": lambda: kl}, seq_ids, num_sequences))
     return config.kl_reward_coef * total

@@ -17,7 +17,9 @@ from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, inside, moved_l
 from megatron_rl_corr.core.metrics import Metric
 
 OwnLoss = Callable[..., Tensor]
-"""loss(inputs: PolicyLossInputs, config) -> [T], or with the keyword metrics, a dict that it adds Metrics to."""
+"""loss(inputs: PolicyLossInputs, config) -> [T], or with the keyword metrics, a dict that it
+adds Metrics to.
+"""
 STANDARD = ("policy", "old_new_k3_kl", "old_new_k3_kl_clamped")
 """The metrics that `record` makes of every loss."""
 _NAMES: dict[OwnLoss, list[str]] = {}
@@ -25,22 +27,30 @@ _NAMES: dict[OwnLoss, list[str]] = {}
 
 
 def own_loss(
-    function: OwnLoss, inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *,
+    function: OwnLoss,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
     metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
     """The function's loss of each token [T] float32, 0 outside the mask, where it is given zeros.
 
-    So neither a NaN nor a gradient from outside the mask reaches the weights, whatever the function computes there.
+    So neither a NaN nor a gradient from outside the mask reaches the weights, whatever the
+    function computes there.
 
     Raises:
-        ValueError: it returns anything but a floating-point tensor [T] on the inputs' device, or metrics that are none.
+        ValueError: it returns anything but a floating-point tensor [T] on the inputs' device, or
+            metrics that are none.
     """
     mask, own = inputs.mask, {}
     weights = inside(mask, inputs.correction.weights)
     given = replace(
-        inputs, logprobs=inside(mask, inputs.logprobs), old_logprobs=inside(mask, inputs.old_logprobs),
-        advantages=inside(mask, inputs.advantages), correction=replace(inputs.correction, weights=weights),
-    )  # fmt: skip
+        inputs,
+        logprobs=inside(mask, inputs.logprobs),
+        old_logprobs=inside(mask, inputs.old_logprobs),
+        advantages=inside(mask, inputs.advantages),
+        correction=replace(inputs.correction, weights=weights),
+    )
     takes_metrics = "metrics" in inspect.signature(function).parameters
     loss = function(given, config, metrics=own) if takes_metrics else function(given, config)
     check_tensor("`loss`", loss, mask)
@@ -53,10 +63,12 @@ def own_loss(
 
 
 def _checked_metrics(function: OwnLoss, own: dict[str, Metric]) -> dict[str, Metric]:
-    """The function's metrics without gradient, under the names of its first call: ranks exchange them by their order.
+    """The function's metrics without gradient, under the names of its first call: ranks exchange
+    them by their order.
 
     Raises:
-        ValueError: what is added is no metric, bears the name of a usual one, or other names come than at first.
+        ValueError: what is added is no metric, bears the name of a usual one, or other names
+            come than at first.
     """
     for name, metric in own.items():
         if not isinstance(metric, Metric) or name in STANDARD:
@@ -67,14 +79,16 @@ def _checked_metrics(function: OwnLoss, own: dict[str, Metric]) -> dict[str, Met
     first = _NAMES.setdefault(function, sorted(own))
     if sorted(own) != first:
         raise ValueError(
-            f"`loss` must add the same metrics in every call, whatever its inputs are: it added {first} at first, then "
+            f"`loss` must add the same metrics in every call, whatever its inputs are: it added {first} at "
+            "first, then "
             f"{sorted(own)}"
         )
     return {name: type(metric)(metric.values.detach().double()) for name, metric in own.items()}
 
 
 def check_tensor(field: str, made: object, like: Tensor) -> None:
-    """ValueError unless a function of the user's made a floating-point tensor of the shape and device of `like`.
+    """ValueError unless a function of the user's made a floating-point tensor of the shape and
+    device of `like`.
 
     Reads nothing from the device.
     """
@@ -88,7 +102,9 @@ def check_tensor(field: str, made: object, like: Tensor) -> None:
 
 
 def gradient_of(loss: Tensor, logprobs: Tensor) -> Tensor:
-    """d sum(loss) / d logprobs, [T]; zeros where the loss does not depend on them. A backward pass may follow."""
+    """d sum(loss) / d logprobs, [T]; zeros where the loss does not depend on them. A backward
+    pass may follow.
+    """
     if not loss.requires_grad:
         return torch.zeros_like(logprobs)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs, retain_graph=True, allow_unused=True)

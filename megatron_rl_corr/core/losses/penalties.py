@@ -15,8 +15,12 @@ from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 
 
 def kl_penalties(
-    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, ref_logprobs: Tensor | None,
-    rollout_logprobs: Tensor | None, metrics: dict[str, Metric] | None,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
+    ref_logprobs: Tensor | None,
+    rollout_logprobs: Tensor | None,
+    metrics: dict[str, Metric] | None,
 ) -> Tensor | None:
     """The sum of the KL penalties of each token, times their coefficients, [T]; None without one.
 
@@ -45,7 +49,9 @@ def kl_penalties(
             metrics["reference_missing"] = Sum((mask & ~known).sum(dtype=torch.float64)[None])
     if config.sampler_kl_coef:
         if rollout_logprobs is None:
-            raise ValueError("`sampler_kl_coef` needs the log-probs of the policy that sampled; pass rollout_logprobs")
+            raise ValueError(
+                "`sampler_kl_coef` needs the log-probs of the policy that sampled; pass rollout_logprobs"
+            )
         kl = sampler_kl(inputs.logprobs, rollout_logprobs, mask, config.sampler_kl_type)
         total = config.sampler_kl_coef * kl + (0.0 if total is None else total)
         if metrics is not None:
@@ -54,7 +60,8 @@ def kl_penalties(
 
 
 def _sampling_ratio(inputs: PolicyLossInputs, config: RolloutCorrectionConfig) -> Tensor:
-    """pi_theta / the policy that sampled, [T], constant: r times the weight, which stands for pi_old / pi_rollout.
+    """pi_theta / the policy that sampled, [T], constant: r times the weight, which stands for
+    pi_old / pi_rollout.
 
     In bypass mode pi_old is pi_rollout, and r alone is that ratio.
     """

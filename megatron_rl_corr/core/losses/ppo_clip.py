@@ -1,4 +1,5 @@
-"""PPO's clipped surrogate with dual clip, weighted by the rollout correction; also GRPO's, Dr.GRPO's and DAPO's.
+"""PPO's clipped surrogate with dual clip, weighted by the rollout correction; also GRPO's,
+Dr.GRPO's and DAPO's.
 
 T tokens. They differ from PPO in the clip's bounds, the advantage and the aggregation (config/losses.py).
 """
@@ -14,19 +15,28 @@ from megatron_rl_corr.core.metrics import Metric
 
 
 def ppo_clip(
-    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
+    metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
-    """-w s per token, s = min(r A, clip(r, 1 - low, 1 + high) A), at least c A where A < 0; r = pi_theta / pi_old.
+    """-w s per token, s = min(r A, clip(r, 1 - low, 1 + high) A), at least c A where A < 0; r =
+    pi_theta / pi_old.
 
-    [T], 0 outside correction.mask; w, the weight of pi_old against pi_rollout, is constant in the step. Sources:
-    PPO, arXiv:1707.06347, eq. 7; the dual clip c, arXiv:1912.09729, eq. 5; unequal bounds, DAPO, arXiv:2503.14476.
+    [T], 0 outside correction.mask; w, the weight of pi_old against pi_rollout, is constant in the step.
+    Sources: PPO, arXiv:1707.06347, eq. 7; the dual clip c, arXiv:1912.09729, eq. 5; unequal bounds, DAPO,
+    arXiv:2503.14476.
     """
     moved = moved_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
     return clipped_surrogate(as_exponent(moved).exp(), moved, inputs, config, metrics=metrics)
 
 
 def clipped_surrogate(
-    ratio: Tensor, moved: Tensor, inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *,
+    ratio: Tensor,
+    moved: Tensor,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
     metrics: dict[str, Metric] | None,
 ) -> Tensor:
     """The loss of `ppo_clip` for any ratio, a token's or its sequence's: [T], 0 outside the mask.

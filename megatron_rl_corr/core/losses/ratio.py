@@ -47,7 +47,9 @@ class PolicyLossInputs:
 
 
 def inside(mask: Tensor, values: Tensor) -> Tensor:
-    """The values [T] in float32, 0, without gradient, outside the mask: a select, so that a NaN there is gone."""
+    """The values [T] in float32, 0, without gradient, outside the mask: a select, so that a
+    NaN there is gone.
+    """
     # With a Python number for 0 it would be filled on the device at every call: one kernel more.
     return torch.where(mask, values.float(), constant(0.0, torch.float32, values.device))
 
@@ -63,7 +65,9 @@ def as_exponent(log_ratio: Tensor) -> Tensor:
 
 
 def bounded_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Clamped to +-20, and without gradient beyond: what a square may be taken of. At +-20 the gradient is there."""
+    """Clamped to +-20, and without gradient beyond: what a square may be taken of. At +-20 the
+    gradient is there.
+    """
     return torch.where(log_ratio.abs() > LOG_CLAMP, as_exponent(log_ratio.detach()), log_ratio)
 
 
@@ -86,6 +90,8 @@ def record(
     kl = k3(moved.detach())
     columns = {"policy": loss.detach(), "old_new_k3_kl": kl, "old_new_k3_kl_clamped": kl.clamp(max=K3_CLAMP)}
     columns |= fractions
-    sums = torch.stack([column.float() for column in (*columns.values(), mask)]).sum(dim=1, dtype=torch.float64)
+    sums = torch.stack([column.float() for column in (*columns.values(), mask)]).sum(
+        dim=1, dtype=torch.float64
+    )
     pairs = torch.stack([sums[:-1], sums[-1:].expand(len(columns))], dim=1)
     metrics |= {name: Mean(pair) for name, pair in zip(columns, pairs.unbind(), strict=True)}

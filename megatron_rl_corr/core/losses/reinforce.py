@@ -13,12 +13,15 @@ from megatron_rl_corr.core.metrics import Metric
 
 
 def reinforce(
-    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
+    metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
     """-w A log pi_theta per token; [T], 0 outside correction.mask.
 
-    With two policies (bypass) w is of the current policy against pi_rollout, and constant. Sources: Williams 1992;
-    RLOO, arXiv:2402.14740.
+    With two policies (bypass) w is of the current policy against pi_rollout, and constant. Sources:
+    Williams 1992; RLOO, arXiv:2402.14740.
     """
     mask = inputs.mask
     factor = inside(mask, inputs.correction.weights * inputs.advantages.float())

@@ -15,13 +15,16 @@ from megatron_rl_corr.core.segments import constant
 
 
 def sapo(
-    inputs: PolicyLossInputs, config: RolloutCorrectionConfig, *, metrics: dict[str, Metric] | None = None,
+    inputs: PolicyLossInputs,
+    config: RolloutCorrectionConfig,
+    *,
+    metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
     """-w f(r) A per token, f(r) = (4 / t) sigmoid(t (r - 1)), r = pi_theta / pi_old, with the temperature t =
     sapo_temperature_pos where A > 0, else sapo_temperature_neg.
 
-    [T], 0 outside correction.mask. f'(r) = 4 s (1 - s) with s the sigmoid: 1 at r = 1 for any temperature, and smaller
-    on either side. Source: SAPO, arXiv:2511.20347.
+    [T], 0 outside correction.mask. f'(r) = 4 s (1 - s) with s the sigmoid: 1 at r = 1 for any temperature,
+    and smaller on either side. Source: SAPO, arXiv:2511.20347.
     """
     mask = inputs.mask
     moved = moved_log_ratio(inputs.logprobs, inputs.old_logprobs, mask)
@@ -31,8 +34,8 @@ def sapo(
         for temperature in (config.sapo_temperature_pos, config.sapo_temperature_neg)
     )
     temperature = torch.where(advantages > 0, positive, negative)
-    # expm1, as r - 1 is 0 to the last digit where nothing has moved. 1 - sigmoid(-x) is sigmoid(x), with a gradient
-    # that keeps its digits where r is large; x is at least -t, so the difference keeps its own.
+    # expm1, as r - 1 is 0 to the last digit where nothing has moved. 1 - sigmoid(-x) is sigmoid(x), with a
+    # gradient that keeps its digits where r is large; x is at least -t, so the difference keeps its own.
     gate = (1.0 - (-temperature * as_exponent(moved).expm1()).sigmoid()) * 4.0 / temperature
     loss = -inside(mask, inputs.correction.weights) * gate * advantages
     record(metrics, mask, loss, moved)

@@ -1,4 +1,5 @@
-"""Samples and scores in more detail than training needs: what the doctor asks an SGLang server's /generate for.
+"""Samples and scores in more detail than training needs: what the doctor asks an SGLang
+server's /generate for.
 
 P prompt tokens, R response tokens, K likeliest ids of a token.
 """
@@ -25,10 +26,16 @@ ROWS = "it is not a list of (log-prob, id, text)"
 
 
 def detailed_sample(
-    prompt_ids: list[int], sampling: SamplingParams, *, seed: int | None = None, likeliest: int,
-    sampling_mask: bool = False, routed_experts: bool = False, request_id: str | None = None,
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    *,
+    seed: int | None = None,
+    likeliest: int,
+    sampling_mask: bool = False,
+    routed_experts: bool = False,
+    request_id: str | None = None,
     cache_key: str | None = None,
-) -> Request:  # fmt: skip
+) -> Request:
     """POST /generate with `top_logprobs_num`; arguments as in `Inspection.detailed_sample`."""
     body = {
         "input_ids": prompt_ids,
@@ -52,7 +59,12 @@ def detailed_sample(
 
 
 def parse_detailed_sample(
-    answer: Mapping[str, Any], *, server: str, prompt_ids: list[int], tokens: int, experts: ExpertShape | None = None
+    answer: Mapping[str, Any],
+    *,
+    server: str,
+    prompt_ids: list[int],
+    tokens: int,
+    experts: ExpertShape | None = None,
 ) -> DetailedSample:
     """The response; arguments and errors as in `Inspection.parse_detailed_sample`."""
     meta = _meta(answer, server)
@@ -63,18 +75,24 @@ def parse_detailed_sample(
         output = answers.token_ids(answer["output_ids"], "output_ids")
         of_ids = answers.token_ids([row[1] for row in rows], "output_token_logprobs")
         if not np.array_equal(of_ids, output) or len(tops) != len(output):
-            raise ValueError("output_ids, output_token_logprobs and output_top_logprobs are of different tokens")
+            raise ValueError(
+                "output_ids, output_token_logprobs and output_top_logprobs are of different tokens"
+            )
         if len(output) > tokens:
             raise ValueError(f"{len(output)} output_ids were returned where {tokens} were asked for")
         top, top_ids = _top(tops)
         return DetailedSample(
-            prompt_ids, output.tolist(), answers.finite_logprobs([row[0] for row in rows], ROWS), top, top_ids,
+            prompt_ids,
+            output.tolist(),
+            answers.finite_logprobs([row[0] for row in rows], ROWS),
+            top,
+            top_ids,
             _kept(meta, len(output)),
             routed_ids(meta.get("routed_experts"), tokens=len(prompt_ids) + len(output), shape=experts),
             answers.count_of(meta, "num_retractions", MOST_RETRACTIONS),
             None if spans is None else answers.version_spans(spans, len(output)),
             answers.count_of(meta, "cached_tokens", len(prompt_ids)),
-        )  # fmt: skip
+        )
     except MALFORMED as error:
         detail = f"log-probs of {tokens} sampled tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None
@@ -97,7 +115,9 @@ def score(
     return Request("POST", GENERATE, body, max_bytes=size)
 
 
-def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int], vocab_size: int) -> TokenScores:
+def parse_scores(
+    answer: Mapping[str, Any], *, server: str, output_ids: list[int], vocab_size: int
+) -> TokenScores:
     """The scores; arguments and errors as in `Inspection.parse_scores`."""
     meta, count = _meta(answer, server), len(output_ids)
     try:
@@ -111,7 +131,8 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
         top, _ = _top(meta["input_top_logprobs"][-count:])
         if len(top) != count:
             raise ValueError(f"input_top_logprobs are of {len(top)} tokens")
-        spans = meta.get("weight_versions")  # of the one token that was sampled, in the pass that scored the others
+        # of the one token that was sampled, in the pass that scored the others
+        spans = meta.get("weight_versions")
         version = answers.version_spans(spans, 1)[-1].version if spans else None
         return TokenScores(answers.finite_logprobs([row[0] for row in rows], ROWS), top, version)
     except MALFORMED as error:
@@ -120,7 +141,8 @@ def parse_scores(answer: Mapping[str, Any], *, server: str, output_ids: list[int
 
 
 def routed_ids(encoded: object, *, tokens: int, shape: ExpertShape | None) -> int | str | None:
-    """How many ids a server's `routed_experts` has; a text: what is wrong with them; None: it has no such field.
+    """How many ids a server's `routed_experts` has; a text: what is wrong with them; None: it
+    has no such field.
 
     Args:
         encoded: a row for each token but the last, for which nothing was computed.
@@ -170,5 +192,9 @@ def _top(tops: list) -> tuple[np.ndarray, np.ndarray]:
     """Log-probs and ids of the likeliest, [R, K] each."""
     shape = (len(tops), len(tops[0]) if tops else 0)
     entries = [entry for row in tops for entry in row]
-    logprobs = answers.float64([entry[0] for entry in entries], "the likeliest ids have log-probs that are none")
-    return logprobs.reshape(shape), answers.token_ids([entry[1] for entry in entries], "the likeliest").reshape(shape)
+    logprobs = answers.float64(
+        [entry[0] for entry in entries], "the likeliest ids have log-probs that are none"
+    )
+    return logprobs.reshape(shape), answers.token_ids(
+        [entry[1] for entry in entries], "the likeliest"
+    ).reshape(shape)

@@ -35,14 +35,23 @@ class SGLang(Engine):
     limits = EngineLimits(
         scoring_room=7,  # measured on 0.5.23: of a context of 512 it takes 505
         min_temperature=1e-6,  # below it SGLang samples greedily and returns the log-probs of temperature 1
-        max_top_k=4096,  # --sampling-mask-max-tokens; for a larger top_k, or none, it returns no sampling mask
+        # --sampling-mask-max-tokens; for a larger top_k, or none, it returns no sampling mask
+        max_top_k=4096,
         top_p_needs_top_k=True,
         max_stop_texts=32,
         pause_modes=requests.PAUSE_MODES,
         weight_transports=("distributed", "tensor", "disk"),
-        # Not llama: its loader (0.5.23) looks for the scales under another name, and leaves them as they were made.
+        # Not llama: its loader (0.5.23) looks for the scales under another name, and leaves them
+        # as they were made.
         fp8_models=(
-            "deepseek_v3", "glm4_moe", "kimi_k2", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+            "deepseek_v3",
+            "glm4_moe",
+            "kimi_k2",
+            "mixtral",
+            "qwen2",
+            "qwen2_moe",
+            "qwen3",
+            "qwen3_moe",
         ),
     )
     quantises_updates_with = servers.QUANTISES_UPDATES_WITH
@@ -51,17 +60,27 @@ class SGLang(Engine):
     progress = staticmethod(LoadsProgress)
 
     def open_transport(
-        self, urls: Sequence[str], *, timeout_s: float, connect_timeout_s: float, api_key: str | None = None,
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        api_key: str | None = None,
         ca_file: str | Path | None = None,
-    ) -> HTTPTransport:  # fmt: skip
+    ) -> HTTPTransport:
         return HTTPTransport(
-            timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=checked_key(api_key),
-            tls=certificates(ca_file, urls), remedy=servers.remedy,
-        )  # fmt: skip
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            api_key=checked_key(api_key),
+            tls=certificates(ca_file, urls),
+            remedy=servers.remedy,
+        )
 
     recognizes = staticmethod(router.recognizes)
 
-    async def find_servers(self, urls: Sequence[str], transport: Transport, timeout_s: float) -> tuple[str, ...]:
+    async def find_servers(
+        self, urls: Sequence[str], transport: Transport, timeout_s: float
+    ) -> tuple[str, ...]:
         return await router.servers_behind(urls, transport, timeout_s)
 
     generate = staticmethod(requests.generate_request)

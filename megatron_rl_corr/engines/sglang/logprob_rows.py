@@ -16,10 +16,12 @@ FLAT = bytes.maketrans(b"[]", b"  ")
 
 
 def read_flat(body: bytes) -> tuple[dict[str, Any], np.ndarray, np.ndarray] | None:
-    """The answer, true in the place of its output_token_logprobs, the [R] int64 output_ids and [R] float64 log-probs.
+    """The answer, true in the place of its output_token_logprobs, the [R] int64 output_ids and [R]
+    float64 log-probs.
 
-    None unless the log-probs are R > 0 rows of a number, an id and null, written without blanks between brackets, and
-    of the very ids in output_ids: read such a body as any other JSON, to use it or to say what is wrong.
+    None unless the log-probs are R > 0 rows of a number, an id and null, written without blanks
+    between brackets, and of the very ids in output_ids: read such a body as any other JSON, to use it
+    or to say what is wrong.
     """
     # Neither can be inside a string, where a quotation mark has a backslash before it.
     start = body.find(KEY) + len(KEY)
@@ -41,7 +43,11 @@ def read_flat(body: bytes) -> tuple[dict[str, Any], np.ndarray, np.ndarray] | No
     match answer:
         case {"output_ids": [_, *_] as own, "meta_info": {"output_token_logprobs": True}}:
             count = len(own)
-            same = len(flat) == 3 * count == 3 * flat[2::3].count(None) and own == row_ids and _are_rows(rows, count)
+            same = (
+                len(flat) == 3 * count == 3 * flat[2::3].count(None)
+                and own == row_ids
+                and _are_rows(rows, count)
+            )
             if same and (_are_integers(rest) or set(map(type, own)) == {int}):
                 return answer, ids, logprobs
     return None
@@ -62,7 +68,9 @@ def _are_rows(rows: bytes, count: int) -> bool:
 
 
 def _are_integers(rest: bytes) -> bool:
-    """Whether output_ids are numbers without a point or an exponent. JSON's 7.0 and true are equal to an id, too."""
+    """Whether output_ids are numbers without a point or an exponent. JSON's 7.0 and true are
+    equal to an id, too.
+    """
     start = rest.find(IDS)
     if start < 0 or rest.find(IDS, start + 1) >= 0:
         return False

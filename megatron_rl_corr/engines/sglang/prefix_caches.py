@@ -1,7 +1,7 @@
 """Which caches of an SGLang server may give keys and values of old weights to requests for new ones.
 
-A push drops cached prefixes by /flush_cache. That resets the tree of prefixes, and clears the pools of the GPU and of
-the host's memory behind it (--enable-hierarchical-cache); what lies further out stays.
+A push drops cached prefixes by /flush_cache. That resets the tree of prefixes, and clears the pools of the
+GPU and of the host's memory behind it (--enable-hierarchical-cache); what lies further out stays.
 """
 
 from __future__ import annotations
@@ -12,18 +12,26 @@ from typing import Any
 from megatron_rl_corr.engines.sglang.server_version import FLUSHES_PAUSED_SINCE, version_key
 
 _IN_PLACE_NEEDS = ("disable_overlap_schedule", "disable_radix_cache")
-"""Launch options, as /server_info names them. With the overlap scheduler a token is labelled with the version after the
-one that sampled it; with the prefix cache later prompts meet keys and values of old weights, and SGLang refuses to drop
-them while a response is running. A client of `keyed_cache` meets none, so its servers may have that cache."""
+"""Launch options, as /server_info names them. With the overlap scheduler a token is labelled with the
+version after the one that sampled it; with the prefix cache later prompts meet keys and values of old
+weights, and SGLang refuses to drop them while a response is running. A client of `keyed_cache` meets none,
+so its servers may have that cache.
+"""
 _HOST_CACHE = "enable_hierarchical_cache"
-"""A cache behind the prefix cache; in older SGLang it knows a prefix by its tokens alone, whatever its key."""
+"""A cache behind the prefix cache; in older SGLang it knows a prefix by its tokens alone,
+whatever its key.
+"""
 _OUTER_STORES = (
-    "hicache_storage_backend", "enable_lmcache", "enable_flexkv", "enable_unified_cache_external_linker",
+    "hicache_storage_backend",
+    "enable_lmcache",
+    "enable_flexkv",
+    "enable_unified_cache_external_linker",
     "radix_cache_backend",
-)  # fmt: skip
-"""Launch options of stores outside the server's process. By its code (0.5.23) /flush_cache ends what is on its way to
-and from each of them, and removes nothing from it; /clear_hicache_storage_backend would, and only HiCache and LMCache
-know that one. A --radix-cache-backend is FlexKV, or code of the user's."""
+)
+"""Launch options of stores outside the server's process. By its code (0.5.23) /flush_cache ends what is on
+its way to and from each of them, and removes nothing from it; /clear_hicache_storage_backend would, and
+only HiCache and LMCache know that one. A --radix-cache-backend is FlexKV, or code of the user's.
+"""
 
 
 def pause_problem(
@@ -52,7 +60,8 @@ def pause_problem(
         version = str(server_info.get("version"))
         if () < version_key(version) < version_key(FLUSHES_PAUSED_SINCE):
             return (
-                f"SGLang {version} can't drop cached prefixes while the requests wait that a push has retracted, and "
+                f"SGLang {version} can't drop cached prefixes while the requests wait that a push has "
+                "retracted, and "
                 f"`max_lag` is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or use "
                 "`max_lag` 0"
             )
@@ -60,19 +69,22 @@ def pause_problem(
 
 
 def outer_store_problem(server_info: Mapping[str, Any]) -> str | None:
-    """Why what the server keeps outside may outlive the weights it was computed with, with the remedy; None: nothing.
+    """Why what the server keeps outside may outlive the weights it was computed with, with the
+    remedy; None: nothing.
 
     Args:
         server_info: its answer to /server_info.
     """
     flags = [
         _flag(name) if server_info[name] is True else f"{_flag(name)} {server_info[name]}"
-        for name in _OUTER_STORES if server_info.get(name)
+        for name in _OUTER_STORES
+        if server_info.get(name)
     ]
     if not flags:
         return None
     return (
-        f"it keeps keys and values outside its own memory ({', '.join(flags)}), where a weight update does not drop "
+        f"it keeps keys and values outside its own memory ({', '.join(flags)}), where a weight update does "
+        "not drop "
         "them: requests for new weights would be given those of old ones; start it without"
     )
 

@@ -1,8 +1,9 @@
 """Whether the scheduler of a server makes progress, from two readings of GET /v1/loads.
 
-A server's HTTP process answers /model_info however its scheduler fares. /v1/loads shows what the scheduler has written
-down last, without asking it: a scheduler that is paused, stopped or stuck writes nothing, and one without a request may
-sleep. GET /server_info is answered by the scheduler itself, paused or not, between two batches.
+A server's HTTP process answers /model_info however its scheduler fares. /v1/loads shows what the scheduler
+has written down last, without asking it: a scheduler that is paused, stopped or stuck writes nothing, and
+one without a request may sleep. GET /server_info is answered by the scheduler itself, paused or not,
+between two batches.
 """
 
 import asyncio
@@ -20,7 +21,9 @@ WRITES_WITHIN_S = 0.1
 
 @dataclass(frozen=True)
 class Loads:
-    """The last loads that the schedulers of one server (one a data-parallel rank) have written down. R: ranks."""
+    """The last loads that the schedulers of one server (one a data-parallel rank) have
+    written down. R: ranks.
+    """
 
     written: tuple[float, ...]
     """[R] When, by the server's clock."""
@@ -36,12 +39,19 @@ class Loads:
         """The answer of /v1/loads (SGLang 0.5.19 on); None for another, or before anything is written."""
         try:
             ranks = sorted(answer["loads"], key=lambda rank: rank["dp_rank"])
-            return cls(
-                tuple(float(rank["timestamp"]) for rank in ranks),
-                tuple(int(rank["num_running_reqs"]) for rank in ranks),
-                tuple(int(rank["num_waiting_reqs"]) for rank in ranks),
-                tuple(tuple(str(rank[name]) for name in sorted(rank) if name != "timestamp") for rank in ranks),
-            ) if ranks else None  # fmt: skip
+            return (
+                cls(
+                    tuple(float(rank["timestamp"]) for rank in ranks),
+                    tuple(int(rank["num_running_reqs"]) for rank in ranks),
+                    tuple(int(rank["num_waiting_reqs"]) for rank in ranks),
+                    tuple(
+                        tuple(str(rank[name]) for name in sorted(rank) if name != "timestamp")
+                        for rank in ranks
+                    ),
+                )
+                if ranks
+                else None
+            )
         except (KeyError, TypeError, ValueError, OverflowError):
             return None
 
@@ -62,8 +72,9 @@ class Loads:
     def progressed_since(self, before: "Loads") -> bool:
         """Whether schedulers that are not paused made progress between two readings.
 
-        They did not if no number changed although a request is in a batch, nor if there is no request: those that the
-        client waits for are lost. Requests that wait in a queue while no batch runs are no sign of silence.
+        They did not if no number changed although a request is in a batch, nor if there is no request:
+        those that the client waits for are lost. Requests that wait in a queue while no batch runs are no
+        sign of silence.
         """
         return self.numbers != before.numbers or (any(self.waiting) and not any(self.running))
 
@@ -83,7 +94,8 @@ class LoadsProgress:
     async def silence(self, timeout_s: float) -> RolloutServerError | None:
         """Why the requests there made no progress since the last call; None: they did, or they have to wait.
 
-        They may wait in the queue, or because the server is paused. A server without /v1/loads only has to answer.
+        They may wait in the queue, or because the server is paused. A server without /v1/loads
+        only has to answer.
 
         Args:
             timeout_s: limit of each request that this takes.
@@ -107,14 +119,17 @@ class LoadsProgress:
         if loads.progressed_since(before):
             return None
         if loads.has_requests:
-            return RolloutServerError(self._url, "/generate", None, "the requests in its batch make no progress")
+            return RolloutServerError(
+                self._url, "/generate", None, "the requests in its batch make no progress"
+            )
         if not await self._takes_requests(timeout_s):
             return None
         detail = "it has no request, though this client waits for answers"
         return RolloutServerError(self._url, "/generate", None, detail)
 
     async def _takes_requests(self, timeout_s: float) -> bool:
-        """Its HTTP process hands on what comes; a pause of the mode abort keeps it there, not in the scheduler.
+        """Its HTTP process hands on what comes; a pause of the mode abort keeps it there, not
+        in the scheduler.
 
         Before SGLang 0.5.20 nothing tells that.
         """
@@ -130,7 +145,9 @@ class LoadsProgress:
         request = requests.loads()
         try:
             status, body = await self._transport.send(self._url, request, timeout_s=timeout_s)
-            return Loads.parse(parse_control(body, server=self._url, endpoint=request.endpoint, status=status))
+            return Loads.parse(
+                parse_control(body, server=self._url, endpoint=request.endpoint, status=status)
+            )
         except RolloutServerError as error:
             if error.status != 404:
                 raise

@@ -8,8 +8,9 @@ from megatron_rl_corr.engines.types import Request
 
 PAUSE_MODES = ("abort", "in_place", "retract")
 
-# Sent in full, and top_p and top_k too where they are off, because a server's --preferred-sampling-params fill
-# whatever a request leaves out, and the log-probs it returns would not show the truncation or the penalty.
+# Sent in full, and top_p and top_k too where they are off, because a server's
+# --preferred-sampling-params fill whatever a request leaves out, and the log-probs it returns would not
+# show the truncation or the penalty.
 NEUTRAL = {
     "min_p": 0.0,
     "frequency_penalty": 0.0,
@@ -20,15 +21,22 @@ NEUTRAL = {
 
 
 def generate_request(
-    prompt_ids: list[int], sampling: SamplingParams, request_id: str | None = None, *, seed: int,
-    routed_experts: bool = False, routes_from: int = 0, cache_key: str | None = None,
-) -> Request:  # fmt: skip
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    request_id: str | None = None,
+    *,
+    seed: int,
+    routed_experts: bool = False,
+    routes_from: int = 0,
+    cache_key: str | None = None,
+) -> Request:
     """One sample of one prompt (ids already checked), with a log-prob for every sampled token, no text.
 
-    seed: in [-2**63, 2**63); it decides what a server with deterministic inference draws, which would draw the same for
-    all requests without one. With top_p, top_k or min_p the answer also tells, for every token, the ids that it was
-    drawn from and its log-prob renormalised on them. routed_experts: and the experts that every token but the last went
-    to, without the first routes_from tokens. cache_key: keys and values are shared only with requests of the same one.
+    seed: in [-2**63, 2**63); it decides what a server with deterministic inference draws, which would draw
+    the same for all requests without one. With top_p, top_k or min_p the answer also tells, for every
+    token, the ids that it was drawn from and its log-prob renormalised on them. routed_experts: and the
+    experts that every token but the last went to, without the first routes_from tokens. cache_key: keys
+    and values are shared only with requests of the same one.
     """
     body = {
         "input_ids": prompt_ids,
@@ -74,7 +82,9 @@ def server_info() -> Request:
 
 
 def loads() -> Request:
-    """What the schedulers have written down last: requests that run and wait, tokens in the cache; none is asked."""
+    """What the schedulers have written down last: requests that run and wait, tokens in the
+    cache; none is asked.
+    """
     return Request("GET", "/v1/loads?include=core")
 
 
@@ -142,7 +152,9 @@ def init_weights_update_group(
 def update_weights_from_distributed(
     names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
 ) -> Request:
-    """Receive one broadcast from rank 0 per name, in order. dtypes as "bfloat16"; the weights keep their name."""
+    """Receive one broadcast from rank 0 per name, in order. dtypes as "bfloat16"; the weights
+    keep their name.
+    """
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"{len(names)} names have {len(dtypes)} dtypes and {len(shapes)} shapes")
     body = {
@@ -162,7 +174,8 @@ def update_weights_from_tensor(serialized_named_tensors: Sequence[str]) -> Reque
 
 
 def update_weights_from_disk(model_path: str) -> Request:
-    """Load a Hugging Face folder by the path that the server knows it by; its weights keep their version's name.
+    """Load a Hugging Face folder by the path that the server knows it by; its weights keep
+    their version's name.
 
     The load format is named because the server's own may be one that reads nothing, as `dummy`.
     """

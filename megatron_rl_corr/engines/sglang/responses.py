@@ -42,7 +42,8 @@ def parse_generate(
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
 
-    Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request gives the tokens so far.
+    Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request gives
+    the tokens so far.
 
     Args:
         body: of the answer.
@@ -50,20 +51,24 @@ def parse_generate(
         prompt_index, sample_index, server: go into the trajectory.
         max_new_tokens: what was asked for: R is at most that.
         vocab_size: every id must be below it.
-        truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
-            renormalised on it.
+        truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs
+            are renormalised on it.
         experts: the request asked for routed experts, and the model routes so.
         known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
         pushes_retract: weights change in a pause that retracts: `tokens_recomputed`.
 
     Raises:
         RolloutServerError: the request failed: its abort carries a status code or an error type.
-        RolloutProtocolError: the answer is not what was asked for: ids that differ from those the log-probs are of,
-            lengths that disagree, unknown ids, a support that is missing or lacks the token drawn from it, routes that
-            break a rule of `decode` or `tokens_recomputed`.
+        RolloutProtocolError: the answer is not what was asked for: ids that differ from those the
+            log-probs are of, lengths that disagree, unknown ids, a support that is missing or lacks the
+            token drawn from it, routes that break a rule of `decode` or `tokens_recomputed`.
     """
     with answers.reading(server, GENERATE):
-        answer, output_ids, values = read_flat(body) or (answers.json_object(body, server, GENERATE), None, None)
+        answer, output_ids, values = read_flat(body) or (
+            answers.json_object(body, server, GENERATE),
+            None,
+            None,
+        )
         meta = answer.get("meta_info")
         if not isinstance(meta, dict) or "output_ids" not in answer:
             raise ValueError(f"no output_ids or meta_info in {body_start(body)}")
@@ -119,7 +124,9 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
 
 
 def _logprob_values(meta: dict, output_ids: np.ndarray) -> list:
-    """[R] log-probs or null, from rows of (log-prob or null, id, text or null); the ids must be the output_ids."""
+    """[R] log-probs or null, from rows of (log-prob or null, id, text or null); the ids must
+    be the output_ids.
+    """
     name = "output_token_logprobs"
     rows = meta.get(name)
     rows = answers.check_lengths([] if rows is None else rows, output_ids.size, name)
@@ -147,9 +154,14 @@ def _truncated(meta: dict, output_ids: np.ndarray, vocab_size: int | None) -> tu
 
 
 def _routes(
-    meta: dict, versions: tuple[VersionSpan, ...], prompt: int, output: int, experts: ExpertShape | None,
-    known: torch.Tensor | None, pushes_retract: bool,
-) -> torch.Tensor | None:  # fmt: skip
+    meta: dict,
+    versions: tuple[VersionSpan, ...],
+    prompt: int,
+    output: int,
+    experts: ExpertShape | None,
+    known: torch.Tensor | None,
+    pushes_retract: bool,
+) -> torch.Tensor | None:
     """[P + R - 1, M, k]: the known rows, behind them the answer's, without those of tokens computed anew."""
     if experts is None:
         return None
@@ -162,7 +174,8 @@ def _routes(
         return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
     if encoded is None:
         raise ValueError(
-            "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 needs: "
+            "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 "
+            "needs: "
             "start the server with --enable-return-routed-experts"
         )
     try:
@@ -212,6 +225,7 @@ def server_times(body: bytes) -> dict[str, float]:
     names = {"queue_s": "queue_time", "first_token_s": "first_token_latency", "total_s": "e2e_latency"}
     told = {ours: meta.get(theirs) for ours, theirs in names.items()}
     return {
-        name: float(value) for name, value in told.items()
+        name: float(value)
+        for name, value in told.items()
         if type(value) in (int, float) and 0 <= value <= MOST_SECONDS
-    }  # fmt: skip
+    }

@@ -29,9 +29,9 @@ def read_ids(encoded: object) -> np.ndarray:
 def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) -> Tensor:
     """The routes in a server's `routed_experts`, checked.
 
-    Nothing was computed for the last token, so it has no row. A token whose ids are 0 everywhere has no routes:
-    SGLang's buffer starts so, and no top-k of two or more is (with one expert a token it may be, and is taken as it
-    is).
+    Nothing was computed for the last token, so it has no row. A token whose ids are 0 everywhere has no
+    routes: SGLang's buffer starts so, and no top-k of two or more is (with one expert a token it may be, and
+    is taken as it is).
 
     Args:
         encoded: base64 of int32 [T - 1 - first, H, k], C order.
@@ -49,9 +49,11 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
     rows = tokens - 1 - first
     if ids.size != rows * width:
         raise ValueError(
-            f"rule rows: {ids.size} ids of routed_experts are {ids.size / width:g} rows of {shape.num_layers} layers x "
+            f"rule rows: {ids.size} ids of routed_experts are {ids.size / width:g} rows of "
+            f"{shape.num_layers} layers x "
             f"{shape.top_k} experts, where {tokens} tokens, prompt included, have {rows}"
-            + f" from token {first} on" * (first > 0)
+            + f" from token {first} on"
+            * (first > 0)
         )
     ids = ids.reshape(rows, shape.num_layers, shape.top_k)[:, shape.layers]
     known = ids.any(axis=(1, 2))
@@ -65,13 +67,14 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
 def tokens_recomputed(
     meta: Mapping[str, Any], spans: Sequence[VersionSpan], *, prompt: int, tokens: int, pushes_retract: bool
 ) -> int:
-    """How many of the first tokens have the routes of another pass than the one that sampled with them, or may have.
+    """How many of the first tokens have the routes of another pass than the one that sampled with
+    them, or may have.
 
-    A retraction, in a pause or for want of memory, frees what was computed for a request. When it goes on, one prefill
-    computes all its tokens anew, and SGLang (0.5.23) returns the routes of that pass in place of the first ones'. It
-    tells how often that happened, not at which token, and a stream would not tell the routes before the end. Where
-    each push retracts what is running, at least one retraction is at each switch of weights: as many retractions as
-    switches means that the last one is at the last switch.
+    A retraction, in a pause or for want of memory, frees what was computed for a request. When it goes on,
+    one prefill computes all its tokens anew, and SGLang (0.5.23) returns the routes of that pass in place of
+    the first ones'. It tells how often that happened, not at which token, and a stream would not tell the
+    routes before the end. Where each push retracts what is running, at least one retraction is at each switch
+    of weights: as many retractions as switches means that the last one is at the last switch.
 
     Args:
         meta: the answer's `meta_info`.
@@ -81,8 +84,8 @@ def tokens_recomputed(
         pushes_retract: weights change in a pause that retracts.
 
     Returns:
-        0, T - 1, or between them the tokens that the prefill behind a switch has computed again: all before it but the
-        last, which had been sampled and not been run yet.
+        0, T - 1, or between them the tokens that the prefill behind a switch has computed again: all before
+        it but the last, which had been sampled and not been run yet.
 
     Raises:
         ValueError: rule retractions, for an answer that does not tell.
@@ -90,8 +93,10 @@ def tokens_recomputed(
     retractions = answers.count_of(meta, "num_retractions", MOST_RETRACTIONS)
     if meta.get("num_retractions") is None:
         raise ValueError(
-            "rule retractions: it sent no num_retractions beside routed_experts, so whether these are of the passes "
-            "that sampled its tokens is unknown: use SGLang 0.5.19 or newer, without a proxy that drops the field"
+            "rule retractions: it sent no num_retractions beside routed_experts, so whether these are of the "
+            "passes "
+            "that sampled its tokens is unknown: use SGLang 0.5.19 or newer, without a proxy that drops the "
+            "field"
         )
     if not retractions:
         return 0

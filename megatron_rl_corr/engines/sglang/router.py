@@ -1,8 +1,8 @@
 """Finds the servers behind an SGLang router.
 
-A router passes each request to one server of its choice, but a pause or a weight update is for all of them, and the
-client decides which servers are left out until their weights are right. So the client asks the router once for its
-servers, and then speaks to these.
+A router passes each request to one server of its choice, but a pause or a weight update is for all of
+them, and the client decides which servers are left out until their weights are right. So the client asks
+the router once for its servers, and then speaks to these.
 """
 
 from collections.abc import Sequence
@@ -59,9 +59,14 @@ async def servers_behind(urls: Sequence[str], transport: Transport, timeout_s: f
 
     async def wait_for(url: str) -> list[str]:
         return await poll_until(
-            lambda limit_s: find(url, limit_s), timeout_s=timeout_s, pause_s=POLL_S,
-            longest_attempt_s=HEALTH_PROBE_TIMEOUT_S, retry=_may_change, waited_for="it", address=url,
-        )  # fmt: skip
+            lambda limit_s: find(url, limit_s),
+            timeout_s=timeout_s,
+            pause_s=POLL_S,
+            longest_attempt_s=HEALTH_PROBE_TIMEOUT_S,
+            retry=_may_change,
+            waited_for="it",
+            address=url,
+        )
 
     lists = await all_or_first_failure([wait_for(url) for url in urls])
     return checked_urls([url for found in lists for url in found])
@@ -83,19 +88,25 @@ def _worker_urls(url: str, body: bytes) -> list[str]:
         if not set(map(type, found)) <= {str}:
             raise TypeError(f"a url is no text: {found}")
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-        raise RolloutProtocolError(url, WORKERS.endpoint, f"it is no list of workers: {shown(error)}") from None
+        raise RolloutProtocolError(
+            url, WORKERS.endpoint, f"it is no list of workers: {shown(error)}"
+        ) from None
     kinds = {str(kind) for kind in kinds}
     if kinds - {"regular"}:
         raise RolloutProtocolError(
-            url, WORKERS.endpoint, f"its workers are {', '.join(sorted(kinds))}: prefill and decode in servers "
+            url,
+            WORKERS.endpoint,
+            f"its workers are {', '.join(sorted(kinds))}: prefill and decode in servers "
             "of their own are not supported; start regular workers",
-        )  # fmt: skip
+        )
     split = [worker for worker in found if "@" in worker]
     if split:
         raise RolloutProtocolError(
-            url, WORKERS.endpoint, f"its worker {split[0]} is one data-parallel rank of a server; start the router "
+            url,
+            WORKERS.endpoint,
+            f"its worker {split[0]} is one data-parallel rank of a server; start the router "
             "without --dp-aware",
-        )  # fmt: skip
+        )
     try:
         for worker in found:
             checked_urls([worker])

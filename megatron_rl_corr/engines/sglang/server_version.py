@@ -18,7 +18,9 @@ NEWEST = "0.5.23"
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Sorts SGLang's versions: 0.5.6 < 0.5.6.post2 < 0.5.19. Release candidates count as the release; () is none."""
+    """Sorts SGLang's versions: 0.5.6 < 0.5.6.post2 < 0.5.19. Release candidates count as the
+    release; () is none.
+    """
     release = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?:\.post(\d+))?", version)
     if release is None:
         return ()
@@ -41,7 +43,8 @@ def version_support(server_info: Mapping[str, Any]) -> VersionSupport:
         lacks = "weight versions by token"
     elif key < version_key(FLUSHES_PAUSED_SINCE):
         note = (
-            f"SGLang {version} can't drop cached prefixes while retracted requests wait: --rollout-max-lag above 0 "
+            f"SGLang {version} can't drop cached prefixes while retracted requests wait: --rollout-max-lag "
+            "above 0 "
             f"needs {FLUSHES_PAUSED_SINCE}"
         )
     elif key > version_key(NEWEST):

@@ -18,20 +18,36 @@ from megatron_rl_corr.models.block_fp8 import dequantise_blockwise
 from megatron_rl_corr.models.quantization import SCALE
 
 _LAYOUT = (
-    "tp_size", "pp_size", "ep_size", "dtype", "device", "quantization", "moe_runner_backend", "moe_a2a_backend",
-    "enable_dp_attention", "enable_dp_lm_head", "moe_dense_tp_size", "enable_eplb", "ep_num_redundant_experts",
-    "init_expert_location", "enable_fp32_lm_head", "disable_shared_experts_fusion",
-)  # fmt: skip
+    "tp_size",
+    "pp_size",
+    "ep_size",
+    "dtype",
+    "device",
+    "quantization",
+    "moe_runner_backend",
+    "moe_a2a_backend",
+    "enable_dp_attention",
+    "enable_dp_lm_head",
+    "moe_dense_tp_size",
+    "enable_eplb",
+    "ep_num_redundant_experts",
+    "init_expert_location",
+    "enable_fp32_lm_head",
+    "disable_shared_experts_fusion",
+)
 """Names in /server_info that decide what a rank holds, and how; every version has the first six."""
 _QUANTISES_UPDATES = "flash_rl"
-"""The --load-format of a server that quantises what it is sent (0.5.23: Qwen2 and Qwen3). By its code any other puts
-numbers into quantised weights as they are, beside the scales that it holds, or has no loader left for them."""
+"""The --load-format of a server that quantises what it is sent (0.5.23: Qwen2 and Qwen3). By its code
+any other puts numbers into quantised weights as they are, beside the scales that it holds, or has no
+loader left for them.
+"""
 QUANTISES_UPDATES_WITH = f"Qwen2 and Qwen3 with --load-format {_QUANTISES_UPDATES}"
 _FULL_PRECISION_CACHES = ("auto", "bf16", "bfloat16", "float16", "float32")
 _TRANSPORTS = {
-    "distributed": "/update_weights_from_distributed", "tensor": "/update_weights_from_tensor",
+    "distributed": "/update_weights_from_distributed",
+    "tensor": "/update_weights_from_tensor",
     "disk": "/update_weights_from_disk",
-}  # fmt: skip
+}
 _INITIAL_VERSION = "default"
 """What the weights are called that a server was started with."""
 
@@ -76,10 +92,11 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
         raise RolloutProtocolError(url, "/server_info", f"no {', '.join(missing)} in it")
     if server_info["dp_size"] > 1 and not server_info["enable_dp_attention"]:
         raise RolloutProtocolError(
-            url, "/server_info",
+            url,
+            "/server_info",
             f"it runs --dp-size {server_info['dp_size']} replicas; start as many servers and name each in "
             "`urls`",
-        )  # fmt: skip
+        )
     return ServerRanks(server_info["tp_size"], server_info["pp_size"])
 
 
@@ -92,12 +109,14 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     """
     if sampling.min_p > 0 and server_info.get("enable_deterministic_inference"):
         return (
-            f"`min_p` {sampling.min_p}: SGLang 0.5.23 with --enable-deterministic-inference (or --rl-on-policy-target) "
+            f"`min_p` {sampling.min_p}: SGLang 0.5.23 with --enable-deterministic-inference (or "
+            "--rl-on-policy-target) "
             "ends at its first request with one; start it without, or drop `min_p`"
         )
     if sampling.stop and server_info.get("skip_tokenizer_init"):
         return (
-            f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; start it "
+            f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; "
+            "start it "
             "without, or use `stop_token_ids`"
         )
     return None
@@ -132,26 +151,37 @@ def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any
         quantization = server_info["quantization"] or _quantization_of_folder(server_info.get("model_path"))
         device = server_info["device"]
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RolloutProtocolError(url, "/weights_checker", f"no checksum by rank ({error!r} is missing)") from None
+        raise RolloutProtocolError(
+            url, "/weights_checker", f"no checksum by rank ({error!r} is missing)"
+        ) from None
     return ServerChecksums(
-        url=url, device=device, tp_size=server_info["tp_size"], layout=(*layout, len(of_ranks)),
-        quantization=quantization, ranks=of_ranks,
-        shows_all=server_info["pp_size"] == 1,  # of several pipeline stages SGLang shows the first one's (0.5.23)
-        # In 16 bits a CPU with AMX holds its matrices packed, and /server_info does not tell; float32 is never packed.
+        url=url,
+        device=device,
+        tp_size=server_info["tp_size"],
+        layout=(*layout, len(of_ranks)),
+        quantization=quantization,
+        ranks=of_ranks,
+        # of several pipeline stages SGLang shows the first one's (0.5.23)
+        shows_all=server_info["pp_size"] == 1,
+        # In 16 bits a CPU with AMX holds its matrices packed, and /server_info does not tell; float32
+        # is never packed.
         layout_is_known=device == "cpu" and layout[:4] == (1, 1, 1, "float32") and quantization is None,
-        quantises_updates=quantises_updates(server_info), drafts=drafts,
-    )  # fmt: skip
+        quantises_updates=quantises_updates(server_info),
+        drafts=drafts,
+    )
 
 
 def hashed(bucket: Sequence[NamedTensor]) -> list[NamedTensor]:
     """What the checksums of a bucket's tensors are of: of quantised weights what values and scales stand for.
 
-    Both are hashed as one, in bfloat16, so that a server may keep them in another form (0.5.23, weight_checker.py).
+    Both are hashed as one, in bfloat16, so that a server may keep them in another form (0.5.23,
+    weight_checker.py).
     """
     scales = {name.removesuffix(SCALE): tensor for name, tensor in bucket if name.endswith(SCALE)}
     return [
         (name, dequantise_blockwise(tensor, scales[name], torch.bfloat16) if name in scales else tensor)
-        for name, tensor in bucket if not name.endswith(SCALE)
+        for name, tensor in bucket
+        if not name.endswith(SCALE)
     ]
 
 
@@ -192,7 +222,9 @@ def has_float32_head(server_info: Mapping[str, Any]) -> bool:
 
 
 def drafts_itself(server_info: Mapping[str, Any]) -> bool:
-    """Whether it runs with --speculative-algorithm NEXTN, or EAGLE without a draft model of another folder."""
+    """Whether it runs with --speculative-algorithm NEXTN, or EAGLE without a draft model
+    of another folder.
+    """
     draft = server_info.get("speculative_draft_model_path")
     return bool(server_info.get("speculative_algorithm")) and draft in (None, server_info.get("model_path"))
 
@@ -201,9 +233,12 @@ def served_model(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) 
     """The model in an answer to /model_info, which tells all of it."""
     version = model_info.get("weight_version")
     return ServedModel(
-        model_info.get("model_path"), model_info.get("served_model_name"), model_info.get("model_type"), version,
+        model_info.get("model_path"),
+        model_info.get("served_model_name"),
+        model_info.get("model_type"),
+        version,
         version == _INITIAL_VERSION,
-    )  # fmt: skip
+    )
 
 
 def update_support(url: str, answer: Mapping[str, Any], server_info: Mapping[str, Any]) -> UpdateSupport:

@@ -65,7 +65,11 @@ class _TensorPickler(pickle._Pickler):  # the one in Python: the C one has no sa
             tensor = tensor.clone()  # a view would take its whole storage along
         place = (0, tuple(tensor.shape), tensor.stride(), False, OrderedDict())
         if tensor.dtype in _WITHOUT_STORAGE:
-            return torch._utils._rebuild_tensor_v3, (tensor.view(torch.uint8)._typed_storage(), *place, tensor.dtype)
+            return torch._utils._rebuild_tensor_v3, (
+                tensor.view(torch.uint8)._typed_storage(),
+                *place,
+                tensor.dtype,
+            )
         return torch._utils._rebuild_tensor_v2, (tensor._typed_storage(), *place)
 
 
@@ -74,7 +78,9 @@ _WITHOUT_STORAGE = (torch.float8_e4m3fn,)
 
 
 def _cuda_handle(tensor: Tensor) -> tuple[_Function, tuple]:
-    """torch's own handle of memory on a GPU, with the device's UUID in place of its number in this process."""
+    """torch's own handle of memory on a GPU, with the device's UUID in place of its number
+    in this process.
+    """
     _, arguments = torch.multiprocessing.reductions.reduce_tensor(tensor)
     device = str(torch.cuda.get_device_properties(tensor.device).uuid)
     return _REBUILD_CUDA, (*arguments[:_DEVICE], device, *arguments[_DEVICE + 1 :])

@@ -1,6 +1,7 @@
 """vLLM's protocol: every word of it is in this folder, and the rest of the package uses `ENGINE`.
 
-`worker` runs inside vLLM's own processes; so `ENGINE`, with all that the client needs, is made when it is asked for.
+`worker` runs inside vLLM's own processes; so `ENGINE`, with all that the client needs, is made when
+it is asked for.
 """
 
 from __future__ import annotations

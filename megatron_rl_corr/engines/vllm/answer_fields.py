@@ -19,17 +19,21 @@ FIELDS: dict[str, Fields] = {
         "vllm_config": {
             "parallel_config": {
                 **dict.fromkeys(
-                    ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "world_size"), COUNT
+                    ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "world_size"),
+                    COUNT,
                 ),
                 "worker_extension_cls": TEXT.or_null(),
             },
             "model_config": {
                 **dict.fromkeys(("model", "dtype", "quantization", "logprobs_mode"), TEXT.or_null()),
                 **dict.fromkeys(("skip_tokenizer_init", "return_sampling_mask"), FLAG),
-                "max_model_len": COUNT.or_null(), "logits_processors": LIST.or_null(),
+                "max_model_len": COUNT.or_null(),
+                "logits_processors": LIST.or_null(),
             },
             "cache_config": {
-                "cache_dtype": TEXT.or_null(), "block_size": COUNT.or_null(), "enable_prefix_caching": FLAG,
+                "cache_dtype": TEXT.or_null(),
+                "block_size": COUNT.or_null(),
+                "enable_prefix_caching": FLAG,
             },
         },
     },
@@ -43,7 +47,7 @@ FIELDS: dict[str, Fields] = {
     "/v1/models": {"data": OBJECTS},
     "/tokenize": {"tokens": IDS},
     "/openapi.json": {"paths": OBJECT},
-}  # fmt: skip
+}
 """Endpoint -> name of a field -> what it holds."""
 
 EMPTY = ("/health",)

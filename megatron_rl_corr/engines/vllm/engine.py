@@ -35,7 +35,8 @@ class VLLM(Engine):
     limits = EngineLimits(
         min_temperature=0.01,  # a smaller one, 0 excepted, vLLM takes for this one
         max_temperature=2.0,
-        top_p_needs_top_k=True,  # a server that returns the sampling mask answers HTTP 500 to requests without one
+        # a server that returns the sampling mask answers HTTP 500 to requests without one
+        top_p_needs_top_k=True,
         pause_modes=tuple(updates.PAUSE_MODES),
         weight_transports=updates.WEIGHT_TRANSPORTS,
     )
@@ -44,13 +45,21 @@ class VLLM(Engine):
     progress = staticmethod(MetricsProgress)
 
     def open_transport(
-        self, urls: Sequence[str], *, timeout_s: float, connect_timeout_s: float, api_key: str | None = None,
+        self,
+        urls: Sequence[str],
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        api_key: str | None = None,
         ca_file: str | Path | None = None,
-    ) -> HTTPTransport:  # fmt: skip
+    ) -> HTTPTransport:
         return HTTPTransport(
-            timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, api_key=checked_key(api_key),
-            tls=certificates(ca_file, urls), remedy=servers.remedy,
-        )  # fmt: skip
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            api_key=checked_key(api_key),
+            tls=certificates(ca_file, urls),
+            remedy=servers.remedy,
+        )
 
     generate = staticmethod(requests.generate_request)
     parse = staticmethod(responses.parse_generate)

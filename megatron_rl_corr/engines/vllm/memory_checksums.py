@@ -1,4 +1,5 @@
-"""Checksums of a server's parameters: of what lies in its memory, where its kernels take them as they were loaded.
+"""Checksums of a server's parameters: of what lies in its memory, where its kernels take them as
+they were loaded.
 
 The server's worker imports this module: standard library and torch only.
 """

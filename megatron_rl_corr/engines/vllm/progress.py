@@ -1,8 +1,8 @@
 """Whether the engine of a vLLM server makes progress, from two readings of GET /metrics.
 
-The HTTP process answers /health and /metrics however its engine fares, with what the engine told it after its last
-batch: an engine that is paused, stopped or stuck tells nothing. GET /is_paused is answered by the engine itself, paused
-or not, between two batches.
+The HTTP process answers /health and /metrics however its engine fares, with what the engine told it after
+its last batch: an engine that is paused, stopped or stuck tells nothing. GET /is_paused is answered by the
+engine itself, paused or not, between two batches.
 """
 
 from __future__ import annotations
@@ -16,9 +16,16 @@ from megatron_rl_corr.engines.vllm import requests
 from megatron_rl_corr.engines.vllm.responses import parse_control
 
 _SAMPLE = re.compile(rb"^vllm:(\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
-_COUNTERS = ("generation_tokens_total", "prompt_tokens_total", "request_success_total", "num_preemptions_total")
+_COUNTERS = (
+    "generation_tokens_total",
+    "prompt_tokens_total",
+    "request_success_total",
+    "num_preemptions_total",
+)
 _CACHE = "kv_cache_usage_perc"
-"""A long prompt is computed in many batches, of which only the last is counted; but each takes room in the cache."""
+"""A long prompt is computed in many batches, of which only the last is counted; but each takes
+room in the cache.
+"""
 _RUNNING, _WAITING = "num_requests_running", "num_requests_waiting"
 
 
@@ -31,8 +38,9 @@ class EngineCounts:
     waiting: float
     """Requests in the queue."""
     done: tuple[float, ...]
-    """Tokens, requests and preemptions so far, and the cache in use: one of them changes with every batch, or, where
-    that is a part of a long prompt, with every few."""
+    """Tokens, requests and preemptions so far, and the cache in use: one of them changes with every batch,
+    or, where that is a part of a long prompt, with every few.
+    """
 
     @classmethod
     def parse(cls, body: bytes) -> EngineCounts | None:
@@ -46,7 +54,9 @@ class EngineCounts:
             return None
         if not {_RUNNING, _WAITING, _COUNTERS[0]} <= sums.keys():
             return None
-        return cls(sums[_RUNNING], sums[_WAITING], tuple(sums.get(name, 0.0) for name in (*_COUNTERS, _CACHE)))
+        return cls(
+            sums[_RUNNING], sums[_WAITING], tuple(sums.get(name, 0.0) for name in (*_COUNTERS, _CACHE))
+        )
 
 
 class MetricsProgress:
@@ -62,7 +72,8 @@ class MetricsProgress:
         self._last: EngineCounts | None = None
 
     async def silence(self, timeout_s: float) -> RolloutServerError | None:
-        """Why the requests there made no progress since the last call; None: they did, or the server is paused.
+        """Why the requests there made no progress since the last call; None: they did, or the
+        server is paused.
 
         A server without vLLM's counters only has to answer.
 

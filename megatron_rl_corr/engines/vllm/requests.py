@@ -7,8 +7,8 @@ from megatron_rl_corr.engines.vllm.seeds import server_seed
 
 GENERATE = "/inference/v1/generate"
 
-# Sent in full, so that nothing depends on what vLLM takes for a field that a request leaves out. A watermark would
-# change the distribution, and vLLM applies a configured one unless a request refuses it.
+# Sent in full, so that nothing depends on what vLLM takes for a field that a request leaves out. A watermark
+# would change the distribution, and vLLM applies a configured one unless a request refuses it.
 NEUTRAL = {
     "n": 1,
     "frequency_penalty": 0.0,
@@ -24,22 +24,29 @@ NEUTRAL = {
 
 
 def generate_request(
-    prompt_ids: list[int], sampling: SamplingParams, request_id: str | None = None, *, seed: int,
-    routed_experts: bool = False, routes_from: int = 0, cache_key: str | None = None,
-) -> Request:  # fmt: skip
+    prompt_ids: list[int],
+    sampling: SamplingParams,
+    request_id: str | None = None,
+    *,
+    seed: int,
+    routed_experts: bool = False,
+    routes_from: int = 0,
+    cache_key: str | None = None,
+) -> Request:
     """One sample of one prompt (ids already checked), with a log-prob for every sampled token, no text.
 
     Args:
         prompt_ids: P ids.
-        sampling: how to sample. A server with --return-sampling-mask tells for every token what it was drawn from; no
-            field of a request turns that on or off.
+        sampling: how to sample. A server with --return-sampling-mask tells for every token what it was drawn
+            from; no field of a request turns that on or off.
         request_id: a name by which `abort_request` can end it.
         seed: in [-2**63, 2**63). Every vLLM server heeds it.
         routed_experts: no field either: a server with --enable-return-routed-experts always returns them.
         routes_from: leave out the routes of the first tokens.
         cache_key: keys and values are shared only with requests of the same one.
     """
-    fields = sampling_fields(sampling) | {"seed": server_seed(seed), "logprobs": 0}  # 0: of the sampled id alone
+    # 0: of the sampled id alone
+    fields = sampling_fields(sampling) | {"seed": server_seed(seed), "logprobs": 0}
     if routed_experts:
         fields["routed_experts_prompt_start"] = routes_from
     body = {"token_ids": prompt_ids, "sampling_params": fields, "output_mode": "tokens", "stream": False}
@@ -85,7 +92,9 @@ def weight_info() -> Request:
 
 
 def metrics() -> Request:
-    """Counters in Prometheus' text format: the HTTP process answers, with what the engine's last batch told it."""
+    """Counters in Prometheus' text format: the HTTP process answers, with what the engine's
+    last batch told it.
+    """
     return Request("GET", "/metrics")
 
 

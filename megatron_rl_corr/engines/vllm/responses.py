@@ -24,19 +24,31 @@ from megatron_rl_corr.engines.vllm.routed_experts import MissingRoutes, decode
 FLOOR = -9999.0
 """What vLLM writes for a log-prob that is NaN or -inf, and for one that it does not have."""
 REFUSED = 400
-"""The status of what a method of the worker extension has refused: vLLM answers 200 with the refusal in it."""
+"""The status of what a method of the worker extension has refused: vLLM answers 200 with
+the refusal in it.
+"""
 UNKNOWN_VERSION = "unknown"
 """The weight version of a response without tokens, for which vLLM tells none."""
 
 
 def parse_generate(
-    body: bytes, *, prompt_ids: torch.Tensor, prompt_index: int, sample_index: int, server: str,
-    max_new_tokens: int, vocab_size: int | None = None, truncated: bool = False, experts: ExpertShape | None = None,
-    known_routes: torch.Tensor | None = None, pushes_retract: bool = False,
-) -> Trajectory:  # fmt: skip
+    body: bytes,
+    *,
+    prompt_ids: torch.Tensor,
+    prompt_index: int,
+    sample_index: int,
+    server: str,
+    max_new_tokens: int,
+    vocab_size: int | None = None,
+    truncated: bool = False,
+    experts: ExpertShape | None = None,
+    known_routes: torch.Tensor | None = None,
+    pushes_retract: bool = False,
+) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
 
-    Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request gives the tokens so far.
+    Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request gives
+    the tokens so far.
 
     Args:
         body: of the answer.
@@ -44,18 +56,19 @@ def parse_generate(
         prompt_index, sample_index, server: go into the trajectory.
         max_new_tokens: what was asked for: R is at most that.
         vocab_size: every id must be below it.
-        truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs are
-            renormalised on it.
+        truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs
+            are renormalised on it.
         experts: the request asked for routed experts, and the model routes so.
         known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
-        pushes_retract: without effect; vLLM (0.32) hands out the routes of each pass with the token sampled in it, and
-            none of a pass that computes tokens anew.
+        pushes_retract: without effect; vLLM (0.32) hands out the routes of each pass with the token sampled
+            in it, and none of a pass that computes tokens anew.
 
     Raises:
         RolloutServerError: the answer is an error.
-        RolloutProtocolError: the answer is not what was asked for: ids that differ from those the log-probs are of,
-            lengths that disagree, unknown ids, spans of weight versions that don't partition the response, a support
-            that is missing or lacks the token drawn from it, routes that break a rule of `decode`.
+        RolloutProtocolError: the answer is not what was asked for: ids that differ from those the
+            log-probs are of, lengths that disagree, unknown ids, spans of weight versions that don't
+            partition the response, a support that is missing or lacks the token drawn from it, routes that
+            break a rule of `decode`.
     """
     with answers.reading(server, GENERATE):
         answer = answers.json_object(body, server, GENERATE)
@@ -68,7 +81,9 @@ def parse_generate(
         answers.check_length(ids, choice["finish_reason"], max_new_tokens)
         answers.check_vocabulary(ids, vocab_size, "token id")
         return Trajectory(
-            prompt_index=prompt_index, sample_index=sample_index, prompt_ids=prompt_ids,
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            prompt_ids=prompt_ids,
             output_ids=torch.from_numpy(ids),
             rollout_logprobs=torch.from_numpy(_logprobs(choice, ids)),
             finish_reason=choice["finish_reason"],
@@ -77,14 +92,14 @@ def parse_generate(
             server=server,
             support=_support(choice, ids, vocab_size) if truncated else None,
             routed_experts=_routes(choice, prompt_ids.numel() + ids.size, experts, known_routes),
-        )  # fmt: skip
+        )
 
 
 def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> dict[str, Any]:
     """The JSON object of a control endpoint's answer; {} for those that answer nothing.
 
-    Raises RolloutServerError for {"success": false}, for {"error": ..}, whatever the status, and for an error that a
-    worker extension's method has answered.
+    Raises RolloutServerError for {"success": false}, for {"error": ..}, whatever the status, and for an
+    error that a worker extension's method has answered.
     """
     with answers.reading(server, endpoint):
         if not body and endpoint in EMPTY:
@@ -95,7 +110,9 @@ def parse_control(body: bytes, *, server: str, endpoint: str, status: int) -> di
         _raise_error(answer, server, endpoint, status)
         check_fields(answer, endpoint, FIELDS)
         results = answer.get("results") or []
-        told = [shown(one["error"], MESSAGE_START) for one in results if isinstance(one, dict) and "error" in one]
+        told = [
+            shown(one["error"], MESSAGE_START) for one in results if isinstance(one, dict) and "error" in one
+        ]
         if told:  # of each rank that refused, mostly the same
             raise RolloutServerError(server, endpoint, REFUSED, "; ".join(dict.fromkeys(told)))
         return answer
@@ -145,7 +162,9 @@ def _weight_versions(choice: dict, response_length: int) -> tuple[VersionSpan, .
     if spans in (None, []) and not response_length:
         return (VersionSpan(UNKNOWN_VERSION, 0, 0),)
     if spans is None:
-        raise ValueError("it sent no weight_versions, so which weights sampled what is unknown: use vLLM 0.32 or newer")
+        raise ValueError(
+            "it sent no weight_versions, so which weights sampled what is unknown: use vLLM 0.32 or newer"
+        )
     return answers.version_spans(spans, response_length)
 
 
@@ -159,8 +178,10 @@ def _support(choice: dict, ids: np.ndarray, vocab_size: int | None):
     sets = choice.get("sampling_mask")
     if sets is None and ids.size:
         raise ValueError(
-            "it sent no sampling_mask, so what `top_p`, `top_k` and `min_p` kept is unknown: start the server with "
-            "--return-sampling-mask (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), or leave "
+            "it sent no sampling_mask, so what `top_p`, `top_k` and `min_p` kept is unknown: start the "
+            "server with "
+            "--return-sampling-mask (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), "
+            "or leave "
             "them out"
         )
     sets = answers.check_lengths([] if sets is None else sets, ids.size, "sampling_mask")
@@ -176,12 +197,15 @@ def _routes(
     if known is None:
         known = no_routes(experts, 0)
     encoded = choice.get("routed_experts")
-    if encoded is None and choice["finish_reason"] == "abort":  # before it ran: the server has no routes to give
+    # before it ran: the server has no routes to give
+    if encoded is None and choice["finish_reason"] == "abort":
         return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
     if encoded is None:
         raise ValueError(
-            "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 needs: "
-            "start the server with --enable-return-routed-experts (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is "
+            "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 "
+            "needs: "
+            "start the server with --enable-return-routed-experts (and VLLM_USE_V2_MODEL_RUNNER=1 where that "
+            "runner is "
             "not the default)"
         )
     try:

@@ -18,13 +18,18 @@ from megatron_rl_corr.engines.routes import ExpertShape, check_experts, decoded_
 TYPES = {"|u1": "uint8", "<u2": "uint16", "<i4": "int32"}
 _HEAD = re.compile(
     rb"\x93NUMPY\x01\x00(..)(\{'descr': '([^']{1,20})', 'fortran_order': False, "
-    rb"'shape': \((\d{1,9}(?:, ?\d{1,9}){0,4},?)\), \} *\n)", re.DOTALL,
-)  # fmt: skip
-"""The head as numpy writes it, of an array of five dimensions at most: numpy's own reader takes Python in its place."""
+    rb"'shape': \((\d{1,9}(?:, ?\d{1,9}){0,4},?)\), \} *\n)",
+    re.DOTALL,
+)
+"""The head as numpy writes it, of an array of five dimensions at most: numpy's own reader takes
+Python in its place.
+"""
 
 
 OMITS = "--enable-omit-prefix-routed-experts"
-"""vLLM's name for an option that leaves out the routes of cached prompt tokens. No release up to 0.33 has it."""
+"""vLLM's name for an option that leaves out the routes of cached prompt tokens. No release
+up to 0.33 has it.
+"""
 WITHOUT_OMISSION = f"start it without {OMITS}: a run asks for no routes that it has"
 
 
@@ -42,7 +47,8 @@ def omission_problem(server_info: Mapping[str, Any]) -> str | None:
     sections = [part for part in (server_info.get("vllm_config") or {}).values() if isinstance(part, Mapping)]
     if any(key.removeprefix("enable_") == name and value for part in sections for key, value in part.items()):
         return (
-            f"{OMITS} leaves out the routed experts of prompt tokens that the server had cached, and has it refuse "
+            f"{OMITS} leaves out the routed experts of prompt tokens that the server had cached, and has it "
+            "refuse "
             f"requests without an x-session-id; {WITHOUT_OMISSION}"
         )
     return None
@@ -83,14 +89,17 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
     ids, rows = read_ids(encoded), tokens - 1 - first
     if ids.shape[1:] == (shape.num_layers, shape.top_k) and len(ids) < rows:
         raise MissingRoutes(
-            f"rule rows: routed_experts of {len(ids)} rows, where {rows} belong to {tokens} tokens, prompt included, "
+            f"rule rows: routed_experts of {len(ids)} rows, where {rows} belong to {tokens} tokens, prompt "
+            "included, "
             f"from token {first} on: did it leave out tokens that it had cached? {WITHOUT_OMISSION}"
         )
     if ids.shape != (rows, shape.num_layers, shape.top_k):
         raise ValueError(
-            f"rule rows: routed_experts of {' x '.join(map(str, ids.shape))}, where {rows} rows of {shape.num_layers} "
+            f"rule rows: routed_experts of {' x '.join(map(str, ids.shape))}, where {rows} rows of "
+            f"{shape.num_layers} "
             f"layers x {shape.top_k} experts belong to {tokens} tokens, prompt included"
-            + f", from token {first} on" * (first > 0)
+            + f", from token {first} on"
+            * (first > 0)
         )
     ids = ids[:, shape.layers].astype(np.int64)
     check_experts(ids, shape, first=first)

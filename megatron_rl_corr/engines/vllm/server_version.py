@@ -15,7 +15,9 @@ OLDEST, NEWEST = "0.32.0", "0.33.0"
 
 
 def version() -> Request:
-    """GET /version: every vLLM server has it, without a key and without development mode; SGLang's have not."""
+    """GET /version: every vLLM server has it, without a key and without development mode;
+    SGLang's have not.
+    """
     return Request("GET", "/version")
 
 
@@ -31,7 +33,9 @@ async def recognizes(url: str, transport: Transport, timeout_s: float) -> bool:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Sorts vLLM's versions: 0.25.1 < 0.32.0. Release candidates and builds count as the release; () is none."""
+    """Sorts vLLM's versions: 0.25.1 < 0.32.0. Release candidates and builds count as the
+    release; () is none.
+    """
     release = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(?!.*dev)", version)
     return tuple(int(part or 0) for part in release.groups()) if release else ()
 

@@ -1,4 +1,6 @@
-"""What a vLLM server tells of itself: its ranks, type, model, tokenizer and updates; what to do about its errors."""
+"""What a vLLM server tells of itself: its ranks, type, model, tokenizer and updates; what to do
+about its errors.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ _NEEDS = {"/collective_rpc", "/update_weight_version", "/pause", "/resume"}
 
 
 def config_of(server_info: Mapping[str, Any], section: str) -> Mapping[str, Any]:
-    """A section of `vllm_config` in an answer to /server_info, for instance "model_config"; {} where there is none."""
+    """A section of `vllm_config` in an answer to /server_info, for instance "model_config"; {}
+    where there is none.
+    """
     return (server_info.get("vllm_config") or {}).get(section) or {}
 
 
@@ -39,7 +43,9 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
     if "rl_corr_" in detail and "not implemented" in detail or "Weight transfer not configured" in detail:
         return f"start the server with {EXTENSION}"
     if "rl_corr_" in detail and "unexpected keyword argument" in detail:
-        return "its worker extension is older: install the trainer's megatron-rl-corr there, and start it again"
+        return (
+            "its worker extension is older: install the trainer's megatron-rl-corr there, and start it again"
+        )
     if status == 400 and "x-session-id" in detail.lower():
         return WITHOUT_OMISSION
     if status == 401:
@@ -54,9 +60,11 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
         return "its engine has died; see its log, and start it anew"
     if status == 503 and endpoint == GENERATE and "is paused" in detail:
         return "whoever paused it must POST /resume; a push that is under way does"
-    if status == 500 and endpoint == GENERATE:  # 0.32 hides the reason, "sampling distribution replay requires top_k"
+    # 0.32 hides the reason, "sampling distribution replay requires top_k"
+    if status == 500 and endpoint == GENERATE:
         return (
-            "see its log; a server with --return-sampling-mask samples with `top_k` at a `temperature` above 0 only: "
+            "see its log; a server with --return-sampling-mask samples with `top_k` at a `temperature` above "
+            "0 only: "
             "start it without, or sample so in evaluations too"
         )
     return ""
@@ -70,7 +78,8 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
         server_info: its answer to /server_info.
 
     Raises:
-        RolloutProtocolError: it hides several replicas behind one address, has ranks of another kind, or does not tell.
+        RolloutProtocolError: it hides several replicas behind one address, has ranks of another kind,
+            or does not tell.
     """
     parallel = config_of(server_info, "parallel_config")
     try:
@@ -80,15 +89,19 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
         raise RolloutProtocolError(url, "/server_info", f"no {error} in its parallel_config") from None
     if replicas > 1:
         raise RolloutProtocolError(
-            url, "/server_info",
-            f"it runs --data-parallel-size {replicas} replicas; start as many servers and name each in `urls`",
-        )  # fmt: skip
+            url,
+            "/server_info",
+            f"it runs --data-parallel-size {replicas} replicas; start as many servers and name each in "
+            "`urls`",
+        )
     if world != tensor * pipeline:
         raise RolloutProtocolError(
-            url, "/server_info",
-            f"its {world} ranks are not --tensor-parallel-size {tensor} x --pipeline-parallel-size {pipeline}; start "
+            url,
+            "/server_info",
+            f"its {world} ranks are not --tensor-parallel-size {tensor} x --pipeline-parallel-size "
+            f"{pipeline}; start "
             "it with these alone",
-        )  # fmt: skip
+        )
     return ServerRanks(tensor, pipeline)
 
 
@@ -128,7 +141,9 @@ def has_float32_head(server_info: Mapping[str, Any]) -> bool:
 
 
 def cache_block(server_info: Mapping[str, Any]) -> int:
-    """Tokens of one block, of which the prefix cache holds whole ones: 16 on most GPUs, 128 on a CPU (0.32)."""
+    """Tokens of one block, of which the prefix cache holds whole ones: 16 on most GPUs, 128
+    on a CPU (0.32).
+    """
     return int(config_of(server_info, "cache_config").get("block_size") or 16)
 
 
@@ -143,7 +158,9 @@ def tokenized(answer: Mapping[str, Any]) -> list[int] | None:
 
 
 def abort_request(request_id: str) -> Request:
-    """POST /abort_requests: the request returns its tokens so far. vLLM puts a prefix before the name it was given."""
+    """POST /abort_requests: the request returns its tokens so far. vLLM puts a prefix before the
+    name it was given.
+    """
     return Request("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
 
 
@@ -199,4 +216,8 @@ def update_support(url: str, answer: Mapping[str, Any], server_info: Mapping[str
 
 def _fields(told: Any) -> Any:
     """What JSON tells of vLLM's configuration, with its fields as attributes."""
-    return SimpleNamespace(**{name: _fields(value) for name, value in told.items()}) if isinstance(told, dict) else told
+    return (
+        SimpleNamespace(**{name: _fields(value) for name, value in told.items()})
+        if isinstance(told, dict)
+        else told
+    )

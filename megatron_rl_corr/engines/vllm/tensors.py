@@ -17,7 +17,9 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float1
 """Types of weights that are sent, by the names that requests have for them."""
 
 _DEVICE, _HANDLE, _COUNTER, _EVENT = 6, 7, 11, 13
-"""Where torch's rebuild_cuda_tensor takes the device's number and, as bytes, handles of memory, counter and event."""
+"""Where torch's rebuild_cuda_tensor takes the device's number and, as bytes, handles of memory,
+counter and event.
+"""
 _TYPES = {0: Tensor, 4: torch.UntypedStorage}
 """Where it takes classes; they are always these."""
 _DTYPE = 5
@@ -27,8 +29,8 @@ def serialized(bucket: Sequence[tuple[str, Tensor]]) -> str:
     """A bucket as JSON text.
 
     Args:
-        bucket: Hugging Face names and tensors. Those on the CPU go as bytes; those on a GPU as handles, each of which
-            one rank of a server on this host can open once.
+        bucket: Hugging Face names and tensors. Those on the CPU go as bytes; those on a GPU as handles,
+            each of which one rank of a server on this host can open once.
     """
     return json.dumps([_encoded(name, tensor.detach().contiguous()) for name, tensor in bucket])
 
@@ -40,8 +42,10 @@ def entries(text: str) -> list[dict[str, Any]]:
 
 def _encoded(name: str, tensor: Tensor) -> dict[str, Any]:
     entry: dict[str, Any] = {
-        "name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)
-    }  # fmt: skip
+        "name": name,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+    }
     if not tensor.is_cuda:
         raw = tensor.reshape(-1).view(torch.uint8).numpy()
         return entry | {"data": base64.b64encode(memoryview(raw)).decode()}
@@ -78,7 +82,8 @@ def decoded(entry: dict[str, Any], device: torch.device) -> Tensor:
         fields[place] = kind
     for place in (_HANDLE, _COUNTER, _EVENT):
         fields[place] = base64.b64decode(fields[place])
-    # A copy: vLLM keeps a tensor until its whole layer has come, and the sender's memory may change before that.
+    # A copy: vLLM keeps a tensor until its whole layer has come, and the sender's memory may
+    # change before that.
     return rebuild_cuda_tensor(*fields).to(device, copy=True)
 
 

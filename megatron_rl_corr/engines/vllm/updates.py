@@ -1,6 +1,7 @@
 """Requests that pause a vLLM server and give it new weights, and what its answers to them mean.
 
-Weights go to methods of our worker extension, through /collective_rpc; what it refuses is in its answer as "error".
+Weights go to methods of our worker extension, through /collective_rpc; what it refuses is in its
+answer as "error".
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.worker_code import worker_code
 
 PAUSE_MODES = {"abort": "abort", "in_place": "keep&clear_cache=false", "retract": "keep"}
-"""Ways to pause, and what /pause calls them. With `keep` running requests get new keys and values after the pause."""
+"""Ways to pause, and what /pause calls them. With `keep` running requests get new keys and values
+after the pause.
+"""
 WEIGHT_TRANSPORTS = ("distributed", "tensor", "disk")
 _RPC = "/collective_rpc"
 EXTENSION_CLASS = "megatron_rl_corr.engines.vllm.worker.Extension"
-EXTENSION = f"--worker-extension-cls {EXTENSION_CLASS} --weight-transfer-config '{{\"backend\": \"rl_corr\"}}'"
+EXTENSION = f'--worker-extension-cls {EXTENSION_CLASS} --weight-transfer-config \'{{"backend": "rl_corr"}}\''
 """Flags of a server that takes weights from this package."""
 
 
@@ -40,8 +43,8 @@ def pause_generation(mode: str) -> Request:
 def refuses_while_paused(error: RolloutServerError) -> bool:
     """Whether a server does not let a new request wait for the end of a pause.
 
-    0.33 refuses it with HTTP 503 where the pause ended or waits for the running ones (`abort`, `wait`); 0.32 lets it
-    wait, as both do where those go on later.
+    0.33 refuses it with HTTP 503 where the pause ended or waits for the running ones (`abort`, `wait`);
+    0.32 lets it wait, as both do where those go on later.
     """
     return error.endpoint == GENERATE and error.status == 503 and "Generation is paused" in error.detail
 
@@ -65,7 +68,8 @@ def pause_problem(
     cache = (server_info.get("vllm_config") or {}).get("cache_config") or {}
     if mode == "in_place" and not keyed_cache and cache.get("enable_prefix_caching") is not False:
         return (
-            "`pause_mode` in_place keeps the prefix cache, from which later prompts would take keys and values of old "
+            "`pause_mode` in_place keeps the prefix cache, from which later prompts would take keys and "
+            "values of old "
             "weights; start the server with --no-enable-prefix-caching, or use `pause_mode` retract"
         )
     return None
@@ -101,9 +105,14 @@ def init_weights_update_group(
 ) -> Request:
     """Join the process group in which the trainer is rank 0; the server's ranks start at rank_offset."""
     return _call(
-        "rl_corr_join", master_address=master_address, master_port=master_port, rank_offset=rank_offset,
-        world_size=world_size, group_name=group_name, backend=backend,
-    )  # fmt: skip
+        "rl_corr_join",
+        master_address=master_address,
+        master_port=master_port,
+        rank_offset=rank_offset,
+        world_size=world_size,
+        group_name=group_name,
+        backend=backend,
+    )
 
 
 def destroy_weights_update_group(group_name: str) -> Request:
@@ -125,20 +134,26 @@ def update_weights_from_distributed(
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"{len(names)} names have {len(dtypes)} dtypes and {len(shapes)} shapes")
     info = {
-        "names": list(names), "dtypes": list(dtypes), "shapes": [list(shape) for shape in shapes],
+        "names": list(names),
+        "dtypes": list(dtypes),
+        "shapes": [list(shape) for shape in shapes],
         "group_name": group_name,
-    }  # fmt: skip
+    }
     return _call("rl_corr_bucket", buckets=[info])
 
 
 def update_weights_from_tensor(entries: Sequence[str]) -> Request:
     """Load a bucket: for each tensor-parallel rank what `tensors.serialized` made."""
     same = all(entry is entries[0] or entry == entries[0] for entry in entries)
-    return _call("rl_corr_bucket", buckets=[{"serialized": entry} for entry in (entries[:1] if same else entries)])
+    return _call(
+        "rl_corr_bucket", buckets=[{"serialized": entry} for entry in (entries[:1] if same else entries)]
+    )
 
 
 def update_weights_from_disk(model_path: str) -> Request:
-    """Load a Hugging Face folder, by the path that the server knows it by; the weights keep their version's name."""
+    """Load a Hugging Face folder, by the path that the server knows it by; the weights keep
+    their version's name.
+    """
     return _call("rl_corr_load_folder", path=model_path, code=worker_code())
 
 
@@ -148,7 +163,9 @@ def update_weight_version(new_version: str) -> Request:
 
 
 def weights_checker() -> Request:
-    """Checksums of each parameter: of its memory, or as an update loaded it where the server's kernels pack it."""
+    """Checksums of each parameter: of its memory, or as an update loaded it where the server's
+    kernels pack it.
+    """
     return replace(_call("rl_corr_checksums"), max_bytes=answer_size.of_checksums())
 
 
@@ -161,17 +178,24 @@ def checksums(url: str, server_info: Mapping[str, Any], answer: Mapping[str, Any
     try:
         ranks = answer["results"]
         first = ranks[0]
-        layout = tuple(first[key] for key in ("device", "tp_size", "expert_parallel", "dtype", "quantization"))
+        layout = tuple(
+            first[key] for key in ("device", "tp_size", "expert_parallel", "dtype", "quantization")
+        )
         hash(layout)  # it is compared with those of other servers
         sums = tuple((rank_number(rank["tp_rank"]), _by_parameter(rank)) for rank in ranks)
         at_least_1(first["tp_size"])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RolloutProtocolError(url, _RPC, f"no checksum by rank ({error!r} is missing)") from None
     return ServerChecksums(
-        url=url, device=first["device"], tp_size=first["tp_size"], layout=(*layout, len(ranks)),
-        quantization=first["quantization"], ranks=sums,
-        layout_is_known=first["device"] == "cpu" and first["tp_size"] == 1,  # before any packing, in 16 bits too
-    )  # fmt: skip
+        url=url,
+        device=first["device"],
+        tp_size=first["tp_size"],
+        layout=(*layout, len(ranks)),
+        quantization=first["quantization"],
+        ranks=sums,
+        # before any packing, in 16 bits too
+        layout_is_known=first["device"] == "cpu" and first["tp_size"] == 1,
+    )
 
 
 def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -187,12 +211,14 @@ def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def _by_parameter(rank: Mapping[str, Any]) -> dict[str, str]:
-    """{parameter: checksum}, by the names of `server_parameter`, without what vLLM derives from other parameters."""
+    """{parameter: checksum}, by the names of `server_parameter`, without what vLLM derives from
+    other parameters.
+    """
     return {
         _NAMES.sub(lambda match: _OUR_NAMES[match[0]], name): one
         for name, one in checked_checksums(rank["checksums"]).items()
         if not name.endswith(_DERIVED)
-    }  # fmt: skip
+    }
 
 
 _OUR_NAMES = {

@@ -1,4 +1,5 @@
-"""Which code of this package runs inside a vLLM server: trainer and server tell each other, before any weight is sent.
+"""Which code of this package runs inside a vLLM server: trainer and server tell each other, before
+any weight is sent.
 
 The server's worker imports this module too: standard library only.
 """
@@ -12,14 +13,22 @@ from pathlib import Path
 from megatron_rl_corr import __version__
 
 _ENGINES = Path(__file__).resolve().parents[1]
-_FILES = ("checksums.py", "stacked_parameters.py", "vllm/checks.py", "vllm/memory_checksums.py", "vllm/tensors.py",
-          "vllm/worker/*.py")  # fmt: skip
+_FILES = (
+    "checksums.py",
+    "stacked_parameters.py",
+    "vllm/checks.py",
+    "vllm/memory_checksums.py",
+    "vllm/tensors.py",
+    "vllm/worker/*.py",
+)
 """What decides how a server checks, decodes, loads and hashes weights."""
 
 
 @cache
 def worker_code() -> str:
-    """The package's version and 8 digits of a SHA-256 over the files that run in workers. Example: "0.1.0-3f5a09c2"."""
+    """The package's version and 8 digits of a SHA-256 over the files that run in workers. Example:
+    "0.1.0-3f5a09c2".
+    """
     digest = hashlib.sha256()
     for pattern in _FILES:
         for path in sorted(_ENGINES.glob(pattern)):
@@ -39,6 +48,8 @@ def check_code(here: str, theirs: str | None) -> None:
     """
     if theirs != here:
         raise ValueError(
-            f"this server's worker extension is of megatron-rl-corr {here}, and the trainer's is {theirs or 'older'}; "
-            "install the trainer's version of the package in the server's environment, and start the server again"
+            f"this server's worker extension is of megatron-rl-corr {here}, and the trainer's is "
+            f"{theirs or 'older'}; "
+            "install the trainer's version of the package in the server's environment, and start the server "
+            "again"
         )

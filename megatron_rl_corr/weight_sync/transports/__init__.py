@@ -17,8 +17,17 @@ from megatron_rl_corr.weight_sync.transports.rendezvous import bound
 
 
 def make_transport(
-    kind: str, client: RolloutClient, loop: LoopThread, *, backend: str, checkpoint: Path, folder: str | None,
-    stage: int, sends: bool, address: str | None = None, quantization: BlockFP8 | None = None,
+    kind: str,
+    client: RolloutClient,
+    loop: LoopThread,
+    *,
+    backend: str,
+    checkpoint: Path,
+    folder: str | None,
+    stage: int,
+    sends: bool,
+    address: str | None = None,
+    quantization: BlockFP8 | None = None,
 ) -> WeightTransport:
     """This rank's transport, for `weight_transport`.
 

@@ -11,15 +11,17 @@ from megatron_rl_corr.engines.types import NamedTensor, ServerRanks
 
 
 class WeightTransport:
-    """One rank's part of a transport. Every rank has one; the stages' senders send, rank 0 starts and delivers.
+    """One rank's part of a transport. Every rank has one; the stages' senders send, rank 0
+    starts and delivers.
 
-    An update is `aim` on every rank, `start` on rank 0, `send` for each bucket on each stage's sender, one stage after
-    the other, then `deliver` on rank 0. It may fail anywhere, and begins again with `aim`.
+    An update is `aim` on every rank, `start` on rank 0, `send` for each bucket on each stage's sender, one
+    stage after the other, then `deliver` on rank 0. It may fail anywhere, and begins again with `aim`.
     """
 
     in_session = True
-    """True: buckets reach the servers as they are sent, inside an update session. False: the servers sample while the
-    stages send, and are paused only for `deliver`."""
+    """True: buckets reach the servers as they are sent, inside an update session. False: the servers
+    sample while the stages send, and are paused only for `deliver`.
+    """
 
     broken = False
     """True: servers may be waiting forever in what a failed `send` began, and get no more requests."""
@@ -32,8 +34,8 @@ class WeightTransport:
 
         Args:
             servers: of the update.
-            rejoined: None: they are those of the last update. Otherwise the servers that still have what the last
-                update set up there.
+            rejoined: None: they are those of the last update. Otherwise the servers that still have what
+                the last update set up there.
         """
         self.servers = servers
 
@@ -64,14 +66,16 @@ def common_ranks(servers: ServerControl, infos: Sequence[Mapping[str, Any]]) -> 
         infos: their answers to `Engine.server_info`.
 
     Raises:
-        RolloutProtocolError: a server has another number of ranks than the first one, or hides several replicas.
+        RolloutProtocolError: a server has another number of ranks than the first one, or hides
+            several replicas.
     """
     urls = servers.base_urls
     ranks = [servers.engine_of(url).ranks(url, info) for url, info in zip(urls, infos, strict=True)]
     for url, own in zip(urls, ranks, strict=True):
         if own.count != ranks[0].count:
             raise RolloutProtocolError(
-                url, servers.engine_of(url).server_info().endpoint,
+                url,
+                servers.engine_of(url).server_info().endpoint,
                 f"it has {own.count} ranks and {urls[0]} has {ranks[0].count}; give all servers the same "
                 "tensor-parallel and pipeline-parallel size",
             )

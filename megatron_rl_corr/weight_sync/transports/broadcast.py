@@ -23,7 +23,11 @@ from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport, common_ranks
-from megatron_rl_corr.weight_sync.transports.rendezvous import address_towards, gloo_listening_at, listening_store
+from megatron_rl_corr.weight_sync.transports.rendezvous import (
+    address_towards,
+    gloo_listening_at,
+    listening_store,
+)
 
 _Group = ProcessGroup | ProcessGroupGloo
 
@@ -38,9 +42,9 @@ _LEAVE_S = 5.0
 class DistributedTransport(WeightTransport):
     """Makes groups at a sender's first bucket and keeps them.
 
-    With gloo each server has a group of its own with the sender: one that dies or hangs in a broadcast holds up no
-    other, and only its own group is left. With NCCL all servers share a group, which is made anew when one leaves or
-    joins; if one dies in a broadcast the others stay in it until this process ends.
+    With gloo each server has a group of its own with the sender: one that dies or hangs in a broadcast holds
+    up no other, and only its own group is left. With NCCL all servers share a group, which is made anew when
+    one leaves or joins; if one dies in a broadcast the others stay in it until this process ends.
 
     Args:
         control: makes the ServerControl of some addresses.
@@ -50,9 +54,13 @@ class DistributedTransport(WeightTransport):
     """
 
     def __init__(
-        self, control: Callable[[Sequence[str]], ServerControl], loop: LoopThread, *, backend: str,
+        self,
+        control: Callable[[Sequence[str]], ServerControl],
+        loop: LoopThread,
+        *,
+        backend: str,
         address: str | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self._control, self._loop, self._backend, self._address = control, loop, backend, address
         self._share = backend == "nccl"
@@ -66,7 +74,9 @@ class DistributedTransport(WeightTransport):
                 self._tell_to_leave(group, servers.base_urls)
         self._failed.clear()
         if rejoined is not None:
-            self._drop_groups([g for g in self._groups if self._share or not set(g.urls) <= set(rejoined)], rejoined)
+            self._drop_groups(
+                [g for g in self._groups if self._share or not set(g.urls) <= set(rejoined)], rejoined
+            )
 
     def send(self, bucket: list[NamedTensor]) -> None:
         self._make_groups()
@@ -93,10 +103,15 @@ class DistributedTransport(WeightTransport):
         ranks = common_ranks(self.servers, self._loop.call(self.servers.server_info())).count
         for urls in [missing] if self._share else [[url] for url in missing]:
             try:
-                self._groups.append(UpdateGroup(
-                    self._control(urls), self._loop, backend=self._backend, ranks_per_server=ranks,
-                    address=self._address,
-                ))  # fmt: skip
+                self._groups.append(
+                    UpdateGroup(
+                        self._control(urls),
+                        self._loop,
+                        backend=self._backend,
+                        ranks_per_server=ranks,
+                        address=self._address,
+                    )
+                )
             except (RolloutError, OSError) as error:
                 answered = isinstance(error, RolloutServerError) and error.status is not None
                 if self._share and (len(urls) > 1 or not answered):
@@ -125,7 +140,9 @@ class DistributedTransport(WeightTransport):
     def _tell_to_leave(self, group: UpdateGroup, present: Collection[str]) -> None:
         for url in [url for url in group.urls if url in present]:
             try:
-                self._loop.call(self._control([url]).destroy_weights_update_group(group.name, timeout_s=_LEAVE_S))
+                self._loop.call(
+                    self._control([url]).destroy_weights_update_group(group.name, timeout_s=_LEAVE_S)
+                )
             except RolloutError as error:  # it is gone, and the group with it, or its proxy answers
                 logger.warning("a server did not leave a broadcast group: %s", error)
 
@@ -147,9 +164,15 @@ class UpdateGroup:
     """
 
     def __init__(
-        self, control: ServerControl, loop: LoopThread, *, backend: str, ranks_per_server: int,
-        address: str | None = None, timeout_s: float = 300.0,
-    ):  # fmt: skip
+        self,
+        control: ServerControl,
+        loop: LoopThread,
+        *,
+        backend: str,
+        ranks_per_server: int,
+        address: str | None = None,
+        timeout_s: float = 300.0,
+    ):
         self._control, self._loop, self._backend, self._timeout_s = control, loop, backend, timeout_s
         self.urls = control.base_urls
         # A server may keep a group's name for ever, even if its trainer has died: never use one twice.
@@ -169,7 +192,9 @@ class UpdateGroup:
             joining.result(timeout_s)
         except (RuntimeError, OSError) as error:
             raise self._cause(
-                error, joining, f"no broadcast group of {world_size} ranks was made at {address}:{port}; can the "
+                error,
+                joining,
+                f"no broadcast group of {world_size} ranks was made at {address}:{port}; can the "
                 "servers reach this address, and is no firewall between? `weight_address` names another one",
             ) from error
 
@@ -199,23 +224,27 @@ class UpdateGroup:
             OSError: no server's answer explains it.
         """
         try:
-            # The servers' answer first: if one has died, waiting for the broadcast would only hide the reason.
+            # The servers' answer first: if one has died, waiting for the broadcast would only
+            # hide the reason.
             receiving.result(self._timeout_s)
             for work in self._works:
                 work.wait()
         except (RuntimeError, OSError) as error:
             raise self._cause(
-                error, receiving, "a broadcast of weights failed; see the servers' logs, or use "
+                error,
+                receiving,
+                "a broadcast of weights failed; see the servers' logs, or use "
                 "`weight_transport` tensor or disk",
             ) from error
 
     def leave(self) -> None:
         """Leave the group, after the servers or without them.
 
-        A broadcast to a server that hangs ends by its time limit only, and a group waits for it when it is freed: so
-        such a group is freed on a thread, which does not keep the process from ending. Any other is freed at once: a
-        thread that is freeing a group while Python ends would abort the process. With NCCL a group stays until then:
-        whether freeing it would wait for a rank that is gone has not been tried.
+        A broadcast to a server that hangs ends by its time limit only, and a group waits for it when it is
+        freed: so such a group is freed on a thread, which does not keep the process from ending. Any other is
+        freed at once: a
+        thread that is freeing a group while Python ends would abort the process. With NCCL a group stays
+        until then: whether freeing it would wait for a rank that is gone has not been tried.
         """
         held, works, self._works = [self._group], self._works, []
         del self._group
@@ -241,7 +270,8 @@ class UpdateGroup:
 
 
 def _joined(join: Callable[[], _Group], joining: Future) -> _Group:
-    """The group once all ranks have joined. A failure of `joining` is raised at once, because then some never will.
+    """The group once all ranks have joined. A failure of `joining` is raised at once, because then
+    some never will.
 
     torch's wait can't be cancelled, so it runs in a thread, which ends by itself after its time limit.
     """
@@ -265,12 +295,20 @@ def _join(store: Store, world_size: int, name: str, backend: str, timeout_s: flo
     timeout = timedelta(seconds=timeout_s)
     store = PrefixStore(name, store)
     if backend == "gloo":
-        # Without torch's list of groups, from which one that hangs could not be taken. Its names in the store:
+        # Without torch's list of groups, from which one that hangs could not be taken. Its
+        # names in the store:
         store = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
         with gloo_listening_at(address):
             return ProcessGroupGloo(store, 0, world_size, timeout=timeout)
     group, _ = _new_process_group_helper(
-        world_size, 0, [], Backend(backend), store, group_name=name, backend_options=None, timeout=timeout,
+        world_size,
+        0,
+        [],
+        Backend(backend),
+        store,
+        group_name=name,
+        backend_options=None,
+        timeout=timeout,
     )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
@@ -282,7 +320,9 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _free(held: list[_Group], works: list) -> None:
-    """Drop a group once none of its broadcasts is under way: torch would wait for them with Python's lock held."""
+    """Drop a group once none of its broadcasts is under way: torch would wait for them with
+    Python's lock held.
+    """
     for work in works:
         with contextlib.suppress(RuntimeError):
             work.wait()

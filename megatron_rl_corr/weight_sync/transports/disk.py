@@ -1,4 +1,6 @@
-"""Weights through a folder that trainer and servers share: a complete Hugging Face model for every version."""
+"""Weights through a folder that trainer and servers share: a complete Hugging Face model
+for every version.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,13 @@ class DiskTransport(WeightTransport):
     in_session = False
 
     def __init__(
-        self, folder: Path, checkpoint: Path, loop: LoopThread, *, stage: int, quantization: BlockFP8 | None = None
+        self,
+        folder: Path,
+        checkpoint: Path,
+        loop: LoopThread,
+        *,
+        stage: int,
+        quantization: BlockFP8 | None = None,
     ):
         super().__init__()
         self._quantization = quantization
@@ -74,13 +82,16 @@ class DiskTransport(WeightTransport):
             self._unfinished.rename(final)
         self._written.append(final)
         self._loop.call(self.servers.update_weights_from_disk(str(final)))
-        # A server reports the folder that it has loaded, and may load it again after a restart: keep the last two.
+        # A server reports the folder that it has loaded, and may load it again after a restart:
+        # keep the last two.
         for old in sorted(_ours(self._folder), key=self._age)[:-KEPT_VERSIONS]:
             remove(old)
         self._written = self._written[-KEPT_VERSIONS:]
 
     def _age(self, folder: Path) -> tuple[int, int]:
-        """Sorts the newest version last. Clocks are set back, and a file server has its own: own versions need none."""
+        """Sorts the newest version last. Clocks are set back, and a file server has its own: own
+        versions need none.
+        """
         made = max((place for place, own in enumerate(self._written) if own == folder), default=-1)
         return made, folder.stat().st_mtime_ns
 

@@ -41,10 +41,12 @@ class TensorTransport(WeightTransport):
         if not any(tensor.is_cuda for _, tensor in bucket):
             shared = {name: engine.serialized(bucket) for name, engine in self.servers.fleet.engines.items()}
         entries = [
-            [shared.get(self.servers.fleet.name_of(url)) or self.servers.engine_of(url).serialized(bucket)
-             for _ in range(self._ranks[url])]
+            [
+                shared.get(self.servers.fleet.name_of(url)) or self.servers.engine_of(url).serialized(bucket)
+                for _ in range(self._ranks[url])
+            ]
             for url in self.servers.base_urls
-        ]  # fmt: skip
+        ]
         self._loop.call(self.servers.update_weights_from_tensor(entries))
 
 
@@ -58,7 +60,8 @@ def check_same_host(urls: Sequence[str]) -> None:
         if not is_this_host(urlsplit(url).hostname):
             raise ValueError(
                 f"`weight_transport` tensor: {url} is not on {socket.gethostname()}, which sends "
-                "weights to it, and hosts share no memory; use distributed, or disk with a shared `weight_dir`"
+                "weights to it, and hosts share no memory; use distributed, or disk with a shared "
+                "`weight_dir`"
             )
 
 

@@ -1,4 +1,6 @@
-"""Where a broadcast group meets: a store, and gloo's connections, on one address of this host and no other."""
+"""Where a broadcast group meets: a store, and gloo's connections, on one address of this
+host and no other.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,13 @@ def listening_store(address: str, timeout_s: float) -> tuple[TCPStore, int]:
     listener.listen()
     port = listener.getsockname()[1]
     store = TCPStore(
-        address, port, is_master=True, timeout=timedelta(seconds=timeout_s), wait_for_workers=False,
+        address,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
         master_listen_fd=listener.detach(),
-    )  # fmt: skip
+    )
     return store, port
 
 
@@ -68,10 +74,11 @@ def address_towards(url: str) -> str:
 
 @contextlib.contextmanager
 def gloo_listening_at(address: str) -> Iterator[None]:
-    """Groups that are made meanwhile listen on the interface of this address, as far as it has an IPv4 address.
+    """Groups that are made meanwhile listen on the interface of this address, as far as it has
+    an IPv4 address.
 
-    Gloo's other ways to name it hold Python's lock until all ranks have come. An interface that the user names stays.
-    One whose group is still waited for, as its server has failed, does not.
+    Gloo's other ways to name it hold Python's lock until all ranks have come. An interface that the user
+    names stays. One whose group is still waited for, as its server has failed, does not.
     """
     if os.environ.get(_GLOO_INTERFACE) not in (None, *_being_made):
         yield

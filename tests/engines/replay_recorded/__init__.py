@@ -1,7 +1,7 @@
 """An engine that samples nothing: it replays responses that were recorded in a JSON-lines file.
 
-Its address is the file. A line is {"prompt_ids": [...], "output_ids": [...], "logprobs": [...], "version": "..."}; each
-line answers one request for its prompt, in the order of the file.
+Its address is the file. A line is {"prompt_ids": [...], "output_ids": [...], "logprobs": [...], "version":
+"..."}; each line answers one request for its prompt, in the order of the file.
 """
 
 from __future__ import annotations
@@ -68,21 +68,51 @@ class ReplayRecorded(Engine):
     def health(self):
         return Request("GET", "health")
 
-    def generate(self, prompt_ids, sampling, request_id=None, *, seed, routed_experts=False, routes_from=0,
-                 cache_key=None):  # fmt: skip
+    def generate(
+        self,
+        prompt_ids,
+        sampling,
+        request_id=None,
+        *,
+        seed,
+        routed_experts=False,
+        routes_from=0,
+        cache_key=None,
+    ):
         return Request("GET", "generate", {"prompt_ids": prompt_ids})
 
-    def parse(self, body, *, prompt_ids, prompt_index, sample_index, server, max_new_tokens,
-              vocab_size=None, truncated=False, experts=None, known_routes=None, pushes_retract=False):  # fmt: skip
+    def parse(
+        self,
+        body,
+        *,
+        prompt_ids,
+        prompt_index,
+        sample_index,
+        server,
+        max_new_tokens,
+        vocab_size=None,
+        truncated=False,
+        experts=None,
+        known_routes=None,
+        pushes_retract=False,
+    ):
         line = json.loads(body)
         output = torch.tensor(line["output_ids"], dtype=torch.int64)
         if vocab_size is not None and output.max() >= vocab_size:
-            raise RolloutProtocolError(server, "generate", f"id {int(output.max())} is outside the vocabulary")
+            raise RolloutProtocolError(
+                server, "generate", f"id {int(output.max())} is outside the vocabulary"
+            )
         return Trajectory(
-            prompt_index=prompt_index, sample_index=sample_index, prompt_ids=prompt_ids, output_ids=output,
-            rollout_logprobs=torch.tensor(line["logprobs"], dtype=torch.float32), finish_reason="stop",
-            weight_versions=(VersionSpan(line["version"], 0, output.numel()),), cached_tokens=0, server=server,
-        )  # fmt: skip
+            prompt_index=prompt_index,
+            sample_index=sample_index,
+            prompt_ids=prompt_ids,
+            output_ids=output,
+            rollout_logprobs=torch.tensor(line["logprobs"], dtype=torch.float32),
+            finish_reason="stop",
+            weight_versions=(VersionSpan(line["version"], 0, output.numel()),),
+            cached_tokens=0,
+            server=server,
+        )
 
 
 ENGINE = ReplayRecorded()

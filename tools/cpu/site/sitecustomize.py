@@ -1,4 +1,5 @@
-"""Installs the import hook that MEGATRON_RL_CORR_CPU asks for; the process gets longer slices and rarer collections.
+"""Installs the import hook that MEGATRON_RL_CORR_CPU asks for; the process gets longer slices and
+rarer collections.
 
 Without that variable it does nothing at all.
 
@@ -49,11 +50,13 @@ def _install(engine):
         sys.stderr.flush()
         os._exit(2)
     sys.meta_path.insert(0, _Waiting(engine))
-    # An engine's import makes a million objects that stay; with the usual 700, walking them took 1 of its 8 seconds or
-    # more. It stays so: what training drops is freed without the collector, cycles wait somewhat longer.
+    # An engine's import makes a million objects that stay; with the usual 700, walking them took 1 of its
+    # 8 seconds or more. It stays so: what training drops is freed without the collector, cycles wait
+    # somewhat longer.
     gc.set_threshold(100_000)
-    # A gloo thread that wakes takes the core from the rank that holds its lock, and spins until it gets it: half of a
-    # step's system time, a quarter of all. Threads of this class do not preempt each other when they wake.
+    # A gloo thread that wakes takes the core from the rank that holds its lock, and spins until it gets
+    # it: half of a step's system time, a quarter of all. Threads of this class do not preempt each
+    # other when they wake.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

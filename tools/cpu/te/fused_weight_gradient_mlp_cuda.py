@@ -1,4 +1,6 @@
-"""Apex's extension, which Megatron's own output layer needs for gradient accumulation fusion: the product in torch."""
+"""Apex's extension, which Megatron's own output layer needs for gradient accumulation fusion: the
+product in torch.
+"""
 
 from torch import Tensor
 

@@ -1,7 +1,9 @@
-"""What /collective_rpc can call in a worker of vLLM: a group, an update's steps, a folder to load, checksums, state.
+"""What /collective_rpc can call in a worker of vLLM: a group, an update's steps, a folder to load,
+checksums, state.
 
-A method that fails returns {"error": text} and raises nothing: where vLLM (0.32) has several ranks it stops reading
-their answers at the first exception, and from then on every call gets other ranks' answers to the call before it.
+A method that fails returns {"error": text} and raises nothing: where vLLM (0.32) has several ranks it
+stops reading their answers at the first exception, and from then on every call gets other ranks' answers
+to the call before it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def _answers_errors(method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *args, **kwargs)
         except Exception as error:
             logger.exception("%s failed", method.__name__)
-            return {"error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
+            return {
+                "error": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            }
 
     return answered
 
@@ -57,7 +61,10 @@ class Extension:
 
     @_answers_errors
     def rl_corr_begin(
-        self, tensors: Mapping[str, Sequence[int]] | None = None, checksums: bool = True, code: str | None = None
+        self,
+        tensors: Mapping[str, Sequence[int]] | None = None,
+        checksums: bool = True,
+        code: str | None = None,
     ) -> None:
         """Begin an update, whatever became of the one before.
 
@@ -124,12 +131,14 @@ class Extension:
 
     @_answers_errors
     def rl_corr_state(self) -> dict[str, bool]:
-        """Whether an update is open, and whether one was broken off, so that weights of two versions are mixed."""
+        """Whether an update is open, and whether one was broken off, so that weights of two
+        versions are mixed.
+        """
         transfer = self._rl_corr_transfer()
         return {"open": transfer.is_open, "mixed": transfer.is_mixed}
 
     def _rl_corr_transfer(self) -> WeightTransfer:
         transfer = self.weight_transfer_engine
         if not isinstance(transfer, WeightTransfer):
-            raise ValueError(f"start the server with --weight-transfer-config '{{\"backend\": \"{BACKEND}\"}}'")
+            raise ValueError(f'start the server with --weight-transfer-config \'{{"backend": "{BACKEND}"}}\'')
         return transfer

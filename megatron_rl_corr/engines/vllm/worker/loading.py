@@ -1,9 +1,11 @@
-"""Puts new weights into a running vLLM model, layer after layer, and hashes each parameter before it is packed.
+"""Puts new weights into a running vLLM model, layer after layer, and hashes each parameter
+before it is packed.
 
-vLLM's layerwise reload: at the start every layer's parameters are put aside and replaced by ones without memory; a
-layer that is complete is loaded, packed for its kernels, and copied into the memory of the old one. What is added here:
-a checksum between loading and packing, the packing of experts and of tied output layers on the CPU, and a way back for
-layers that are not complete.
+vLLM's layerwise reload: at the start every layer's parameters are put aside and replaced by ones
+without memory; a
+layer that is complete is loaded, packed for its kernels, and copied into the memory of the old one. What
+is added here: a checksum between loading and packing, the packing of experts and of tied output layers on
+the CPU, and a way back for layers that are not complete.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from megatron_rl_corr.engines.checksums import checksum
 
 PREPACKED_EXPERTS = ("0.32.", "0.33.")
-"""Starts of the versions whose experts on the CPU are packed at the first load only, and are packed here at others."""
+"""Starts of the versions whose experts on the CPU are packed at the first load only, and are
+packed here at others.
+"""
 
 
 def experts_problem(model: nn.Module, device: torch.device) -> str | None:
@@ -64,12 +68,15 @@ class LayerwiseUpdate:
         with self._watched():
             self._finalize()
         for name in [name for name in self._checksums if name.rpartition(".")[2] in SKIP_LOAD_TENSORS]:
-            parameter = self._model.get_parameter(name)  # loaded by itself, maybe after its layer was complete
+            # loaded by itself, maybe after its layer was complete
+            parameter = self._model.get_parameter(name)
             self._checksums[name] = checksum(parameter.data, self._device.type) or ""
         return self._checksums
 
     def roll_back(self) -> None:
-        """Give every layer that is not complete its old parameters back; the complete ones keep the new ones."""
+        """Give every layer that is not complete its old parameters back; the complete ones
+        keep the new ones.
+        """
         for module in self._model.modules():
             info = layerwise.get_layerwise_info(module)
             info.load_numel = 0
@@ -82,7 +89,8 @@ class LayerwiseUpdate:
             return
         from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-        # An output layer that is tied to the embedding shares its memory, but on the CPU computes with a packed copy.
+        # An output layer that is tied to the embedding shares its memory, but on the CPU computes
+        # with a packed copy.
         for module in self._model.modules():
             method = getattr(module, "quant_method", None)
             if isinstance(method, UnquantizedEmbeddingMethod) and module not in self._processed:
@@ -114,7 +122,8 @@ class LayerwiseUpdate:
             if self._device.type == "cpu" and _has_experts(packed):
                 packed.quant_method.moe_kernel.fused_experts.process_weights_after_loading(packed)
 
-        method.process_weights_after_loading = hash_and_pack  # of this object alone, until it is deleted below
+        # of this object alone, until it is deleted below
+        method.process_weights_after_loading = hash_and_pack
         try:
             original(layer, info)
         finally:

@@ -1,4 +1,6 @@
-"""The weight-transfer backend "rl_corr" of vLLM: receives buckets by broadcast or in requests, and loads them."""
+"""The weight-transfer backend "rl_corr" of vLLM: receives buckets by broadcast or in
+requests, and loads them.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world, rendezvous
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from megatron_rl_corr.engines.vllm import checks, tensors
@@ -37,7 +49,9 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """One bucket: its names, types and shapes if rank 0 broadcasts it, or what `tensors.serialized` made of it."""
+    """One bucket: its names, types and shapes if rank 0 broadcasts it, or what
+    `tensors.serialized` made of it.
+    """
 
     names: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
@@ -47,7 +61,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Nothing of the model is touched before the first bucket, and nothing by a bucket that does not fit it."""
+    """Nothing of the model is touched before the first bucket, and nothing by a bucket that
+    does not fit it.
+    """
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -84,9 +100,15 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         store, _, _ = next(rendezvous(f"tcp://{host}:{init_info.master_port}", rank, size, timeout=timeout))
         store.set_timeout(timeout)
         group, _ = _new_process_group_helper(
-            size, rank, [], Backend(init_info.backend), PrefixStore(init_info.group_name, store),
-            group_name=init_info.group_name, backend_options=None, timeout=timeout,
-        )  # fmt: skip
+            size,
+            rank,
+            [],
+            Backend(init_info.backend),
+            PrefixStore(init_info.group_name, store),
+            group_name=init_info.group_name,
+            backend_options=None,
+            timeout=timeout,
+        )
         _world.pg_group_ranks[group] = {i: i for i in range(size)}
         self._groups[init_info.group_name] = group
 
@@ -118,7 +140,9 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if problem is not None:
             raise ValueError(problem)
         if self._held is None:
-            self._held = checks.shapes_of_folder(model_folder(self.model_config, self.vllm_config.load_config))
+            self._held = checks.shapes_of_folder(
+                model_folder(self.model_config, self.vllm_config.load_config)
+            )
         problem = experts_problem(self.model, self.device)
         if problem is None and sent is not None:
             problem = checks.problem(sent, self._held)
@@ -129,7 +153,9 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def start_weight_update(self) -> None:
         """vLLM's own endpoint of this name. Raises ValueError: `begin` is needed."""
-        raise ValueError("this server takes updates by its worker extension alone; see /collective_rpc rl_corr_begin")
+        raise ValueError(
+            "this server takes updates by its worker extension alone; see /collective_rpc rl_corr_begin"
+        )
 
     def update_weights(self, update_info: dict) -> None:
         """Check, receive and load one bucket; if that fails the update is broken off."""
@@ -153,7 +179,10 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if problem is None and len(dict(named)) < len(named):
             problem = "a tensor is twice in one bucket"
         if problem is None and not entries and update_info.group_name not in self._groups:
-            problem = f"this server is not in the group {update_info.group_name!r}; it was started again, or left it"
+            problem = (
+                f"this server is not in the group {update_info.group_name!r}; it was started again, or "
+                "left it"
+            )
         if problem is not None:
             raise ValueError(problem)
         if entries:
@@ -204,9 +233,11 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._update, self.is_open, self.is_mixed = None, False, False
 
     def break_off(self) -> None:
-        """End an open update: layers that are not complete get their old weights back, so that the server can run.
+        """End an open update: layers that are not complete get their old weights back, so that
+        the server can run.
 
-        With a complete one it has weights of two versions then, and must not be sampled from before a whole update.
+        With a complete one it has weights of two versions then, and must not be sampled from
+        before a whole update.
         """
         update, self._update, self.is_open, self._received = self._update, None, False, set()
         if update is not None:
@@ -217,15 +248,22 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def model_folder(model_config, load_config) -> Path:
-    """The folder of the checkpoint that the server was started with, or its copy where vLLM has downloaded it to."""
+    """The folder of the checkpoint that the server was started with, or its copy where vLLM has
+    downloaded it to.
+    """
     folder = Path(model_config.model)
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(
-        model_config.model, revision=model_config.revision, cache_dir=load_config.download_dir, local_files_only=True
-    ))  # fmt: skip
+    return Path(
+        snapshot_download(
+            model_config.model,
+            revision=model_config.revision,
+            cache_dir=load_config.download_dir,
+            local_files_only=True,
+        )
+    )
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:

@@ -1,6 +1,8 @@
-"""A stand-in for Transformer Engine 2.20 on a machine without a GPU: its names and arguments, computed by torch.
+"""A stand-in for Transformer Engine 2.20 on a machine without a GPU: its names and arguments,
+computed by torch.
 
-What a GPU is needed for (fp8, fused attention's own options, overlapped communication) raises NotImplementedError.
+What a GPU is needed for (fp8, fused attention's own options, overlapped communication) raises
+NotImplementedError.
 """
 
 import os
@@ -15,14 +17,18 @@ STAND_IN = True
 
 
 def _check_place() -> None:
-    """Raises RuntimeError, which Megatron does not take for a missing package, where the real one could run."""
+    """Raises RuntimeError, which Megatron does not take for a missing package, where the
+    real one could run.
+    """
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     others = [path for path in sys.path if os.path.abspath(path or ".") != here]
     found = "torch finds a GPU" if torch.cuda.is_available() else None
     if PathFinder.find_spec(__name__, others) is not None:
         found = "the real transformer_engine is installed"
     if found is not None:
-        raise RuntimeError(f"a stand-in for Transformer Engine is on the path, and {found}: take {here} off PYTHONPATH")
+        raise RuntimeError(
+            f"a stand-in for Transformer Engine is on the path, and {found}: take {here} off PYTHONPATH"
+        )
 
 
 _check_place()

@@ -5,7 +5,9 @@ class Recipe:
     """Of none is there an object: each needs a GPU."""
 
     def __init__(self, *args, **kwargs):
-        raise NotImplementedError(f"{type(self).__name__} needs a GPU; train without --fp8-format and --fp4-format")
+        raise NotImplementedError(
+            f"{type(self).__name__} needs a GPU; train without --fp8-format and --fp4-format"
+        )
 
 
 class Format:

@@ -117,6 +117,8 @@ class Exchange(torch.autograd.Function):
 copy_to_ranks = _same
 """Its backward sums over ranks."""
 COUNTERPART = {
-    gather_along_first_dim: reduce_scatter_along_first_dim, reduce_scatter_along_first_dim: gather_along_first_dim,
-    copy_to_ranks: allreduce, allreduce: copy_to_ranks,
-}  # fmt: skip
+    gather_along_first_dim: reduce_scatter_along_first_dim,
+    reduce_scatter_along_first_dim: gather_along_first_dim,
+    copy_to_ranks: allreduce,
+    allreduce: copy_to_ranks,
+}

@@ -1,4 +1,5 @@
-"""FusedAdam and FusedSGD: torch's own steps, with the state that Megatron's optimizer saves of Transformer Engine's.
+"""FusedAdam and FusedSGD: torch's own steps, with the state that Megatron's optimizer saves of
+Transformer Engine's.
 
 That is a step count in the parameter group, where torch has one a parameter.
 """
@@ -10,11 +11,25 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW (adam_w_mode) or Adam with weight decay in the gradient."""
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, amsgrad=False, *, bias_correction=True,
-        adam_w_mode=True, capturable=False, master_weights=False, store_param_remainders=False,
-        use_decoupled_grad=False, exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32,
-        master_weight_dtype=torch.float32, set_grad_none=None,
-    ):  # fmt: skip
+        self,
+        params,
+        lr=1e-3,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        weight_decay=0.0,
+        amsgrad=False,
+        *,
+        bias_correction=True,
+        adam_w_mode=True,
+        capturable=False,
+        master_weights=False,
+        store_param_remainders=False,
+        use_decoupled_grad=False,
+        exp_avg_dtype=torch.float32,
+        exp_avg_sq_dtype=torch.float32,
+        master_weight_dtype=torch.float32,
+        set_grad_none=None,
+    ):
         low = {exp_avg_dtype, exp_avg_sq_dtype, master_weight_dtype} != {torch.float32}
         if amsgrad or capturable or master_weights or store_param_remainders or use_decoupled_grad or low:
             raise NotImplementedError("FusedAdam's own master weights, precisions and graphs need a GPU")
@@ -28,7 +43,9 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             first, second = group["betas"]
-            corrections = [1 - beta ** group["step"] if group["bias_correction"] else 1.0 for beta in group["betas"]]
+            corrections = [
+                1 - beta ** group["step"] if group["bias_correction"] else 1.0 for beta in group["betas"]
+            ]
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue

@@ -1,6 +1,7 @@
 """Tokens to the order of their experts and back, by a routing map [tokens, experts].
 
-row_id_map, which the real functions make for each other, is here the chosen places of the map [experts, tokens], flat.
+row_id_map, which the real functions make for each other, is here the chosen places of the map
+[experts, tokens], flat.
 """
 
 import torch
@@ -26,9 +27,14 @@ def moe_permute_with_probs(inp: Tensor, probs: Tensor, routing_map: Tensor, num_
 
 
 def moe_unpermute(
-    inp: Tensor, row_id_map: Tensor, merging_probs=None, restore_shape=None, map_type="mask", probs=None,
+    inp: Tensor,
+    row_id_map: Tensor,
+    merging_probs=None,
+    restore_shape=None,
+    map_type="mask",
+    probs=None,
     pad_offsets=None,
-):  # fmt: skip
+):
     """[t', H] -> [t, H]: the sum of each token's rows, weighed by merging_probs [t, E] if given."""
     assert map_type == "mask" and pad_offsets is None
     weights = probs if merging_probs is None else merging_probs
@@ -43,7 +49,9 @@ def moe_sort_chunks_by_index(inp: Tensor, split_sizes: Tensor, sorted_index: Ten
     return torch.cat([chunks[at] for at in sorted_index.tolist()])
 
 
-def moe_sort_chunks_by_index_with_probs(inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor):
+def moe_sort_chunks_by_index_with_probs(
+    inp: Tensor, probs: Tensor, split_sizes: Tensor, sorted_index: Tensor
+):
     """The same of rows and of their probabilities."""
     return (
         moe_sort_chunks_by_index(inp, split_sizes, sorted_index),

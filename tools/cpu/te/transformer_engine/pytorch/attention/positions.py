@@ -18,7 +18,9 @@ def positions_of_rank(rank: int, size: int, boundaries: list[int]) -> Tensor:
             kept.append(torch.arange(start, stop))
             continue
         part, left = divmod(stop - start, 2 * size)
-        assert not left, f"a sequence of {stop - start} positions is no multiple of 2 x {size} context-parallel ranks"
+        assert not left, (
+            f"a sequence of {stop - start} positions is no multiple of 2 x {size} context-parallel ranks"
+        )
         for at in (rank, 2 * size - 1 - rank):
             kept.append(torch.arange(start + at * part, start + (at + 1) * part))
     return torch.cat(kept)

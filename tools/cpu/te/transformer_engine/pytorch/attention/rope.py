@@ -19,9 +19,16 @@ def _rotated(t: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
 
 
 def apply_rotary_pos_emb(
-    t: Tensor, freqs: Tensor, tensor_format="sbhd", start_positions=None, interleaved=False, fused=False,
-    cu_seqlens=None, cp_size=1, cp_rank=0,
-) -> Tensor:  # fmt: skip
+    t: Tensor,
+    freqs: Tensor,
+    tensor_format="sbhd",
+    start_positions=None,
+    interleaved=False,
+    fused=False,
+    cu_seqlens=None,
+    cp_size=1,
+    cp_rank=0,
+) -> Tensor:
     """t [s, b, h, d], or packed [t, h, d] with cu_seqlens of the whole row; freqs [s or more, 1, 1, d]."""
     assert start_positions is None and tensor_format in ("sbhd", "thd")
     if tensor_format == "sbhd":

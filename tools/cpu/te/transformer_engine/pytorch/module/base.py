@@ -12,7 +12,9 @@ def get_dummy_wgrad(shape: list, dtype: torch.dtype, zero=False) -> Tensor:
 
 
 class WeightGradient(torch.autograd.Function):
-    """x [n, in] @ weight [out, in]^T -> [n, out]; fused: backward adds the weight's gradient to its main_grad."""
+    """x [n, in] @ weight [out, in]^T -> [n, out]; fused: backward adds the weight's gradient
+    to its main_grad.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, fused: bool) -> Tensor:

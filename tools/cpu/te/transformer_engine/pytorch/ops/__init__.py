@@ -1,4 +1,6 @@
-"""The operation fuser: names that Megatron 0.14 to 0.17 reads while it is imported, none of which can be made."""
+"""The operation fuser: names that Megatron 0.14 to 0.17 reads while it is imported, none of
+which can be made.
+"""
 
 import torch
 
@@ -8,7 +10,9 @@ class Sequential(torch.nn.Module):
 
     def __init__(self, *args, **kwargs):
         super().__init__()
-        raise NotImplementedError("the operation fuser needs a GPU; train without --use-transformer-engine-op-fuser")
+        raise NotImplementedError(
+            "the operation fuser needs a GPU; train without --use-transformer-engine-op-fuser"
+        )
 
 
 def __getattr__(name):
