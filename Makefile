@@ -48,8 +48,8 @@ soak: setup ## Train the quickstart for an hour or so with a random fault every 
 gpu-check: setup ## Show on one GPU what only a GPU can, in 10 minutes, without network; ONLY="part ..." TABLE=file; no GPU: a rehearsal
 	$(PYTHON) -m tools.gpu_check $(if $(ONLY),--only $(ONLY)) $(if $(TABLE),--table $(TABLE))
 
-lint: setup ## Check style and line length
-	$(PYTHON) -m ruff check .
+lint: setup ## Check style and format
+	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
 
 quickstart: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup) ## Train the tiny MoE against a real SGLang server; ENGINE=vllm SEED= STEPS= SERVER_DTYPE= ASYNC=1 COLOCATE=1
 	$(QUICKSTART) $(QUICKSTART_OPTIONS)

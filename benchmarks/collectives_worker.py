@@ -38,7 +38,7 @@ from megatron_rl_corr.mcore import compat, forward_only, step
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.collect import COUNTED, Collector, SampleSource
 from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.layout import Layout
 from tools.local_server import free_port
 
 LAYOUTS = {

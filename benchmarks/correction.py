@@ -27,7 +27,7 @@ from benchmarks.quiet import only_tables
 from megatron_rl_corr import compute_correction
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.losses import policy_loss
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
 
 CONFIGS = {
     "no weights, no rules": PRESETS["disabled"],

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_rl_corr.core.metrics import Metric
-from megatron_rl_corr.parallel.collectives import all_gather_stacked, all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, all_reduce_metrics
+from megatron_rl_corr.reduce.metrics import Metric
 
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 

@@ -11,7 +11,7 @@ _EXPORTS = {
     "compute_correction": "megatron_rl_corr.core.correction",
     "flatten_padded": "megatron_rl_corr.core.segments",
     "policy_loss": "megatron_rl_corr.core.losses",
-    "ParallelGroups": "megatron_rl_corr.parallel.collectives",
+    "ParallelGroups": "megatron_rl_corr.reduce.collectives",
     "vocab_parallel_logprobs": "megatron_rl_corr.logprobs.vocab",
 }
 __all__ = sorted(_EXPORTS)

@@ -83,7 +83,7 @@ def prepare(
     def install() -> Callable[[], None]:
         name_flags_in_logs()
         from megatron_rl_corr.mcore import versions
-        from megatron_rl_corr.parallel.restarts import part_attempts
+        from megatron_rl_corr.reduce.restarts import part_attempts
 
         part_attempts()
         versions.check_version()
@@ -220,7 +220,7 @@ def run_to_the_end[**Arguments, Result](
     import functools
 
     from megatron_rl_corr.engines.errors import RolloutError
-    from megatron_rl_corr.parallel.failure import WATCH, PeerFailure, StartupError
+    from megatron_rl_corr.reduce.failure import WATCH, PeerFailure, StartupError
 
     restarts = IN_PROCESS_RESTART in sys.argv
     final = (PeerFailure, RolloutError, StartupError) if restarts else Exception
@@ -247,7 +247,7 @@ def run_to_the_end[**Arguments, Result](
 
 def _end(error: Exception, *, in_one_line: bool) -> None:
     """End this process because of an error, once the other ranks know of it."""
-    from megatron_rl_corr.parallel.failure import EXIT_TIMEOUT_S, WATCH, PeerFailure
+    from megatron_rl_corr.reduce.failure import EXIT_TIMEOUT_S, WATCH, PeerFailure
 
     is_peers, end = isinstance(error, PeerFailure), time.monotonic() + PEER_MESSAGE_TIMEOUT_S
     # If several ranks fail, as when the connection to the first breaks, one of them prints its error.

@@ -22,7 +22,7 @@ LONGEST_FIRST = (
     "rollout/test_in_flight_real_servers.py",
     "mcore",
     "tools",
-    "parallel",
+    "reduce",
     "core",
     "rollout",
 )

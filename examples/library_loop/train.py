@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 import megatron_rl_corr as rl
 from megatron_rl_corr.core.aggregation import token_coefficients
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
 
 dist.init_process_group()
 mpu.initialize_model_parallel(tensor_model_parallel_size=int(sys.argv[1]))

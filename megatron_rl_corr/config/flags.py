@@ -66,8 +66,8 @@ def add_group(
 
 
 def title_of(owner: type) -> tuple[str, str]:
-    """(title, what it is about): the two halves of the first line of the dataclass's docstring."""
-    title, _, about = owner.__doc__.split("\n")[0].partition(": ")
+    """(title, what it is about): the two halves of the first paragraph of the dataclass's docstring."""
+    title, _, about = " ".join(owner.__doc__.split("\n\n")[0].split()).partition(": ")
     return title, about
 
 

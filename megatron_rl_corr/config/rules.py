@@ -19,8 +19,6 @@ from megatron_rl_corr.config.checks import NO_RULES, check_bounds, one_of, plain
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_rl_corr.core.ratios import TokenRatios
-
 RULE_LEVELS = ("token", "seq_sum", "seq_mean", "seq_max", "turn_mean")
 """What is tested: each token's value, its sum or mean over the sequence, every value of the sequence (one
 outside rejects all), or its mean over the token's turn.
@@ -63,7 +61,7 @@ class Divergence:
     doc: str
     """Formula and meaning, for help and docs."""
 
-    value: Callable[[TokenRatios], Tensor]
+    value: Callable[[Any], Tensor]
     """Its value for each token [T], from core/ratios.TokenRatios; must be 0 where all of that is 0, which
     is what it holds outside the valid tokens.
     """
@@ -90,7 +88,7 @@ class Divergence:
     seq_sum, seq_mean.
     """
 
-    drops: Callable[[TokenRatios], Tensor] | None = None
+    drops: Callable[[Any], Tensor] | None = None
     """Which tokens of a sequence out of bounds are dropped, bool [T]; None: all. The others stay, and so
     does the sequence in its group's baseline. One level, seq_sum, seq_mean or seq_max, and one row at
     most: the kept length of a sequence is summed for one such rule.

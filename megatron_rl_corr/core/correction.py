@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RULE_INPUTS
-from megatron_rl_corr.core.metrics import Max, Metric
 from megatron_rl_corr.core.mismatch import (
     engine_metrics,
     pack,
@@ -35,9 +33,8 @@ from megatron_rl_corr.core.rejection import (
 )
 from megatron_rl_corr.core.segments import Columns, constant, padded_at
 from megatron_rl_corr.core.weights import ImportanceWeights, importance_weights
-
-if TYPE_CHECKING:
-    from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.metrics import Max, Metric
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.core import metrics as m
 from megatron_rl_corr.core.ratios import LARGEST_LESS, LOG_CLAMP, SpanSums, TokenRatios
 from megatron_rl_corr.core.rejection import Rejection
 from megatron_rl_corr.core.segments import Columns, constant, segment_sums
+from megatron_rl_corr.reduce import metrics as m
 
 OUTLIER = 2.610868638
 """Where k3 = e^D - 1 - D reaches 10: in clamped metrics no ratio counts for more than e^2.61 = 13.6."""

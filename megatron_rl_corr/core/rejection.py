@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, reduce
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,9 +18,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RejectionRule
 from megatron_rl_corr.core.ratios import Spans, SpanSums, TokenRatios
 from megatron_rl_corr.core.segments import Columns, segment_sums
-
-if TYPE_CHECKING:
-    from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 M2_BINS = 4096
 M2_LOWEST, M2_OCTAVES = -40.0, 54.0

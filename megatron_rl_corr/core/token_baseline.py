@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
-from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.reduce.metrics import Metric
 
 SMALLEST_ENERGY = 1e-8
 """Added to the energy of each response, so that responses whose tokens were all certain count alike."""

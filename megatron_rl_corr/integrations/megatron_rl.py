@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.core.segments import row_ids
+from megatron_rl_corr.reduce.metrics import Metric
 
 LOSS_MASK = 3
 """Place of the loss mask in a microbatch of train_rl.py, and in what load_packed_data_by_index returns."""

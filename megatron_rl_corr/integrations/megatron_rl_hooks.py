@@ -72,7 +72,7 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
     from megatron_rl_corr.integrations.megatron_rl import GRPOCorrection
     from megatron_rl_corr.mcore import hooks
     from megatron_rl_corr.mcore.versions import megatron_version
-    from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
+    from megatron_rl_corr.reduce.collectives import all_reduce_metrics, merge
 
     correction = GRPOCorrection(config)
     loss = (

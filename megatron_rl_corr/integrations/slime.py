@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.ratios import LOG_CLAMP
 from megatron_rl_corr.integrations.settings import read_settings
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 SETTINGS = "rollout_correction_config"
 """Attribute of args that names our YAML file; a key of the file that --custom-config-path gives."""

@@ -19,7 +19,7 @@ from megatron_rl_corr.logprobs.products import multiply, pieces
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.logprobs.vocab import backend, check_sampled, check_settings, vocab_columns
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked
 
 WIDER_ROWS = 8192
 """Rows of the weight at a time where logits are wider than it: then it, or their gradient, is copied."""

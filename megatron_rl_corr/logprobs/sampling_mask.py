@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs.torch_backend import NEGLIGIBLE, SMALLEST
 from megatron_rl_corr.logprobs.vocab import backend, check_inputs
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked
 
 CHUNK_IDS = 1 << 19
 """Ids of one chunk: about 60 bytes each, so 31 MB, beside the logits and their gradient."""

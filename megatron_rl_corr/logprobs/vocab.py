@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from megatron_rl_corr.logprobs import torch_backend
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked
 
 
 def vocab_parallel_logprobs(

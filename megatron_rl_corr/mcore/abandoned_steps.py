@@ -20,8 +20,8 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import CONFIG_NAME, METRICS_NAME
 from megatron_rl_corr.mcore.step_trace import NAME as TRACE
 from megatron_rl_corr.moe.statistics import FILE_NAME as EXPERTS_NAME
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows, move_files
 from megatron_rl_corr.rollout.sample_folder import NAME as SAMPLES
 

@@ -22,8 +22,8 @@ from megatron_rl_corr.core.token_baseline import reward_sums, token_advantages
 from megatron_rl_corr.mcore.batch import RolloutBatch, in_baseline, trained_tokens
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.user_functions import own_advantages
-from megatron_rl_corr.parallel.collectives import ParallelGroups, all_gather_stacked
-from megatron_rl_corr.parallel.context import SequenceChunks
+from megatron_rl_corr.reduce.collectives import ParallelGroups, all_gather_stacked
+from megatron_rl_corr.reduce.context import SequenceChunks
 
 
 def all_reduce_advantages(

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import torch
 
-from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics
@@ -22,8 +21,9 @@ from megatron_rl_corr.mcore.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.reward_parts import RewardParts
 from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_results, communication_device
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_results, communication_device
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Metric
 from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.queue import Group, Taken
 from megatron_rl_corr.rollout.sample_file import Origin

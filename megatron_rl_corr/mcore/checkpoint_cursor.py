@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folders_to_load, put_in
-from megatron_rl_corr.parallel.failure import StartupError, broadcast_made
+from megatron_rl_corr.reduce.failure import StartupError, broadcast_made
 from megatron_rl_corr.rollout.cursor import SavedCursor
 
 FILE_NAME = "rollout_cursor.json"

@@ -20,8 +20,8 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.failure import all_reduce_failure, meeting_interval_s
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import all_reduce_failure, meeting_interval_s
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
-from megatron_rl_corr.core.metrics import Mean, Metric, Sum
 from megatron_rl_corr.data.skipped import CAUSES as SKIP_CAUSES
 from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.reduce.metrics import Mean, Metric, Sum
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.failures import CAUSES
 from megatron_rl_corr.rollout.queue import Group, Taken

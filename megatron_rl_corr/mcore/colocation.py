@@ -20,7 +20,7 @@ from megatron.core import __version__ as megatron_version
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.versions import release
-from megatron_rl_corr.parallel.failure import StartupError, communication_device
+from megatron_rl_corr.reduce.failure import StartupError, communication_device
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.update import all_reduce_released

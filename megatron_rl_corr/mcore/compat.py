@@ -16,7 +16,7 @@ from megatron.core import parallel_state as mpu
 from megatron_rl_corr.mcore.step_scale import scaled_learning_rates
 from megatron_rl_corr.mcore.versions import check_parameters, release
 from megatron_rl_corr.models.shards import ShardRanks
-from megatron_rl_corr.parallel.layout import ExpertGroups, Layout, StageGroups
+from megatron_rl_corr.reduce.layout import ExpertGroups, Layout, StageGroups
 
 OUTPUT_PROCESSOR_SINCE = (0, 18)
 """GPTModel.forward's hook behind the last layer."""

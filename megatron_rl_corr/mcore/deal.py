@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.packing import PackLimits, karmarkar_karp
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
-from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.failure import communication_device
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.sample_file import Origin
 
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.core.metrics import Mean
 from megatron_rl_corr.core.ratios import k3
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Mean
 
 NO_TOKEN = (
     "no token of this step is left: no update. See rollout_corr/rejected_fraction/* for the rule that "

@@ -29,8 +29,8 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.collect import PROGRESS_EVERY_S, SampleSource
 from megatron_rl_corr.mcore.prompt_checks import held_out_prompts
-from megatron_rl_corr.parallel.failure import all_reduce_results, communication_device, meeting_interval_s
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import all_reduce_results, communication_device, meeting_interval_s
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.sampling import evaluation_sampling, sampling_of_row
 from megatron_rl_corr.rollout.seeds import evaluation_number
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.core.mismatch import filtered_metrics
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
@@ -23,7 +22,8 @@ from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Metric
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl_corr.engines.base import Engine
-from megatron_rl_corr.parallel.failure import StartupError
+from megatron_rl_corr.reduce.failure import StartupError
 
 FLOAT32_KL, HALF_KL, QUANTIZED_KL = 1e-4, 1e-2, 1e-1
 """Largest mean k3 that rounding explains: both sides in float32, one side in 16 bits, one side quantised."""

@@ -17,7 +17,7 @@ from megatron_rl_corr.logprobs.sampling_mask import sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward_only import run_forward_only
-from megatron_rl_corr.mcore.microbatches import Microbatch
+from megatron_rl_corr.mcore.microbatch import Microbatch
 from megatron_rl_corr.mcore.mtp import mtp_arguments
 from megatron_rl_corr.mcore.output_processor import (
     LogprobSettings,

@@ -14,7 +14,7 @@ from megatron_rl_corr.files import refuse_link
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hf_folder import UnfinishedFolder
-from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_first_rank
+from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_first_rank
 from megatron_rl_corr.weight_sync.export import StageExporter, write_stage
 
 

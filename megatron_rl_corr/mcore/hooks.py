@@ -40,7 +40,7 @@ from megatron_rl_corr.mcore.packed_flags import set_packed
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.supervision import Supervision
 from megatron_rl_corr.models.megatron_flags import add_missing_flags
-from megatron_rl_corr.parallel.failure import WATCH, all_reduce_startup, communication_device
+from megatron_rl_corr.reduce.failure import WATCH, all_reduce_startup, communication_device
 
 logger = logging.getLogger(__name__)
 Report = Callable[[dict[str, float], Any], None]

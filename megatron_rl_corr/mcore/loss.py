@@ -19,68 +19,18 @@ from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
-from megatron_rl_corr.core.metrics import Metric, Sum
-from megatron_rl_corr.core.segments import padded_at
 from megatron_rl_corr.core.token_baseline import gradient_energies
 from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
 from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages, all_reduce_token_advantages
 from megatron_rl_corr.mcore.decision import mean_k3
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
-from megatron_rl_corr.mcore.microbatches import Microbatch
+from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.mcore.user_functions import loss_of
-from megatron_rl_corr.parallel.collectives import ParallelGroups
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """What the loss needs of each token beside the logits; on the last pipeline stage only."""
-
-    rollout_logprobs: Tensor
-    """[T] float32, log pi_rollout of the label; NaN where the server gave none."""
-    loss_mask: Tensor
-    """[T] bool: the label was sampled by the policy, in a sample of the loss, whatever its log-prob."""
-    own_weights: Tensor
-    """[T] bool: sampled, and by the weights that the trainer has now, whether or not its
-    sample is in the loss.
-    """
-    advantages: Tensor
-    """[T] float32."""
-    correction: Correction
-    """The batch's; without a pass for old log-probs it only counts tokens, and the loss makes
-    each microbatch's.
-    """
-    coefficients: Tensor
-    """[T] float32: the loss of the global batch is the sum of coefficients x token losses."""
-    old_logprobs: Tensor | None = None
-    """[T] float32, log pi_old of the label; None without a pass for it."""
-    ref_logprobs: Tensor | None = None
-    """[T] float32, log pi_ref of the label; None without a reference policy."""
-    turn_ids: Tensor | None = None
-    """[T] int64, in [0, num_turns); None where sequences have one turn."""
-    num_turns: int | None = None
-    engine_ids: Tensor | None = None
-    """[T] int64: which of `engines` sampled the label; None where all have the same."""
-    engines: tuple[str, ...] = ()
-    token_lags: Tensor | None = None
-    """[T] int64: pushes since the weights that sampled the label; None: no metrics by lag."""
-    energies: Tensor | None = None
-    """[T] float32, `gradient_energies` under pi_old; None: no advantage asks for them."""
-
-    def tokens(self, start: int, stop: int) -> LossInputs:
-        """Those of tokens [start, stop)."""
-        part = {name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **part, correction=self.correction.rows(start, stop))
-
-    def at(self, places: Tensor, padding: int) -> LossInputs:
-        """Those of the tokens at these places [T'], and behind them of so many that are no
-        token: 0, masked.
-        """
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        part = {name: padded_at(value, places, padding) for name, value in tensors.items()}
-        return replace(self, **part, correction=self.correction.at(places, padding))
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.metrics import Metric, Sum
 
 
 def make_loss_inputs(

@@ -19,7 +19,7 @@ from megatron_rl_corr.models.architectures import CODE_OF
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.settings import computed
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
+from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.updatable import is_interrupted

@@ -19,10 +19,10 @@ from torch import Tensor
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.mcore.replicas import broadcast_batch, broadcast_to_replica
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
-from megatron_rl_corr.parallel.context import zigzag_positions
-from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.context import zigzag_positions
+from megatron_rl_corr.reduce.failure import communication_device
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout import versions
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_rl_corr.parallel.failure import communication_device
+from megatron_rl_corr.reduce.failure import communication_device
 
 
 @dataclass(frozen=True)

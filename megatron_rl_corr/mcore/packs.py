@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,16 +15,13 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from megatron_rl_corr.core.metrics import Max, Mean, Metric
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
-from megatron_rl_corr.mcore.microbatches import Microbatch
+from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import PackLimits, all_reduce_pack_count, balanced_packs, first_fit
 from megatron_rl_corr.moe.padding import PackedShare
-from megatron_rl_corr.parallel.layout import Layout
-
-if TYPE_CHECKING:
-    from megatron_rl_corr.mcore.loss import LossInputs
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Max, Mean, Metric
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rows import LongPrompt
 from megatron_rl_corr.data.tokenizer import Tokenizer
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.layout import Layout
 
 CHECKED_ROWS = 1000
 """Rows that are looked at where there are more, beside the first and the last of each source: those drawn

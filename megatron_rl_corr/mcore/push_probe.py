@@ -27,13 +27,13 @@ from megatron_rl_corr.mcore.probe_rows import RANK_TOKENS, RowShapes, keeps_shap
 from megatron_rl_corr.mcore.push_judge import ROUNDS, Asked, PushJudge
 from megatron_rl_corr.mcore.reference import ReferencePass
 from megatron_rl_corr.mcore.simulated_rounding import simulated_rounding
-from megatron_rl_corr.parallel.failure import (
+from megatron_rl_corr.reduce.failure import (
     all_reduce_failure,
     all_reduce_results,
     broadcast_made,
     communication_device,
 )
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.weight_sync import verdict
 from megatron_rl_corr.weight_sync.servers import WeightServers
 

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.kl import reward_kl
-from megatron_rl_corr.core.metrics import Mean, Metric
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch
@@ -27,7 +26,8 @@ from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.metrics import Mean, Metric
 from megatron_rl_corr.weight_sync.export import StageExporter
 
 HOST = torch.device("cpu")

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from megatron_rl_corr.core.losses.kl import kl_estimate
 from megatron_rl_corr.core.losses.ratio import inside
-from megatron_rl_corr.core.metrics import Mean, Metric
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.first_step import HALF_KL
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, ReferenceWeights
 from megatron_rl_corr.mcore.replicas import broadcast_to_replica
-from megatron_rl_corr.parallel.context import zigzag_positions
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_results, communication_device
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.context import zigzag_positions
+from megatron_rl_corr.reduce.failure import StartupError, all_reduce_results, communication_device
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Mean, Metric
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.scorer import Scorer
 

@@ -21,8 +21,8 @@ from megatron_rl_corr.mcore.reference_server import ServedReference
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
-from megatron_rl_corr.parallel.failure import all_reduce_failure, all_reduce_startup
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_startup
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.scorer import Scorer
 from megatron_rl_corr.weight_sync.export import StageExporter

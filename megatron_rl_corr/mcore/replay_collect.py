@@ -16,8 +16,8 @@ from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.mcore.first_step import HALF_KL, FirstStep
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.failure import meeting_interval_s
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import meeting_interval_s
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.groups import Group, Taken
 from megatron_rl_corr.rollout.sample_file import Origin, Sample, SavedBatch, read_sampling, read_trajectories

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.forward import label_logprobs, make_forward_step
 from megatron_rl_corr.mcore.forward_only import run_forward_only
-from megatron_rl_corr.mcore.microbatches import Microbatch
+from megatron_rl_corr.mcore.microbatch import Microbatch
 from megatron_rl_corr.mcore.reference import ReferencePass
 from megatron_rl_corr.moe.effect import effect_metrics
 from megatron_rl_corr.moe.routes import Routes
+from megatron_rl_corr.reduce.metrics import Metric
 
 
 @dataclass(frozen=True)

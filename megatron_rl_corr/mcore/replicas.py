@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.layout import Layout
 
 
 def broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:

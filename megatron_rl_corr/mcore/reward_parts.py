@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
-from megatron_rl_corr.core.metrics import Mean, Metric
+from megatron_rl_corr.reduce.metrics import Mean, Metric
 
 MOST = 64
 """Names of a run, at most: a function that makes new ones for every sample would fill the log."""

@@ -12,9 +12,9 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
-from megatron_rl_corr.mcore.loss import LossInputs
-from megatron_rl_corr.parallel.failure import all_reduce_failure
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.mcore.microbatch import LossInputs
+from megatron_rl_corr.reduce.failure import all_reduce_failure
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.sample_file import (
     SavedBatch,
     samples_of_rows,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
-from megatron_rl_corr.parallel.context import zigzag_positions
-from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.context import zigzag_positions
+from megatron_rl_corr.reduce.failure import communication_device
+from megatron_rl_corr.reduce.layout import Layout
 
 Part = tuple[Tensor, Tensor]
 """(how many ids each token has [T] int32, the ids int32)."""

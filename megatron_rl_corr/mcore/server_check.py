@@ -13,7 +13,7 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.mcore.number_types import trains_quantized
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure, broadcast_made
+from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure, broadcast_made
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 

@@ -29,15 +29,15 @@ from megatron_rl_corr.mcore.source_check import check_source
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.quantization import BlockFP8
-from megatron_rl_corr.parallel.failure import (
+from megatron_rl_corr.reduce.failure import (
     WATCH,
     StartupError,
     all_reduce_failure,
     all_reduce_startup,
     broadcast_made,
 )
-from megatron_rl_corr.parallel.layout import Layout
-from megatron_rl_corr.parallel.restarts import is_restart
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.restarts import is_restart
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient

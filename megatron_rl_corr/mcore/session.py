@@ -50,8 +50,8 @@ from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_pa
 from megatron_rl_corr.moe.padding import check_packed_routers
 from megatron_rl_corr.moe.routes import Routes, make_routes
 from megatron_rl_corr.moe.statistics import ExpertLog
-from megatron_rl_corr.parallel.failure import all_reduce_startup
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import all_reduce_startup
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import SavedCursor

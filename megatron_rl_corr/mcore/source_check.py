@@ -11,8 +11,8 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.mcore.collect import SampleSource
-from megatron_rl_corr.parallel.failure import StartupError, all_reduce_failure
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.client import RolloutClient
 
 TEXT = "The 1st test, 12 + 345 = 357?\n\tna\u00efve \u4f60\u597d \U0001f642  <|end|>"

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import inputs_of
-from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.core.token_baseline import variance_proxies
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
@@ -24,11 +23,11 @@ from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import (
     CorrectedLoss,
-    LossInputs,
     LossScale,
     make_bypass_loss_inputs,
     make_loss_inputs,
 )
+from megatron_rl_corr.mcore.microbatch import LossInputs
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, less_reference_kl
@@ -40,9 +39,10 @@ from megatron_rl_corr.mcore.updates import BatchInTraining, UpdatePart, Updates,
 from megatron_rl_corr.moe.padding import set_packed_share
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.moe.statistics import token_values
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
-from megatron_rl_corr.parallel.failure import all_reduce_failure
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics, merge
+from megatron_rl_corr.reduce.failure import all_reduce_failure
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Metric
 
 
 @dataclass

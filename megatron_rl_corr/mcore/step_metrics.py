@@ -12,8 +12,8 @@ from torch import Tensor
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.metric_spec import Column, MetricSpec, UsualRange, in_group
-from megatron_rl_corr.core.metrics import Max, Mean, Metric, Min, Std
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.metrics import Max, Mean, Metric, Min, Std
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.batch import RolloutBatch

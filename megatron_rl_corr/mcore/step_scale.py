@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.metrics import EffectiveSampleSize
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.metrics import EffectiveSampleSize
 
 
 def sequences_ess(correction: Correction, groups: ParallelGroups) -> EffectiveSampleSize:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.step_metrics import StepTimes
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.trace import clock
 from megatron_rl_corr.rollout.trace_file import Phase, write_trace
 

@@ -13,7 +13,7 @@ from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.events import EVENTS, KINDS, file_of_host
 from megatron_rl_corr.mcore.endpoint import Endpoint
-from megatron_rl_corr.parallel.restarts import attempts_before, begin_again
+from megatron_rl_corr.reduce.restarts import attempts_before, begin_again
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.session import Session

@@ -17,16 +17,16 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
 from megatron_rl_corr.core.aggregation import token_coefficients
-from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.mcore.batch import RolloutBatch
-from megatron_rl_corr.mcore.loss import LossInputs
-from megatron_rl_corr.mcore.microbatches import Microbatch, microbatches
+from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
+from megatron_rl_corr.mcore.microbatches import microbatches
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.step_scale import sequences_ess
-from megatron_rl_corr.parallel.collectives import ParallelGroups
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Metric
 from megatron_rl_corr.rollout.cursor import SavedCursor
 
 

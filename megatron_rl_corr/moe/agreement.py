@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
-from megatron_rl_corr.core.metrics import Mean, Metric
 from megatron_rl_corr.engines.routes import has_routes
-from megatron_rl_corr.parallel.failure import StartupError
+from megatron_rl_corr.reduce.failure import StartupError
+from megatron_rl_corr.reduce.metrics import Mean, Metric
 
 MIN_EVIDENCE = 32
 """Experts on which independent choices would differ, before anything is judged: at a kappa of 0.8, 6 are

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
-from megatron_rl_corr.core.metrics import LeftOut, Mean, Metric
 from megatron_rl_corr.core.ratios import TokenRatios
+from megatron_rl_corr.reduce.metrics import LeftOut, Mean, Metric
 
 
 def effect_metrics(

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from megatron_rl_corr.engines.routes import ExpertShape, has_routes
 from megatron_rl_corr.models.hybrid import layers_per_block
 from megatron_rl_corr.moe.routers import check_choice, flag_of, moe_routers, remedy
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
-from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.failure import communication_device
+from megatron_rl_corr.reduce.layout import Layout
 
 Observe = Callable[[Tensor, Tensor, Tensor], None]
 """observe(given experts [t, b, K], Megatron's own choice [t, b, K], its scores [t, b, E])."""

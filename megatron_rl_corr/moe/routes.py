@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.engines.routes import ExpertShape, pack
 from megatron_rl_corr.moe.agreement import RouteAgreement, RoutesRefused, agreement_metrics, judge
 from megatron_rl_corr.moe.scatter import scatter_routed_experts
 from megatron_rl_corr.moe.statistics import COLUMNS, ExpertLog, all_gather_expert_table, means, summary
-from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.failure import all_reduce_failure, communication_device
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Metric, Sum
 
 if TYPE_CHECKING:
     from megatron_rl_corr.moe.replay import ReplayedRouters

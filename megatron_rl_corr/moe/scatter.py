@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
-from megatron_rl_corr.parallel.context import zigzag_positions
-from megatron_rl_corr.parallel.failure import communication_device
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.context import zigzag_positions
+from megatron_rl_corr.reduce.failure import communication_device
+from megatron_rl_corr.reduce.layout import Layout
 
 
 def scatter_routed_experts(

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
-from megatron_rl_corr.core.metrics import Metric, Sum
 from megatron_rl_corr.files import open_to_append
-from megatron_rl_corr.parallel.experts import all_gather_experts, all_reduce_scatter_experts, expert_sums
-from megatron_rl_corr.parallel.layout import Layout
+from megatron_rl_corr.reduce.experts import all_gather_experts, all_reduce_scatter_experts, expert_sums
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.metrics import Metric, Sum
 
 FILE_NAME = "experts.jsonl"
 COLUMNS = {

@@ -20,7 +20,7 @@ from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.quantization import SCALE, BlockFP8
-from megatron_rl_corr.parallel.failure import all_reduce_failure, communication_device
+from megatron_rl_corr.reduce.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.weight_sync.verify import shortened
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.models.hf_folder import FILE_BYTES, write_weights
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
-from megatron_rl_corr.parallel.layout import StageGroups
+from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.layout import StageGroups
 
 
 def buckets(units: Iterable[list[NamedTensor]], bucket_bytes: int) -> Iterator[list[NamedTensor]]:

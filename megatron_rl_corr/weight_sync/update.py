@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, may_pass
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.parallel.failure import (
+from megatron_rl_corr.reduce.failure import (
     WATCH,
     PeerFailure,
     all_reduce_done,

@@ -30,7 +30,7 @@ from megatron_rl_corr.config.rules import RejectionRule, check_trainer_inputs
 from megatron_rl_corr.integrations.settings import check_settings
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.loss import make_loss_inputs
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 config = RolloutCorrectionConfig.from_dict(
     {"rollout_rs": "token_judged,seq_mean_judged", "rollout_rs_threshold": "0.8,0.52"}

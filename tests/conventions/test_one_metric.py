@@ -20,7 +20,7 @@ PATCH = """
 import dataclasses
 import torch
 from megatron_rl_corr.core.metric_spec import Column, MetricSpec, UsualRange
-from megatron_rl_corr.core.metrics import Mean
+from megatron_rl_corr.reduce.metrics import Mean
 
 METRICS = (
     MetricSpec(

@@ -19,7 +19,7 @@ from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.kl import kl_estimate, reference_kl, reward_kl, sampler_kl
 from megatron_rl_corr.core.ratios import k3
 from megatron_rl_corr.mcore.decision import mean_k3
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 SIZES = (30.0, 1e4, 1e19, 1e20, 1e30)
 """From 1e20 on a square is no float32."""

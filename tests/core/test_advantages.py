@@ -94,7 +94,7 @@ def test_advantages_when_all_rewards_of_a_group_are_equal_then_exactly_0_whateve
         assert advantages[size] > 0 > advantages[size + 1], "the smallest difference of float32 is one"
 
 
-# Those that are whitened over the batch: tests/parallel/test_advantages.py, over real ranks.
+# Those that are whitened over the batch: tests/reduce/test_advantages.py, over real ranks.
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WHITENED])
 def test_advantages_when_a_group_is_parted_and_a_row_rejected_then_those_of_one_process(kind):
     # Group 0 has rows on both ranks, and one of them is rejected; group 1 is on the second alone.

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_rl_corr.parallel.collectives import merge
+from megatron_rl_corr.reduce.collectives import merge
 from tests.core.parted_tokens import metrics
 
 ENGINES = ("sglang", "vllm", "sglang+vllm")

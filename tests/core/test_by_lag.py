@@ -10,7 +10,7 @@ import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.parallel.collectives import merge
+from megatron_rl_corr.reduce.collectives import merge
 from tests.core import naive
 from tests.core.parted_tokens import metrics
 

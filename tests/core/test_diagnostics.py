@@ -7,8 +7,8 @@ import torch
 
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.metrics import EDGES, LABELS
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.metrics import EDGES, LABELS
 
 NAN = float("nan")
 LN2 = math.log(2)

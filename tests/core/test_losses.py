@@ -14,7 +14,7 @@ from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, Lengths
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.kl import reference_kl, reward_kl, sampler_kl
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 NAN, INF = float("nan"), float("inf")
 CONFIG = RolloutCorrectionConfig(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=None)

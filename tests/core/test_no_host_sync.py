@@ -13,7 +13,7 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.mcore.step_scale import sequences_ess
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 from tools.gpu_check.host_sync import CONFIGS, NoHostReads, check, step
 
 

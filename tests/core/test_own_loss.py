@@ -10,7 +10,7 @@ import torch
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
-from megatron_rl_corr.core.metrics import Mean
+from megatron_rl_corr.reduce.metrics import Mean
 
 NAN = float("nan")
 TRAIN = torch.tensor([-1.0, -0.5, -2.0, -1.5, -0.25, -3.0])

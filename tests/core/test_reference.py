@@ -15,7 +15,7 @@ from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionC
 from megatron_rl_corr.config.rules import DIVERGENCES
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
 from tests.core.naive import Batch, correct
 
 RULES = [(level, kind) for kind, row in DIVERGENCES.items() for level in row.levels]

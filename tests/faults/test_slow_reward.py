@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_rl_corr.parallel.failure import MEETING_INTERVAL_S, meeting_interval_s
+from megatron_rl_corr.reduce.failure import MEETING_INTERVAL_S, meeting_interval_s
 from tests.faults.drills import drill, long
 from tests.mcore.launched import launch
 

@@ -15,7 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from megatron_rl_corr.events import read_events
 from megatron_rl_corr.observability.metrics_file import read_metrics
-from megatron_rl_corr.parallel import restarts
+from megatron_rl_corr.reduce import restarts
 from tests.faults.drills import drill, long
 from tests.mcore.launched import REWARD, launch
 from tests.preloaded import PreloadedServer, address

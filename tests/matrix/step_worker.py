@@ -20,7 +20,7 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.session import start  # noqa: F401  what the launcher uses can be imported too
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
 from tools.local_server import free_port
 
 LAYOUT = {"tp": 2, "pp": 2, "ep": 2, "sp": True}

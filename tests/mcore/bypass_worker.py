@@ -12,7 +12,7 @@ from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs
 from megatron_rl_corr.mcore.microbatches import microbatches
-from megatron_rl_corr.parallel.collectives import ParallelGroups, merge
+from megatron_rl_corr.reduce.collectives import ParallelGroups, merge
 from tests.mcore.layout_cases import OWN
 
 CONFIGS = {

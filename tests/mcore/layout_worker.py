@@ -49,7 +49,7 @@ from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.collectives import ParallelGroups, all_reduce_metrics, merge
+from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics, merge
 from megatron_rl_corr.weight_sync.export import StageExporter
 from tools.cpu.cp_attention import ContextParallelAttention
 from tools.local_server import free_port

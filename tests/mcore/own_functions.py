@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl_corr.core.metrics import Mean
+from megatron_rl_corr.reduce.metrics import Mean
 
 
 def leave_best_out(rewards, kept, tokens):

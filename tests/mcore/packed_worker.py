@@ -24,7 +24,7 @@ from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.packing import first_fit
 from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
 
 ROWS = 4
 """Microbatches of padded rows."""

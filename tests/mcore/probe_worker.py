@@ -26,7 +26,7 @@ from megatron_rl_corr.mcore.probe_texts import round_texts
 from megatron_rl_corr.mcore.push_judge import Asked
 from megatron_rl_corr.mcore.push_probe import broadcast_probe
 from megatron_rl_corr.models.quantization import BlockFP8
-from megatron_rl_corr.parallel.failure import PeerFailure
+from megatron_rl_corr.reduce.failure import PeerFailure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 

@@ -26,7 +26,7 @@ from megatron_rl_corr.mcore.reference import LocalReference, ReferencePass, Refe
 from megatron_rl_corr.mcore.reference_checkpoint import FOLDER, saved_with
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
 from megatron_rl_corr.weight_sync.export import StageExporter
 from tools.local_server import free_port
 

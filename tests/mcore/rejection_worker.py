@@ -21,8 +21,8 @@ from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
-from megatron_rl_corr.parallel.failure import PeerFailure, StartupError
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.failure import PeerFailure, StartupError
 
 sys.path.insert(0, str(Path(__file__).parent))
 import layout_worker

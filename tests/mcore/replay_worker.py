@@ -24,8 +24,8 @@ from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.moe import routes as routes_module
 from megatron_rl_corr.moe.replay import ReplayedRouters
 from megatron_rl_corr.moe.routes import ReplayedRoutes, Routes
-from megatron_rl_corr.parallel.context import zigzag_positions
-from megatron_rl_corr.parallel.failure import PeerFailure, StartupError
+from megatron_rl_corr.reduce.context import zigzag_positions
+from megatron_rl_corr.reduce.failure import PeerFailure, StartupError
 
 sys.path.insert(0, str(Path(__file__).parent))
 from forked_layouts import save_results

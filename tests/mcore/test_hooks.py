@@ -117,8 +117,8 @@ def test_install_when_a_function_was_imported_before_then_every_name_of_it_is_bo
 
 CASES["restart"] = """
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.parallel import restarts
-from megatron_rl_corr.parallel.failure import WATCH
+from megatron_rl_corr.reduce import restarts
+from megatron_rl_corr.reduce.failure import WATCH
 log, restarted = [], []
 class Step:
     def __init__(self):

@@ -84,7 +84,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.loss import make_loss_inputs
 from megatron_rl_corr.mcore.reference import less_reference_kl
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 # A group of three samples of two tokens. What the reference has of the last one is not known.
 batch = dataclasses.replace(

@@ -8,7 +8,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.mcore.server_check import _of_evaluation, check_servers, judge
-from megatron_rl_corr.parallel.failure import StartupError
+from megatron_rl_corr.reduce.failure import StartupError
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 
 SEMANTIC = Finding("temperature_ignored", "http://a:1", "slope 1.00 where 0.50 is right")

@@ -13,10 +13,10 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RejectionRule
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.metrics import EffectiveSampleSize
 from megatron_rl_corr.mcore.decision import Decision
 from megatron_rl_corr.mcore.step_scale import scaled_learning_rates, sequences_ess
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.metrics import EffectiveSampleSize
 from tests import tensor_files
 from tests.mcore.updates_cases import BYPASS
 from tests.megatron_forks import run_megatron

@@ -18,7 +18,7 @@ from megatron_rl_corr.observability.catalogue import (
     spec_of,
     usual_range,
 )
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
 

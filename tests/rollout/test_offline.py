@@ -98,7 +98,7 @@ def test_modules_of_the_command_when_imported_then_neither_megatron_nor_process_
     code = (
         "import sys, megatron_rl_corr.rollout.offline; "
         "print([m for m in sys.modules if m.split('.')[0] == 'megatron' or m.startswith("
-        "('megatron_rl_corr.mcore', 'megatron_rl_corr.parallel', 'megatron_rl_corr.weight_sync'))])"
+        "('megatron_rl_corr.mcore', 'megatron_rl_corr.reduce', 'megatron_rl_corr.weight_sync'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

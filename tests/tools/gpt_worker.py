@@ -111,7 +111,7 @@ def batches(layout: dict):
         positions = torch.cat([torch.arange(b - a) for a, b in zip(BOUNDARIES, BOUNDARIES[1:], strict=False)])
         batch = {"tokens": row[:-1], "labels": row[1:], "positions": positions}
         if cp > 1:
-            from megatron_rl_corr.parallel.context import zigzag_positions
+            from megatron_rl_corr.reduce.context import zigzag_positions
 
             kept = zigzag_positions(
                 ps.get_context_parallel_rank(), cp, BOUNDARIES if "packed" in layout else [0, LENGTH]

@@ -21,8 +21,8 @@ from megatron_rl_corr.engines.errors import (
     UnreadableAnswer,
 )
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.parallel import failure
-from megatron_rl_corr.parallel.failure import PeerFailure
+from megatron_rl_corr.reduce import failure
+from megatron_rl_corr.reduce.failure import PeerFailure
 from megatron_rl_corr.weight_sync import update
 from megatron_rl_corr.weight_sync.drafts import DraftLayers
 from megatron_rl_corr.weight_sync.update import push_weights

@@ -13,7 +13,7 @@ from torch import nn
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards, local_parameters
-from megatron_rl_corr.parallel.layout import StageGroups
+from megatron_rl_corr.reduce.layout import StageGroups
 from megatron_rl_corr.weight_sync.export import StageExporter
 
 CONFIG = {

@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
 
-from megatron_rl_corr.parallel.context import zigzag_positions
+from megatron_rl_corr.reduce.context import zigzag_positions
 
 
 class _AllGatherTokens(torch.autograd.Function):

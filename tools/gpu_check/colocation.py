@@ -20,7 +20,7 @@ def check(device: str) -> Outcome:
     free: list[int] = []
 
     def release(servers) -> None:
-        from megatron_rl_corr.parallel.failure import all_reduce_failure
+        from megatron_rl_corr.reduce.failure import all_reduce_failure
         from megatron_rl_corr.weight_sync.update import all_reduce_released
 
         all_reduce_failure(None)  # NCCL takes memory at the first collective

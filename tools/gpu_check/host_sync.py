@@ -25,7 +25,7 @@ from megatron_rl_corr.logprobs.linear import linear_logprobs
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks, sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
-from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 from tools.gpu_check.outcome import Finding, Outcome, require
 
 ROWS, LENGTH = 4, 3

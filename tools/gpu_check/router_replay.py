@@ -27,14 +27,9 @@ STEPS = 3
 DISAGREEMENT, K3 = 0.1, 0.01
 """Bounds of the share of tokens that Megatron would route otherwise, and of the KL of both sides."""
 FROM_THE_CHECKPOINT = (
-    "--train-iters",
-    str(STEPS + 1),
-    "--override-opt_param-scheduler",
-    "--lr-decay-style",
-    "linear",
-    "--lr-decay-iters",
-    str(STEPS),
-)
+    f"--train-iters {STEPS + 1} --override-opt_param-scheduler --lr-decay-style linear"
+    f" --lr-decay-iters {STEPS}"
+).split()
 """The schedule has come down to 0; another --lr would find no group of parameters in the
 optimizer's checkpoint.
 """
@@ -75,73 +70,33 @@ def command(folder: Path, model: Path, url: str, device: str) -> list[str]:
             "--optimizer-cpu-offload",
             "--use-precision-aware-optimizer",
         ]
+    same = (
+        "--seq-length 32 --weight-decay 0 --clip-grad 1.0 --mock-data --split 100,0,0 --num-workers 0"
+        " --no-create-attention-mask-in-dataloader --eval-iters 0 --eval-interval 1000 --log-interval 1000"
+        f" --micro-batch-size 8 --global-batch-size 16 --train-iters {STEPS} --save-interval {STEPS}"
+        " --lr 2e-3 --lr-decay-style constant --bf16 --use-distributed-optimizer"
+        " --tokenizer-type HuggingFaceTokenizer --rollout-group-size 4 --rollout-max-new-tokens 12"
+        " --rollout-correction-preset decoupled_token_is --router-replay R3"
+        # Trainer and server share a GPU, on which NCCL may allow one rank.
+        " --rollout-weight-transport tensor"
+    )
+    paths = {
+        "--tokenizer-model": model,
+        "--rollout-hf-checkpoint": model,
+        "--rollout-url": url,
+        "--rollout-prompts": folder / "prompts.jsonl",
+        "--rollout-reward-function": f"{QUICKSTART / 'reward.py'}:reward",
+        "--rollout-log-dir": folder / "run",
+        "--save": folder / "checkpoints",
+        "--load": folder / "checkpoints",
+        "--rollout-save-hf": folder / "hf",
+    }
     flags = [
         *model_flags(json.loads((model / "config.json").read_text())),
         *layers,
         *(["--moe-grouped-gemm"] if "transformer_engine" in layers else ["--rollout-pad-sequences"]),
-        "--seq-length",
-        32,
-        "--weight-decay",
-        0,
-        "--clip-grad",
-        1.0,
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        model,
-        "--mock-data",
-        "--split",
-        "100,0,0",
-        "--num-workers",
-        0,
-        "--no-create-attention-mask-in-dataloader",
-        "--eval-iters",
-        0,
-        "--eval-interval",
-        1000,
-        "--log-interval",
-        1000,
-        "--micro-batch-size",
-        8,
-        "--global-batch-size",
-        16,
-        "--train-iters",
-        STEPS,
-        "--lr",
-        2e-3,
-        "--lr-decay-style",
-        "constant",
-        "--rollout-hf-checkpoint",
-        model,
-        "--rollout-url",
-        url,
-        "--rollout-prompts",
-        folder / "prompts.jsonl",
-        "--rollout-reward-function",
-        f"{QUICKSTART / 'reward.py'}:reward",
-        "--rollout-group-size",
-        4,
-        "--rollout-max-new-tokens",
-        12,
-        "--rollout-log-dir",
-        folder / "run",
-        "--bf16",
-        "--use-distributed-optimizer",
-        "--save",
-        folder / "checkpoints",
-        "--save-interval",
-        STEPS,
-        "--load",
-        folder / "checkpoints",
-        "--rollout-save-hf",
-        folder / "hf",
-        "--rollout-correction-preset",
-        "decoupled_token_is",
-        "--router-replay",
-        "R3",
-        # Trainer and server share a GPU, on which NCCL may allow one rank.
-        "--rollout-weight-transport",
-        "tensor",
+        *same.split(),
+        *(word for pair in paths.items() for word in pair),
     ]
     return [
         sys.executable,

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -22,10 +21,8 @@ from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.own import OwnLoss, own_loss
 from megatron_rl_corr.core.losses.penalties import entropy_bonus, kl_penalties
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs
-from megatron_rl_corr.core.metrics import Metric
-
-if TYPE_CHECKING:
-    from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.metrics import Metric
 
 
 @cache

@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.dppo_tv import inside_region
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs
-from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.core.ratios import binary_kl
 from megatron_rl_corr.core.segments import constant
+from megatron_rl_corr.reduce.metrics import Metric
 
 
 def dppo_kl(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, as_exponent, inside, record
-from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.reduce.metrics import Metric
 
 RATIO_CAP = 20.0
 """A rare token's ratio may be huge inside the region, since its probability has hardly moved. verl's cap is

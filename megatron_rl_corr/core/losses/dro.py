@@ -15,7 +15,7 @@ from megatron_rl_corr.core.losses.ratio import (
     moved_log_ratio,
     record,
 )
-from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.reduce.metrics import Metric
 
 
 def dro(

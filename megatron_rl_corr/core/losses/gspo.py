@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.ppo_clip import clipped_surrogate
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, as_exponent, inside, moved_log_ratio
-from megatron_rl_corr.core.metrics import Metric
 from megatron_rl_corr.core.segments import segment_sums
+from megatron_rl_corr.reduce.metrics import Metric
 
 
 def gspo(

@@ -5,8 +5,6 @@ T tokens, S sequences.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -14,9 +12,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import KL_TYPES
 from megatron_rl_corr.core.losses.ratio import K3_CLAMP, as_exponent, bounded_log_ratio, inside
 from megatron_rl_corr.core.segments import segment_sums
-
-if TYPE_CHECKING:
-    from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 
 def kl_estimate(d: Tensor, kind: str) -> Tensor:

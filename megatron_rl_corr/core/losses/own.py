@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, inside, moved_log_ratio, record
-from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.reduce.metrics import Metric
 
 OwnLoss = Callable[..., Tensor]
 """loss(inputs: PolicyLossInputs, config) -> [T], or with the keyword metrics, a dict that it

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.kl import reference_kl, sampler_kl
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, as_exponent, inside, moved_log_ratio
-from megatron_rl_corr.core.metrics import Mean, Metric, Sum
+from megatron_rl_corr.reduce.metrics import Mean, Metric, Sum
 
 
 def kl_penalties(

@@ -6,18 +6,15 @@ T tokens, S sequences.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.metrics import Mean, Metric
 from megatron_rl_corr.core.ratios import LOG_CLAMP, k3
 from megatron_rl_corr.core.segments import constant
-
-if TYPE_CHECKING:
-    from megatron_rl_corr.parallel.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.metrics import Mean, Metric
 
 K3_CLAMP = 10.0
 """Largest k3 of one token in the clamped metrics and the KL penalty (verl's bound too)."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, inside, moved_log_ratio, record
-from megatron_rl_corr.core.metrics import Metric
+from megatron_rl_corr.reduce.metrics import Metric
 
 
 def reinforce(

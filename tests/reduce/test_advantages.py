@@ -13,7 +13,7 @@ import torch
 
 from megatron_rl_corr.config.losses import WHITENED
 from megatron_rl_corr.core.advantages import KINDS
-from tests.parallel.advantages_worker import GROUP, KEPT, LAYOUTS, LENGTHS, REWARDS
+from tests.reduce.advantages_worker import GROUP, KEPT, LAYOUTS, LENGTHS, REWARDS
 
 HERE = Path(__file__).resolve().parent
 OWN = """

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.metrics import Max, Mean, Min, Std, Sum
-from megatron_rl_corr.parallel.collectives import all_reduce_metrics, merge
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics, merge
+from megatron_rl_corr.reduce.metrics import Max, Mean, Min, Std, Sum
 
 
 def tensor(*values: float) -> torch.Tensor:

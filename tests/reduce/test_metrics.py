@@ -7,7 +7,7 @@ import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.core.metrics import (
+from megatron_rl_corr.reduce.metrics import (
     Chi2,
     Difference,
     EffectiveSampleSize,

@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.advantages import KINDS
 from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages
-from megatron_rl_corr.parallel.collectives import ParallelGroups
-from tests.parallel.worker import Collectives
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from tests.reduce.worker import Collectives
 
 GROUP = 4
 REWARDS = [1.0, 0.0, 0.5, 3.0, 0.1, 0.1, 0.1, 0.1, -2.0, 1.5, 1.5, 0.25, 7.0, -1.0, 0.0, 0.0]

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_rl_corr.core.token_baseline import POWER, SEQUENCES
-from megatron_rl_corr.parallel.collectives import ParallelGroups
-from megatron_rl_corr.parallel.context import SequenceChunks
-from tests.parallel.conftest import run_ranks
-from tests.parallel.token_baseline_worker import GROUP, LAYOUTS, LENGTH, ONLY_BASELINE, samples
+from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.context import SequenceChunks
+from tests.reduce.conftest import run_ranks
+from tests.reduce.token_baseline_worker import GROUP, LAYOUTS, LENGTH, ONLY_BASELINE, samples
 
 
 @pytest.fixture(scope="module")

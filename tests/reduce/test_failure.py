@@ -4,7 +4,7 @@ done before that.
 
 import pytest
 
-from megatron_rl_corr.parallel.failure import FailureWatch
+from megatron_rl_corr.reduce.failure import FailureWatch
 
 PEER = "PeerFailure: another rank failed; its message says why"
 

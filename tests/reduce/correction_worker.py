@@ -23,7 +23,7 @@ from megatron_rl_corr.config.losses import AGGREGATIONS
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
-from megatron_rl_corr.parallel.collectives import ParallelGroups, all_reduce_metrics, merge
+from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics, merge
 
 NAN = float("nan")
 LAYOUTS = {"cp2": (2, 1), "cp2_dp2": (2, 2)}

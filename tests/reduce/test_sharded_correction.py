@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parallel.correction_worker import CONFIGS, LAYOUTS, LENGTHS, global_batch, my_positions, run
+from tests.reduce.correction_worker import CONFIGS, LAYOUTS, LENGTHS, global_batch, my_positions, run
 
 HERE = Path(__file__).resolve().parent
 CUTS = ["zigzag", "contiguous", "packed row"]

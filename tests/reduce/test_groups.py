@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.parallel.collectives import all_gather_stacked, all_reduce_metrics
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, all_reduce_metrics
 
 CUTS = ["zigzag", "contiguous"]
 

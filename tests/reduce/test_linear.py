@@ -12,7 +12,7 @@ from benchmarks.correction import peak_bytes
 from megatron_rl_corr.logprobs import linear
 from megatron_rl_corr.logprobs.linear import linear_logprobs
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
-from tests.parallel.test_vocab import check_collision, of_sampled_rows
+from tests.reduce.test_vocab import check_collision, of_sampled_rows
 
 INF = float("inf")
 CASES = [

@@ -1,4 +1,4 @@
-"""Four ranks over gloo, started once: runs every case of tests/parallel and saves inputs and
+"""Four ranks over gloo, started once: runs every case of tests/reduce and saves inputs and
 outputs per rank.
 
 python worker.py FOLDER writes FOLDER/<rank>.pt. Tensor- or context-parallel pairs are ranks 0-1 and 2-3.
@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
-from megatron_rl_corr.parallel.collectives import (
+from megatron_rl_corr.reduce.collectives import (
     ParallelGroups,
     all_gather_stacked,
     all_reduce_metrics,
     merge,
 )
-from megatron_rl_corr.parallel.failure import PeerFailure, all_reduce_done, all_reduce_failure
+from megatron_rl_corr.reduce.failure import PeerFailure, all_reduce_done, all_reduce_failure
 
 WORLD = 4
 NAN = float("nan")

@@ -19,8 +19,8 @@ from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
 from megatron_rl_corr.mcore.batch_advantages import all_reduce_token_advantages
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
-from megatron_rl_corr.parallel.collectives import ParallelGroups, all_reduce_metrics
-from tests.parallel.worker import Collectives, init_gloo
+from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics
+from tests.reduce.worker import Collectives, init_gloo
 
 GROUP, LENGTH = 4, 16
 REAL = [9, 5, 16, 7, 12, 3, 8, 8, 4, 11, 16, 6, 10, 1, 14, 13]

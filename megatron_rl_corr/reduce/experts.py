@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.parallel.collectives import all_gather_stacked
-from megatron_rl_corr.parallel.layout import ExpertGroups
+from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.layout import ExpertGroups
 
 
 def expert_sums(expert_ids: Tensor, values: Tensor, num_experts: int) -> Tensor:

@@ -1,0 +1,111 @@
+"""One microbatch: the model's inputs, and what the loss needs of its tokens.
+
+T tokens of a batch, b rows of L positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.segments import padded_at, row_ids
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
+from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss needs of each token beside the logits; on the last pipeline stage only."""
+
+    rollout_logprobs: Tensor
+    """[T] float32, log pi_rollout of the label; NaN where the server gave none."""
+    loss_mask: Tensor
+    """[T] bool: the label was sampled by the policy, in a sample of the loss, whatever its log-prob."""
+    own_weights: Tensor
+    """[T] bool: sampled, and by the weights that the trainer has now, whether or not its
+    sample is in the loss.
+    """
+    advantages: Tensor
+    """[T] float32."""
+    correction: Correction
+    """The batch's; without a pass for old log-probs it only counts tokens, and the loss makes
+    each microbatch's.
+    """
+    coefficients: Tensor
+    """[T] float32: the loss of the global batch is the sum of coefficients x token losses."""
+    old_logprobs: Tensor | None = None
+    """[T] float32, log pi_old of the label; None without a pass for it."""
+    ref_logprobs: Tensor | None = None
+    """[T] float32, log pi_ref of the label; None without a reference policy."""
+    turn_ids: Tensor | None = None
+    """[T] int64, in [0, num_turns); None where sequences have one turn."""
+    num_turns: int | None = None
+    engine_ids: Tensor | None = None
+    """[T] int64: which of `engines` sampled the label; None where all have the same."""
+    engines: tuple[str, ...] = ()
+    token_lags: Tensor | None = None
+    """[T] int64: pushes since the weights that sampled the label; None: no metrics by lag."""
+    energies: Tensor | None = None
+    """[T] float32, `gradient_energies` under pi_old; None: no advantage asks for them."""
+
+    def tokens(self, start: int, stop: int) -> LossInputs:
+        """Those of tokens [start, stop)."""
+        part = {name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **part, correction=self.correction.rows(start, stop))
+
+    def at(self, places: Tensor, padding: int) -> LossInputs:
+        """Those of the tokens at these places [T'], and behind them of so many that are no
+        token: 0, masked.
+        """
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        part = {name: padded_at(value, places, padding) for name, value in tensors.items()}
+        return replace(self, **part, correction=self.correction.at(places, padding))
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """b rows: the model's inputs and, in training on the last stage, the loss's."""
+
+    index: int
+    """Its number in the step."""
+    tokens: Tensor
+    """[b, L] int64."""
+    labels: Tensor
+    """[b, L] int64."""
+    position_ids: Tensor
+    """[b, L] int64."""
+    loss_inputs: LossInputs | None = None
+    """The loss inputs of the b * L tokens, flat."""
+    padding: Tensor | None = None
+    """[b, L] bool: no token, as in `RolloutBatch.padding`."""
+    sampling_masks: SamplingMasks | None = None
+    """The ids that each of the b * L labels was drawn from."""
+    sampled: SampledRows | None = None
+    """Which of the b * L labels were sampled; None: all get a log-prob."""
+
+    places: Tensor | None = None
+    """[L, b] int64: each token's place among the batch's T; T in a pack's padding. As routers see
+    tokens, L first.
+    """
+    packed_seq_params: PackedSeqParams | None = None
+    """Where each sequence begins, in a pack of several; None: sequences are rows."""
+
+    @property
+    def num_sequences(self) -> int:
+        """b."""
+        return len(self.tokens)
+
+    @property
+    def counted(self) -> int:
+        """What it counts in the sum that --calculate-per-token-loss divides the gradient by: its
+        b * L positions.
+        """
+        return self.tokens.numel()
+
+    @property
+    def seq_ids(self) -> Tensor:
+        """[b * L] int64: the sequence of each token, from 0."""
+        return row_ids(*self.tokens.shape, self.tokens.device)
