@@ -236,9 +236,8 @@ def seconds(kind: str, ranks: int, number: float, given: float, options: argpars
 def print_projection(laws: dict[str, dict], options: argparse.Namespace) -> None:
     print(
         f"\nProjected to 16,384 ranks, {SEQUENCES} rows of {LENGTH} tokens a replica, a row a microbatch: "
-        "collectives, "
-        f"bytes that a rank sends;\nmilliseconds of the formula with {options.latency_us:g} us a hop and "
-        f"{options.bandwidth_gb_s:g} GB/s, which are given, not measured\n"
+        f"collectives, bytes that a rank sends;\nmilliseconds of the formula with {options.latency_us:g} us "
+        f"a hop and {options.bandwidth_gb_s:g} GB/s, which are given, not measured\n"
     )
     print(f"| job | configuration | {' | '.join(GROUPS)} |\n|---|---{'|---' * len(GROUPS)}|")
     for job, split in JOBS.items():

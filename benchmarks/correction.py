@@ -81,9 +81,8 @@ def main() -> None:
     print(
         "\nEach cell: this package, the plain implementation (its multiple). Times are medians of runs in "
         "turns.\n"
-        "Correction and PPO loss, forward, with all metrics; this package reads them once a step, outside of "
-        "what is "
-        "timed here."
+        "Correction and PPO loss, forward, with all metrics; this package reads them once a step, outside "
+        "of what is timed here."
     )
 
 

@@ -18,9 +18,8 @@ def tables(found: Mapping[str, Any]) -> list[str]:
     return [
         f"{found['date']}, {found['machine']}; load average {found['load'][0]:.1f} at the start, "
         f"{found['load'][1]:.1f} at the end. {programs}. A Qwen3-MoE of {model['parameters'] / 1e6:.1f} "
-        "million "
-        f"parameters: {model['layers']} layers, hidden size {model['hidden']}, 2 of {model['experts']} "
-        "experts.",
+        f"million parameters: {model['layers']} layers, hidden size {model['hidden']}, 2 of "
+        f"{model['experts']} experts.",
         "",
         *_distances(found["distance"]),
         "",

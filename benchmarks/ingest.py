@@ -55,8 +55,7 @@ def main() -> None:
             our, by_orjson, by_msgspec = (length / taken / 1e6 for taken in times)
             print(
                 f"| {length} tokens{', with their text' * text} | {our:.2f} | {by_orjson:.2f} | "
-                f"{by_msgspec:.2f} "
-                f"| {our / by_orjson:.2f}x | {our / by_msgspec:.2f}x |"
+                f"{by_msgspec:.2f} | {our / by_orjson:.2f}x | {our / by_msgspec:.2f}x |"
             )
 
 

@@ -202,10 +202,8 @@ def table_of_logits(
     seconds = copy_seconds(logits, options.repeats)
     print(
         f"\n{options.tokens} tokens x {options.vocab} columns of {options.dtype}, {logits.nbytes / 1e6:.0f} "
-        "MB; a copy "
-        f"moves {2 * logits.nbytes / seconds / 1e9:.1f} GB/s.\nAt that rate, reading them twice and writing "
-        "the "
-        f"gradient once takes {1500 * seconds:.2f} ms: the floor\n"
+        f"MB; a copy moves {2 * logits.nbytes / seconds / 1e9:.1f} GB/s.\nAt that rate, reading them twice "
+        f"and writing the gradient once takes {1500 * seconds:.2f} ms: the floor\n"
     )
     print("| path | forward (ms) | backward (ms) | both / ours | both / floor | peak extra memory (MB) |")
     print("|---|---|---|---|---|---|")
@@ -276,8 +274,7 @@ def table_of_counts() -> None:
             )
             print(
                 f"| {columns} | {tp} | {share:.0%} | {forward} | {backward} | "
-                f"{sum(found.exchanged) / 1000:.0f} | "
-                f"{found.moved / found.floor:.4f} |"
+                f"{sum(found.exchanged) / 1000:.0f} | {found.moved / found.floor:.4f} |"
             )
 
 

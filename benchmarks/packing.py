@@ -82,10 +82,8 @@ def measure(options: argparse.Namespace) -> None:
     longest = max(lengths)
     print(
         f"{datetime.date.today()}, {machine_name(DEVICE)}, torch {torch.__version__}, {options.samples} "
-        "samples of "
-        f"{sum(lengths) / len(lengths):.0f} tokens in the mean and {longest} at most, {options.layers} "
-        "layers, "
-        f"hidden {options.hidden}\n"
+        f"samples of {sum(lengths) / len(lengths):.0f} tokens in the mean and {longest} at most, "
+        f"{options.layers} layers, hidden {options.hidden}\n"
     )
     if DEVICE == "cuda":
         print("GFLOP leave out Transformer Engine's kernels, which PyTorch does not count.\n")

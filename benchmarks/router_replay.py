@@ -104,8 +104,8 @@ def measure(options: argparse.Namespace) -> None:
         print(f"| {kind} | {median:.3f} | {median / base:.3f} |")
     print(
         f"\nRoutes: {shape.bytes_per_token} bytes a token over all layers "
-        f"({len(sent[0]) / options.length:.0f} in "
-        f"the server's answer); decoding takes {decoding / tokens * 1e6:.2f} us a token."
+        f"({len(sent[0]) / options.length:.0f} in the server's answer); decoding takes "
+        f"{decoding / tokens * 1e6:.2f} us a token."
     )
     dist.destroy_process_group()
 

@@ -79,8 +79,7 @@ def check_writable(folder: str | os.PathLike, option: str) -> None:
     if folder.is_symlink() and not folder.exists():
         raise ValueError(
             f"{option} {folder} is a link to {os.readlink(folder)}, which is not there; make that, or name "
-            "another "
-            "folder"
+            "another folder"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -107,9 +107,8 @@ def test_check_when_the_number_of_processes_is_missing_then_one_line_and_status_
     result = run(script, *flags(), "--rollout-corr-check", *([number] if number else []))
     assert result.returncode == 2 and result.stdout == ""
     assert result.stderr == (
-        "megatron_rl_corr.launch: --rollout-corr-check takes the number of processes that would train, and a "
-        "script; "
-        f"got {number!r}\n"
+        "megatron_rl_corr.launch: --rollout-corr-check takes the number of processes that would train, and "
+        f"a script; got {number!r}\n"
     )
 
 
@@ -157,8 +156,7 @@ def test_script_when_it_is_not_there_then_its_name_and_status_2():
         (
             flags(rollout_url="http://u:secret@a:1"),
             "--rollout-url: the address of a:1 must not hold a password; name the environment variable of "
-            "the key in "
-            "--rollout-api-key-env",
+            "the key in --rollout-api-key-env",
         ),
         (
             flags(rollout_reference_url="http://b:30000x", rollout_kl_loss_coef="0.1"),

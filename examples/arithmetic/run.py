@@ -147,8 +147,7 @@ def run(options, out, running):
         greedy = share_solved(exported, out / "data" / f"{kind}.jsonl")
         EXAMPLE.say(
             f"    held-out {kind:<12} right when sampled: {before[kind]:.2f} before, {after[kind]:.2f} "
-            "after; "
-            f"solved greedily: {greedy:.2f}"
+            f"after; solved greedily: {greedy:.2f}"
         )
     EXAMPLE.say(f"all of it took {time.monotonic() - started:.0f} s")
     return 0

@@ -72,14 +72,12 @@ def parse_arguments(argv):
     if options.colocate and (options.engine != "sglang" or options.asynchronous):
         parser.error(
             "--colocate: the server has no memory while the trainer trains, so it can't sample ahead "
-            "(--asynchronous); "
-            "and the release of its memory is tested with --engine sglang alone"
+            "(--asynchronous); and the release of its memory is tested with --engine sglang alone"
         )
     if options.engine == "vllm" and options.router_replay != "off":
         parser.error(
             "--router-replay R3 needs --engine sglang: without a GPU, vLLM returns routed experts from its "
-            "V2 model "
-            "runner only, which Triton's interpreter runs at some ten tokens a second"
+            "V2 model runner only, which Triton's interpreter runs at some ten tokens a second"
         )
     return options
 

@@ -114,11 +114,9 @@ def table(found, settings):
         f"Settings: {given}.",
         "",
         f"Reward: the mean of a run's last {WINDOW} steps, then the mean over seeds (lowest to highest). By "
-        "seed: the "
-        f"deepest fall, of the mean of {WINDOW} steps, in percent of the best before; the step of the "
-        "collapse; the "
-        f"steps that moved the weights; and the mean age of the samples over the first {EARLY} steps, in "
-        "versions.",
+        f"seed: the deepest fall, of the mean of {WINDOW} steps, in percent of the best before; the step of "
+        "the collapse; the steps that moved the weights; and the mean age of the samples over the first "
+        f"{EARLY} steps, in versions.",
         "",
         "| arm | what it does | reward | deepest fall | collapse | updates | age |",
         "|---|---|---|---|---|---|---|",

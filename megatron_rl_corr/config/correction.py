@@ -90,8 +90,7 @@ class RolloutCorrectionConfig(LossSettings):
             if (lower, upper, self.rollout_is_batch_normalize, mode) != (None, None, False, "truncate"):
                 raise ValueError(
                     "`rollout_is_threshold`, `rollout_is_mode` and `rollout_is_batch_normalize` have no "
-                    "effect without "
-                    "weights; add `rollout_is` token, sequence or geometric, or drop them"
+                    "effect without weights; add `rollout_is` token, sequence or geometric, or drop them"
                 )
             return
         if mode == "gamma":
@@ -103,43 +102,38 @@ class RolloutCorrectionConfig(LossSettings):
         if mode == "truncate" and lower is not None:
             raise ValueError(
                 f"`rollout_is_threshold` lower bound {plain(lower)} has no effect with `rollout_is_mode` "
-                "truncate; use "
-                "`rollout_is_mode` clip or mask, or give the upper bound alone"
+                "truncate; use `rollout_is_mode` clip or mask, or give the upper bound alone"
             )
         if mode == "clip" and lower is None:
             raise ValueError(
                 f"`rollout_is_mode` clip needs both bounds, got only upper {plain(upper)}; give "
-                "`rollout_is_threshold` "
-                "as LOWER_UPPER, for example 0.5_5.0"
+                "`rollout_is_threshold` as LOWER_UPPER, for example 0.5_5.0"
             )
 
     def _check_gamma(self) -> None:
         if self.rollout_is != "sequence":
             raise ValueError(
                 "`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got "
-                "`rollout_is` "
-                f"{self.rollout_is}; use `rollout_is` sequence, or another mode"
+                f"`rollout_is` {self.rollout_is}; use `rollout_is` sequence, or another mode"
             )
         for name in ("rollout_is_lower", "rollout_is_upper"):
             if getattr(self, name) is not None:
                 raise ValueError(
                     f"`{name}` {plain(getattr(self, name))} has no effect with `rollout_is_mode` gamma, "
-                    "whose weights "
-                    "are at most 1.25 without a bound; drop it, and `rollout_is_threshold`, or use another "
-                    "mode"
+                    "whose weights are at most 1.25 without a bound; drop it, and `rollout_is_threshold`, "
+                    "or use another mode"
                 )
         if self.rollout_is_batch_normalize:
             raise ValueError(
                 "`rollout_is_batch_normalize` with `rollout_is_mode` gamma: divided by their mean, weights "
-                "of at most "
-                "1.25 would grow without a bound, those of positive and of negative advantages unlike; drop "
-                "it"
+                "of at most 1.25 would grow without a bound, those of positive and of negative advantages "
+                "unlike; drop it"
             )
         if self.kl_loss_type == "unbiased" and not self.bypass_mode:
             raise ValueError(
                 "`kl_loss_type` unbiased with `rollout_is_mode` gamma: its ratio is corrected by the "
-                "weights, and "
-                "gamma's depend on the advantage's sign; use `kl_loss_type` k3+, or another mode"
+                "weights, and gamma's depend on the advantage's sign; use `kl_loss_type` k3+, or another "
+                "mode"
             )
 
     def check_rules(self) -> None:
@@ -163,22 +157,19 @@ class RolloutCorrectionConfig(LossSettings):
         if self.bypass_mode:
             raise ValueError(
                 f"`advantage` {kind} needs the distributions of pi_old, of a pass that `bypass_mode` leaves "
-                "out; drop "
-                "that, or use `advantage` group_mean"
+                "out; drop that, or use `advantage` group_mean"
             )
         if asker := self.needed_inputs.get("advantages"):
             raise ValueError(
                 f"{asker} needs the advantage of a whole response before the correction, and `advantage` "
-                f"{kind} gives "
-                "one a token, from the corrected weights; drop one of them"
+                f"{kind} gives one a token, from the corrected weights; drop one of them"
             )
 
     def check_bypass_weights(self) -> None:
         if self.bypass_mode and self.rollout_is is not None and self.kind.has_ratio:
             raise ValueError(
                 f"`rollout_is` {self.rollout_is} in bypass mode would weigh twice: the ratio of `loss` "
-                f"{self.loss} is "
-                "pi_theta / pi_rollout already; use `rollout_is` none, or `loss` reinforce"
+                f"{self.loss} is pi_theta / pi_rollout already; use `rollout_is` none, or `loss` reinforce"
             )
 
     def check_bypass(self) -> None:
@@ -194,8 +185,7 @@ class RolloutCorrectionConfig(LossSettings):
         if given:
             raise Refusal(
                 f"{setting} needs the whole batch, but bypass mode corrects one microbatch at a time, in the "
-                "loss; "
-                "drop it, or `bypass_mode`"
+                "loss; drop it, or `bypass_mode`"
                 for setting in given
             )
 
@@ -341,8 +331,7 @@ def _with_presets_own(problems: Iterable[str], preset: str, given: Mapping[str, 
         values = ", ".join(f"`{field}` {plain(PRESET_FIELDS[preset][field])}" for field in own)
         yield (
             f"{text}. {values} is of `rollout_correction_preset` {preset}: leave out what does not go with "
-            "it, or the "
-            "preset"
+            "it, or the preset"
         )
 
 

@@ -42,8 +42,7 @@ def _check_turns(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     if by_turn and not run.environment and not run.replay:
         raise ValueError(
             f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a "
-            "token or "
-            "sequence level"
+            "token or sequence level"
         )
 
 
@@ -66,8 +65,7 @@ def _check_step_scale(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     if config.diagnostics_only and run.ess_step_scale:
         raise ValueError(
             "`ess_step_scale` scales updates, and `diagnostics_only` promises that the correction changes "
-            "nothing; "
-            "drop one of them"
+            "nothing; drop one of them"
         )
 
 
@@ -79,8 +77,7 @@ def _check_groups(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     if config.advantage_by_token:
         raise ValueError(
             f"`group_size` 1 leaves `advantage` {kind} without a baseline, as no other response has the same "
-            "prompt; "
-            "use 2 or more, or `advantage` raw or reinforce_plus_plus"
+            "prompt; use 2 or more, or `advantage` raw or reinforce_plus_plus"
         )
     if kind not in WITHOUT_GROUPS and not is_own(kind):
         raise ValueError(
@@ -95,8 +92,7 @@ def _check_group_filter(config: RolloutCorrectionConfig, run: RunConfig) -> None
     if run.group_size == 1 and run.group_filter == SPREAD and not compares:
         raise ValueError(
             f"`group_filter` {SPREAD} with `group_size` 1: one reward has no spread, so no group would pass; "
-            "drop it, "
-            "or use 2 or more"
+            "drop it, or use 2 or more"
         )
 
 
@@ -129,8 +125,7 @@ def _check_scored_distribution(config: RolloutCorrectionConfig, run: RunConfig) 
             raise ValueError(
                 f"`reference_urls` with `{name}` {getattr(run, name)}: servers score tokens under the whole "
                 "distribution at temperature 1, which is not the one that was sampled; use "
-                "`reference_checkpoint`, "
-                f"whose log-probs are of the sampled one, or drop `{name}`"
+                f"`reference_checkpoint`, whose log-probs are of the sampled one, or drop `{name}`"
             )
 
     check_each(check, changed)
@@ -149,8 +144,7 @@ def _check_own_servers(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         if url.rstrip("/") in [other.rstrip("/") for other in run.urls]:
             raise ValueError(
                 f"`reference_urls` {url} is one of `urls` too, to which the trained weights are pushed; "
-                "start a server "
-                "of its own for the reference"
+                "start a server of its own for the reference"
             )
 
     check_each(check, run.reference_urls)
@@ -162,17 +156,14 @@ def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> N
         return
     if run.updates_of_batch == 1:
         raise ValueError(
-            "`router_replay` R2 has no effect: it repeats the routes of the pass for old log-probs, and with "
-            "one "
-            "update a batch those are of the very weights that train; use R3, the servers' routes, or "
-            "`router_replay` "
-            "off, or several updates with `updates_per_batch`"
+            "`router_replay` R2 has no effect: it repeats the routes of the pass for old log-probs, and "
+            "with one update a batch those are of the very weights that train; use R3, the servers' routes, "
+            "or `router_replay` off, or several updates with `updates_per_batch`"
         )
     if config.bypass_mode:
         raise ValueError(
             "`router_replay` R2 repeats the routes of the pass that computes old log-probs, which bypass "
-            "mode leaves "
-            "out; use R3, the servers' routes, or `router_replay` off"
+            "mode leaves out; use R3, the servers' routes, or `router_replay` off"
         )
 
 
@@ -189,12 +180,10 @@ def _check_gamma(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     ):
         raise ValueError(
             f"`rollout_is_mode` gamma with {run.updates_of_batch} updates a batch: its weights are of pi_old "
-            "against "
-            f"pi_rollout, made once a batch, and `loss` {config.loss} has no ratio that follows the policy "
-            "from there. "
-            "Add `bypass_mode`, where each update's weights are of the current policy, as in VESPO, or use "
-            "`loss` "
-            "ppo_clip, whose ratio is clipped around pi_old, or one update a batch"
+            f"against pi_rollout, made once a batch, and `loss` {config.loss} has no ratio that follows the "
+            "policy from there. Add `bypass_mode`, where each update's weights are of the current policy, "
+            "as in VESPO, or use `loss` ppo_clip, whose ratio is clipped around pi_old, or one update a "
+            "batch"
         )
 
 
@@ -207,9 +196,8 @@ def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     if run.max_lag > 0 and not corrected:
         raise ValueError(
             f"`max_lag` {run.max_lag} trains on samples of older weights, and nothing corrects them; add "
-            "`rollout_is` "
-            "token, `rollout_rs`, or a `rollout_correction_preset` such as decoupled_token_is (and leave "
-            "`diagnostics_only` out), or use `max_lag` 0"
+            "`rollout_is` token, `rollout_rs`, or a `rollout_correction_preset` such as decoupled_token_is "
+            "(and leave `diagnostics_only` out), or use `max_lag` 0"
         )
 
 
@@ -248,8 +236,8 @@ def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any],
         if name in given:
             raise ValueError(
                 f"`{name}` {given[name]} has no effect: a batch makes one update, so pi_old is the policy "
-                "that is "
-                "trained, its ratio is 1 and nothing is clipped, gated or pulled. " + _remedies(config, name)
+                "that is trained, its ratio is 1 and nothing is clipped, gated or "
+                "pulled. " + _remedies(config, name)
             )
 
     check_each(check, _CLIPS if updates == 1 and not config.bypass_mode else ())
@@ -261,8 +249,7 @@ def _remedies(config: RolloutCorrectionConfig, name: str) -> str:
     if name == "dro_beta":  # without it dro is refused, and with one update it is reinforce
         return (
             f"{several[0].upper()}{several[1:]}, or add `bypass_mode`, where the pull is to pi_rollout; or "
-            "drop it and "
-            "use `loss` reinforce, which is the same with one update"
+            "drop it and use `loss` reinforce, which is the same with one update"
         )
     bypass = "`bypass_mode` clips the ratio to pi_rollout, and " if _takes_bypass(config) else ""
     return f"Drop it, or {several}; {bypass}`rollout_is` with `rollout_is_threshold` bounds the weights"

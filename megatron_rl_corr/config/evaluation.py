@@ -84,8 +84,7 @@ class EvaluationConfig(Options):
             if self.eval_temperature == 0 and one.samples > 1:
                 raise ValueError(
                     f"`eval_samples` {one.samples} with `eval_temperature` 0: greedy samples of a prompt are "
-                    "all the "
-                    "same; use 1, or a temperature above 0"
+                    "all the same; use 1, or a temperature above 0"
                 )
 
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:

@@ -314,8 +314,7 @@ def correction_config(given: Mapping[str, Any], unknown: Collection[str] = ()) -
         raise Refusal(
             [
                 f"`rollout_is_threshold` {settings['rollout_is_threshold']} has no effect without weights; "
-                "add "
-                "`rollout_is` token, or drop it"
+                "add `rollout_is` token, or drop it"
             ],
             config,
         )
@@ -330,8 +329,7 @@ def _begun(
         raise Refusal(
             [
                 "`rollout_correction_preset` and `rollout_correction_config` both start a configuration; "
-                "give one (a YAML "
-                "file may name a preset under the key `preset`)"
+                "give one (a YAML file may name a preset under the key `preset`)"
             ]
         )
     if preset:

@@ -111,8 +111,7 @@ class LossSettings(KLPenalties):
         if value is not None and self.kind.clip is None:
             raise ValueError(
                 f"`clip_ratio_{side}` has no effect with `loss` {self.loss}, which does not clip; drop it, "
-                "or use "
-                "`loss` ppo_clip"
+                "or use `loss` ppo_clip"
             )
         if value is not None and (not 0 < value <= bound or value == math.inf):
             usual = plain(self.kind.clip[side == "high"])
@@ -132,11 +131,9 @@ class LossSettings(KLPenalties):
     def check_dro(self) -> None:
         if self.loss == "dro" and self.dro_beta is None:
             raise ValueError(
-                "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and "
-                "with it "
-                "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update "
-                "pi_old is the "
-                "policy itself"
+                "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, "
+                "and with it several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one "
+                "update pi_old is the policy itself"
             )
 
     def check_scale_length(self) -> None:
@@ -144,8 +141,7 @@ class LossSettings(KLPenalties):
         if normed and self.loss_scale_length is None:
             raise ValueError(
                 "`loss_aggregation` seq-mean-token-sum-norm needs `loss_scale_length`; use the longest "
-                "response, the "
-                "value of `max_new_tokens`"
+                "response, the value of `max_new_tokens`"
             )
         if not normed and self.loss_scale_length is not None:
             raise ValueError(

@@ -142,8 +142,7 @@ def _veto(value: float) -> RejectionRule:
     if value >= 1:
         raise ValueError(
             f"`rollout_token_veto_threshold` {plain(value)} means rho in [{plain(value)}, 1 / "
-            f"{plain(value)}], so it "
-            "must be below 1; 1e-4 is usual"
+            f"{plain(value)}], so it must be below 1; 1e-4 is usual"
         )
     return RejectionRule("seq_max", "ratio", value, 1.0 / value)
 

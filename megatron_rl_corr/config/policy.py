@@ -55,8 +55,7 @@ class ModelConfig(Options):
         if self.pad_sequences and self.max_tokens_per_microbatch is not None:
             raise ValueError(
                 f"`max_tokens_per_microbatch` {self.max_tokens_per_microbatch} has no effect with "
-                "`pad_sequences`; "
-                "drop one"
+                "`pad_sequences`; drop one"
             )
 
     def check_lm_head(self) -> None:

@@ -88,8 +88,7 @@ class PromptsConfig(Options):
         if self.prompts_weights and len(self.prompts_weights) != len(self.prompts):
             raise ValueError(
                 f"`prompts_weights` has {len(self.prompts_weights)} numbers for {len(self.prompts)} of "
-                "`prompts`; give "
-                "one for each"
+                "`prompts`; give one for each"
             )
         if len(self.prompts_weights) == 1:
             raise ValueError("`prompts_weights` has no effect with one of `prompts`; drop it")

@@ -35,14 +35,12 @@ class ReferenceConfig(Options):
         if self.reference_urls and self.reference_checkpoint is not None:
             raise ValueError(
                 f"`reference_checkpoint` {self.reference_checkpoint} has no effect with `reference_urls`, "
-                "whose "
-                "servers score the samples; drop one"
+                "whose servers score the samples; drop one"
             )
 
     def check_reset(self) -> None:
         if self.reference_urls and self.reference_reset is not None:
             raise ValueError(
                 f"`reference_reset` {self.reference_reset} can't reset the weights of `reference_urls`, to "
-                "which "
-                "nothing is pushed; drop one"
+                "which nothing is pushed; drop one"
             )

@@ -50,14 +50,12 @@ BUILTIN_REWARDS: dict[str, BuiltinReward] = {
     ),
     "format": BuiltinReward(
         "1 where the whole response matches a pattern, else 0: <think>...</think> and <answer>...</answer>, "
-        "each once, "
-        "or format:pattern=REGEX",
+        "each once, or format:pattern=REGEX",
         {"pattern": None},
     ),
     "overlong": BuiltinReward(
         "DAPO's soft punishment of a long response: 0 up to max - cache tokens, from there falling to "
-        "-penalty at max; "
-        "overlong:cache=N[,max=N][,penalty=X]",
+        "-penalty at max; overlong:cache=N[,max=N][,penalty=X]",
         {"cache": REQUIRED, "max": None, "penalty": 1.0},
     ),
     "length": BuiltinReward(
@@ -188,8 +186,7 @@ def _url(text: str) -> RewardSpec:
     if parts.username is not None or parts.password is not None:
         raise ValueError(
             f"`reward_url`: the address of {parts.hostname} must not hold a password; give the key in an "
-            "environment "
-            "variable with `reward_api_key_env`"
+            "environment variable with `reward_api_key_env`"
         )
     return RewardSpec(name or "url", url, kind="url")
 
@@ -237,7 +234,6 @@ def _completed(spec: RewardSpec, max_new_tokens: int | None) -> RewardSpec:
     if own.get("cache") and own["max"] and own["cache"] > own["max"]:
         raise ValueError(
             f"`reward_function` {spec.name}: cache must be at most max (`max_new_tokens` where it is not "
-            "given), got "
-            f"cache {own['cache']} and max {own['max']}"
+            f"given), got cache {own['cache']} and max {own['max']}"
         )
     return replace(spec, parameters=own)

@@ -99,8 +99,7 @@ def _ratio_bounds(rule: RejectionRule) -> str | None:
     if rule.level == "seq_max" and ((rule.lower or 0) > 1 or (rule.upper or 2) < 1):
         return (
             f"must hold 1 between its bounds, got {plain(rule.lower)} and {plain(rule.upper)}: every token's "
-            "ratio "
-            "must be inside, and those of agreeing policies are 1; use 1e-4_1e4, for example"
+            "ratio must be inside, and those of agreeing policies are 1; use 1e-4_1e4, for example"
         )
     return None
 
@@ -109,8 +108,7 @@ def _probability_bounds(rule: RejectionRule) -> str | None:
     if rule.level != "seq_sum" and rule.upper >= 1:
         return (
             f"must be below 1, got {plain(rule.upper)}: a difference of probabilities is never above it; use "
-            "0.2, "
-            "for example"
+            "0.2, for example"
         )
     return None
 
@@ -133,9 +131,8 @@ _ZERO = "it is 0 where the policies agree"
 
 DIVERGENCES: dict[str, Divergence] = {
     "ratio": Divergence(
-        "rho: a token's ratio; the product (seq_sum) or geometric mean (seq_mean, turn_mean) of a sequence's "
-        "or "
-        "turn's; seq_max asks it of every token (the veto)",
+        "rho: a token's ratio; the product (seq_sum) or geometric mean (seq_mean, turn_mean) of a "
+        "sequence's or turn's; seq_max asks it of every token (the veto)",
         lambda ratios: ratios.log_ratio,
         bounds="both",
         scale=math.log,
@@ -168,8 +165,7 @@ DIVERGENCES: dict[str, Divergence] = {
     ),
     "opsm": Divergence(
         "-D: rejects a sequence whose mean is above the bound and whose advantage is negative (off-policy "
-        "sequence "
-        "mask, DeepSeek-V3.2, arXiv:2512.02556)",
+        "sequence mask, DeepSeek-V3.2, arXiv:2512.02556)",
         lambda ratios: -ratios.log_ratio,
         levels=("seq_mean",),
         needs="advantages",
@@ -178,16 +174,15 @@ DIVERGENCES: dict[str, Divergence] = {
     ),
     "binary_kl": Divergence(
         "mu log(mu / p) + (1 - mu) log((1 - mu) / (1 - p)) with mu = pi_rollout, p = pi_train: KL(mu || p) "
-        "of the "
-        "choice between this token and any other, at most that over all tokens (DPPO, arXiv:2602.04879)",
+        "of the choice between this token and any other, at most that over all tokens (DPPO, "
+        "arXiv:2602.04879)",
         lambda ratios: ratios.binary_kl,
         levels=("token", "seq_mean", "seq_max"),
         one_bound=_ZERO,
     ),
     "vaco": Divergence(
         "|rho - 1|: in a sequence whose mean is above the bound, drops the tokens that the update moves "
-        "further from "
-        "rho = 1, those of A D > 0; the others stay (VACO, arXiv:2603.01365)",
+        "further from rho = 1, those of A D > 0; the others stay (VACO, arXiv:2603.01365)",
         lambda ratios: ratios.rho_less_one.abs(),
         levels=("seq_mean",),
         needs="advantages",
@@ -237,8 +232,7 @@ class RejectionRule:
         if bound is not None:
             raise ValueError(
                 f"{flag} takes one {self.row.bounds} bound, got {'an' if side == 'upper' else 'a'} {side} "
-                "bound of "
-                f"{plain(bound)}: {self.row.one_bound}; leave the {side} bound out"
+                f"bound of {plain(bound)}: {self.row.one_bound}; leave the {side} bound out"
             )
         if self.lower is None and self.upper is None:
             raise ValueError(f"`rollout_rs` {self.name} needs a bound; give `rollout_rs_threshold`")
@@ -288,8 +282,7 @@ def check_trainer_inputs(
             needs = "`{}` {}".format(*given.setting) if given.setting else "old log-probs"
             raise ValueError(
                 f"`rollout_rs` {rule} looks at {given.doc}, which the pass for old log-probs gives; it needs "
-                f"{needs}, "
-                "and not bypass mode"
+                f"{needs}, and not bypass mode"
             )
 
 

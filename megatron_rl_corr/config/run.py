@@ -105,8 +105,7 @@ class ServersConfig(Options):
         if self.api_key_env is not None and not is_key(os.environ[self.api_key_env]):
             raise ValueError(
                 f"`api_key_env`: the value of {self.api_key_env} must be printable ASCII without spaces "
-                "around it; is "
-                "there a line end at its end?"
+                "around it; is there a line end at its end?"
             )
 
     def check_ca_file(self) -> None:
@@ -226,25 +225,22 @@ class RunConfig(*reversed(TOPICS)):
         """ValueError where no reward reads a label in a way that may fail."""
         if self.unread_labels == "drop" and not any(spec.reads_label for spec in self.rewards):
             raise ValueError(
-                "`unread_labels` drop has no effect without `reward_function` math, which alone may not read "
-                "a label; "
-                "drop it"
+                "`unread_labels` drop has no effect without `reward_function` math, which alone may not "
+                "read a label; drop it"
             )
 
     def check_gradient(self) -> None:
         if self.inplace_gradient and (self.linear_logprobs or self.top_k > 0):
             raise ValueError(
                 "`inplace_gradient` has no effect with `linear_logprobs`, which holds no logits, nor with "
-                "`top_k`, "
-                "whose gradient is sparse; drop it"
+                "`top_k`, whose gradient is sparse; drop it"
             )
 
     def check_logprobs(self) -> None:
         if self.linear_logprobs and (self.top_p < 1 or self.top_k > 0):
             raise ValueError(
                 f"`linear_logprobs` with `top_p` {self.top_p} and `top_k` {self.top_k}: the ids that the "
-                "server kept "
-                "are looked up in the logits; drop the one or the others"
+                "server kept are looked up in the logits; drop the one or the others"
             )
 
     def check_colocated_transport(self) -> None:
@@ -252,8 +248,7 @@ class RunConfig(*reversed(TOPICS)):
         if self.colocate and self.weight_transport != "tensor":
             raise ValueError(
                 f"`colocate` with `weight_transport` {self.weight_transport}: weights go from one process to "
-                "the other "
-                "in the memory of the GPU that both are on; give `weight_transport` tensor"
+                "the other in the memory of the GPU that both are on; give `weight_transport` tensor"
             )
 
     def check_colocated_lag(self) -> None:
@@ -261,8 +256,7 @@ class RunConfig(*reversed(TOPICS)):
         if self.colocate and self.max_lag > 0:
             raise ValueError(
                 f"`colocate` with `max_lag` {self.max_lag}: servers have no memory while the trainer trains, "
-                "and can't "
-                "sample ahead; drop one of them"
+                "and can't sample ahead; drop one of them"
             )
 
     def check_colocated_engine(self) -> None:
@@ -270,8 +264,7 @@ class RunConfig(*reversed(TOPICS)):
         if self.colocate and self.engine not in (AUTO, "sglang"):
             raise ValueError(
                 f"`colocate` with `engine` {self.engine}: the release of its memory is not tested here; use "
-                "SGLang, or "
-                "drop `colocate`"
+                "SGLang, or drop `colocate`"
             )
 
     def check_replay(self) -> None:
@@ -288,8 +281,7 @@ class RunConfig(*reversed(TOPICS)):
             if getattr(self, name) not in (one.default, one.usual):
                 raise ValueError(
                     f"`{name}` has no effect with `replay`, which trains on saved samples: no server is "
-                    "asked, nothing "
-                    "is scored or pushed; drop it"
+                    "asked, nothing is scored or pushed; drop it"
                 )
 
         check_each(check, (*names, *IDLE_OPTIONS))
@@ -300,6 +292,5 @@ class RunConfig(*reversed(TOPICS)):
         if both and os.path.realpath(self.save_trajectories) == os.path.realpath(self.replay):
             raise ValueError(
                 f"`save_trajectories` {self.save_trajectories} is the folder of `replay`, whose files it "
-                "would replace "
-                "while they are read; give another one, or drop it"
+                "would replace while they are read; give another one, or drop it"
             )

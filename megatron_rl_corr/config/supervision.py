@@ -33,6 +33,5 @@ class SupervisionConfig(Options):
         if self.metrics_address is not None and not self.metrics_address.strip():
             raise ValueError(
                 f"`metrics_address` must name an address of this host, got {self.metrics_address!r}, which "
-                "would open "
-                "the port at all of them; drop it for 127.0.0.1, or say 0.0.0.0 if you mean all"
+                "would open the port at all of them; drop it for 127.0.0.1, or say 0.0.0.0 if you mean all"
             )

@@ -27,8 +27,7 @@ def _check_url(url: str) -> None:
     if "@" in url:
         raise ValueError(
             f"the address of {url.rpartition('@')[2]} must not hold a password; name the environment "
-            "variable of "
-            "the key in `api_key_env`"
+            "variable of the key in `api_key_env`"
         )
     if not _is_address(url):
         raise ValueError(f"a server address is http://HOST:PORT or https://HOST:PORT, got {url!r}")

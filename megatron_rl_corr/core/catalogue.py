@@ -171,8 +171,7 @@ SEQUENCES = in_group(
         UsualRange(
             "whole sequences are shifted against each other",
             "A shift of every token of a sequence is no noise: look for a temperature, a stale weight "
-            "version or a "
-            "stale prefix cache.",
+            "version or a stale prefix cache.",
             high=1,
         ),
         clamped=MEAN_CLAMPED,
@@ -317,8 +316,7 @@ REJECTION = in_group(
         UsualRange(
             "the train-infer KL of a whole step was above the filter's bound",
             "Single filtered steps are what the filter is for. If there are many, close the gap itself (see "
-            "KL(k3)), "
-            "or raise the bound.",
+            "KL(k3)), or raise the bound.",
             low=0,
             high=0,
         ),

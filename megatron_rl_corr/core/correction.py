@@ -306,10 +306,9 @@ def _check_inputs(
     shapes = [tuple(tensor.shape) for tensor in given]
     if len(set(shapes)) != 1 or len(shapes[0]) != 1:
         raise ValueError(
-            f"compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, "
+            "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, "
             f"{', '.join(RULE_INPUTS)}) of one shape [T], got {', '.join(map(str, shapes))}; flatten_padded "
-            "turns rows "
-            "[B, L] into [T]"
+            "turns rows [B, L] into [T]"
         )
     for name in inputs:
         if name not in RULE_INPUTS:

@@ -29,8 +29,7 @@ METRICS = in_group(
             "Up to 0.1 a token is usual. If the reward still rises, the reference may be too old: "
             "--rollout-reference-reset N makes it the policy of every N-th batch. If it does not, raise "
             "--rollout-kl-loss-coef, or lower the learning rate. With --rollout-reference-url it can't fall "
-            "below "
-            "reference/floor.",
+            "below reference/floor.",
             high=0.5,
         ),
         only_with="--rollout-kl-loss-coef",
@@ -42,9 +41,9 @@ METRICS = in_group(
         only_with="--rollout-reference-url",
         usual=UsualRange(
             "the servers have other weights than the start or compute otherwise",
-            "If they are meant to be the start: the same checkpoint, number type and lm_head as the trainer, "
-            "and see "
-            "KL(k3), which has the same causes. If they are another policy, the value says how far it is.",
+            "If they are meant to be the start: the same checkpoint, number type and lm_head as the "
+            "trainer, and see KL(k3), which has the same causes. If they are another policy, the value says "
+            "how far it is.",
             high=1e-2,
         ),
     ),
@@ -56,8 +55,7 @@ METRICS = in_group(
         usual=UsualRange(
             "tokens train without the penalty",
             "With --rollout-reference-url look at the log of those servers, else for overflow in the "
-            "reference's "
-            "logits.",
+            "reference's logits.",
             low=0,
             high=0,
         ),
@@ -70,8 +68,7 @@ METRICS = in_group(
         usual=UsualRange(
             "the policy that is trained is far from the one that sampled",
             "The train-infer mismatch remains in it whatever is trained: see KL(k3). Above that: fewer "
-            "updates of a "
-            "batch, a smaller --rollout-max-lag, or a larger --rollout-sampler-kl-coef.",
+            "updates of a batch, a smaller --rollout-max-lag, or a larger --rollout-sampler-kl-coef.",
             high=0.1,
         ),
     ),

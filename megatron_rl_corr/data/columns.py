@@ -54,8 +54,7 @@ class ParquetRows:
             except pa.ArrowException as error:  # also for a type that it does not know
                 raise ValueError(
                     f"{file}: not a Parquet file that can be read: {error}; write it anew, with types that "
-                    "pyarrow "
-                    f"{pa.__version__} reads"
+                    f"pyarrow {pa.__version__} reads"
                 ) from None
             schema = metadata.schema.to_arrow_schema()
             if names is None:

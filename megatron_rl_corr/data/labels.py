@@ -19,8 +19,7 @@ def labels_of(sample: RewardInput) -> list[str]:
     if not given or not all(isinstance(one, (str, int)) or _is_finite(one) for one in given):
         raise ValueError(
             f"row {sample.row} of the data set has the label {sample.label!r}; it must be text, a number, or "
-            "a list of "
-            "right ones: is `label_key` the right one?"
+            "a list of right ones: is `label_key` the right one?"
         )
     return [_plain(one) if isinstance(one, float) else str(one) for one in given]
 

@@ -62,8 +62,7 @@ class MathReward:
         except Unreadable as error:
             raise ValueError(
                 f"row {sample.row} of the data set has the label {sample.label!r}, which `math` can't read: "
-                f"{error}; "
-                "mend it, or use exact or f1"
+                f"{error}; mend it, or use exact or f1"
             ) from None
         given = _answers(sample)
         return float(any(self._equal(one, answer) for one in right for answer in given))

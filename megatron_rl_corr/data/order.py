@@ -170,7 +170,6 @@ def _shares(weights: Sequence[float], sources: int) -> list[int]:
     if shares.min() < 1:
         raise ValueError(
             f"`prompts_weights` {weights[int(shares.argmin())]:g} is less than 1 in {SHARE_PERIOD} of all; "
-            "leave its "
-            "source out, or give a larger weight"
+            "leave its source out, or give a larger weight"
         )
     return shares.tolist()

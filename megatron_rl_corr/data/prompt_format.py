@@ -228,15 +228,14 @@ class PromptFormat:
         if bos is not None and ids[:2] == [bos, bos]:
             raise ValueError(
                 f'"{key}" begins with the token that the tokenizer puts before every text, and has it twice '
-                "then; "
-                "leave it out of the text"
+                "then; leave it out of the text"
             )
         eos = self.tokenizer.eos_id
         if ids[1:][-1:] == [eos] and self.tokenizer.encode(text, special_tokens=False)[-1:] != [eos]:
             raise ValueError(
                 f'"{key}" gets the end token, which the tokenizer puts behind every text, and nothing '
-                "follows an end; "
-                "use a tokenizer without it (add_eos_token in tokenizer_config.json), or give messages or ids"
+                "follows an end; use a tokenizer without it (add_eos_token in tokenizer_config.json), or "
+                "give messages or ids"
             )
         return text, ids
 

@@ -94,8 +94,8 @@ class RewardFunctions:
         except orjson.JSONEncodeError as error:
             raise reward_error(
                 f"{self._source_of(name)}: the row's metadata holds what no worker can be given ({error}); "
-                "leave it "
-                "out of the row, or use `reward_workers` 0, where an environment may leave objects there too"
+                "leave it out of the row, or use `reward_workers` 0, where an environment may leave objects "
+                "there too"
             ) from None
 
     async def label_problems(self, name: str, labels: Sequence[list[str]]) -> list[str | None]:

@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 Form = Literal["sample", "group", "ids"]
 FORMS = (
-    "write reward(sample), which sees the text of one sample, rewards(samples), which sees a whole group and "
-    "returns a "
-    "list, or reward(prompt, output_ids, finish_reason), which sees ids; further parameters must be "
-    "keyword-only"
+    "write reward(sample), which sees the text of one sample, rewards(samples), which sees a whole group "
+    "and returns a list, or reward(prompt, output_ids, finish_reason), which sees ids; further parameters "
+    "must be keyword-only"
 )
 
 
@@ -52,8 +51,7 @@ class RewardInput:
         if name in ("prompt", "response"):
             raise AttributeError(
                 f"the sample has no {name}: `hf_checkpoint` has no tokenizer, so ids have no text; add its "
-                "files, or "
-                "score sample.output_ids"
+                "files, or score sample.output_ids"
             )
         raise AttributeError(f"a sample has no {name!r}; it has {', '.join(self.__dataclass_fields__)}")
 

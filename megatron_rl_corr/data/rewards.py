@@ -129,8 +129,7 @@ class Rewards:
         if texts and self._tokenizer is None:
             raise ValueError(
                 f"{FLAG} {texts[0].source} needs the responses' text, and `hf_checkpoint` has no tokenizer; "
-                "add its "
-                "files, or use a reward of your own that scores ids"
+                "add its files, or use a reward of your own that scores ids"
             )
         try:
             for url in self._urls.values():
@@ -166,8 +165,7 @@ class Rewards:
             if prompt.label is None:
                 raise ValueError(
                     f"{FLAG} {wanting[0]} compares with a label, and row {prompt.index} of {flag} has none; "
-                    "name the "
-                    "key that holds it with `label_key`, or leave the row out"
+                    "name the key that holds it with `label_key`, or leave the row out"
                 )
 
     async def check_readable(self, prompts: PromptDataset, flag: str, *, drop: bool | None = None) -> None:
@@ -191,8 +189,7 @@ class Rewards:
             named = [f"row {row} has the label {label!r}: {why}" for row, (label, why) in problems.items()]
             found = (
                 f"{flag}: {FLAG} {spec.source} can't read the label of {len(problems)} of the {read} rows "
-                "that were "
-                f"looked at; {'; '.join(named[:NAMED_LABELS])}"
+                f"that were looked at; {'; '.join(named[:NAMED_LABELS])}"
             )
             if not drop or len(problems) == read:
                 leave = "" if drop is None else ", or train without these rows with `unread_labels` drop"
@@ -210,8 +207,7 @@ class Rewards:
         if left_out and not self._alone:
             raise ValueError(
                 f"{flag}: {FLAG} {left_out} compares the samples of a group, and an evaluation has none; add "
-                "a reward "
-                "that looks at one sample"
+                "a reward that looks at one sample"
             )
         if left_out:
             warn(

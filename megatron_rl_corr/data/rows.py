@@ -42,8 +42,7 @@ class ChangedFile(RuntimeError):
     def __init__(self, path: str):
         super().__init__(
             f"{path} changed while the run reads it: its rows are no longer those that were counted; restore "
-            "it, or "
-            "start anew (with --load where there is a checkpoint), and write new data into a new file"
+            "it, or start anew (with --load where there is a checkpoint), and write new data into a new file"
         )
 
 

@@ -102,6 +102,5 @@ def _open_folder(path: Path, *, whole: bool = True) -> Rows:
         )
     raise ValueError(
         f"{path}: neither Parquet files (*.parquet) nor a folder of datasets' save_to_disk (state.json); "
-        "give a file, "
-        "or such a folder"
+        "give a file, or such a folder"
     )

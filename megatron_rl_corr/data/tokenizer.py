@@ -93,8 +93,7 @@ class Tokenizer:
             if name not in used:
                 raise ValueError(
                     f"`chat_template_kwargs` has {name}, which the chat template of {self._folder} does not "
-                    "use; drop "
-                    f"it, or use {', '.join(sorted(used - set(RESERVED))) or 'another template'}"
+                    f"use; drop it, or use {', '.join(sorted(used - set(RESERVED))) or 'another template'}"
                 )
         if with_tools and "tools" not in used:
             raise ValueError(
@@ -132,8 +131,7 @@ class Tokenizer:
         if not self.has_template:
             raise ValueError(
                 f"the tokenizer of {self._folder} has no chat template; put the model's chat_template.jinja "
-                "there, or "
-                "give rows of text"
+                "there, or give rows of text"
             )
         from jinja2 import TemplateError
 

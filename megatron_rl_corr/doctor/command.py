@@ -198,8 +198,7 @@ def _vocab_size(url: str, given: int | None, config: dict) -> int:
     if not isinstance(size, int) or size < 1:
         raise ValueError(
             f"the vocabulary size of {url} is not known (got {size}), and an id outside the vocabulary would "
-            "crash the "
-            "server; give --model HF_DIR whose config.json has it, or --vocab-size"
+            "crash the server; give --model HF_DIR whose config.json has it, or --vocab-size"
         )
     return size
 

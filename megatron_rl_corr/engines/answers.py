@@ -119,8 +119,7 @@ def check_length(output_ids: np.ndarray, finish_reason: str, max_new_tokens: int
     if not output_ids.size and finish_reason != "abort":
         raise ValueError(
             f"finish_reason {finish_reason} has no output_ids, and only an abort may end a response before "
-            "its first "
-            "token"
+            "its first token"
             + "; is there room for one behind the prompt in its context length?"
             * (finish_reason == "length")
         )

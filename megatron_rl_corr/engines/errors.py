@@ -125,8 +125,7 @@ class StaleWeightsError(RolloutError):
         detail = f"its weights are version {version!r}, the trainer's are {expected!r}"
         message = (
             f"rollout server {url} is not sampled from: {detail}; it is taken back once it has them. Was it "
-            "restarted, "
-            "or does another trainer push to it?"
+            "restarted, or does another trainer push to it?"
         )
         super().__init__(url, endpoint, detail, message)
         self.version, self.expected = version, expected

@@ -46,8 +46,7 @@ class LocalFault(RolloutError):
     def __init__(self, url: str, endpoint: str, detail: str, remedy: str, *, sent: bool = False):
         message = (
             f"this process can't reach rollout server {url}: {detail}; this is a fault of its own host, not "
-            "of the "
-            f"server: {remedy}"
+            f"of the server: {remedy}"
         )
         super().__init__(url, endpoint, detail, message)
         self.remedy, self.sent = remedy, sent
@@ -94,8 +93,7 @@ def _remedy(code: int | None, needed: int | None) -> str | None:
         enough = needed if needed is not None and needed > soft else 2 * soft
         return (
             f"it may have {soft} open files: start it after `ulimit -n {enough}` (the hard limit is "
-            f"{_told(hard)}), or "
-            "lower `max_concurrency`"
+            f"{_told(hard)}), or lower `max_concurrency`"
         )
     return {
         errno.ENFILE: "the host's table of open files is full: raise `sysctl fs.file-max`, or run fewer "
@@ -103,8 +101,8 @@ def _remedy(code: int | None, needed: int | None) -> str | None:
         errno.ENOMEM: "the kernel has no memory for a socket: free memory on this host",
         errno.ENOBUFS: "the kernel has no memory for a socket: free memory on this host",
         errno.EADDRNOTAVAIL: "no local port towards that address is free: widen `sysctl "
-        "net.ipv4.ip_local_port_range`, "
-        "or lower `max_concurrency`; or this host has no address of that kind, as without IPv6",
+        "net.ipv4.ip_local_port_range`, or lower `max_concurrency`; or this host has no address of that "
+        "kind, as without IPv6",
         errno.ENETDOWN: "its network interface is down",
     }.get(code)
 
@@ -151,9 +149,8 @@ def raise_descriptor_limit(needed: int, what: str) -> str | None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ValueError(
             f"{what} needs about {needed} open files (`ulimit -n`), and this process may have {hard} "
-            "(`ulimit -Hn`): "
-            f"raise the hard limit to {needed} (limits.conf, LimitNOFILE= of systemd, --ulimit of docker), "
-            "or lower it"
+            f"(`ulimit -Hn`): raise the hard limit to {needed} (limits.conf, LimitNOFILE= of systemd, "
+            "--ulimit of docker), or lower it"
         )
     for limit in (hard, needed):
         try:

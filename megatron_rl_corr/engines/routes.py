@@ -78,8 +78,7 @@ def check_experts(
         token, layer, place = outside[0]
         raise ValueError(
             f"rule range: expert {ids[token, layer, place]} of token {first + token} in layer "
-            f"{shape.layers[layer]} is "
-            f"outside [0, {shape.experts})"
+            f"{shape.layers[layer]} is outside [0, {shape.experts})"
         )
     in_order = np.sort(ids, axis=2)
     repeats = (in_order[:, :, 1:] == in_order[:, :, :-1]).any(axis=2)

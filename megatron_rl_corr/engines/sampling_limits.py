@@ -25,8 +25,7 @@ def check_limits(engine: str, limits: EngineLimits, sampling: SamplingParams) ->
     if limits.max_top_k is not None and sampling.with_support and sampling.top_k > limits.max_top_k:
         raise ValueError(
             f"`top_k` must be -1 (off) or in [2, {limits.max_top_k}], for which {engine} returns the "
-            "sampling "
-            f"mask, got {sampling.top_k}; use {limits.max_top_k} or less, or -1"
+            f"sampling mask, got {sampling.top_k}; use {limits.max_top_k} or less, or -1"
         )
     if limits.top_p_needs_top_k and sampling.needs_mask and sampling.top_k == -1:
         name, what, value = ("`top_p`", "`top_p` below 1", sampling.top_p)
@@ -44,6 +43,5 @@ def check_limits(engine: str, limits: EngineLimits, sampling: SamplingParams) ->
     if limits.max_stop_texts is not None and len(sampling.stop) > limits.max_stop_texts:
         raise ValueError(
             f"`stop` has {len(sampling.stop)} texts, and {engine} takes at most {limits.max_stop_texts}; "
-            "leave "
-            "some out"
+            "leave some out"
         )

@@ -102,8 +102,7 @@ class SamplingParams:
         if self.truncated and self.temperature == 0:
             raise ValueError(
                 f"`top_p`, `top_k` and `min_p` have no effect on greedy sampling, got `top_p` {self.top_p}, "
-                "`top_k` "
-                f"{self.top_k} and `min_p` {self.min_p} at `temperature` 0; leave them out"
+                f"`top_k` {self.top_k} and `min_p` {self.min_p} at `temperature` 0; leave them out"
             )
 
 
@@ -263,8 +262,7 @@ def concatenated(
     if not torch.equal(continuation.prompt_ids, so_far):
         raise ValueError(
             f"the continuation's prompt of {continuation.prompt_ids.numel()} tokens is not the "
-            f"{so_far.numel()} tokens "
-            "of the partial response, prompt included"
+            f"{so_far.numel()} tokens of the partial response, prompt included"
         )
     support, routes = partial.support, partial.routed_experts
     for name in ("support", "routed_experts"):

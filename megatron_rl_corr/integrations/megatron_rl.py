@@ -73,8 +73,7 @@ class GRPOCorrection:
             if is_truncation_coef is not None:
                 raise ValueError(
                     f"--rl-importance-sampling-truncation-coef {is_truncation_coef} has no effect beside "
-                    "--rollout-is; "
-                    "drop it, and use --rollout-is-threshold"
+                    "--rollout-is; drop it, and use --rollout-is-threshold"
                 )
             weights, keep = self._weights(
                 others["old_logprobs"],
@@ -102,9 +101,8 @@ class GRPOCorrection:
         """Weights [B, L] float32 and what is kept [B, L] bool, of pi_old against the policy that sampled."""
         if rollout is None:
             raise ValueError(
-                "Megatron gave its loss no rollout log-probs; add --rl-inference-logprobs-is-correction, and "
-                "roll out "
-                "with an engine that returns them"
+                "Megatron gave its loss no rollout log-probs; add --rl-inference-logprobs-is-correction, "
+                "and roll out with an engine that returns them"
             )
         mask, self._mask = self._mask, None
         if mask is None or mask.shape != old.shape or rollout.shape != old.shape:

@@ -107,8 +107,8 @@ def install(config: RolloutCorrectionConfig, report: Callable[[dict, Any], None]
             if cp > 1 and not hasattr(rl_utils, "_scatter_for_context_parallel"):
                 raise ValueError(
                     f"--context-parallel-size {cp}: the RL of megatron-core {megatron_version} has no "
-                    "context "
-                    "parallelism, that of 0.20 has (Megatron-LM's main since 2026-08-17); use 0.20, or 1 rank"
+                    "context parallelism, that of 0.20 has (Megatron-LM's main since 2026-08-17); use 0.20, "
+                    "or 1 rank"
                 )
             result = original(correction.forward_step(forward_step_func), *args, **kwargs)
             all_gather_and_report()

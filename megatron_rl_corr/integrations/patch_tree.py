@@ -82,8 +82,7 @@ def read_tree(root: str | os.PathLike) -> Tree:
     if MARK in text:
         raise ValueError(
             f"{path} mentions {MARK}, but not as this version writes it; take those lines out by hand "
-            "(before them it "
-            f"was {path.name}{BACKUP_SUFFIX}, if that is there), and try again"
+            f"(before them it was {path.name}{BACKUP_SUFFIX}, if that is there), and try again"
         )
     after = _inserted(path, text, hunk)
     try:
@@ -133,10 +132,9 @@ def _inserted(path: Path, text: str, hunk: str) -> str:
     if len(found) != 1:
         raise ValueError(
             f"{path} holds the line {ANCHOR!r} {len(found)} times, and the lines go behind the only one: "
-            "this Megatron "
-            "was changed in a way that is not known. Nothing was changed; start the script with python -m "
-            "megatron_rl_corr.launch, which needs no patch, or add the lines of --diff on a stock Megatron "
-            "by hand"
+            "this Megatron was changed in a way that is not known. Nothing was changed; start the script "
+            "with python -m megatron_rl_corr.launch, which needs no patch, or add the lines of --diff on a "
+            "stock Megatron by hand"
         )
     place = found[0] + 1
     return "".join([*lines[:place], hunk, *lines[place:]])
@@ -150,14 +148,12 @@ def _within(root: Path, relative: str) -> Path:
         older = " (Megatron-LM has such a folder from core 0.6 on)" if (root / "megatron").is_dir() else ""
         raise ValueError(
             f"there is no {relative} in {root}{older}; --megatron-root is the folder that holds megatron/, "
-            "with "
-            "megatron/training in it"
+            "with megatron/training in it"
         ) from None
     if not path.is_relative_to(root):
         raise ValueError(
             f"{root / relative} is a link to {path}, outside --megatron-root; nothing outside it is written. "
-            "Give the "
-            "tree that the link leads to, if that is the one to change"
+            "Give the tree that the link leads to, if that is the one to change"
         )
     if not path.is_file():
         raise ValueError(f"{path} is no file; nothing was changed")

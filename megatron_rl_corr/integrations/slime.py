@@ -53,8 +53,8 @@ def correct(
     if SETTINGS not in vars(args):
         raise ValueError(
             f"{SETTINGS} is not set: give --custom-config-path a YAML file with the line `{SETTINGS}: "
-            "FILE.yaml`, "
-            "where FILE.yaml holds the correction's settings, for example `preset: decoupled_token_is`"
+            "FILE.yaml`, where FILE.yaml holds the correction's settings, for example `preset: "
+            "decoupled_token_is`"
         )
     config = read_settings(getattr(args, SETTINGS), "slime and miles")
     if train_log_probs is None or rollout_log_probs is None:
@@ -125,9 +125,8 @@ class _Places:
         if train != self.counts or {rollout, loss} != {sum(self.counts)}:
             raise ValueError(
                 f"this context-parallel rank should have {self.counts} tokens of the samples' responses, and "
-                "got train "
-                f"log-probs of {train}, {rollout} rollout log-probs and {loss} losses in all: no layout that "
-                "is known"
+                f"got train log-probs of {train}, {rollout} rollout log-probs and {loss} losses in all: no "
+                "layout that is known"
             )
 
 

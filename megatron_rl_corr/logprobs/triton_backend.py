@@ -240,8 +240,7 @@ def _check(matrix: Tensor) -> None:
     if matrix.stride(1) != 1 and matrix.shape[1] > 1:
         raise ValueError(
             "the Triton log-probs take logits and gradient with adjacent columns, got strides "
-            f"{matrix.stride()}; "
-            "call .contiguous() on them"
+            f"{matrix.stride()}; call .contiguous() on them"
         )
 
 

@@ -58,8 +58,7 @@ def all_reduce_clear_folders(options: RunConfig, layout: Layout, iteration: int)
     except OSError as failure:
         error = StartupError(
             f"what an earlier attempt wrote of steps after {iteration} can't be removed, nor another run's "
-            "files be "
-            f"moved: {failure}; make it writable, or name another folder"
+            f"files be moved: {failure}; make it writable, or name another folder"
         )
     all_reduce_failure(error)
 

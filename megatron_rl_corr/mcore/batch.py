@@ -73,16 +73,14 @@ class BatchShape:
             times = f" x --rollout-updates-per-batch {self.updates}" if self.updates > 1 else ""
             raise ValueError(
                 f"--global-batch-size {self.global_batch_size}{times} must be a multiple of "
-                "--rollout-group-size "
-                f"{self.group_size} times the data-parallel size {dp_size}: a prompt's samples stay on one "
-                "replica"
+                f"--rollout-group-size {self.group_size} times the data-parallel size {dp_size}: a prompt's "
+                "samples stay on one replica"
             )
         several = 1 if self.packing is None else self.packing.count_multiple
         if (self.global_batch_size // dp_size) % several:
             raise ValueError(
                 f"--global-batch-size {self.global_batch_size} over {dp_size} data-parallel ranks must be a "
-                "multiple "
-                f"of {several}, as interleaved stages take so many microbatches at a time"
+                f"multiple of {several}, as interleaved stages take so many microbatches at a time"
             )
         return share
 

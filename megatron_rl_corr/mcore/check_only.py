@@ -177,6 +177,5 @@ def _step(options: RunConfig, args: argparse.Namespace) -> str:
     )
     return name_flags(
         f"a batch: {samples} samples, {samples // options.group_size} prompts of {options.group_size}; "
-        "responses of at "
-        f"most {options.max_new_tokens} tokens; {per}"
+        f"responses of at most {options.max_new_tokens} tokens; {per}"
     )

@@ -50,8 +50,7 @@ def _read(args: argparse.Namespace) -> SavedCursor | None:
             saved = SavedCursor.parse(path.read_text())
             print(
                 f"[rollout] prompts go on at place {saved.next} of their sequence, and {len(saved.again)} "
-                "that were "
-                f"drawn before and not trained: {path}",
+                f"that were drawn before and not trained: {path}",
                 flush=True,
             )
             EVENTS.tell(
@@ -64,8 +63,7 @@ def _read(args: argparse.Namespace) -> SavedCursor | None:
             return saved
     print(
         f"[rollout] the checkpoint has no {FILE_NAME}: prompts go on with those of step "
-        f"{args.iteration + 1}; what "
-        "was being sampled may be trained twice or not at all",
+        f"{args.iteration + 1}; what was being sampled may be trained twice or not at all",
         file=sys.stderr,
         flush=True,
     )

@@ -62,8 +62,7 @@ def put_in(iteration: int, put: Callable[[Path], None] | None, *, name: str, wit
         if name in _waiting:
             print(
                 f"[rollout] no {name} was written for iteration {iteration}, as its checkpoint has no folder "
-                "here; "
-                f"a run that loads it {without}",
+                f"here; a run that loads it {without}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -247,8 +247,7 @@ class Collector(BatchCollector):
             filtered = f", {self._stream.filtered} did not pass" if self._filter is not None else ""
             print(
                 f"[rollout] batch {batch + 1}: {self._stream.ready} of {self._groups} groups are "
-                f"done{filtered}, "
-                f"{self._stream.running} are running, {speed:.0f} tokens/s",
+                f"done{filtered}, {self._stream.running} are running, {speed:.0f} tokens/s",
                 flush=True,
             )
         return False

@@ -253,9 +253,8 @@ FILTER = tuple(
             UsualRange(
                 "train and rollout disagree on prompts that are not trained",
                 "Compare it with KL(k3): where that is in its range, the gap is of easy (or hopeless) "
-                "prompts alone, "
-                "and comes into the batch once these are solved sometimes. Otherwise follow the advice for "
-                "KL(k3).",
+                "prompts alone, and comes into the batch once these are solved sometimes. Otherwise follow "
+                "the advice for KL(k3).",
                 high=1e-2,
             ),
         ),
@@ -438,9 +437,8 @@ METRICS = (
             UsualRange(
                 "many tokens are trained on other experts than sampled them",
                 "Servers retract responses, and tell other routes of them then. For want of memory: give "
-                "them more of "
-                "it, or lower --rollout-max-concurrency. At pushes: --rollout-pause-mode in_place keeps the "
-                "routes.",
+                "them more of it, or lower --rollout-max-concurrency. At pushes: --rollout-pause-mode "
+                "in_place keeps the routes.",
                 high=0.2,
             ),
             only_with="--router-replay R3",

@@ -47,16 +47,16 @@ def check_colocation(args: argparse.Namespace) -> None:
     if release() < OFFLOAD_SINCE:
         raise ValueError(
             f"--rollout-colocate needs megatron-core {OFFLOAD_SINCE[0]}.{OFFLOAD_SINCE[1]} or newer, which "
-            "can free "
-            f"gradients and move its optimizer to the host, and this is {megatron_version}; leave it out"
+            f"can free gradients and move its optimizer to the host, and this is {megatron_version}; leave "
+            "it out"
         )
     values, problems = vars(args), Problems()
     moved = not values.get("optimizer_cpu_offload")  # else its state is on the host always
     if moved and values.get("use_precision_aware_optimizer"):
         problems.add(
             "--use-precision-aware-optimizer with --rollout-colocate: it updates the model's weights "
-            "themselves, and "
-            "Megatron's offloading would cut them off from it; leave it out, or add --optimizer-cpu-offload"
+            "themselves, and Megatron's offloading would cut them off from it; leave it out, or add "
+            "--optimizer-cpu-offload"
         )
     if not moved and (fraction := values.get("optimizer_offload_fraction", 1.0)) < 1:
         problems.add(
@@ -69,8 +69,7 @@ def check_colocation(args: argparse.Namespace) -> None:
     if values.get("cuda_graph_impl", "none") != "none":
         problems.add(
             f"--cuda-graph-impl {args.cuda_graph_impl} with --rollout-colocate: graphs of training keep the "
-            "addresses "
-            "of gradients, which are freed; leave one of them out"
+            "addresses of gradients, which are freed; leave one of them out"
         )
     problems.raise_all()
 
@@ -117,8 +116,7 @@ class TrainerMemory:
         if torch.cuda.is_available() and not self.on_host and self.moves_weights():
             raise StartupError(
                 "--rollout-colocate: parameters of this optimizer are the model's own, as in float32, and "
-                "would leave "
-                "the GPU with its state; add --use-distributed-optimizer"
+                "would leave the GPU with its state; add --use-distributed-optimizer"
             )
 
     def moves_weights(self) -> bool:

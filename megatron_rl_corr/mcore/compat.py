@@ -68,12 +68,10 @@ def check_expert_layout(args: argparse.Namespace) -> None:
     ):
         raise ValueError(
             f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} with "
-            "--tensor-model-parallel-size "
-            f"{args.tensor_model_parallel_size} and --expert-model-parallel-size 1: megatron-core "
-            f"{megatron_version} "
-            "leaves tokens out of the experts' gradients; use 0.19 or newer, more expert-parallel ranks, or "
-            "the same "
-            "tensor-parallel size for both"
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} and "
+            f"--expert-model-parallel-size 1: megatron-core {megatron_version} leaves tokens out of the "
+            "experts' gradients; use 0.19 or newer, more expert-parallel ranks, or the same tensor-parallel "
+            "size for both"
         )
 
 

@@ -17,16 +17,14 @@ from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Mean
 
 NO_TOKEN = (
-    "no token of this step is left: no update. See rollout_corr/rejected_fraction/* for the rule that "
-    "took them, and widen its --rollout-rs-threshold; or the step's train-infer KL was above "
-    "--rollout-batch-filter-kl "
-    "(rollout_corr/batch_filtered)"
+    "no token of this step is left: no update. See rollout_corr/rejected_fraction/* for the rule that took "
+    "them, and widen its --rollout-rs-threshold; or the step's train-infer KL was above "
+    "--rollout-batch-filter-kl (rollout_corr/batch_filtered)"
 )
 NO_GRADIENT = (
-    "no token of this step has a gradient, as every advantage or weight is 0: no update. If the rewards "
-    "of each prompt's samples are equal (rollout/groups_without_spread), the prompts are too easy or too "
-    "hard, or the "
-    "servers gave one sample many times (rollout/duplicate_samples)"
+    "no token of this step has a gradient, as every advantage or weight is 0: no update. If the rewards of "
+    "each prompt's samples are equal (rollout/groups_without_spread), the prompts are too easy or too hard, "
+    "or the servers gave one sample many times (rollout/duplicate_samples)"
 )
 
 

@@ -154,8 +154,7 @@ def refuse_links(flag: str, folder: Path, patterns: Iterable[str]) -> None:
     for link in (path for pattern in patterns for path in folder.glob(pattern) if path.is_symlink()):
         raise ValueError(
             f"{flag} {folder}: {link.name} in it is a link to {os.readlink(link)}, and nothing is written "
-            "through one; "
-            "remove it, or name another folder"
+            "through one; remove it, or name another folder"
         )
 
 

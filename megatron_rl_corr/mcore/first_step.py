@@ -50,16 +50,12 @@ class FirstStep:
             )
         return StartupError(
             f"--rollout-max-first-step-kl {self.max_kl:g}: in the first step the servers sampled with the "
-            "weights that "
-            f"are trained, and yet the train-infer KL (k3, of a token {self.most:g} at most) is {found}, so "
-            "the policy "
-            "that would be trained is not the one that was sampled; nothing was trained. Look at: dropout "
-            "(--hidden-dropout 0 --attention-dropout 0); Megatron's flags against config.json "
-            "(`megatron-rl-corr "
-            "model-flags`); whether the checkpoint is the one that the servers run; log-probs shifted by a "
-            "token, and "
-            "other temperatures (`megatron-rl-corr doctor`). If numerics alone explain it, give a larger "
-            "bound"
+            f"weights that are trained, and yet the train-infer KL (k3, of a token {self.most:g} at most) is "
+            f"{found}, so the policy that would be trained is not the one that was sampled; nothing was "
+            "trained. Look at: dropout (--hidden-dropout 0 --attention-dropout 0); Megatron's flags against "
+            "config.json (`megatron-rl-corr model-flags`); whether the checkpoint is the one that the "
+            "servers run; log-probs shifted by a token, and other temperatures (`megatron-rl-corr doctor`). "
+            "If numerics alone explain it, give a larger bound"
         )
 
 

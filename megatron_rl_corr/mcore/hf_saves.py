@@ -101,12 +101,10 @@ def check_folder(options: RunConfig, args: argparse.Namespace) -> None:
         if other and Path(other).resolve() == folder.resolve():
             raise ValueError(
                 f"--rollout-save-hf {folder} is the folder of {flag}, where Megatron's checkpoints have the "
-                "same names "
-                "(iter_0000040), and one would be removed for the other; name another folder"
+                "same names (iter_0000040), and one would be removed for the other; name another folder"
             )
     if Path(options.hf_checkpoint).resolve().parent == folder.resolve():
         raise ValueError(
             f"--rollout-save-hf {folder} holds --rollout-hf-checkpoint {options.hf_checkpoint}, which a step "
-            "of the "
-            "same number would replace; name another folder"
+            "of the same number would replace; name another folder"
         )

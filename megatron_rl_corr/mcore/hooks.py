@@ -293,8 +293,7 @@ def describe() -> str:
     """What `install` would replace in this Megatron, and where; nothing is replaced."""
     lines = [
         f"megatron-core {versions.megatron_version} in {versions.tree()}; supported are "
-        f"{versions.SUPPORTED}; "
-        f"Transformer Engine: {versions.transformer_engine()}"
+        f"{versions.SUPPORTED}; Transformer Engine: {versions.transformer_engine()}"
     ]
     originals = [checked(hook.module, hook.name, hook.parameters) for hook in HOOKS]
     for hook, holders in zip(HOOKS, _holders(originals), strict=True):
@@ -343,8 +342,7 @@ def checked(module: ModuleType, name: str, parameters: tuple[str, ...]) -> Calla
     if function is None:
         raise versions.UnsupportedMegatron(
             f"{module.__name__} of megatron-core {versions.megatron_version} has no {name}: this Megatron "
-            "was changed "
-            f"in a way that megatron_rl_corr does not know; supported are {versions.SUPPORTED}"
+            f"was changed in a way that megatron_rl_corr does not know; supported are {versions.SUPPORTED}"
         )
     versions.check_parameters(function, parameters)
     return function

@@ -52,10 +52,8 @@ def check_models(options: RunConfig, client: RolloutClient, loop: LoopThread) ->
                 url, what = found
                 error = StartupError(
                     f"--rollout-url {url}: it has another model than --rollout-hf-checkpoint "
-                    f"{checkpoint.path}: {what}"
-                    "; nothing was sent to any server yet. Start all with this checkpoint, or train "
-                    "nevertheless with "
-                    "--rollout-server-check off"
+                    f"{checkpoint.path}: {what}; nothing was sent to any server yet. Start all with this "
+                    "checkpoint, or train nevertheless with --rollout-server-check off"
                 )
         except RolloutError as failure:
             error = failure

@@ -95,8 +95,7 @@ def mtp_problems(args: argparse.Namespace, hf_config: Mapping[str, Any]) -> list
         needed = ".".join(map(str, SUPPORTS_MTP))
         return [
             f"{given}: needs megatron-core {needed} or newer, whose --mtp-detach-heads keeps the layers' "
-            "loss from "
-            "the policy; leave it out"
+            "loss from the policy; leave it out"
         ]
     lines = [f"{given}: {why}; {remedy}" for has, why, remedy in PROBLEMS if has(args)]
     there = num_mtp_layers(hf_config)

@@ -189,7 +189,6 @@ def _check_output_layer(output_layer: nn.Module, weight: Tensor, config: Transfo
     if getattr(weight, "grad_added_to_main_grad", False) and not _is_fused(weight, config):
         raise ValueError(
             "--gradient-accumulation-fusion has added to the output weight's main_grad in this step, so its "
-            "gradient "
-            "from hidden states would be lost: take all microbatches of a step from hidden states, or "
-            "--no-gradient-accumulation-fusion"
+            "gradient from hidden states would be lost: take all microbatches of a step from hidden states, "
+            "or --no-gradient-accumulation-fusion"
         )

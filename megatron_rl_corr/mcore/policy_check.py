@@ -57,8 +57,7 @@ class MegatronParser:
         if unknown:
             raise ValueError(
                 f"megatron-core {megatron_version} can't make the model of config.json: it has no "
-                f"{' '.join(unknown)}; "
-                "install a newer one"
+                f"{' '.join(unknown)}; install a newer one"
             )
         return args
 
@@ -68,8 +67,7 @@ class MegatronParser:
         if name not in vars(args):
             raise ValueError(
                 f"{flag}: the script's arguments have no {name} any more, so what it is set to can't be "
-                "checked; keep "
-                f"args.{name}"
+                f"checked; keep args.{name}"
             )
         return vars(args)[name]
 
@@ -123,8 +121,7 @@ def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
         ]
         differences += [
             f"{flag}: the script's model has {names[flag]} {getattr(config, names[flag])}, and its arguments "
-            "say "
-            f"{getattr(expected, names[flag])}; make its configuration by Megatron's "
+            f"say {getattr(expected, names[flag])}; make its configuration by Megatron's "
             "core_transformer_config_from_args"
             for flag in COMPARED
             if flag in names and getattr(config, names[flag]) != getattr(expected, names[flag])
@@ -211,10 +208,9 @@ def _other_positions(chunk: nn.Module, args: argparse.Namespace, config: Any) ->
         return []
     return [
         "the script's model has other rotary frequencies than its flags say: hand rotary_base, "
-        "rotary_percent, "
-        "rope_scaling (--use-rope-scaling), rope_scaling_factor and seq_len_interpolation_factor "
-        "(--rotary-seq-len-interpolation-factor) on to its GPTModel; Megatron's pretrain_gpt.py leaves out "
-        "the last two"
+        "rotary_percent, rope_scaling (--use-rope-scaling), rope_scaling_factor and "
+        "seq_len_interpolation_factor (--rotary-seq-len-interpolation-factor) on to its GPTModel; "
+        "Megatron's pretrain_gpt.py leaves out the last two"
     ]
 
 

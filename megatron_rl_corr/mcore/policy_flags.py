@@ -66,8 +66,7 @@ OTHER_POLICY = (
     Refused(
         "--fp8-recipe",
         "with --fp8-format a tensor's scale comes from the batches before, so that one sample has another "
-        "log-prob in "
-        "scoring than in training",
+        "log-prob in scoring than in training",
         "use --fp8-recipe tensorwise, blockwise or mxfp8",
         lambda value, args: args.fp8 is not None and value == "delayed",
     ),

@@ -111,16 +111,14 @@ def prompt_limits(options: RunConfig, *, vocab_size: int, seq_length: int, drop:
     if room < 1:
         raise ValueError(
             f"{words} has no room for a prompt; use --seq-length {options.max_new_tokens} or more, and add "
-            "the length "
-            "of the prompts to it"
+            "the length of the prompts to it"
         )
     if options.max_prompt_tokens is not None and options.max_prompt_tokens < room:
         room, words = options.max_prompt_tokens, f"`max_prompt_tokens` {options.max_prompt_tokens}"
     elif options.max_prompt_tokens is not None and options.max_prompt_tokens > room:
         raise ValueError(
             f"`max_prompt_tokens` {options.max_prompt_tokens} has no effect: {words} leaves {room}; drop it, "
-            "or use "
-            f"--seq-length {options.max_prompt_tokens + options.max_new_tokens - 1}"
+            f"or use --seq-length {options.max_prompt_tokens + options.max_new_tokens - 1}"
         )
     return PromptLimits(vocab_size, room, words, options.max_new_tokens, drop)
 

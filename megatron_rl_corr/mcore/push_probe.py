@@ -242,8 +242,7 @@ def print_probe(found: Mapping[str, float]) -> None:
         over = found["rollout/probe_over_rounding"]
         print(
             f"[rollout] probe of the pushed weights: max |log-ratio| {worst:.2g}, mean {mean:.2g}, "
-            f"{over:.2g} times "
-            "what rounding explains",
+            f"{over:.2g} times what rounding explains",
             flush=True,
         )
 

@@ -201,8 +201,7 @@ class Reference:
         if self.weights is not None and self.weights.are_in_place:
             raise ReferenceInPlace(
                 f"the model's weights can't be {purpose} now: they are the reference policy's, for its "
-                "forward pass, "
-                "and the trained ones wait on the host; call this before the pass or after it"
+                "forward pass, and the trained ones wait on the host; call this before the pass or after it"
             )
 
     def log_probs(self, forward: ReferencePass) -> Tensor | None:

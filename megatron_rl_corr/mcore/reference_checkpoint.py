@@ -68,8 +68,7 @@ def _read(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
         if after and not resets:
             print(
                 f"[rollout] the checkpoint's reference policy, reset after batch {after}, is left out: "
-                "without "
-                "--rollout-reference-reset the reference is frozen",
+                "without --rollout-reference-reset the reference is frozen",
                 file=sys.stderr,
                 flush=True,
             )
@@ -77,8 +76,7 @@ def _read(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
     if resets:
         print(
             f"[rollout] the checkpoint has no {FOLDER}: the reference policy is the run's first one until "
-            "its next "
-            "reset",
+            "its next reset",
             file=sys.stderr,
             flush=True,
         )

@@ -62,20 +62,17 @@ class ServedReference(Reference):
         except RolloutError as error:
             error.add_note(
                 "it is a server of --rollout-reference-url, and none of them scored a sample of this batch; "
-                "start it "
-                "again, and go on from the last checkpoint"
+                "start it again, and go on from the last checkpoint"
             )
             raise
         if changed is not None:
             url, before, now = changed
             raise StartupError(
                 f"--rollout-reference-url {url}: its weights were called {before} at the start and are "
-                f"called {now} "
-                "now, so the samples would be scored by another policy. If it is a server of --rollout-url "
-                "under "
-                "another name, to which the trained weights are pushed, start one of its own for the "
-                "reference; "
-                "else start it again with the reference's weights, and go on from the last checkpoint"
+                f"called {now} now, so the samples would be scored by another policy. If it is a server of "
+                "--rollout-url under another name, to which the trained weights are pushed, start one of "
+                "its own for the reference; else start it again with the reference's weights, and go on "
+                "from the last checkpoint"
             )
         return scores
 
@@ -129,9 +126,8 @@ class ServedReference(Reference):
             if not k3 <= HALF_KL:
                 meaning = (
                     f"rounding explains at most {HALF_KL:g}, so --rollout-reference-url serves another "
-                    "policy than "
-                    "--rollout-hf-checkpoint; if it should be the same, end this run and look at its "
-                    "checkpoint"
+                    "policy than --rollout-hf-checkpoint; if it should be the same, end this run and look "
+                    "at its checkpoint"
                 )
             print(
                 f"[rollout] reference servers: k3 of the start's weights against them is {k3:.3g}; {meaning}",

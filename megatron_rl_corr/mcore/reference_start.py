@@ -79,8 +79,7 @@ def broadcast_reference(
         taken_from = saved or options.reference_checkpoint or options.hf_checkpoint
         print(
             f"[rollout] reference policy: {taken_from}, {weights.nbytes / 2**20:.0f} MiB of the host's "
-            "memory on "
-            "each rank",
+            "memory on each rank",
             flush=True,
         )
     return LocalReference(
@@ -130,9 +129,8 @@ def _warn_of_short(scorer: Scorer, loop: LoopThread, seq_length: int) -> None:
         url, context = short
         warn(
             f"--rollout-reference-url {url}: its context length {context} has no room to score {seq_length} "
-            "tokens; "
-            "longer samples than it has room for have no reference log-probs, and so no part in the loss "
-            f"(rollout_corr/nonfinite_tokens): start it with more, or train with a shorter --seq-length"
+            "tokens; longer samples than it has room for have no reference log-probs, and so no part in the "
+            "loss (rollout_corr/nonfinite_tokens): start it with more, or train with a shorter --seq-length"
         )
 
 
@@ -165,9 +163,8 @@ def check_start_known(options: RunConfig, args: argparse.Namespace) -> None:
     if args.pretrained_checkpoint is not None and options.reference_checkpoint is None:
         raise ValueError(
             f"--pretrained-checkpoint {args.pretrained_checkpoint} with a KL penalty against a reference "
-            "policy: the "
-            "start's weights are read in Hugging Face format when the run goes on; write them with "
-            "`megatron-rl-corr export`, and name that folder by --rollout-reference-checkpoint, or by "
+            "policy: the start's weights are read in Hugging Face format when the run goes on; write them "
+            "with `megatron-rl-corr export`, and name that folder by --rollout-reference-checkpoint, or by "
             "--rollout-hf-checkpoint and leave --pretrained-checkpoint out"
         )
 
@@ -179,17 +176,14 @@ def check_arguments(args: argparse.Namespace, *, resets: bool = False) -> None:
     if resets and vars(args).get("non_persistent_ckpt_type") == "local":
         raise ValueError(
             "--non-persistent-ckpt-type local with --rollout-reference-reset: such a checkpoint has no "
-            "folder that a "
-            "reference policy could be saved in; use global, or leave one of them out"
+            "folder that a reference policy could be saved in; use global, or leave one of them out"
         )
     for name in ("fp8", "fp4"):
         if vars(args).get(name):
             raise ValueError(
                 f"--{name}-format {vars(args)[name]} with a KL penalty against a reference policy: scales "
-                "and "
-                "quantised weights are kept between passes, and would be the other policy's; train in 16 "
-                "bits, or "
-                "leave --rollout-kl-loss-coef and --rollout-kl-reward-coef out"
+                "and quantised weights are kept between passes, and would be the other policy's; train in "
+                "16 bits, or leave --rollout-kl-loss-coef and --rollout-kl-reward-coef out"
             )
 
 
@@ -204,6 +198,5 @@ def _check_same_model(path: str, start: str) -> None:
         other = sorted(set(theirs) ^ set(ours))
         raise ValueError(
             f"--rollout-reference-checkpoint {path} is another model than --rollout-hf-checkpoint {start}: "
-            "their "
-            f"config.json differ in {', '.join(other)}; use one of the same architecture"
+            f"their config.json differ in {', '.join(other)}; use one of the same architecture"
         )

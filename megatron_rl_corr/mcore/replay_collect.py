@@ -66,11 +66,9 @@ class ReplayCollector(BatchCollector):
         if missing:
             raise ValueError(
                 f"`replay` {self._folder} has no samples of {len(missing)} of this run's {len(steps)} "
-                "batches; the "
-                f"first is step_{missing[0]:06d}_replica0.parquet. It has the steps {min(self._files)} to "
-                f"{max(self._files)}; use --train-iters {max(missing[0] - 1, 1)}, --load a checkpoint of "
-                "another step, "
-                "or another folder"
+                f"batches; the first is step_{missing[0]:06d}_replica0.parquet. It has the steps "
+                f"{min(self._files)} to {max(self._files)}; use --train-iters {max(missing[0] - 1, 1)}, "
+                "--load a checkpoint of another step, or another folder"
             )
         batch = whole_batch(self._files[steps[0]]) if steps else None
         super().__init__(
@@ -108,8 +106,7 @@ class ReplayCollector(BatchCollector):
             if dist.get_rank() == 0:
                 print(
                     f"[rollout] the train-infer KL of step {iteration + 1} has no bound: none of its samples "
-                    "is of "
-                    "the weights that it starts from",
+                    "is of the weights that it starts from",
                     flush=True,
                 )
             return None
@@ -219,8 +216,8 @@ class ReplayCollector(BatchCollector):
             if indexes != list(range(self._shape.group_size)):
                 raise ValueError(
                     f"`replay` {self._folder}: prompt {place} of step {step} has the samples {indexes}, "
-                    "where each of "
-                    f"{self._shape.group_size} must be once; the files are not as a run wrote them"
+                    f"where each of {self._shape.group_size} must be once; the files are not as a run wrote "
+                    "them"
                 )
             made.append(self._group(place, samples))
         return made, lag

@@ -105,8 +105,8 @@ def check_offload(args: argparse.Namespace) -> None:
     if vars(args).get("optimizer_cpu_offload") and not (args.bf16 or args.fp16):
         raise ValueError(
             "--optimizer-cpu-offload in float32: Megatron's offloaded copies stay those of the initial "
-            "weights, and "
-            "the first update would put them in place of the checkpoint's; use --bf16, or leave it out"
+            "weights, and the first update would put them in place of the checkpoint's; use --bf16, or "
+            "leave it out"
         )
 
 
@@ -115,8 +115,8 @@ def check_finetune(args: argparse.Namespace) -> None:
     if args.finetune:
         raise ValueError(
             "--finetune begins at iteration 0 each time that the run is started; name the checkpoint that "
-            "training "
-            "begins with by --pretrained-checkpoint instead, and the run's own, to go on from, by --load"
+            "training begins with by --pretrained-checkpoint instead, and the run's own, to go on from, by "
+            "--load"
         )
 
 
@@ -125,8 +125,7 @@ def check_skipped(args: argparse.Namespace) -> None:
     if args.iterations_to_skip:
         raise ValueError(
             f"--iterations-to-skip {args.iterations_to_skip}: samples of a step that is skipped would train "
-            "a later "
-            "one; leave it out"
+            "a later one; leave it out"
         )
 
 
@@ -142,9 +141,8 @@ def check_evaluation(args: argparse.Namespace) -> None:
     if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= steps:
         problems.add(
             f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps "
-            "from one "
-            f"evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters or "
-            "--train-samples"
+            f"from one evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters "
+            "or --train-samples"
         )
     problems.raise_all()
 
@@ -156,8 +154,7 @@ def _warn_of_expert_biases(args: argparse.Namespace) -> None:
     if rate and args.rank == 0:
         warn(
             f"--moe-router-bias-update-rate {rate:g} moves the bias of every expert after each step, and so "
-            "the "
-            "policy, whatever the loss and --lr are; give 0 unless that is wanted"
+            "the policy, whatever the loss and --lr are; give 0 unless that is wanted"
         )
 
 
@@ -170,9 +167,8 @@ def check_vocabulary(args: argparse.Namespace) -> None:
     if padded is not None and args.vocab_size is not None and padded < args.vocab_size:
         raise ValueError(
             f"--tokenizer-type {args.tokenizer_type}: its tokenizer makes an embedding of {padded} rows, and "
-            "the model "
-            f"has {args.vocab_size}; give --tokenizer-type NullTokenizer: prompts are made with that of "
-            "--rollout-hf-checkpoint"
+            f"the model has {args.vocab_size}; give --tokenizer-type NullTokenizer: prompts are made with "
+            "that of --rollout-hf-checkpoint"
         )
 
 
@@ -184,9 +180,8 @@ def check_latent_attention(args: argparse.Namespace) -> None:
         # each rank keeps what its own heads give.
         raise ValueError(
             "--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size "
-            f"{ranks}: "
-            "Megatron does not sum the positional key's gradient over the ranks; "
-            "use --transformer-impl transformer_engine, or --tensor-model-parallel-size 1"
+            f"{ranks}: Megatron does not sum the positional key's gradient over the ranks; use "
+            "--transformer-impl transformer_engine, or --tensor-model-parallel-size 1"
         )
 
 
@@ -300,16 +295,14 @@ def check_layers(args: argparse.Namespace) -> None:
     if patterns[0] != patterns[1]:
         raise ValueError(
             f"--hybrid-layer-pattern: the checkpoint {folder} was saved with {patterns[1] or 'none'}, and "
-            "this run has "
-            f"{patterns[0] or 'none'}, whose layers have other numbers; give that of the checkpoint, {remedy}"
+            f"this run has {patterns[0] or 'none'}, whose layers have other numbers; give that of the "
+            f"checkpoint, {remedy}"
         )
     if saved != args.transformer_impl and (args.num_experts or args.multi_latent_attention):
         raise ValueError(
             f"--transformer-impl {args.transformer_impl}: the checkpoint {folder} was saved with {saved}, "
-            "whose layers "
-            "have other names, and Megatron does not load one into the other with experts or latent "
-            "attention; give "
-            f"--transformer-impl {saved}, {remedy}"
+            "whose layers have other names, and Megatron does not load one into the other with experts or "
+            f"latent attention; give --transformer-impl {saved}, {remedy}"
         )
 
 
@@ -323,16 +316,14 @@ def check_per_token_loss(args: argparse.Namespace) -> None:
     if args.fp16:
         raise ValueError(
             "--fp16 with --calculate-per-token-loss: until all gradients are added up they are those of a "
-            "loss times "
-            f"the {positions} positions of the global batch, which float16 can't hold, and each overflow "
-            "costs the "
-            "samples of a step; leave --calculate-per-token-loss out (the gradient is the same), or use "
-            "--bf16"
+            f"loss times the {positions} positions of the global batch, which float16 can't hold, and each "
+            "overflow costs the samples of a step; leave --calculate-per-token-loss out (the gradient is "
+            "the same), or use --bf16"
         )
     if positions >= 2**31:
         raise ValueError(
             f"--calculate-per-token-loss with --global-batch-size {args.global_batch_size} x --seq-length "
             f"{args.seq_length} = {positions} positions: Megatron counts them in 32 bits, at most "
-            f"{2**31 - 1}; leave "
-            "--calculate-per-token-loss out (the gradient is the same), or use a smaller batch"
+            f"{2**31 - 1}; leave --calculate-per-token-loss out (the gradient is the same), or use a smaller "
+            "batch"
         )

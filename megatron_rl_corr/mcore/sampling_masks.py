@@ -97,8 +97,8 @@ def _checked_lengths(sample: Trajectory) -> np.ndarray:
     if sample.support is None:
         raise ValueError(
             f"{who} has no sampling mask, but --rollout-top-k and --rollout-top-p truncate what servers "
-            "sample from: "
-            "its log-probs can't be compared with the trainer's; leave both flags out, or sample it with them"
+            "sample from: its log-probs can't be compared with the trainer's; leave both flags out, or "
+            "sample it with them"
         )
     lengths = sample.support.lengths
     at = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -108,9 +108,8 @@ def _checked_lengths(sample: Trajectory) -> np.ndarray:
         first = int(found.int().argmin())
         raise ValueError(
             f"{who} has token {int(sample.output_ids[first])} at position {first} of its response, which is "
-            "none of "
-            f"the {int(lengths[first])} ids of its sampling mask; the server's top-k and top-p are not what "
-            "it said"
+            f"none of the {int(lengths[first])} ids of its sampling mask; the server's top-k and top-p are "
+            "not what it said"
         )
     return lengths.numpy()
 

@@ -274,14 +274,12 @@ def _broadcast_quantization(options: RunConfig, client: RolloutClient, loop: Loo
         if found is not None and options.colocate:
             raise StartupError(
                 "--rollout-colocate: the servers have FP8 weights, and whether every value and scale comes "
-                "back with a "
-                "push is not tested; serve the model in 16 bits"
+                "back with a push is not tested; serve the model in 16 bits"
             )
         if found is not None and options.push_rounding != "none":
             raise StartupError(
                 f"--rollout-push-rounding {options.push_rounding}: the servers have FP8 weights, and are "
-                "sent what "
-                "they hold; leave it out"
+                "sent what they hold; leave it out"
             )
         return found
 

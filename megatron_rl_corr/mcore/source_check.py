@@ -126,8 +126,8 @@ async def _difference(client: RolloutClient, texts: dict[str, list[int]]) -> Sta
                 return StartupError(
                     f"{url} has another tokenizer than --rollout-hf-checkpoint: of {text[:200]!r} it makes "
                     f"{_start(theirs)}, the checkpoint's {_start(own)}; start the server with this "
-                    "checkpoint as its "
-                    "model or tokenizer path, or train nevertheless with --rollout-server-check off"
+                    "checkpoint as its model or tokenizer path, or train nevertheless with "
+                    "--rollout-server-check off"
                 )
     return None
 

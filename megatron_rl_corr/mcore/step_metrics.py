@@ -96,9 +96,8 @@ REWARDS = in_group(
     MetricSpec(
         "eval/",
         "held-out prompts, by set: reward, lengths, mean@N, pass@K; samples scored, samples failed",
-        "every --eval-interval steps, over samples that did not fail; mean@N over prompts; pass@K: mean over "
-        "prompts "
-        "of 1 - C(n - c, K) / C(n, K), where c of n samples passed",
+        "every --eval-interval steps, over samples that did not fail; mean@N over prompts; pass@K: mean "
+        "over prompts of 1 - C(n - c, K) / C(n, K), where c of n samples passed",
         only_with="--rollout-eval-prompts",
     ),
 )
@@ -118,9 +117,8 @@ UPDATE = in_group(
         usual=UsualRange(
             "nothing to learn from, a gradient not finite, or an early end",
             "Widen the rejection bounds if the kept fraction is 0; look for prompts whose samples all have "
-            "one reward "
-            "if reward/std is small; a batch that ended early (left_out) asks for fewer updates or a "
-            "smaller learning rate; otherwise find the first NaN in the losses.",
+            "one reward if reward/std is small; a batch that ended early (left_out) asks for fewer updates "
+            "or a smaller learning rate; otherwise find the first NaN in the losses.",
             low=0,
             high=0,
         ),

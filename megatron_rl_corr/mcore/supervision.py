@@ -65,8 +65,7 @@ class Supervision:
         except OSError as error:
             raise ValueError(
                 f"`events` {path} can't be written: {error.strerror or error}; name a file, no link, in a "
-                "folder "
-                "that this user may write"
+                "folder that this user may write"
             ) from error
 
     def _open_endpoint(self) -> None:
@@ -80,8 +79,7 @@ class Supervision:
         except OSError as error:
             raise ValueError(
                 f"`metrics_port` {port} can't be opened at `metrics_address` {address}: "
-                f"{error.strerror or error}; "
-                "give another one"
+                f"{error.strerror or error}; give another one"
             ) from error
 
     def started(self, session: Session, iteration: int) -> None:

@@ -85,8 +85,8 @@ class Updates:
             return None
         return (
             f"step {iteration + 1} and what is left of its batch are left out, updates "
-            f"{iteration % self.count + 1} to "
-            f"{self.count}: the KL to pi_old is {kl:.3g}, above --rollout-max-kl-to-old {self.max_kl:g}"
+            f"{iteration % self.count + 1} to {self.count}: the KL to pi_old is {kl:.3g}, above "
+            f"--rollout-max-kl-to-old {self.max_kl:g}"
         )
 
     def samples(self, batch: int, update: int, rows: int, replica: int) -> np.ndarray | None:

@@ -73,8 +73,7 @@ def _loaded(spec: str, flag: str) -> Callable[..., Tensor]:
         except SystemExit as error:
             raise RuntimeError(
                 f"{flag} {spec} called exit({error.code!r}); a run ends after --train-iters, and a function "
-                "that can't "
-                "go on raises an error"
+                "that can't go on raises an error"
             ) from error
 
     return called
@@ -112,8 +111,7 @@ def _check_advantage(spec: str, group_size: int) -> None:
     if not torch.equal(made, again):
         raise ValueError(
             f"`advantage` {spec} must return the same for the same numbers, because every rank calls it; two "
-            "calls "
-            f"gave {made.tolist()} and {again.tolist()}"
+            f"calls gave {made.tolist()} and {again.tolist()}"
         )
 
 
@@ -134,6 +132,5 @@ def _check_loss(config: RolloutCorrectionConfig) -> None:
     if not gradient.isfinite().all() or not gradient.any():
         raise ValueError(
             f"`loss` {config.loss} must have a finite gradient in inputs.logprobs that is not 0 everywhere, "
-            "got "
-            f"{gradient.tolist()}; detach() or no_grad() around logprobs cuts it off"
+            f"got {gradient.tolist()}; detach() or no_grad() around logprobs cuts it off"
         )

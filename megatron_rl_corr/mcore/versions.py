@@ -63,8 +63,7 @@ def check_training() -> None:
     )
     raise UnsupportedMegatron(
         f"{found}; wheels of megatron-core hold megatron.training from 0.17.1 on: for {megatron_version}, "
-        "put one "
-        "whole checkout of Megatron-LM first on PYTHONPATH, or use the library in your own loop"
+        "put one whole checkout of Megatron-LM first on PYTHONPATH, or use the library in your own loop"
     )
 
 
@@ -85,8 +84,6 @@ def check_parameters(function: Callable, names: tuple[str, ...]) -> None:
     if missing:
         raise UnsupportedMegatron(
             f"{function.__module__}.{function.__qualname__} of megatron-core {megatron_version} does not "
-            "take "
-            f"{', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr does not know; "
-            "supported "
-            f"are {SUPPORTED}"
+            f"take {', '.join(missing)}: this Megatron was changed in a way that megatron_rl_corr does not "
+            f"know; supported are {SUPPORTED}"
         )

@@ -176,8 +176,7 @@ def latent_attention(config: Config) -> list[ParameterRow]:
     if config.get("q_lora_rank") is None:
         raise ValueError(
             "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this "
-            "model does "
-            "not; use a model with low-rank queries"
+            "model does not; use a model with low-rank queries"
         )
     q_down, kv_down = config["q_lora_rank"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
     # Servers fuse these two into one parameter, and silently drop one that comes without the other.
@@ -286,8 +285,7 @@ SWITCHES: dict[tuple[str, Part], str] = {
 UNPROVEN = {
     "gpt_oss": (
         "its experts lie in one tensor for all of a layer, with gate and up taking turns, and as published "
-        "in MXFP4, "
-        "and weights are loaded and sent expert by expert in 16 bits"
+        "in MXFP4, and weights are loaded and sent expert by expert in 16 bits"
     ),
     "qwen3_next": (
         "three of four layers are gated delta nets, which Megatron-core 0.19 does not make without "
@@ -309,8 +307,7 @@ def parts_of(config: Config) -> tuple[Part, ...]:
         remedy = "" if why else ", or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
         raise ValueError(
             f"config.json: model_type {kind!r} is not supported{why} (supported: {', '.join(FAMILIES)}); use "
-            "a model "
-            f"of one of these{remedy}"
+            f"a model of one of these{remedy}"
         )
     switched_off = {
         part for (family, part), key in SWITCHES.items() if family == kind and not config.get(key)

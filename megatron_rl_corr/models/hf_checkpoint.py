@@ -71,8 +71,7 @@ class HFCheckpoint:
         if not single.is_file():
             raise ValueError(
                 f"{self.path} has neither model.safetensors nor model.safetensors.index.json; save the model "
-                "with "
-                "safe_serialization"
+                "with safe_serialization"
             )
         with _opened(single, framework="numpy") as file:
             return dict.fromkeys(file.keys(), single)
@@ -93,8 +92,7 @@ class HFCheckpoint:
             if lacking:
                 raise ValueError(
                     f"{path} has no tensor {lacking[0]} (one of {len(lacking)} that "
-                    "model.safetensors.index.json names "
-                    "there); copy or save the model anew"
+                    "model.safetensors.index.json names there); copy or save the model anew"
                 )
 
     def tensor(self, name: str) -> Tensor:

@@ -116,8 +116,7 @@ class UnfinishedFolder:
             what, names = ("lacks", missing) if missing else ("has, beside those of the source,", foreign)
             raise ValueError(
                 f"{self.path} {what} {len(names)} tensors, {names[0]} for one, of {source.path}: did "
-                "training begin "
-                "with that model, and did all ranks write to one folder that they share?"
+                "training begin with that model, and did all ranks write to one folder that they share?"
             )
         # A tied output layer would be that of the start.
         kept = [name for name in left if name != "lm_head.weight"]
@@ -128,8 +127,7 @@ class UnfinishedFolder:
         if trained and half:
             raise ValueError(
                 f"{self.path} has only a part of the layers that predict further tokens, and lacks {half[0]} "
-                "(one of "
-                f"{len(half)}); did all ranks write to one folder that they share?"
+                f"(one of {len(half)}); did all ranks write to one folder that they share?"
             )
         shared = table.shared_by_mtp if trained else {}
 

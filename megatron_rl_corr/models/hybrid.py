@@ -36,15 +36,13 @@ def layers_per_block(chunk: nn.Module) -> int:
     if expert_layers(pattern) is None:
         raise ValueError(
             f"--hybrid-layer-pattern {pattern}: weights are loaded and sent of attention (*) and the MLP (-) "
-            "or the "
-            f"experts (E) behind it alone; {remedy}"
+            f"or the experts (E) behind it alone; {remedy}"
         )
     numbers = [layer.layer_number for layer in chunk.decoder.layers]
     if numbers and (numbers[0] % 2 == 0 or len(numbers) % 2):
         raise ValueError(
             f"--hybrid-layer-pattern {pattern}: a pipeline stage has layers {numbers[0]} to {numbers[-1]}, "
-            "and so ends "
-            f"or begins within a pair; {remedy}"
+            f"and so ends or begins within a pair; {remedy}"
         )
     return 2
 

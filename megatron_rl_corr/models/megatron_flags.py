@@ -172,22 +172,19 @@ def _router(config: Config, *, biased: bool) -> list:
     if not biased:
         if renormalised and best == 1:
             raise ValueError(
-                "config.json: num_experts_per_tok is 1 with scores that are normalised over the top k, which "
-                "Megatron "
-                "refuses; use a model with more experts for a token"
+                "config.json: num_experts_per_tok is 1 with scores that are normalised over the top k, "
+                "which Megatron refuses; use a model with more experts for a token"
             )
         return [] if renormalised else ["--moe-router-pre-softmax"]
     if not renormalised:
         raise ValueError(
             "config.json: norm_topk_prob is false, and Megatron always normalises sigmoid scores over the "
-            "top k; use a "
-            "model with norm_topk_prob true"
+            "top k; use a model with norm_topk_prob true"
         )
     if best == 1:
         raise ValueError(
-            "config.json: num_experts_per_tok is 1 with norm_topk_prob true, and Megatron does not normalise "
-            "the score "
-            "of one expert; use a model with more experts for a token"
+            "config.json: num_experts_per_tok is 1 with norm_topk_prob true, and Megatron does not "
+            "normalise the score of one expert; use a model with more experts for a token"
         )
     flags = ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
     if config["routed_scaling_factor"] != 1:
@@ -200,8 +197,7 @@ def _expert_groups(config: Config) -> list:
     if chosen > groups or experts_of_all % groups:
         raise ValueError(
             f"config.json: n_group {groups}, topk_group {chosen} and n_routed_experts {experts_of_all} do "
-            "not fit each "
-            "other; correct them"
+            "not fit each other; correct them"
         )
     if groups == 1:
         return []
@@ -209,10 +205,8 @@ def _expert_groups(config: Config) -> list:
     if best != 2:
         raise ValueError(
             f"config.json: num_experts_per_tok / topk_group is {best}: Megatron would rank a group by its "
-            "best "
-            f"{best} experts, {config['model_type']} ranks it by 2; use a model with n_group 1, or with "
-            "twice as many "
-            "experts for a token as groups"
+            f"best {best} experts, {config['model_type']} ranks it by 2; use a model with n_group 1, or with "
+            "twice as many experts for a token as groups"
         )
     return ["--moe-router-num-groups", groups, "--moe-router-group-topk", chosen]
 

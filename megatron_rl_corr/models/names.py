@@ -54,8 +54,7 @@ class NameTable:
         if hf_config.get("quantization_config"):
             raise ValueError(
                 "config.json: quantization_config is set, and quantised weights are not loaded; name the "
-                "model in "
-                "bfloat16 here, which servers may serve in FP8, or convert the checkpoint"
+                "model in bfloat16 here, which servers may serve in FP8, or convert the checkpoint"
             )
         if padded_vocab_size < hf_config["vocab_size"]:
             raise ValueError(
@@ -90,8 +89,7 @@ class NameTable:
             remedy = f"give --mtp-num-layers {self._mtp_layers}, or " if self._mtp_layers else ""
             raise ValueError(
                 f"--mtp-num-layers {mtp_layers}: the checkpoint has {self._mtp_layers or 'no'} layers that "
-                "predict "
-                f"further tokens (num_nextn_predict_layers in config.json); {remedy}leave it out"
+                f"predict further tokens (num_nextn_predict_layers in config.json); {remedy}leave it out"
             )
         if tied != self._tied:
             # Otherwise the trainer would have an output layer that the servers lack, or the other way round.
@@ -130,9 +128,8 @@ class NameTable:
                 return ParameterRule(row.layout, names, "E" in numbers, row.is_copy, together)
         raise ValueError(
             f"Megatron's parameter {name} does not exist in the checkpoint's architecture; do the model "
-            "flags "
-            "(--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe that "
-            "model?"
+            "flags (--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe "
+            "that model?"
         )
 
 

@@ -26,10 +26,8 @@ _LISTS = ("ignored_layers", "modules_to_not_convert")
 """Keys of the modules that are spared."""
 _TAKEN = (
     "a push quantises only as quant_method fp8 with weight_block_size [128, 128], fmt e4m3 and "
-    "activation_scheme "
-    "dynamic, and spares what ignored_layers or modules_to_not_convert names; serve such a checkpoint, or "
-    "the model in "
-    "16 bits"
+    "activation_scheme dynamic, and spares what ignored_layers or modules_to_not_convert names; serve such "
+    "a checkpoint, or the model in 16 bits"
 )
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)*\.?")
 _ONE_EXPERT = re.compile(r"(?!layers\.\d+\.)(.*\.)?experts\.\d+(\..*)?")
@@ -140,8 +138,7 @@ def _spared(found: Mapping[str, Any]) -> frozenset[str]:
     if not found.get(key) and any(found.get(other) for other in _LISTS):
         raise ValueError(
             f"config.json: quantization_config has {key} {found[key]!r} beside {_LISTS[1]}, which some "
-            "servers take "
-            f"then and others do not; take {key} out"
+            f"servers take then and others do not; take {key} out"
         )
     paths = found.get(key) or []
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
@@ -153,8 +150,7 @@ def _spared(found: Mapping[str, Any]) -> frozenset[str]:
         if why:
             raise ValueError(
                 f"config.json: quantization_config has {path!r} in {key}: {why}; name each linear layer as "
-                "the "
-                "checkpoint does, such as model.layers.0.mlp.down_proj"
+                "the checkpoint does, such as model.layers.0.mlp.down_proj"
             )
     return frozenset(path.rstrip(".").removeprefix("model.") for path in paths)
 
@@ -170,8 +166,7 @@ def _unread(path: str) -> str:
     if parts[-1] in _FUSED and parts[-2:-1] != ["experts"]:
         return (
             f"some servers look for {', '.join(_FUSED[parts[-1]])} of the checkpoint, and would quantise "
-            "this layer, "
-            "which others would spare"
+            "this layer, which others would spare"
         )
     if parts[-1] in ("weight", "bias") and is_linear_weight(base):
         return "it is a tensor's name, and servers look for modules'"

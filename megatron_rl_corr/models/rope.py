@@ -70,8 +70,7 @@ def rope_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
         if None not in (inner, outer) and inner != outer:
             raise ValueError(
                 f"config.json: {key} is {outer}, and {inner} among the rotary settings, and not every engine "
-                "takes the "
-                "same of the two; take one of them out"
+                "takes the same of the two; take one of them out"
             )
         found[key] = next((value for value in (inner, outer) if value is not None), default)
     if kind in ("llama3", "yarn") and found.get("original_max_position_embeddings") is None:
@@ -94,10 +93,8 @@ def rope_problems(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
     where = next((f"{name}: " for name in _TABLES if config.get(name)), "")
     lines = [
         f"config.json: {where}{key} {value!r} is no setting of rope_type {kind!r} that is known here, and a "
-        "server may "
-        "compute with it; use a model without it, or take it out of the config.json of trainer and servers "
-        "if it "
-        "changes nothing"
+        "server may compute with it; use a model without it, or take it out of the config.json of trainer "
+        "and servers if it changes nothing"
         for key, value in rope.items()
         if kind in KEYS and key not in (*COMMON, *KEYS[kind])
     ]
@@ -105,8 +102,7 @@ def rope_problems(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
     if "partial_rotary_factor" not in defaults and (share != 1 or isinstance(share, bool)):
         lines.append(
             f"config.json: partial_rotary_factor {share!r} is not what the flags train: this family rotates "
-            "whole "
-            "heads; use a model with partial_rotary_factor 1.0"
+            "whole heads; use a model with partial_rotary_factor 1.0"
         )
     elif not (is_number(share) and 0 < share <= 1):
         lines.append(
@@ -116,8 +112,7 @@ def rope_problems(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> lis
     if not (is_number(theta) and theta > 0 and theta == math.floor(theta)):
         lines.append(
             f"config.json: rope_theta {theta!r} must be a whole number above 0, as Megatron's --rotary-base "
-            "is; use a "
-            "model with one"
+            "is; use a model with one"
         )
     return lines + _wrong_numbers(rope, where)
 
@@ -210,8 +205,7 @@ def _one_table(config: Mapping[str, Any]) -> dict[str, Any]:
         if both[0] != both[1]:
             raise ValueError(
                 "config.json: rope_scaling and rope_parameters differ, and transformers takes the first of "
-                "the two; "
-                "take one of them out"
+                "the two; take one of them out"
             )
     return dict(found[0]) if found else {"rope_type": "default"}
 
@@ -227,14 +221,12 @@ def _magnitudes(rope: Mapping[str, Any]) -> list:
     if rope.get("attention_factor") is not None:
         raise ValueError(
             f"config.json: attention_factor is {rope['attention_factor']}, and Megatron has no flag for it; "
-            "use a "
-            "model with mscale and mscale_all_dim"
+            "use a model with mscale and mscale_all_dim"
         )
     if not (mscale and all_dim) and not (mscale in (None, 1) and not all_dim):
         raise ValueError(
             f"config.json: mscale is {mscale} and mscale_all_dim {all_dim}, which transformers and servers "
-            "read "
-            "otherwise; use a model with both above 0"
+            "read otherwise; use a model with both above 0"
         )
     return ["--mscale", mscale or 1, "--mscale-all-dim", all_dim or 0]
 
@@ -252,8 +244,7 @@ def _demand(rope: Mapping[str, Any], **values: float) -> None:
         if rope.get(name, value) != value:
             raise ValueError(
                 f"config.json: {name} is {rope[name]}, and Megatron has {value} without a flag for it; use a "
-                "model "
-                f"with {value}"
+                f"model with {value}"
             )
 
 

@@ -361,8 +361,7 @@ def family_of(config: Config) -> str:
     if kind not in DEFAULTS:
         raise ValueError(
             f"config.json: model_type {kind!r} has no settings here, only names of weights; add them to "
-            "DEFAULTS "
-            "and MODEL_CLASS in megatron_rl_corr/models/settings.py"
+            "DEFAULTS and MODEL_CLASS in megatron_rl_corr/models/settings.py"
         )
     return kind
 
@@ -469,10 +468,8 @@ def not_trained(config: Config) -> list[str]:
         elif key not in ("model_type", "sliding_window", *used) and why_harmless(key, config) is None:
             lines.append(
                 f"config.json: {_shown(key, value)} is no setting of {config['model_type']} that is known "
-                "here: a "
-                "server may compute with it, and Megatron would not; use a model without it, or take it out "
-                "of the "
-                "config.json of trainer and servers if it changes nothing"
+                "here: a server may compute with it, and Megatron would not; use a model without it, or "
+                "take it out of the config.json of trainer and servers if it changes nothing"
             )
     return lines + _window(filled)
 
@@ -508,8 +505,7 @@ def _derived(kind: str, filled: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]
 def _two_names(kind: str, config: Config) -> list[str]:
     return [
         f"config.json: {_shown(alias, config[alias])} and {_shown(key, config[key])} are two names of one "
-        "setting; "
-        "take one of the two out"
+        "setting; take one of the two out"
         for alias, key in ALIASES.get(kind, {}).items()
         if alias in config and key in config and config[alias] != config[key]
     ]
@@ -599,9 +595,8 @@ def _layer_types(value: Any, layers: Any) -> list[str]:
         return []
     return [
         f"config.json: {_shown('layer_types', value)} must be full_attention for each layer "
-        "(num_hidden_layers "
-        f"{layers}): attention within a window, or of another kind, is not supported; use a model with full "
-        "attention"
+        f"(num_hidden_layers {layers}): attention within a window, or of another kind, is not supported; use "
+        "a model with full attention"
     ]
 
 

@@ -80,8 +80,7 @@ def local_parameters(
         if chunk.config.mtp_num_layers and chunk.post_process and not has_mtp:
             raise ValueError(
                 f"--mtp-num-layers {chunk.config.mtp_num_layers}: the script's model has no such layers; "
-                "hand "
-                "get_gpt_mtp_block_spec's result on to its GPTModel as mtp_block_spec"
+                "hand get_gpt_mtp_block_spec's result on to its GPTModel as mtp_block_spec"
             )
         table.check_model(
             num_layers=chunk.config.num_layers // block,
@@ -143,8 +142,7 @@ def _check_shared(table: NameTable, checkpoint: HFCheckpoint) -> None:
         if copy in checkpoint.names and not torch.equal(checkpoint.tensor(copy), checkpoint.tensor(name)):
             raise ValueError(
                 f"--mtp-num-layers: {copy} of {checkpoint.path} differs from {name}, and Megatron's layers "
-                "that "
-                "predict further tokens use the model's own; leave --mtp-num-layers out"
+                "that predict further tokens use the model's own; leave --mtp-num-layers out"
             )
 
 
@@ -166,18 +164,15 @@ def _check_shapes(
     except RuntimeError:
         raise ValueError(
             f"{parameter.local_name}: the model has {tuple(parameter.tensor.shape)} on each of {size} ranks, "
-            "of which "
-            f"{' + '.join(rule.hf_names)} can't be made; give Megatron the sizes of "
+            f"of which {' + '.join(rule.hf_names)} can't be made; give Megatron the sizes of "
             f"{checkpoint.path / 'config.json'}"
         ) from None
     for name, tensor, shape in zip(rule.hf_names, whole, expected, strict=True):
         if tensor.shape != shape:
             raise ValueError(
                 f"{checkpoint.file_of(name)}: {name} is {tuple(tensor.shape)}, and the model "
-                f"({parameter.local_name}) "
-                f"needs {tuple(shape)}; give Megatron the sizes of {checkpoint.path / 'config.json'}, or the "
-                "folder "
-                "whose weights that file describes"
+                f"({parameter.local_name}) needs {tuple(shape)}; give Megatron the sizes of "
+                f"{checkpoint.path / 'config.json'}, or the folder whose weights that file describes"
             )
 
 

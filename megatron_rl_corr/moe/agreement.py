@@ -240,9 +240,8 @@ def judge(
         where, value = f"layer {layers[place]}", beyond[row, place] / room[row, place]
     return row, (
         f"rule agreement: beyond chance, Megatron would choose {value:.0%} of the same experts in {where}, "
-        "and must "
-        f"{minimum:.0%} (--router-replay-min-agreement): are these routes of other layers, or of another "
-        "model?"
+        f"and must {minimum:.0%} (--router-replay-min-agreement): are these routes of other layers, or of "
+        "another model?"
     )
 
 
@@ -279,9 +278,8 @@ METRICS = in_group(
         UsualRange(
             "servers and Megatron route many tokens to different experts",
             "Compare the router's dtype on both sides (--moe-router-dtype fp32, and the server's), and the "
-            "age of the "
-            "samples. If single layers stand out, look for weights that only one side has, as a router's "
-            "bias.",
+            "age of the samples. If single layers stand out, look for weights that only one side has, as a "
+            "router's bias.",
             high=0.1,
         ),
         only_with=R3,

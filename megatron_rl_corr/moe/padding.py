@@ -75,8 +75,7 @@ def check_packed_routers(model: list) -> None:
             remedy = " and ".join(f"{flag.split()[0]} 0" for flag in flags)
             raise ValueError(
                 f"{', '.join(flags)} with packed sequences: routers would learn from padding, and alike from "
-                "packs of "
-                f"other lengths, as {reason}; use {remedy}, or give --rollout-pad-sequences"
+                f"packs of other lengths, as {reason}; use {remedy}, or give --rollout-pad-sequences"
             )
 
 
@@ -159,8 +158,7 @@ def _warn_once(flags: tuple[str, ...], reason: str) -> None:
     remedy = " and ".join(f"{flag.split()[0]} 0" for flag in flags)
     print(
         f"[rollout] {', '.join(flags)}: routers learn from the padding of rows to --seq-length too, for "
-        f"{reason}; use "
-        f"{remedy}, or a --seq-length that leaves little of it",
+        f"{reason}; use {remedy}, or a --seq-length that leaves little of it",
         file=sys.stderr,
         flush=True,
     )

@@ -102,8 +102,7 @@ class ReplayedRouter(RouterReplay):
             if not self._to_recompute:
                 raise RuntimeError(
                     f"the router of layer {self.layer_number} ran without routes to replay: a recomputation "
-                    "that "
-                    "megatron_rl_corr does not know; train without it, or with --router-replay off"
+                    "that megatron_rl_corr does not know; train without it, or with --router-replay off"
                 )
             given = self._to_recompute.popleft()
         elif self.training and not torch.is_grad_enabled():

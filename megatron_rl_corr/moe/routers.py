@@ -46,8 +46,7 @@ def check_router_replay(args: argparse.Namespace) -> None:
     except ImportError:
         raise ValueError(
             f"{flag_of(kind)} needs Megatron's RouterReplay, which megatron-core {megatron_version} does not "
-            "have: "
-            f"install megatron-core 0.16 or newer, or {remedy(kind, watch)}"
+            f"have: install megatron-core 0.16 or newer, or {remedy(kind, watch)}"
         ) from None
     if not args.num_experts:
         raise ValueError(f"{flag_of(kind)} has no effect without --num-experts; {remedy(kind, watch)}")
@@ -55,8 +54,7 @@ def check_router_replay(args: argparse.Namespace) -> None:
     if args.cuda_graph_impl != "none":
         raise ValueError(
             f"--cuda-graph-impl {args.cuda_graph_impl} captures the routers with one microbatch, so "
-            f"{flag_of(kind)} "
-            f"can't tell its tokens from another's; use none, or {remedy(kind, watch)}"
+            f"{flag_of(kind)} can't tell its tokens from another's; use none, or {remedy(kind, watch)}"
         )
 
 
@@ -75,15 +73,13 @@ def check_choice(fused: bool, balancing: Iterable[str], kind: str, watch: bool) 
     if fused:
         raise ValueError(
             f"--moe-router-fusion chooses experts in a kernel, where {flag_of(kind)} can't be; leave it out, "
-            "or "
-            f"{remedy(kind, watch)}"
+            f"or {remedy(kind, watch)}"
         )
     other = {"sinkhorn", "quantile_balancing"} & set(balancing)
     if other:
         raise ValueError(
             f"--moe-router-load-balancing-type {other.pop()} does not choose experts by top-k, as "
-            f"{flag_of(kind)} "
-            f"needs; use another, or {remedy(kind, watch)}"
+            f"{flag_of(kind)} needs; use another, or {remedy(kind, watch)}"
         )
 
 

@@ -244,8 +244,7 @@ class ReplayedRoutes(Routes):
         if found is not None:
             error = RoutesRefused(
                 f"routed_experts of {name_of(found[0])} of replica {self._layout.dp_rank} in step {step} are "
-                "not those "
-                f"of its tokens, so nothing was trained on them: {found[1]}"
+                f"not those of its tokens, so nothing was trained on them: {found[1]}"
             )
         all_reduce_failure(error)
         by_layer = self._agreement.totals(self.routers.layers, self.routers.shape.num_layers)

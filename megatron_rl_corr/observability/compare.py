@@ -52,8 +52,7 @@ class KeptBatch:
         if without:
             raise ValueError(
                 f"{without} of {len(samples)} samples have no train_logprobs: a run with "
-                "--rollout-bypass-mode does "
-                "not compute them; save samples of a run without it"
+                "--rollout-bypass-mode does not compute them; save samples of a run without it"
             )
         rows = [sample.trajectory for sample in samples]
         turns = None

@@ -40,10 +40,8 @@ many times both.
 """
 STAKE = (
     "what a reward has to lose: best(reward); for rewards around a constant, whose gain (best less the "
-    "lowest mean "
-    "before it) is below half of the best but above what they scatter, the gain; where the best is not above "
-    "0, the "
-    "larger of |best| and the gain"
+    "lowest mean before it) is below half of the best but above what they scatter, the gain; where the best "
+    "is not above 0, the larger of |best| and the gain"
 )
 """A fall is a share of it."""
 LEAST_ESS = 0.3
@@ -130,12 +128,10 @@ TRENDS = (
         "the reward lost half of its best, or of its gain",
         (REWARD,),
         f"best(reward) - mean(reward) > {1 - FRACTION:g} stake(reward), and more than {SCATTER:g} times what "
-        "it "
-        "scatters",
+        "it scatters",
         "If dense rewards above 0 stay so for 20 steps, the run has collapsed.",
         "Go back to a checkpoint from before the first warning, with a stricter correction (`--rollout-rs`) "
-        "or a lower "
-        "`--lr`.",
+        "or a lower `--lr`.",
         lambda history: below_best(history, REWARD, FRACTION),
     ),
     Trend(
@@ -143,8 +139,7 @@ TRENDS = (
         "the reward falls",
         (REWARD,),
         f"best(reward) - mean(reward) > 0.2 stake(reward), and more than {SCATTER:g} times what it scatters; "
-        "all "
-        "of its last rewards are below best(reward)",
+        "all of its last rewards are below best(reward)",
         "The run loses what it had learned.",
         "Look for a warning that came before this one; else lower `--lr`, or add a KL penalty, "
         "`--rollout-kl-loss-coef`.",
@@ -168,8 +163,7 @@ TRENDS = (
         f"tau(k3, length) >= {TAU:g}",
         "Errors add up along a response: later tokens are further apart.",
         "Bound the length (`--rollout-max-new-tokens`), and use a rule that sees the mean per token: "
-        "`--rollout-rs "
-        "seq_mean_ratio`.",
+        "`--rollout-rs seq_mean_ratio`.",
         lambda history: _longer_and_apart(history) and _rise_together(history, K3, LENGTH),
         lasts=_longer_and_apart,
     ),
@@ -178,8 +172,7 @@ TRENDS = (
         "the mismatch of old samples grows, that of fresh ones does not",
         (FRESH, *STALE),
         f"of tokens of 1, or of 2+ pushes ago: now(k3) >= {GROWTH:g} early(k3), now(k3) >= {NOTABLE:g}; of 0 "
-        "pushes "
-        f"ago, of which there must be tokens early and now: now(k3) < {TOGETHER:g} early(k3)",
+        f"pushes ago, of which there must be tokens early and now: now(k3) < {TOGETHER:g} early(k3)",
         "The policy moves more between pushes than it did, so age is the cause, not the engines.",
         "Lower `--rollout-max-lag`, or `--rollout-stale-samples drop`.",
         _stale_tokens_move,
@@ -209,8 +202,7 @@ TRENDS = (
         (ENTROPY, REWARD),
         "now(entropy) <= 0.2 early(entropy), early(entropy) > 0; and now(reward) <= early(reward) + 0.1 "
         f"|early(reward)|, or best(reward) - mean(reward) > 0.2 stake(reward), and more than {SCATTER:g} "
-        "times what it "
-        "scatters",
+        "times what it scatters",
         "The policy writes one text, which is not a good one, and groups teach nothing any more.",
         "Add an entropy bonus (`--rollout-entropy-coef`), or raise the upper clip "
         "(`--rollout-clip-ratio-high`).",

@@ -40,8 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="GIB",
         type=float,
         help="with --colocate, of every GPU for the server's process, whose CUDA context, NCCL, CUDA graphs "
-        "and "
-        f"workspaces stay when it has released its memory (default {SERVER_RESERVE_GIB:g}, not measured)",
+        f"and workspaces stay when it has released its memory (default {SERVER_RESERVE_GIB:g}, not measured)",
     )
     add("--max-prompt-tokens", metavar="N", type=int, default=1024, help="longest prompt (default 1024)")
     add("--max-new-tokens", metavar="N", type=int, default=4096, help="longest response (default 4096)")

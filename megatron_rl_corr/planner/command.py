@@ -78,8 +78,8 @@ def make_plan(config: Config, arguments: argparse.Namespace) -> Plan:
         if arguments.gpus > arguments.gpus_per_node:
             problems.append(
                 f"--gpus {arguments.gpus} with --colocate must be at most --gpus-per-node "
-                f"{arguments.gpus_per_node}: "
-                "weights are handed over on one host; plan for one node, or leave --colocate out"
+                f"{arguments.gpus_per_node}: weights are handed over on one host; plan for one node, or "
+                "leave --colocate out"
             )
     elif not 0 <= serve < arguments.gpus:
         problems.append(f"--serve-gpus {serve} must leave at least one of --gpus {arguments.gpus} to train")
@@ -128,10 +128,8 @@ def make_plan(config: Config, arguments: argparse.Namespace) -> Plan:
         if found[0].fits and arguments.mem_fraction_static > most_static:
             raise ValueError(
                 f"--mem-fraction-static {arguments.mem_fraction_static:g} with --colocate: the trainer's "
-                "weights "
-                f"({_name(found[0])}), --reserve-gib and --server-reserve-gib leave "
-                f"{max(most_static, 0):.2f} of a "
-                "GPU; give at most that"
+                f"weights ({_name(found[0])}), --reserve-gib and --server-reserve-gib leave "
+                f"{max(most_static, 0):.2f} of a GPU; give at most that"
             )
     return Plan(parameters, found, _serving(config, workload, arguments, serve, gpu), most_static)
 
@@ -227,9 +225,8 @@ def as_text(config: Config, plan: Plan, arguments: argparse.Namespace) -> str:
     usable = arguments.gpu_memory_gib - reserve
     lines = [
         f"{config['model_type']}: {counted.total / 1e9:.2f} billion parameters, {counted.active / 1e9:.2f} "
-        "of them for "
-        f"a token; {counted.routed / 1e9:.2f} of routed experts, {counted.ends / 1e9:.2f} of embedding and "
-        "output",
+        f"of them for a token; {counted.routed / 1e9:.2f} of routed experts, {counted.ends / 1e9:.2f} of "
+        "embedding and output",
         "",
         f"Training on {best.layout.gpus} GPUs of {arguments.gpu_memory_gib:g} GiB, {reserve:g} of them "
         f"reserved; microbatches of {workload.microbatch_tokens} tokens. GiB a GPU:",
@@ -245,8 +242,7 @@ def as_text(config: Config, plan: Plan, arguments: argparse.Namespace) -> str:
         )
         lines.append(
             f"{what} takes {best.memory.host / GIB:.0f} GiB of the hosts' memory, of all ranks together, "
-            f"{gradients}: "
-            f"{best.memory.host / _nodes(arguments, best) / GIB:.0f} GiB a node"
+            f"{gradients}: {best.memory.host / _nodes(arguments, best) / GIB:.0f} GiB a node"
         )
     if not best.fits:
         lines.append(
@@ -330,8 +326,7 @@ def _lacking(nearest: ServingMemory, workload: Workload) -> str:
     gpus = f"{nearest.tensor} GPU{'s' * (nearest.tensor > 1)}"
     return (
         f"NO SERVER FITS; the nearest has {gpus} and lacks {nearest.lacks(workload) / GIB:.1f} GiB a GPU for "
-        "one "
-        "request: more GPUs a server (--serve-gpus, --serve-tensor-parallel-size), a larger "
+        "one request: more GPUs a server (--serve-gpus, --serve-tensor-parallel-size), a larger "
         "--mem-fraction-static, a smaller --max-new-tokens"
     )
 

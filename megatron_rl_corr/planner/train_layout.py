@@ -49,8 +49,7 @@ class Workload:
         if self.microbatch_tokens < self.seq_length:
             found.append(
                 f"--max-tokens-per-microbatch {self.microbatch_tokens} must be at least {self.seq_length}, "
-                "the longest "
-                "prompt and the longest response: a sequence is not cut"
+                "the longest prompt and the longest response: a sequence is not cut"
             )
         return found
 
@@ -116,8 +115,7 @@ class TrainLayout:
         elif workload.global_batch_size % (self.replicas * workload.group_size):
             found.append(
                 f"--global-batch-size {workload.global_batch_size} must be a multiple of {self.replicas} "
-                "replicas x "
-                f"--group-size {workload.group_size}"
+                f"replicas x --group-size {workload.group_size}"
             )
         if heads % self.tensor or groups % self.tensor:
             found.append(f"{tensor} must divide the model's {heads} heads and {groups} key-value heads")
@@ -141,8 +139,7 @@ class TrainLayout:
         if workload.seq_length % chunks and self.context > 1:
             found.append(
                 f"--context-parallel-size {self.context}: the longest sequence, {workload.seq_length} "
-                "tokens, must be "
-                f"a multiple of {chunks}; give another --max-new-tokens"
+                f"tokens, must be a multiple of {chunks}; give another --max-new-tokens"
             )
         if self.offload_optimizer and not self.distributed_optimizer:
             found.append("--optimizer-cpu-offload needs the distributed optimizer")

@@ -220,8 +220,7 @@ class _Episode:
             raise SampleFailure(
                 "environment",
                 "the environment's step() must return DONE or a non-empty list of token ids, got "
-                f"{str(reply)[:100]!r} "
-                f"in {self.doing} of {self.label}",
+                f"{str(reply)[:100]!r} in {self.doing} of {self.label}",
             )
         outside = np.flatnonzero((ids < 0) | (ids >= self._client.vocab_size))
         if outside.size:
@@ -230,8 +229,7 @@ class _Episode:
                 "environment",
                 f"the environment's step() returned token id {int(ids[position])} at position {position} in "
                 f"{self.doing} of {self.label}; ids must be in [0, {self._client.vocab_size}), the model's "
-                "vocabulary: "
-                "is its tokenizer the one of the model being served?",
+                "vocabulary: is its tokenizer the one of the model being served?",
             )
         return torch.from_numpy(ids.astype(np.int64))
 

@@ -112,8 +112,7 @@ class Failures:
         if self._truncated_in_a_row >= HOPELESS_GROUPS:
             raise TooManyFailures(
                 f"the last {self._truncated_in_a_row} groups of a replica were all dropped for a sample that "
-                "was cut, "
-                "so its step may never be complete; give a larger `max_new_tokens`, or use "
+                "was cut, so its step may never be complete; give a larger `max_new_tokens`, or use "
                 "`truncated_samples` mask"
             )
 
@@ -136,17 +135,16 @@ class Failures:
         if self._dropped_in_a_row >= HOPELESS_GROUPS and self._max_fraction < 1.0:
             raise TooManyFailures(
                 f"the last {self._dropped_in_a_row} groups of a replica were all dropped for a sample that "
-                "failed for "
-                "good, so its step may never be complete; mend what fails, give failed rewards a value with "
-                f"`on_failed_reward`, or use a smaller `group_size`. {self._told_causes(self.by_cause)}"
+                "failed for good, so its step may never be complete; mend what fails, give failed rewards a "
+                "value with `on_failed_reward`, or use a smaller `group_size`. "
+                f"{self._told_causes(self.by_cause)}"
             )
 
     def too_many(self, share: str, by_cause: dict[str, int]) -> TooManyFailures:
         """The error that ends the run, with the last failure of each cause."""
         return TooManyFailures(
             f"{share} failed for good, which is more than `max_failed_fraction` {self._max_fraction:g} "
-            "allows. "
-            f"{self._told_causes(by_cause)}"
+            f"allows. {self._told_causes(by_cause)}"
         )
 
     def _told_causes(self, by_cause: dict[str, int]) -> str:

@@ -259,14 +259,11 @@ class GroupStream:
             aside = self._filtered
             raise GroupsFilteredOut(
                 f"`group_filter`: {len(self._done)} of the {self._per_step} groups that a step takes of each "
-                "replica "
-                f"pass, and {aside.groups} do not, after which `group_filter_limit` "
-                f"{self._selection.limit:g} ends the "
-                f"step. The mean reward of those is {aside.rewards / max(aside.samples, 1):.4g}, above 0 in "
-                f"{aside.above_0} of them. Are the prompts too easy or too hard, or does the reward give "
-                "every "
-                "response the same? Otherwise raise `group_filter_limit`, or train on them with "
-                "`group_filter_exhausted` take"
+                f"replica pass, and {aside.groups} do not, after which `group_filter_limit` "
+                f"{self._selection.limit:g} ends the step. The mean reward of those is "
+                f"{aside.rewards / max(aside.samples, 1):.4g}, above 0 in {aside.above_0} of them. Are the "
+                "prompts too easy or too hard, or does the reward give every response the same? Otherwise "
+                "raise `group_filter_limit`, or train on them with `group_filter_exhausted` take"
             )
         self._done.extend(self._spare.pop() for _ in range(missing))
         self._refilled += missing

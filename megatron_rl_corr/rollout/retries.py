@@ -55,11 +55,9 @@ def _check_length(part: Trajectory, sampling: SamplingParams, request: Request) 
             request.endpoint,
             200,
             f"a response cut to {tokens} of {sampling.max_new_tokens} tokens, behind "
-            f"{part.prompt_ids.numel()} of "
-            "prompt",
+            f"{part.prompt_ids.numel()} of prompt",
             remedy="its context length has no room for both: start it with a longer one, or use shorter "
-            "prompts or a "
-            "smaller `max_new_tokens`",
+            "prompts or a smaller `max_new_tokens`",
         )
 
 

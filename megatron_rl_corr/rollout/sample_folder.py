@@ -78,14 +78,12 @@ def whole_batch(paths: Sequence[Path]) -> SavedBatch:
             wrong = next(name for name, value in vars(expected).items() if vars(batch)[name] != value)
             raise ValueError(
                 f"{path} is of {wrong} {vars(batch)[wrong]}, where {paths[0].name} and the file's name ask "
-                "for "
-                f"{vars(expected)[wrong]}: files of one step must be of one run, one a replica; remove those "
-                "of others"
+                f"for {vars(expected)[wrong]}: files of one step must be of one run, one a replica; remove "
+                "those of others"
             )
     if len(paths) != first.replicas:
         raise ValueError(
             f"{paths[0].parent} has {len(paths)} files of step {first.step}, whose batch has "
-            f"{first.replicas}, one a "
-            "replica; add what is missing, or remove what is left of another run"
+            f"{first.replicas}, one a replica; add what is missing, or remove what is left of another run"
         )
     return first

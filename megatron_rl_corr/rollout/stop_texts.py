@@ -86,8 +86,7 @@ def check_decode(stop: Sequence[str], decode: Decode | None) -> None:
     if stop and decode is None:
         raise ValueError(
             f"`stop` {list(stop)} needs a tokenizer: put the model's tokenizer into the folder of "
-            "`hf_checkpoint`, or "
-            "give RolloutClient decode=, or use `stop_token_ids`"
+            "`hf_checkpoint`, or give RolloutClient decode=, or use `stop_token_ids`"
         )
 
 

@@ -89,8 +89,8 @@ class Coverage:
         if self._foreign:
             return IncompletePush(
                 f"the checkpoint has none of {shortened(self._foreign)}, which would be sent, and the "
-                "servers would "
-                "silently drop them; name the checkpoint that they were started with in `hf_checkpoint`"
+                "servers would silently drop them; name the checkpoint that they were started with in "
+                "`hf_checkpoint`"
             )
         sent = dict(zip(self._names, self._counts, strict=True))
         missing = [name for name, times in sent.items() if not times and name not in self._kept]
@@ -98,8 +98,7 @@ class Coverage:
             return IncompletePush(
                 f"nothing was sent for {len(missing)} of the checkpoint's {len(self._names)} tensors: "
                 f"{shortened(missing)}; the servers would use their old values beside new ones; do the model "
-                "flags "
-                "describe all of that model?"
+                "flags describe all of that model?"
             )
         twice = [name for name, times in sent.items() if times > 1]
         if twice:
@@ -142,9 +141,8 @@ class Coverage:
                     server.url,
                     endpoint,
                     f"nothing was sent for {len(left)} of its {len(held)} weights, which keep the values "
-                    "that it "
-                    f"loaded: {shortened(left)}. Start it with the checkpoint that `hf_checkpoint` names; if "
-                    "it only holds its weights under other names, use `verify_push` off",
+                    f"that it loaded: {shortened(left)}. Start it with the checkpoint that `hf_checkpoint` "
+                    "names; if it only holds its weights under other names, use `verify_push` off",
                 )
             lacking = sorted(name for name in parameters if engine.held_in(name, held) not in held)
             if lacking and server.shows_all:
@@ -179,7 +177,6 @@ def _new_scales(server: ServerChecksums, engine: Engine) -> set[str]:
             server.url,
             engine.weights_checker().endpoint,
             f"its weights are quantised ({server.quantization}), and their scales would stay those of the "
-            "weights "
-            f"that it loaded; serve the model in 16 bits, or {engine.quantises_updates_with}",
+            f"weights that it loaded; serve the model in 16 bits, or {engine.quantises_updates_with}",
         )
     return {name for _, sums in server.ranks for name in sums if name.endswith(".weight_scale")}

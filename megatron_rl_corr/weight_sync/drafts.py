@@ -75,15 +75,13 @@ async def find_drafting(control: ServerControl, quantization: BlockFP8 | None) -
             url,
             endpoint,
             f"it drafts tokens with the layers of --mtp-num-layers, and {other} does not; all are sent the "
-            "same: start "
-            "all with, or all without speculative decoding",
+            "same: start all with, or all without speculative decoding",
         )
     if quantization is not None:
         raise RolloutProtocolError(
             url,
             endpoint,
             "it drafts tokens with the layers of --mtp-num-layers in FP8, and updates of such a draft model "
-            "were not "
-            "shown to work; start it without speculative decoding, or from the model in 16 bits",
+            "were not shown to work; start it without speculative decoding, or from the model in 16 bits",
         )
     return True

@@ -49,8 +49,7 @@ class MegatronCheckpoint:
         if not (folder / ".metadata").is_file():
             raise ValueError(
                 f"{folder} is no Megatron checkpoint of --ckpt-format torch_dist, as it has no file "
-                ".metadata; name a "
-                "folder like checkpoints/iter_0000040, or save the model in that format"
+                ".metadata; name a folder like checkpoints/iter_0000040, or save the model in that format"
             )
         self.folder, self._reader = folder, FileSystemReader(folder)
         try:
@@ -220,7 +219,6 @@ def _units(
             if (shape := source.shape(hf_name)) != merged.shape:
                 raise ValueError(
                     f"{checkpoint.folder} has {hf_name} of shape {tuple(merged.shape)} and {source.path} of "
-                    f"{shape}: "
-                    "did training begin with that model?"
+                    f"{shape}: did training begin with that model?"
                 )
         yield unit

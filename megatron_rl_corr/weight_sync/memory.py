@@ -147,8 +147,7 @@ class ServerMemory:
             self._told = True
             what = (
                 "they released their memory to this trainer; those that run answer nobody and have no "
-                "weights, until "
-                "the next start with --rollout-colocate, or until they are restarted"
+                "weights, until the next start with --rollout-colocate, or until they are restarted"
             )
             logger.warning("rollout servers %s are left as they are: %s", ", ".join(urls), what)
             EVENTS.tell("memory_left_released", what, servers=urls)

@@ -255,8 +255,7 @@ class _Asked:
                         error.status,
                         error.detail,
                         remedy="it was asked to score and sample a few tokens after a push, which "
-                        "`probe_push` off "
-                        "leaves out",
+                        "`probe_push` off leaves out",
                     ) from error
                 if not attempts_left or isinstance(error, RolloutServerError) and error.status is None:
                     raise

@@ -67,10 +67,8 @@ class Movement:
                     url,
                     answer.endpoint,
                     f"its weights differ from the trainer's: it has loaded version {version!r}, and its "
-                    "log-probs of "
-                    f"{len(own)} given ids are in every bit those of version {since!r}, while the trainer's "
-                    "have "
-                    f"moved by up to {moved:.3g}; it computes with a copy of older weights. Restart it; if "
-                    "it does so "
-                    "again, start it without what makes the copy (packed kernels, graphs, caches)",
+                    f"log-probs of {len(own)} given ids are in every bit those of version {since!r}, while "
+                    f"the trainer's have moved by up to {moved:.3g}; it computes with a copy of older "
+                    "weights. Restart it; if it does so again, start it without what makes the copy (packed "
+                    "kernels, graphs, caches)",
                 )

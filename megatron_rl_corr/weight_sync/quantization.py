@@ -67,9 +67,8 @@ def served_quantization(
     if option is not None and not (expected and option == "fp8"):
         raise ValueError(
             f"its weights are quantised ({option}) otherwise than by a checkpoint in FP8, and a push would "
-            "put new "
-            "numbers beside the old scales; serve the model in 16 bits, or a checkpoint in FP8 with blocks "
-            "of 128 x 128"
+            "put new numbers beside the old scales; serve the model in 16 bits, or a checkpoint in FP8 with "
+            "blocks of 128 x 128"
             + (f", or {engine.quantises_updates_with}" if engine.quantises_updates_with else "")
         )
     if expected and not (kind in engine.limits.fp8_models or (kind is None and engine.limits.fp8_models)):
@@ -137,8 +136,8 @@ def _other_scales(folder: str, changed: int, expected: BlockFP8) -> str:
     there, said = ("no", "in FP8") if expected.quantises(wrong[0]) else ("a", "in 16 bits")
     return (
         f"its config.json has {wrong[0]} {said} (one of {len(wrong)}), and there is {there} "
-        f"{wrong[0]}{SCALE} beside "
-        "it; correct quantization_config, with modules_to_not_convert, or serve the model in 16 bits"
+        f"{wrong[0]}{SCALE} beside it; correct quantization_config, with modules_to_not_convert, or serve "
+        "the model in 16 bits"
     )
 
 
@@ -150,8 +149,7 @@ def _check_given(checkpoint: str, expected: BlockFP8 | None, served: Path | None
     if served is not None and _is_readable(served) and _of_folder(served) != expected:
         raise ValueError(
             f"`quantized_checkpoint` {checkpoint} is quantised otherwise than {served}, which the server was "
-            "started "
-            "with; name that folder, or drop it"
+            "started with; name that folder, or drop it"
         )
 
 
@@ -182,8 +180,7 @@ async def find_quantization(control: ServerControl, checkpoint: str | None = Non
                 url,
                 engine.server_info().endpoint,
                 f"its weights are {described(found[-1])}, and those of {control.base_urls[0]} "
-                f"{described(found[0])}; "
-                "all are sent the same: start all with one checkpoint",
+                f"{described(found[0])}; all are sent the same: start all with one checkpoint",
             )
     return found[0]
 
@@ -195,16 +192,14 @@ def _tell_doubt(url: str, model: ServedModel, found: BlockFP8 | None) -> None:
     if not _is_readable(Path(model.path)):
         logger.warning(
             "%s was started with %s, which can't be read here: its weights are taken for not quantised. If "
-            "they are in "
-            "FP8, give its config.json by --rollout-quantized-checkpoint",
+            "they are in FP8, give its config.json by --rollout-quantized-checkpoint",
             url,
             model.path,
         )
     elif not is_loopback(url):
         logger.warning(
             "%s was started with %s: by the folder of this name on this host its weights are %s. If it is "
-            "another one "
-            "there, give its config.json by --rollout-quantized-checkpoint",
+            "another one there, give its config.json by --rollout-quantized-checkpoint",
             url,
             model.path,
             described(found),
@@ -273,6 +268,6 @@ def check_finite(bucket: Sequence[NamedTensor]) -> None:
     if wrong:
         raise IncompletePush(
             f"{wrong[0].removesuffix(SCALE)} has numbers that are not finite (one of {len(wrong)} such "
-            "weights of this "
-            "bucket), which FP8 can't hold; the training has diverged: look at its loss and gradient norm"
+            "weights of this bucket), which FP8 can't hold; the training has diverged: look at its loss and "
+            "gradient norm"
         )

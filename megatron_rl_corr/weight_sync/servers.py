@@ -283,8 +283,7 @@ class WeightServers:
                     url,
                     engine.model_info().endpoint,
                     f"its weights are called {reported!r} after version {version!r} was pushed; does another "
-                    "trainer "
-                    "push to this server?",
+                    "trainer push to this server?",
                 )
         if self._pause_mode != "in_place":
             self._loop.call(self._control.flush_cache())

@@ -114,16 +114,15 @@ def check_memory(url: str, name: str, *, endpoint: str, colocated: bool) -> None
             url,
             endpoint,
             f"its weights are called {name!r}: its answer was lost when it was asked to release memory or to "
-            "take it "
-            "again, or the trainer was killed meanwhile, and nobody knows which it has; restart the server",
+            "take it again, or the trainer was killed meanwhile, and nobody knows which it has; restart the "
+            "server",
         )
     if missing_memory(name) and not colocated:
         raise RolloutProtocolError(
             url,
             endpoint,
             f"its weights are called {name!r}: it has released its memory to a trainer with `colocate`, "
-            "whose next "
-            "push or start gives it back; or restart the server",
+            "whose next push or start gives it back; or restart the server",
         )
 
 

@@ -63,9 +63,8 @@ METRICS = in_group(
         only_with=_WITH_PROBE,
         usual=UsualRange(
             "a server differs from the trainer by more than rounding",
-            "`megatron-rl-corr doctor --full` compares the server with the checkpoint. A server that differs "
-            "ends the "
-            "run once there is enough evidence (`rollout/probe_bits`).",
+            "`megatron-rl-corr doctor --full` compares the server with the checkpoint. A server that "
+            "differs ends the run once there is enough evidence (`rollout/probe_bits`).",
             high=MARGIN,
         ),
     ),
@@ -180,22 +179,20 @@ def cause_of(evidence: ServerEvidence, *, before: bool, alone: bool) -> str:
     if answers["decode"] == "differs":
         if answers["triangle"] != "differs" and bits_of(evidence.sampled) < bits_of(evidence.scores):
             return (
-                "its scores of given tokens are wrong and its samples are right: the prefill, or what stands "
-                "between "
-                "(a proxy that asks another server to score). Restart it"
+                "its scores of given tokens are wrong and its samples are right: the prefill, or what "
+                "stands between (a proxy that asks another server to score). Restart it"
             )
         if answers["scores"] != "differs" and not any(map(is_off, evidence.fresh)):
             return (
                 "its prefix cache keeps keys and values of older weights: responses that share no cached "
-                "prefix are "
-                "right. Start it without the prefix cache, or look for what keeps it from being flushed"
+                "prefix are right. Start it without the prefix cache, or look for what keeps it from being "
+                "flushed"
             )
         if answers["scores"] != "differs":
             return (
                 "its decode path computes with other weights than its prefill: a graph, a packed copy, a "
-                "draft model's "
-                "head, or a proxy that samples elsewhere. Restart it; if it does so again, start it without "
-                "CUDA graphs"
+                "draft model's head, or a proxy that samples elsewhere. Restart it; if it does so again, "
+                "start it without CUDA graphs"
             )
     if alone:
         return (
@@ -205,13 +202,12 @@ def cause_of(evidence: ServerEvidence, *, before: bool, alone: bool) -> str:
     if before:
         return (
             "it was so before the first push, with the weights that the server had loaded itself, so the "
-            "trainer's "
-            "model is another one: compare Megatron's flags with config.json (`megatron-rl-corr model-flags`)"
+            "trainer's model is another one: compare Megatron's flags with config.json (`megatron-rl-corr "
+            "model-flags`)"
         )
     return (
         "every server differs: either they loaded a tensor wrongly, then restart them, or the trainer's "
-        "model is "
-        "another one: compare Megatron's flags with config.json (`megatron-rl-corr model-flags`)"
+        "model is another one: compare Megatron's flags with config.json (`megatron-rl-corr model-flags`)"
     )
 
 
@@ -240,13 +236,11 @@ def error_of(
         url,
         answer.endpoint,
         f"its weights differ from the trainer's, with {evidence.bits:.0f} bits of evidence ({DIFFERS_BITS:g} "
-        "are "
-        f"needed: at most one false verdict in {2**DIFFERS_BITS:,.0f}). After version {version!r} was pushed "
-        f"{told}, "
-        f"farther than rounding explains; in the last texts max |D| is {numbers.max_abs:.3g}, mean "
-        f"{numbers.mean_abs:.3g}, k3 {numbers.k3:.3g}. {cause[0].upper()}{cause[1:]}. `megatron-rl-corr "
-        "doctor --full` "
-        "compares a server with the checkpoint. If numerics alone explain it, give `max_probe_log_ratio`",
+        f"are needed: at most one false verdict in {2**DIFFERS_BITS:,.0f}). After version {version!r} was "
+        f"pushed {told}, farther than rounding explains; in the last texts max |D| is {numbers.max_abs:.3g}, "
+        f"mean {numbers.mean_abs:.3g}, k3 {numbers.k3:.3g}. {cause[0].upper()}{cause[1:]}. `megatron-rl-corr "
+        "doctor --full` compares a server with the checkpoint. If numerics alone explain it, give "
+        "`max_probe_log_ratio`",
     )
 
 

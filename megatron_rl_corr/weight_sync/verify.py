@@ -174,10 +174,8 @@ class PushVerifier:
                     server.url,
                     self._endpoint,
                     f"{len(wrong)} of {len(self._kept)} weights that were compared are not those that were "
-                    "sent: "
-                    f"{shortened(wrong)}; do other programs push to this server? If it holds them in a "
-                    "layout of its "
-                    "own, use `verify_push` off",
+                    f"sent: {shortened(wrong)}; do other programs push to this server? If it holds them in a "
+                    "layout of its own, use `verify_push` off",
                 )
             if unknown and server.layout not in self._warned_layouts:
                 self._warned_layouts.add(server.layout)
@@ -206,10 +204,9 @@ class PushVerifier:
                     url,
                     self._endpoint,
                     "its draft model has the weights of the push before, while other ones were sent to it: "
-                    "it would "
-                    "draft tokens that are rejected more and more often. Its engine does not update draft "
-                    "models on "
-                    "this way: use another `weight_transport`, or start it without speculative decoding",
+                    "it would draft tokens that are rejected more and more often. Its engine does not "
+                    "update draft models on this way: use another `weight_transport`, or start it without "
+                    "speculative decoding",
                 )
 
     def _matches(self, parts: dict[Part, Tensor], checksum: str, server: ServerChecksums, rank: int) -> bool:
@@ -248,8 +245,7 @@ def check_agreement(servers: Sequence[ServerChecksums], endpoint: str) -> None:
                 endpoint,
                 f"{len(wrong)} of its weights differ from those of {alike.url} after the same push: "
                 f"{shortened(wrong)}; is one of them being updated by another program? Restart both; if each "
-                "holds "
-                "them in a layout of its own, use `verify_push` off",
+                "holds them in a layout of its own, use `verify_push` off",
             )
 
 

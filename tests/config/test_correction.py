@@ -647,27 +647,23 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"rollout_is": "token", "rollout_is_mode": "gamma"},
-            "`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got `rollout_is` "
-            "token; "
-            "use `rollout_is` sequence, or another mode",
+            "`rollout_is_mode` gamma weighs whole sequences by the product of their ratios, got "
+            "`rollout_is` token; use `rollout_is` sequence, or another mode",
         ),
         (
             GAMMA | {"rollout_is_upper": 2.0},
-            "`rollout_is_upper` 2 has no effect with `rollout_is_mode` gamma, whose weights are at most 1.25 "
-            "without a "
-            "bound; drop it, and `rollout_is_threshold`, or use another mode",
+            "`rollout_is_upper` 2 has no effect with `rollout_is_mode` gamma, whose weights are at most "
+            "1.25 without a bound; drop it, and `rollout_is_threshold`, or use another mode",
         ),
         (
             GAMMA | {"rollout_is_threshold": "0.5_2"},
             "`rollout_is_lower` 0.5 has no effect with `rollout_is_mode` gamma, whose weights are at most "
-            "1.25 without "
-            "a bound; drop it, and `rollout_is_threshold`, or use another mode",
+            "1.25 without a bound; drop it, and `rollout_is_threshold`, or use another mode",
         ),
         (
             GAMMA | {"bypass_mode": True, "loss": "sapo"},
             "`rollout_is` sequence in bypass mode would weigh twice: the ratio of `loss` sapo is pi_theta / "
-            "pi_rollout "
-            "already; use `rollout_is` none, or `loss` reinforce",
+            "pi_rollout already; use `rollout_is` none, or `loss` reinforce",
         ),
         (
             {"sapo_temperature_neg": 2.0},
@@ -680,10 +676,8 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         (
             {"loss": "dro"},
             "`loss` dro needs `dro_beta`, the strength of its pull to pi_old; use 0.05, for example, and "
-            "with it "
-            "several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update pi_old is "
-            "the "
-            "policy itself",
+            "with it several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update "
+            "pi_old is the policy itself",
         ),
         ({"dro_beta": 0.1}, "`dro_beta` 0.1 has no effect without `loss` dro; drop it, or add `loss` dro"),
         (
@@ -713,20 +707,17 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         (
             {"advantage": "otb", "bypass_mode": True},
             "`advantage` otb needs the distributions of pi_old, of a pass that `bypass_mode` leaves out; "
-            "drop that, or "
-            "use `advantage` group_mean",
+            "drop that, or use `advantage` group_mean",
         ),
         (
             {"advantage": "otb", "rollout_opsm_delta": 1e-4},
             "seq_mean_opsm needs the advantage of a whole response before the correction, and `advantage` "
-            "otb gives "
-            "one a token, from the corrected weights; drop one of them",
+            "otb gives one a token, from the corrected weights; drop one of them",
         ),
         (
             {"advantage": "otb", "rollout_is": "sequence", "rollout_is_mode": "gamma"},
             "rollout_is_mode gamma needs the advantage of a whole response before the correction, and "
-            "`advantage` otb "
-            "gives one a token, from the corrected weights; drop one of them",
+            "`advantage` otb gives one a token, from the corrected weights; drop one of them",
         ),
         ({"clip_ratio_low": 1.5}, "`clip_ratio_low` must be in (0, 1], got 1.5; 0.2 is usual for ppo_clip"),
         (
@@ -758,14 +749,12 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         (
             {"rollout_rs": "seq_mean_exp_abs", "rollout_rs_threshold": 0.9},
             "`rollout_rs_threshold` for seq_mean_exp_abs must be at least 1, got 0.9: e^|D| is never below "
-            "1; "
-            "NeMo-RL uses 1.5",
+            "1; NeMo-RL uses 1.5",
         ),
         (
             {"rollout_rs": "token_rollout_prob", "rollout_rs_threshold": "0.1_0.5"},
-            "`rollout_rs_threshold` for token_rollout_prob takes one lower bound, got an upper bound of 0.5: "
-            "it drops "
-            "the tokens that the server found improbable; leave the upper bound out",
+            "`rollout_rs_threshold` for token_rollout_prob takes one lower bound, got an upper bound of "
+            "0.5: it drops the tokens that the server found improbable; leave the upper bound out",
         ),
         (
             {"rollout_min_prob": 1},
@@ -774,9 +763,8 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"rollout_rs": "token_abs_diff", "rollout_rs_threshold": 1},
-            "`rollout_rs_threshold` for token_abs_diff must be below 1, got 1: a difference of probabilities "
-            "is "
-            "never above it; use 0.2, for example",
+            "`rollout_rs_threshold` for token_abs_diff must be below 1, got 1: a difference of "
+            "probabilities is never above it; use 0.2, for example",
         ),
         (
             {"rollout_token_veto_threshold": 2},
@@ -871,15 +859,13 @@ def test_setting_when_wrong_then_flag_rule_value_and_remedy(settings, words):
                 "rollout_is_batch_normalize": True,
             },
             "`rollout_is_batch_normalize` needs the whole batch, but bypass mode corrects one microbatch at "
-            "a time, in "
-            "the loss; drop it, or `bypass_mode`",
+            "a time, in the loss; drop it, or `bypass_mode`",
         ),
         *[
             (
                 {"bypass_mode": True, **setting},
                 f"{flag} needs the whole batch, but bypass mode corrects one microbatch at a time, in the "
-                "loss; drop "
-                "it, or `bypass_mode`",
+                "loss; drop it, or `bypass_mode`",
             )
             for flag, setting in [
                 ("`loss_denominator` kept", {"loss_denominator": "kept"}),

@@ -144,8 +144,7 @@ def refusal(*arguments: str) -> str:
 def test_group_size_when_1_with_token_advantages_then_refused_as_nothing_is_left_to_compare():
     assert refusal(*REQUIRED, "--rollout-advantage", "otb", "--rollout-group-size", "1") == (
         "--rollout-group-size 1 leaves --rollout-advantage otb without a baseline, as no other response has "
-        "the same "
-        "prompt; use 2 or more, or --rollout-advantage raw or reinforce_plus_plus"
+        "the same prompt; use 2 or more, or --rollout-advantage raw or reinforce_plus_plus"
     )
 
 
@@ -161,8 +160,7 @@ def test_parse_when_only_what_is_required_is_given_then_the_defaults():
         (
             ("--rollout-reference-checkpoint", "other"),
             "--rollout-reference-checkpoint other has no effect without a penalty; add "
-            "--rollout-kl-loss-coef or "
-            "--rollout-kl-reward-coef, or drop it",
+            "--rollout-kl-loss-coef or --rollout-kl-reward-coef, or drop it",
         ),
         (
             ("--rollout-reference-reset", "4"),
@@ -172,28 +170,24 @@ def test_parse_when_only_what_is_required_is_given_then_the_defaults():
         (
             (*SERVED, "--rollout-reference-reset", "4"),
             "--rollout-reference-reset 4 can't reset the weights of --rollout-reference-url, to which "
-            "nothing is pushed; "
-            "drop one",
+            "nothing is pushed; drop one",
         ),
         (
             (*SERVED, "--rollout-reference-checkpoint", "d"),
             "--rollout-reference-checkpoint d has no effect with --rollout-reference-url, whose servers "
-            "score the "
-            "samples; drop one",
+            "score the samples; drop one",
         ),
         (
             ("--rollout-kl-loss-coef", "1", "--rollout-reference-url", "http://a:30000/"),
             "--rollout-reference-url http://a:30000/ is one of --rollout-url too, to which the trained "
-            "weights are "
-            "pushed; start a server of its own for the reference",
+            "weights are pushed; start a server of its own for the reference",
         ),
         (
             (*SERVED, "--rollout-temperature", "0.5"),
             "--rollout-reference-url with --rollout-temperature 0.5: servers score tokens under the whole "
-            "distribution at "
-            "temperature 1, which is not the one that was sampled; use --rollout-reference-checkpoint, whose "
-            "log-probs "
-            "are of the sampled one, or drop --rollout-temperature",
+            "distribution at temperature 1, which is not the one that was sampled; use "
+            "--rollout-reference-checkpoint, whose log-probs are of the sampled one, or drop "
+            "--rollout-temperature",
         ),
         (
             ("--rollout-kl-reward-type", "k2"),
@@ -258,8 +252,7 @@ EVALUATED = ("--rollout-eval-prompts", "a=p", "q")
         (
             (*EVALUATED, "--rollout-eval-temperature", "0", "--rollout-eval-samples", "a=4"),
             "--rollout-eval-samples 4 with --rollout-eval-temperature 0: greedy samples of a prompt are all "
-            "the same; use "
-            "1, or a temperature above 0",
+            "the same; use 1, or a temperature above 0",
         ),
         (
             (*EVALUATED, "--rollout-eval-temperature", "0", "--rollout-eval-top-p", "0.9"),
@@ -344,8 +337,7 @@ def test_parse_when_a_required_flag_is_missing_then_named(missing):
             "--rollout-group-size",
             "1",
             "--rollout-group-size 1 leaves a group-relative --rollout-advantage (grpo) of 0 everywhere; use "
-            "2 or more, or "
-            "--rollout-advantage reinforce_plus_plus or raw",
+            "2 or more, or --rollout-advantage reinforce_plus_plus or raw",
         ),
         ("--rollout-group-size", "four", "--rollout-group-size: invalid int value: 'four'"),
         ("--rollout-max-new-tokens", "-3", "--rollout-max-new-tokens must be positive, got -3"),
@@ -412,14 +404,12 @@ def test_parse_when_a_value_is_wrong_then_flag_rule_and_value(flag, value, words
         (
             ["--rollout-linear-logprobs", "--rollout-top-k", "5"],
             "--rollout-linear-logprobs with --rollout-top-p 1.0 and --rollout-top-k 5: the ids that the "
-            "server kept are "
-            "looked up in the logits; drop the one or the others",
+            "server kept are looked up in the logits; drop the one or the others",
         ),
         (
             ["--rollout-linear-logprobs", "--rollout-inplace-gradient"],
-            "--rollout-inplace-gradient has no effect with --rollout-linear-logprobs, which holds no logits, "
-            "nor with "
-            "--rollout-top-k, whose gradient is sparse; drop it",
+            "--rollout-inplace-gradient has no effect with --rollout-linear-logprobs, which holds no "
+            "logits, nor with --rollout-top-k, whose gradient is sparse; drop it",
         ),
         (
             ["--rollout-server-check", "maybe"],
@@ -655,8 +645,7 @@ def test_parse_when_a_reward_flag_makes_no_sense_then_named_with_its_value(flags
         ("overlong:cache=1.5", "'overlong:cache=1.5': cache must be a whole number above 0, got '1.5'"),
         (
             "overlong:cache=2000",
-            "overlong: cache must be at most max (--rollout-max-new-tokens where it is not "
-            "given), got "
+            "overlong: cache must be at most max (--rollout-max-new-tokens where it is not given), got "
             "cache 2000 and max 1024",
         ),
         ("length:penalty=nan", "'length:penalty=nan': penalty must be a number above 0, got 'nan'"),
@@ -718,8 +707,7 @@ def test_options_when_built_then_frozen():
 def test_parse_when_turns_decide_then_refused_unless_an_environment_makes_some(flags, rule):
     assert refusal(*REQUIRED, *flags) == (
         f"{rule} looks at turns, and without --rollout-environment every rollout has one; add it, or use a "
-        "token or "
-        "sequence level"
+        "token or sequence level"
     )
     parse([*REQUIRED, *flags, "--rollout-environment", "tools.py:Tools"])
 
@@ -842,9 +830,9 @@ def test_dro_when_refused_then_each_remedy_that_is_named_is_accepted():
         in lacking
     )
     assert idle.endswith(
-        "Make several updates with --rollout-updates-per-batch, or add --rollout-bypass-mode, where the pull "
-        "is to "
-        "pi_rollout; or drop it and use --rollout-loss reinforce, which is the same with one update"
+        "Make several updates with --rollout-updates-per-batch, or add --rollout-bypass-mode, where the "
+        "pull is to pi_rollout; or drop it and use --rollout-loss reinforce, which is the same with one "
+        "update"
     )
     for remedy in (["--rollout-updates-per-batch", "2"], ["--rollout-bypass-mode"]):
         assert parse([*REQUIRED, *dro, *beta, *remedy])[0].dro_beta == 0.05
@@ -877,9 +865,8 @@ def test_preset_when_a_flag_does_not_go_with_its_settings_then_it_is_named_with_
         "--rollout-clip-ratio-low has no effect with --rollout-loss sapo, which does not clip"
     )
     named = (
-        "--rollout-clip-ratio-low 0.2 is of --rollout-correction-preset prime_rl: leave out what does not go "
-        "with it, "
-        "or the preset"
+        "--rollout-clip-ratio-low 0.2 is of --rollout-correction-preset prime_rl: leave out what does not "
+        "go with it, or the preset"
     )
     assert refused.endswith(named)
     path = tmp_path / "correction.yaml"
@@ -991,8 +978,7 @@ def test_updates_of_a_batch_when_several_then_clips_old_routes_and_a_bound_on_th
         (
             ["--rollout-ess-step-scale", "--rollout-diagnostics-only"],
             "--rollout-ess-step-scale scales updates, and --rollout-diagnostics-only promises that the "
-            "correction changes "
-            "nothing; drop one of them",
+            "correction changes nothing; drop one of them",
         ),
     ],
 )

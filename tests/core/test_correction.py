@@ -399,8 +399,8 @@ def test_inputs_when_of_unlike_lengths_then_all_shapes_are_named():
         )
     assert str(raised.value) == (
         "compute_correction takes train_logprobs, rollout_logprobs, loss_mask and seq_ids (turn_ids, "
-        "advantages, "
-        "routing) of one shape [T], got (3,), (2,), (3,), (3,); flatten_padded turns rows [B, L] into [T]"
+        "advantages, routing) of one shape [T], got (3,), (2,), (3,), (3,); flatten_padded turns rows [B, "
+        "L] into [T]"
     )
     with pytest.raises(ValueError, match="of one shape"):
         rows = torch.zeros(2, 2)

@@ -325,8 +325,8 @@ def test_text_when_a_template_leaves_out_a_tool_then_error(template):
 
 CALLS = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}<{{ "
-    "c.function.name }}"
-    "{% for k, v in c.function.arguments.items() %}ARGUMENT{% endfor %}>{% endfor %}{% endfor %}"
+    "c.function.name }}{% for k, v in c.function.arguments.items() %}ARGUMENT{% endfor %}>{% endfor %}{% "
+    "endfor %}"
 )
 SHOWN = " {{ k }}={{ v | tojson }}"
 
@@ -594,11 +594,9 @@ def test_template_when_conversations_are_alike_then_they_are_rendered_with_marks
 
 def test_template_when_it_refuses_marks_then_what_is_written_must_show():
     template = (
-        "{% for m in messages %}"
-        "{% if m.role == 'user' and not m.content in ('a b', 'c d') %}{{ raise_exception('no') }}{% endif %}"
-        "{% if m.content != 'c d' %}{{ m.content }}{% endif %}"
-        "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments.code }}{% endfor %}{% "
-        "endfor %}"
+        "{% for m in messages %}{% if m.role == 'user' and not m.content in ('a b', 'c d') %}{{ "
+        "raise_exception('no') }}{% endif %}{% if m.content != 'c d' %}{{ m.content }}{% endif %}{% for c "
+        "in m.tool_calls or [] %}{{ c.function.name + c.function.arguments.code }}{% endfor %}{% endfor %}"
     )
     run = called({"code": "1 + 1"})
     assert text(template, [said("user", "a b"), run, RESULT]) == 'a bget_weather1 + 1It says "rain".\n'

@@ -46,10 +46,9 @@ def test_labels_when_not_read_whole_then_counted_and_named(workers):
         checked(workers=workers, drop=False)
     said = str(raised.value)
     assert said.startswith(
-        "--rollout-prompts: `reward_function` math can't read the label of 4 of the 10 rows that were looked "
-        "at; row 2 "
-        "has the label '12 34': there is nothing between the numbers '12' and '34'; row 6 has the label '12 "
-        "34': "
+        "--rollout-prompts: `reward_function` math can't read the label of 4 of the 10 rows that were "
+        "looked at; row 2 has the label '12 34': there is nothing between the numbers '12' and '34'; row 6 "
+        "has the label '12 34': "
     )
     assert "row 7 has the label ['1', 'x2']: a digit stands behind a letter in 'x2'" in said
     assert "row 8 has the label True: " in said

@@ -169,8 +169,7 @@ def test_parquet_when_a_column_has_no_json_values_then_it_is_left_out_with_a_lin
     data = open_prompts([str(tmp_path / "p.parquet")], IDS, warn=lines.append)
     assert data.at(0).metadata == {} and lines == [
         f"{tmp_path / 'p.parquet'}: columns and fields that JSON has no values for are left out: image "
-        "(struct<bytes: "
-        "binary, at: timestamp[ms]>), at (timestamp[ms])"
+        "(struct<bytes: binary, at: timestamp[ms]>), at (timestamp[ms])"
     ]
 
 

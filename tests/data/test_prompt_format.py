@@ -261,8 +261,7 @@ def test_row_when_it_is_malformed_then_error_names_file_line_key_and_remedy(tmp_
             {"messages": [USER]},
             {},
             '"messages": the tokenizer of .*plain.* has no chat template; put the model\'s '
-            "chat_template.jinja there, or "
-            "give rows of text",
+            "chat_template.jinja there, or give rows of text",
         ),
         (
             "plain",

@@ -170,8 +170,7 @@ def test_update_weight_version_when_built_then_running_requests_are_not_aborted(
         (
             {"top_p": 0.9},
             "`top_p` below 1 needs a `top_k` in .2, 4096. with SGLang: .* got `top_p` 0.9 with `top_k` -1; "
-            "give "
-            "`top_k` 4096 beside it, or the vocabulary size",
+            "give `top_k` 4096 beside it, or the vocabulary size",
         ),
     ],
 )

@@ -147,8 +147,8 @@ def write_report(out: Path, options, seen: Seen, faults, compared: Seen | None) 
             "groups of samples",
             f"each trained once, whole; {options.steps * GROUPS} of them",
             f"{len(groups['trained'])} trained, {len(groups['dropped'])} dropped and told, "
-            f"{len(groups['lost'])} "
-            f"lost, {len(groups['twice'])} trained twice, {len(groups['not whole'])} not whole",
+            f"{len(groups['lost'])} lost, {len(groups['twice'])} trained twice, {len(groups['not whole'])} "
+            "not whole",
             not (groups["lost"] or groups["twice"] or groups["not whole"])
             and len(groups["trained"]) == options.steps * GROUPS,
         )
@@ -174,10 +174,8 @@ def write_report(out: Path, options, seen: Seen, faults, compared: Seen | None) 
     kinds = Counter(fault.kind for fault in faults)
     text = [
         f"{options.steps} steps of the quickstart in {seen.seconds / 60:.0f} min on {psutil.cpu_count()} "
-        "cores "
-        f"({platform.machine()}), {time.strftime('%Y-%m-%d')}, seed {options.seed}: {len(faults)} faults, "
-        + ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items()))
-        + ".",
+        f"cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}, seed {options.seed}: {len(faults)} "
+        "faults, " + ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items())) + ".",
         "",
         "| what | promised | seen | verdict |",
         "|---|---|---|---|",

@@ -52,8 +52,8 @@ def flags_of(transport, folder, load):
 @long
 @drill(
     f"the trainer is killed (SIGKILL) at {len(MOMENTS)} moments of a push, before or after a request; SGLang "
-    "and vLLM. "
-    "Each moment once: in turn anew and with --load, and of either two distributed, two tensor, and so on",
+    "and vLLM. Each moment once: in turn anew and with --load, and of either two distributed, two tensor, "
+    "and so on",
     promised="the next start goes on without a hand at the servers",
 )
 @pytest.mark.parametrize("load", [False, True], ids=["anew", "load"])

@@ -96,8 +96,7 @@ def strike(monkeypatch, victim, fleet, request, number, blow):
 @drill(
     "a server is killed or stopped at a request of a distributed push; two others (SGLang, vLLM) take part",
     promised="it is left out, the push goes on with the others, the next one waits 0.3 s for it at most; it "
-    "is taken "
-    "back with the next push after it is well",
+    "is taken back with the next push after it is well",
 )
 @pytest.mark.parametrize(
     ("blow", "request_name", "number"), CASES, ids=[f"{BLOWS[b]}-{r}-{n}" for b, r, n in CASES]

@@ -135,8 +135,7 @@ def test_run_when_rank_0_is_killed_then_torchrun_brings_it_back_at_a_checkpoint(
 @long
 @drill(
     "SIGKILL of a rank, or a step that fails, and one of two servers is gone when torchrun, or Megatron "
-    "within the "
-    "process, starts the run again",
+    "within the process, starts the run again",
     promised="it goes on with the other server",
 )
 @pytest.mark.parametrize("within", [False, True])

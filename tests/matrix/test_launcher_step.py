@@ -276,8 +276,7 @@ def test_describe_when_asked_then_the_release_and_every_place_are_told_and_nothi
         "megatron.training.checkpointing.save_checkpoint, "
         "megatron.training.training.save_checkpoint",
         "megatron.training.checkpointing.get_checkpoint_tracker_filename": "    at: "
-        "megatron.training.checkpointing."
-        "get_checkpoint_tracker_filename",
+        "megatron.training.checkpointing.get_checkpoint_tracker_filename",
         "megatron.training.training.checkpoint_and_decide_exit": "    at: megatron.training.training."
         "checkpoint_and_decide_exit",
     }

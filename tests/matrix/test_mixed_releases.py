@@ -66,8 +66,7 @@ def test_launcher_when_release_is_not_supported_then_the_supported_ones_are_name
     assert run.returncode == 2, run.stderr
     assert run.stderr.endswith(
         f"megatron_rl_corr.launch: megatron-core {version} is not supported; supported are megatron-core "
-        "0.14 to 0.20: "
-        "install one of them\n"
+        "0.14 to 0.20: install one of them\n"
     )
 
 

@@ -143,8 +143,7 @@ IGNORED = {
     "--linear-key-head-dim": Flip(
         DENSE,
         "--linear-key-head-dim 16 --linear-attention-freq 2 --linear-conv-kernel-dim 2 "
-        "--linear-num-key-heads 2 "
-        "--linear-num-value-heads 2 --linear-value-head-dim 16",
+        "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-value-head-dim 16",
     ),
     "--dsa-indexer-topk": Flip(
         LATENT,

@@ -26,8 +26,8 @@ CASES = {
     "loss": "RuntimeError: the loss is broken",
     "report": (
         "OSError: --rollout-log-dir DIR: [Errno 28] No space left on device: 'metrics.jsonl', so step 1 is "
-        "not written "
-        "there; make room, or name another folder, and go on from the last checkpoint with --load"
+        "not written there; make room, or name another folder, and go on from the last checkpoint with "
+        "--load"
     ),
     "push": "KeyError: 'no such parameter'",
 }

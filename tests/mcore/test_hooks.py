@@ -584,8 +584,7 @@ def test_evaluation_when_it_would_never_come_then_refused_at_the_start(results):
     found = results["evaluation"]
     never = (
         "--rollout-eval-prompts would never be asked: --eval-interval {}, the steps from one evaluation to "
-        "the "
-        "next, must be from 1 to the run's 20 steps, by --train-iters or --train-samples"
+        "the next, must be from 1 to the run's 20 steps, by --train-iters or --train-samples"
     )
     assert found["intervals"] == [*map(never.format, (None, 0, 21)), None, None] and found["without"] is None
     assert found["by_samples"] == [never.format(11).replace("20 steps", "10 steps"), None]
@@ -603,10 +602,9 @@ def test_offloaded_optimizer_in_float32_when_its_copies_would_stay_the_initial_w
 def test_latent_attention_when_the_local_spec_cuts_it_over_ranks_then_refused(results):
     refused, *taken = results["evaluation"]["latent"]
     assert refused == (
-        "--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size 2: Megatron "
-        "does not "
-        "sum the positional key's gradient over the ranks; use --transformer-impl transformer_engine, or "
-        "--tensor-model-parallel-size 1"
+        "--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size 2: "
+        "Megatron does not sum the positional key's gradient over the ranks; use --transformer-impl "
+        "transformer_engine, or --tensor-model-parallel-size 1"
     )
     assert taken == [None, None, None]
 
@@ -698,10 +696,9 @@ def test_checkpoint_when_its_layers_name_their_norms_otherwise_then_refused_with
     assert found["taken"] == [None] * 5
     gpt, hybrid, same = found["hybrid"]
     assert same is None and gpt == (
-        "--hybrid-layer-pattern: the checkpoint DIR/iter_0000040 was saved with none, and this run has *E*E, "
-        "whose "
-        "layers have other numbers; give that of the checkpoint, or convert it to Hugging Face format for "
-        "--rollout-hf-checkpoint and leave --load out"
+        "--hybrid-layer-pattern: the checkpoint DIR/iter_0000040 was saved with none, and this run has "
+        "*E*E, whose layers have other numbers; give that of the checkpoint, or convert it to Hugging Face "
+        "format for --rollout-hf-checkpoint and leave --load out"
     )
     assert "was saved with *E*E, and this run has none" in hybrid
     for said, flag in zip(found["pretrained"], ("--pretrained-checkpoint", "--load"), strict=True):
@@ -872,24 +869,19 @@ def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(
         f"--transformer-impl local {but} its attention takes whole rows only; use --transformer-impl "
         f"transformer_engine, {rows}",
         f"--moe-token-dispatcher-type allgather {but} it is not proven with microbatches of other lengths; "
-        "use "
-        f"--moe-token-dispatcher-type alltoall, {rows}",
+        f"use --moe-token-dispatcher-type alltoall, {rows}",
         f"--cuda-graph-impl local {but} it would repeat one microbatch's boundaries; use --cuda-graph-impl "
-        "none, "
-        f"{rows}",
+        f"none, {rows}",
         f"--fp8-format hybrid {but} sequences are not padded to the multiples that it needs; leave it out, "
         f"{rows}",
         f"--moe-router-load-balancing-type aux_loss seq_aux_loss {but} it balances rows or batches, which "
-        "packs are "
-        f"not; use --moe-router-load-balancing-type aux_loss, {rows}",
+        f"packs are not; use --moe-router-load-balancing-type aux_loss, {rows}",
         f"--tp-comm-overlap {but} its buffers have the size of rows; leave it out, {rows}",
         f"--fine-grained-activation-offloading {but} it plans with the first step's microbatches, and keeps "
-        "pinned "
-        f"buffers of every length that it meets; leave it out, {rows}",
+        f"pinned buffers of every length that it meets; leave it out, {rows}",
         f"--external-cuda-graph {but} it would repeat one microbatch's boundaries; leave it out, {rows}",
         f"--overlap-p2p-communication-warmup-flush {but} stages tell each other every microbatch's length, "
-        "and in its "
-        f"order wait for each other for ever; leave it out, {rows}",
+        f"and in its order wait for each other for ever; leave it out, {rows}",
         "--rollout-max-tokens-per-microbatch 31 must be at least --seq-length 32: a sequence is not cut",
     ]
     assert found["taken"] == [None] * 3
@@ -898,9 +890,8 @@ def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(
         None,
         (
             "--moe-aux-loss-coeff 0.01 with packed sequences: routers would learn from padding, and alike "
-            "from packs of "
-            "other lengths, as megatron-core 0.19.2 can't leave it out; use --moe-aux-loss-coeff 0, or give "
-            "--rollout-pad-sequences"
+            "from packs of other lengths, as megatron-core 0.19.2 can't leave it out; use "
+            "--moe-aux-loss-coeff 0, or give --rollout-pad-sequences"
         ),
     ]
 
@@ -1293,8 +1284,7 @@ def test_updates_of_a_batch_when_a_run_would_save_or_end_within_one_then_refused
     for said, flag in zip(found["refused"], flags, strict=True):
         assert said == (
             f"{flag} must be a multiple of 4, the updates that a batch makes (--rollout-updates-per-batch 2 "
-            "x "
-            "--rollout-epochs-per-batch 2): a run saves, evaluates and ends between two batches"
+            "x --rollout-epochs-per-batch 2): a run saves, evaluates and ends between two batches"
         )
     assert found["taken"] == [None] * 6
     taken, refused = found["loaded"]

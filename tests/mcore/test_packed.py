@@ -94,8 +94,7 @@ def line(one):
     )
     return (
         f"{json.dumps(layout)} {one['case']}: log-probs {one['logprobs']:.1e}, gradient "
-        f"{one['gradient'][0]:.1e}, "
-        f"metrics {metric:.1e}; {hf}"
+        f"{one['gradient'][0]:.1e}, metrics {metric:.1e}; {hf}"
     )
 
 

@@ -277,8 +277,7 @@ def test_refused_flags_when_given_then_the_reason_and_the_remedy(flag, words, sa
         (
             "no loss",
             "1: with --mtp-loss-scaling-factor 0 the layers cost time and are not trained, but "
-            "--weight-decay "
-            "shrinks them; leave --mtp-num-layers out: exported folders keep the checkpoint's",
+            "--weight-decay shrinks them; leave --mtp-num-layers out: exported folders keep the checkpoint's",
         ),
         (
             "repeated",
@@ -350,7 +349,6 @@ def test_layers_of_further_tokens_when_a_run_starts_then_its_arguments_and_its_m
 def test_experts_biases_when_megatron_would_move_them_then_said_with_the_flag_that_stops_it(said):
     assert said["checks"]["expert biases 0.001"][1] == (
         "[rollout] --moe-router-bias-update-rate 0.001 moves the bias of every expert after each step, and "
-        "so the "
-        "policy, whatever the loss and --lr are; give 0 unless that is wanted\n"
+        "so the policy, whatever the loss and --lr are; give 0 unless that is wanted\n"
     )
     assert said["checks"]["expert biases 0.0"] == ["", ""]

@@ -43,9 +43,8 @@ def test_prompts_when_one_is_too_long_then_it_is_left_out_with_a_line_and_never_
     prompts = opened(tmp_path, [25, 26, 3])  # 25 + 8 - 1 = 32: the last sampled token is no input
     assert capsys.readouterr().err == (
         "[rollout] --rollout-prompts: 1 of the 3 rows that were looked at are left out, as "
-        "--rollout-long-prompts drop "
-        f"says; the first: {tmp_path}/p.jsonl:2: 26 tokens are too many; --seq-length 32 with "
-        "--rollout-max-new-tokens 8 leaves 25\n"
+        f"--rollout-long-prompts drop says; the first: {tmp_path}/p.jsonl:2: 26 tokens are too many; "
+        "--seq-length 32 with --rollout-max-new-tokens 8 leaves 25\n"
     )
     assert {prompts.index_at(n) for n in range(30) if prompts.can_be_drawn(n)} == {0, 2}
     assert opened(tmp_path, [25, 26, 3], leader=False) is None
@@ -72,32 +71,28 @@ def test_prompts_when_one_is_too_long_then_it_is_left_out_with_a_line_and_never_
             (),
             {"make": held_out_prompts},
             "--rollout-eval-prompts: DIR/p.jsonl:2: 26 tokens are too many; --seq-length 32 with "
-            "`max_new_tokens` 8 "
-            "leaves 25",
+            "`max_new_tokens` 8 leaves 25",
         ),
         (
             [26, 27],
             (),
             {},
-            "--rollout-prompts: all of the 2 rows that were looked at are too long; DIR/p.jsonl:1: 26 tokens "
-            "are too "
-            "many; --seq-length 32 with `max_new_tokens` 8 leaves 25",
+            "--rollout-prompts: all of the 2 rows that were looked at are too long; DIR/p.jsonl:1: 26 "
+            "tokens are too many; --seq-length 32 with `max_new_tokens` 8 leaves 25",
         ),
         (
             [1],
             ("--rollout-max-prompt-tokens", "26"),
             {},
             "`max_prompt_tokens` 26 has no effect: --seq-length 32 with `max_new_tokens` 8 leaves 25; drop "
-            "it, or use "
-            "--seq-length 33",
+            "it, or use --seq-length 33",
         ),
         (
             [1],
             ("--rollout-max-new-tokens", "33"),
             {},
-            "--seq-length 32 with `max_new_tokens` 33 has no room for a prompt; use --seq-length 33 or more, "
-            "and add the "
-            "length of the prompts to it",
+            "--seq-length 32 with `max_new_tokens` 33 has no room for a prompt; use --seq-length 33 or "
+            "more, and add the length of the prompts to it",
         ),
         (
             [1],

@@ -113,8 +113,7 @@ def test_run_when_resumed_on_layers_of_other_names_then_refused_with_the_remedy(
     assert done.returncode == 1 and not (folder / "log/metrics.jsonl").exists()
     assert (
         f"megatron_rl_corr: --transformer-impl local: the checkpoint {saved} was saved with "
-        "transformer_engine, whose "
-        "layers have other names"
+        "transformer_engine, whose layers have other names"
     ) in done.stderr
 
 

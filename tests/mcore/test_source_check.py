@@ -135,8 +135,7 @@ def test_replicas_when_a_host_has_other_data_then_the_run_is_refused(monkeypatch
     assert difference() is None and difference(mine, mine) is None
     assert difference(mine, PromptDataset([Prompt(0, [1])])) == (
         "--rollout-prompts: rows 20 (one source) for the first data-parallel replica, 1 (one source) for "
-        "replica 2; "
-        "give every host the same files, checkpoint and flags"
+        "replica 2; give every host the same files, checkpoint and flags"
     )
     others = PromptDataset([Prompt(i, [i + 1]) for i in range(20)])
     assert "first prompts [[10]," in difference(others) and "for replica 1; give every host" in difference(

@@ -292,50 +292,43 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
             {"model_type": "gpt2"},
             1024,
             "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, kimi_k2, "
-            "llama, mixtral, "
-            "qwen2, qwen2_moe, qwen3, qwen3_moe); use a model of one of these, or add its row to FAMILIES in "
-            "megatron_rl_corr/models/architectures.py",
+            "llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe); use a model of one of these, or add its "
+            "row to FAMILIES in megatron_rl_corr/models/architectures.py",
         ),
         (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
             1024,
             "config.json: model_type 'gpt_oss' is not supported: its experts lie in one tensor for all of a "
-            "layer, with "
-            "gate and up taking turns, and as published in MXFP4, and weights are loaded and sent expert by "
-            "expert in 16 "
-            f"bits (supported: {', '.join(ARCHITECTURES)}); use a model of one of these",
+            "layer, with gate and up taking turns, and as published in MXFP4, and weights are loaded and "
+            f"sent expert by expert in 16 bits (supported: {', '.join(ARCHITECTURES)}); use a model of one "
+            "of these",
         ),
         (
             {"model_type": "qwen3_next"},
             1024,
             "config.json: model_type 'qwen3_next' is not supported: three of four layers are gated delta "
-            "nets, which "
-            "Megatron-core 0.19 does not make without flash-linear-attention, and its names and cuts of them "
-            "are not "
-            f"proven against the checkpoint's (supported: {', '.join(ARCHITECTURES)}); use a model of one of "
-            "these",
+            "nets, which Megatron-core 0.19 does not make without flash-linear-attention, and its names and "
+            f"cuts of them are not proven against the checkpoint's (supported: {', '.join(ARCHITECTURES)}); "
+            "use a model of one of these",
         ),
         (
             {"quantization_config": {"quant_method": "fp8"}},
             1024,
             "config.json: quantization_config is set, and quantised weights are not loaded; name the model "
-            "in "
-            "bfloat16 here, which servers may serve in FP8, or convert the checkpoint",
+            "in bfloat16 here, which servers may serve in FP8, or convert the checkpoint",
         ),
         (
             {"model_type": "deepseek_v3", "q_lora_rank": None},
             1024,
             "config.json: q_lora_rank is null: Megatron-core 0.19 would normalise its queries, which this "
-            "model does "
-            "not; use a model with low-rank queries",
+            "model does not; use a model with low-rank queries",
         ),
         (
             {},
             999,
-            "--vocab-size: Megatron's padded vocabulary of 999 is smaller than the checkpoint's 1000; "
-            "give --vocab-size 1000, and --tokenizer-type NullTokenizer where Megatron's own tokenizer has "
-            "fewer ids: "
-            "it makes no prompts",
+            "--vocab-size: Megatron's padded vocabulary of 999 is smaller than the checkpoint's 1000; give "
+            "--vocab-size 1000, and --tokenizer-type NullTokenizer where Megatron's own tokenizer has fewer "
+            "ids: it makes no prompts",
         ),
     ],
 )

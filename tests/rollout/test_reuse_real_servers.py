@@ -144,7 +144,6 @@ def test_episodes_when_there_are_two_servers_then_no_token_of_an_earlier_turn_is
     scattered, more, _, _ = episodes(Scattering, urls, 4)
     print(
         f"prompt tokens computed, of the least: {prefilled / least(whole):.2f}, and "
-        f"{more / least(scattered):.2f} "
-        "where a turn goes to another server"
+        f"{more / least(scattered):.2f} where a turn goes to another server"
     )
     assert more > 1.5 * least(scattered)

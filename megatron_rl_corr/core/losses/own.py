@@ -80,8 +80,7 @@ def _checked_metrics(function: OwnLoss, own: dict[str, Metric]) -> dict[str, Met
     if sorted(own) != first:
         raise ValueError(
             f"`loss` must add the same metrics in every call, whatever its inputs are: it added {first} at "
-            "first, then "
-            f"{sorted(own)}"
+            f"first, then {sorted(own)}"
         )
     return {name: type(metric)(metric.values.detach().double()) for name, metric in own.items()}
 

@@ -27,33 +27,28 @@ def memory_problem(server_info: Mapping[str, Any]) -> str | None:
     """
     if not server_info.get("enable_memory_saver"):
         return (
-            "`colocate` needs a server started with --enable-memory-saver, without which it keeps its memory "
-            "and says "
-            "that it has released it; start it so, or drop `colocate`"
+            "`colocate` needs a server started with --enable-memory-saver, without which it keeps its "
+            "memory and says that it has released it; start it so, or drop `colocate`"
         )
     if server_info.get("weight_cache_mode") not in (None, "off"):
         return (
             f"`colocate` with --weight-cache-mode {server_info['weight_cache_mode']}: its weights are "
-            "another "
-            "process's, which it can't release; start it without"
+            "another process's, which it can't release; start it without"
         )
     if server_info.get("speculative_algorithm"):
         return (
             f"`colocate` with --speculative-algorithm {server_info['speculative_algorithm']}: the weights of "
-            "its draft "
-            "model are released too, and nobody sends them anew; start it without"
+            "its draft model are released too, and nobody sends them anew; start it without"
         )
     if (server_info.get("pp_size") or 1) > 1:
         return (
             f"`colocate` with --pp-size {server_info['pp_size']} is not proven: whether every pipeline stage "
-            "releases "
-            "its memory and takes it again in step with the others; start it with --tp-size alone"
+            "releases its memory and takes it again in step with the others; start it with --tp-size alone"
         )
     if quantization(server_info) is not None:
         return (
             "`colocate` with quantised weights is not tested: whether every value and scale comes back with "
-            "a push; "
-            "serve the model in 16 bits"
+            "a push; serve the model in 16 bits"
         )
     return outer_store_problem(server_info)
 

@@ -61,9 +61,8 @@ def pause_problem(
         if () < version_key(version) < version_key(FLUSHES_PAUSED_SINCE):
             return (
                 f"SGLang {version} can't drop cached prefixes while the requests wait that a push has "
-                "retracted, and "
-                f"`max_lag` is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or use "
-                "`max_lag` 0"
+                f"retracted, and `max_lag` is above 0; serve with SGLang {FLUSHES_PAUSED_SINCE} or newer, or "
+                "use `max_lag` 0"
             )
     return None
 
@@ -84,8 +83,7 @@ def outer_store_problem(server_info: Mapping[str, Any]) -> str | None:
         return None
     return (
         f"it keeps keys and values outside its own memory ({', '.join(flags)}), where a weight update does "
-        "not drop "
-        "them: requests for new weights would be given those of old ones; start it without"
+        "not drop them: requests for new weights would be given those of old ones; start it without"
     )
 
 

@@ -1,9 +1,8 @@
 """What mends each finding of the doctor at an SGLang server."""
 
 _DETERMINISTIC = (
-    "with --enable-deterministic-inference (it needs --attention-backend fa3, fa4, flashinfer or triton, and "
-    "a seed in "
-    "every request, as ours have)"
+    "with --enable-deterministic-inference (it needs --attention-backend fa3, fa4, flashinfer or triton, "
+    "and a seed in every request, as ours have)"
 )
 REMEDIES = {
     "temperature_ignored": "train with --rollout-temperature 1, or serve with an SGLang that applies the "

@@ -175,8 +175,7 @@ def _routes(
     if encoded is None:
         raise ValueError(
             "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 "
-            "needs: "
-            "start the server with --enable-return-routed-experts"
+            "needs: start the server with --enable-return-routed-experts"
         )
     try:
         own = decode(encoded, tokens=tokens, shape=experts, first=len(known))

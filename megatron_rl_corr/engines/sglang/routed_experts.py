@@ -50,10 +50,8 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
     if ids.size != rows * width:
         raise ValueError(
             f"rule rows: {ids.size} ids of routed_experts are {ids.size / width:g} rows of "
-            f"{shape.num_layers} layers x "
-            f"{shape.top_k} experts, where {tokens} tokens, prompt included, have {rows}"
-            + f" from token {first} on"
-            * (first > 0)
+            f"{shape.num_layers} layers x {shape.top_k} experts, where {tokens} tokens, prompt included, "
+            f"have {rows}" + f" from token {first} on" * (first > 0)
         )
     ids = ids.reshape(rows, shape.num_layers, shape.top_k)[:, shape.layers]
     known = ids.any(axis=(1, 2))
@@ -93,10 +91,9 @@ def tokens_recomputed(
     retractions = answers.count_of(meta, "num_retractions", MOST_RETRACTIONS)
     if meta.get("num_retractions") is None:
         raise ValueError(
-            "rule retractions: it sent no num_retractions beside routed_experts, so whether these are of the "
-            "passes "
-            "that sampled its tokens is unknown: use SGLang 0.5.19 or newer, without a proxy that drops the "
-            "field"
+            "rule retractions: it sent no num_retractions beside routed_experts, so whether these are of "
+            "the passes that sampled its tokens is unknown: use SGLang 0.5.19 or newer, without a proxy "
+            "that drops the field"
         )
     if not retractions:
         return 0

@@ -44,8 +44,7 @@ def version_support(server_info: Mapping[str, Any]) -> VersionSupport:
     elif key < version_key(FLUSHES_PAUSED_SINCE):
         note = (
             f"SGLang {version} can't drop cached prefixes while retracted requests wait: --rollout-max-lag "
-            "above 0 "
-            f"needs {FLUSHES_PAUSED_SINCE}"
+            f"above 0 needs {FLUSHES_PAUSED_SINCE}"
         )
     elif key > version_key(NEWEST):
         note = f"SGLang {version} is newer than {NEWEST}, the newest tested"

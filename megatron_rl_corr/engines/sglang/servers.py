@@ -110,14 +110,12 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     if sampling.min_p > 0 and server_info.get("enable_deterministic_inference"):
         return (
             f"`min_p` {sampling.min_p}: SGLang 0.5.23 with --enable-deterministic-inference (or "
-            "--rl-on-policy-target) "
-            "ends at its first request with one; start it without, or drop `min_p`"
+            "--rl-on-policy-target) ends at its first request with one; start it without, or drop `min_p`"
         )
     if sampling.stop and server_info.get("skip_tokenizer_init"):
         return (
             f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; "
-            "start it "
-            "without, or use `stop_token_ids`"
+            "start it without, or use `stop_token_ids`"
         )
     return None
 

@@ -42,18 +42,15 @@ def config_problem(vllm_config: Any) -> str | None:
     if vllm_config.kv_transfer_config is not None:
         return (
             f"its {vllm_config.kv_transfer_config.kv_connector} keeps keys and values outside the server's "
-            "own cache, "
-            "and may give those of old weights to requests for new ones; start it without "
-            "--kv-transfer-config and "
-            "--kv-offloading-size"
+            "own cache, and may give those of old weights to requests for new ones; start it without "
+            "--kv-transfer-config and --kv-offloading-size"
         )
     if vllm_config.lora_config is not None:
         return "updates with --enable-lora are not proven; start the server without"
     if parallel.data_parallel_size > 1:
         return (
             "updates of several replicas behind one address are not proven; start as many servers, each "
-            "without "
-            "--data-parallel-size"
+            "without --data-parallel-size"
         )
     if parallel.enable_eplb:
         return "updates with --enable-eplb are not proven; start the server without"
@@ -77,8 +74,7 @@ def shapes_of_folder(folder: Path) -> dict[str, list[int]]:
     if not shapes:
         raise ValueError(
             f"{folder} has no safetensors files, so that names and shapes of new weights can't be checked; "
-            "start the "
-            "server from a Hugging Face folder with weights"
+            "start the server from a Hugging Face folder with weights"
         )
     return shapes
 
@@ -108,8 +104,7 @@ def problem(sent: Shapes, held: Shapes) -> str | None:
         if missing:
             return (
                 f"{layer} is one layer there, of which {_shortened(missing)} would not be sent; send all of "
-                "it, "
-                "or nothing"
+                "it, or nothing"
             )
     return None if sent else "it has no tensors"
 

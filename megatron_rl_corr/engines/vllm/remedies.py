@@ -16,8 +16,7 @@ REMEDIES = {
     "sampling_mask_wrong": f"{_PROCESSED}, or {_WHOLE}",
     "one_response": f"serve with {_TESTED}",
     "another_checkpoint": "start the server with the --model that --rollout-hf-checkpoint names; where it "
-    "was sent weights, restart it: "
-    "a broken update leaves wrong ones behind",
+    "was sent weights, restart it: a broken update leaves wrong ones behind",
     "servers_differ": "start all servers with one --model and one --dtype, and push the weights to all of "
     "them",
     "vocabulary_differs": "start the server with the --model and --tokenizer that --rollout-hf-checkpoint "
@@ -35,8 +34,7 @@ REMEDIES = {
     "no_weight_updates": f"serve with {_TESTED}, VLLM_SERVER_DEV_MODE=1 in its environment, and {EXTENSION}",
     "quantisation_unsupported": "serve the model in 16 bits",
     "stale_prefix_cache": "pause with clear_cache=true, or POST /reset_prefix_cache after every weight "
-    "update (a push of ours does), or "
-    "start with --no-enable-prefix-caching",
+    "update (a push of ours does), or start with --no-enable-prefix-caching",
     "version_spans_wrong": f"pause with retract (a push of ours does), or serve with {_TESTED}",
     "pause_mode_broken": f"serve with {_TESTED}; a push of ours needs the mode retract",
     "update_without_effect": "look for a failed load in the server's log, and restart it",

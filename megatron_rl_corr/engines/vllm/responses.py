@@ -179,10 +179,8 @@ def _support(choice: dict, ids: np.ndarray, vocab_size: int | None):
     if sets is None and ids.size:
         raise ValueError(
             "it sent no sampling_mask, so what `top_p`, `top_k` and `min_p` kept is unknown: start the "
-            "server with "
-            "--return-sampling-mask (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), "
-            "or leave "
-            "them out"
+            "server with --return-sampling-mask (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not "
+            "the default), or leave them out"
         )
     sets = answers.check_lengths([] if sets is None else sets, ids.size, "sampling_mask")
     return answers.support(sets, ids, vocab_size, "sampling_mask")
@@ -203,10 +201,8 @@ def _routes(
     if encoded is None:
         raise ValueError(
             "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 "
-            "needs: "
-            "start the server with --enable-return-routed-experts (and VLLM_USE_V2_MODEL_RUNNER=1 where that "
-            "runner is "
-            "not the default)"
+            "needs: start the server with --enable-return-routed-experts (and VLLM_USE_V2_MODEL_RUNNER=1 "
+            "where that runner is not the default)"
         )
     try:
         return torch.cat([known, decode(encoded, tokens=tokens, shape=experts, first=len(known))])

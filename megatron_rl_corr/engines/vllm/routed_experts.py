@@ -48,8 +48,7 @@ def omission_problem(server_info: Mapping[str, Any]) -> str | None:
     if any(key.removeprefix("enable_") == name and value for part in sections for key, value in part.items()):
         return (
             f"{OMITS} leaves out the routed experts of prompt tokens that the server had cached, and has it "
-            "refuse "
-            f"requests without an x-session-id; {WITHOUT_OMISSION}"
+            f"refuse requests without an x-session-id; {WITHOUT_OMISSION}"
         )
     return None
 
@@ -90,14 +89,12 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
     if ids.shape[1:] == (shape.num_layers, shape.top_k) and len(ids) < rows:
         raise MissingRoutes(
             f"rule rows: routed_experts of {len(ids)} rows, where {rows} belong to {tokens} tokens, prompt "
-            "included, "
-            f"from token {first} on: did it leave out tokens that it had cached? {WITHOUT_OMISSION}"
+            f"included, from token {first} on: did it leave out tokens that it had cached? {WITHOUT_OMISSION}"
         )
     if ids.shape != (rows, shape.num_layers, shape.top_k):
         raise ValueError(
             f"rule rows: routed_experts of {' x '.join(map(str, ids.shape))}, where {rows} rows of "
-            f"{shape.num_layers} "
-            f"layers x {shape.top_k} experts belong to {tokens} tokens, prompt included"
+            f"{shape.num_layers} layers x {shape.top_k} experts belong to {tokens} tokens, prompt included"
             + f", from token {first} on"
             * (first > 0)
         )

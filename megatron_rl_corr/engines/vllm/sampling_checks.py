@@ -31,9 +31,8 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
         return problem
     if config_of(server_info, "speculative_config"):
         return (
-            "speculative decoding (--speculative-config) is not proven: whether log-probs and what an update "
-            "leaves in "
-            "the draft model are right was not tried; start it without"
+            "speculative decoding (--speculative-config) is not proven: whether log-probs and what an "
+            "update leaves in the draft model are right was not tried; start it without"
         )
     if mode in ("raw_logits", "processed_logits"):
         return (
@@ -45,20 +44,17 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     if model.get("logits_processors"):
         return (
             f"its --logits-processors {model['logits_processors']} change what it samples from in a way that "
-            "the "
-            "trainer can't compute; start it without"
+            "the trainer can't compute; start it without"
         )
     if sampling.stop and model.get("skip_tokenizer_init"):
         return (
             f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; "
-            "start it "
-            "without, or use `stop_token_ids`"
+            "start it without, or use `stop_token_ids`"
         )
     if isinstance(longest, int) and sampling.max_new_tokens >= longest:
         return (
             f"`max_new_tokens` {sampling.max_new_tokens} leaves no room for a prompt in its --max-model-len "
-            f"{longest}, "
-            "where it cuts responses; use fewer tokens, or start it with more"
+            f"{longest}, where it cuts responses; use fewer tokens, or start it with more"
         )
     return _mask_problem(bool(model.get("return_sampling_mask")), sampling)
 
@@ -72,10 +68,8 @@ def raw_problem(sampling: SamplingParams) -> str:
     """What is wrong with raw log-probs, for messages."""
     return (
         "its log-probs are those of the softmax at temperature 1 over the whole vocabulary, and it samples "
-        "at "
-        f"`temperature` {sampling.temperature:g}, `top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and "
-        "`min_p` "
-        f"{sampling.min_p:g}; start it with --logprobs-mode processed_logprobs"
+        f"at `temperature` {sampling.temperature:g}, `top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} "
+        f"and `min_p` {sampling.min_p:g}; start it with --logprobs-mode processed_logprobs"
     )
 
 
@@ -114,15 +108,14 @@ def _mask_problem(returns_mask: bool, sampling: SamplingParams) -> str | None:
     if sampling.needs_mask and not returns_mask:
         return (
             f"`top_p` {sampling.top_p:g}, `top_k` {sampling.top_k} and `min_p` {sampling.min_p:g} need the "
-            "sampling "
-            "mask, without which truncated samples cannot be corrected; start it with --return-sampling-mask "
-            "(and "
-            "VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), or leave them out"
+            "sampling mask, without which truncated samples cannot be corrected; start it with "
+            "--return-sampling-mask (and VLLM_USE_V2_MODEL_RUNNER=1 where that runner is not the default), "
+            "or leave them out"
         )
     if returns_mask and (sampling.temperature == 0 or sampling.top_k == -1):
         return (
             "a server with --return-sampling-mask answers HTTP 500 to `temperature` "
-            f"{sampling.temperature:g} with "
-            f"`top_k` {sampling.top_k}: give a `top_k` and a `temperature` above 0, or start it without"
+            f"{sampling.temperature:g} with `top_k` {sampling.top_k}: give a `top_k` and a `temperature` "
+            "above 0, or start it without"
         )
     return None

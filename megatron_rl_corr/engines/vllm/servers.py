@@ -63,9 +63,8 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
     # 0.32 hides the reason, "sampling distribution replay requires top_k"
     if status == 500 and endpoint == GENERATE:
         return (
-            "see its log; a server with --return-sampling-mask samples with `top_k` at a `temperature` above "
-            "0 only: "
-            "start it without, or sample so in evaluations too"
+            "see its log; a server with --return-sampling-mask samples with `top_k` at a `temperature` "
+            "above 0 only: start it without, or sample so in evaluations too"
         )
     return ""
 
@@ -99,8 +98,7 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
             url,
             "/server_info",
             f"its {world} ranks are not --tensor-parallel-size {tensor} x --pipeline-parallel-size "
-            f"{pipeline}; start "
-            "it with these alone",
+            f"{pipeline}; start it with these alone",
         )
     return ServerRanks(tensor, pipeline)
 

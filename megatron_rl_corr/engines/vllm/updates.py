@@ -69,8 +69,8 @@ def pause_problem(
     if mode == "in_place" and not keyed_cache and cache.get("enable_prefix_caching") is not False:
         return (
             "`pause_mode` in_place keeps the prefix cache, from which later prompts would take keys and "
-            "values of old "
-            "weights; start the server with --no-enable-prefix-caching, or use `pause_mode` retract"
+            "values of old weights; start the server with --no-enable-prefix-caching, or use `pause_mode` "
+            "retract"
         )
     return None
 

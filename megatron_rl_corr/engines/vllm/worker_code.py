@@ -49,7 +49,6 @@ def check_code(here: str, theirs: str | None) -> None:
     if theirs != here:
         raise ValueError(
             f"this server's worker extension is of megatron-rl-corr {here}, and the trainer's is "
-            f"{theirs or 'older'}; "
-            "install the trainer's version of the package in the server's environment, and start the server "
-            "again"
+            f"{theirs or 'older'}; install the trainer's version of the package in the server's environment, "
+            "and start the server again"
         )
