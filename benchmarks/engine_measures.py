@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.features.push_probe.answers import Question, ask_servers
+from megatron_rl_corr.features.push_probe.verdict import ProbeNumbers
 from megatron_rl_corr.rollout import LoopThread, RolloutClient
-from megatron_rl_corr.weight_sync.probe import Question, ask_servers
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.update import push_weights
-from megatron_rl_corr.weight_sync.verdict import ProbeNumbers
 from megatron_rl_corr.weight_sync.verify import PushVerifier
 
 PROBE_TOKENS = 256

@@ -17,7 +17,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from megatron_rl_corr.config.checks import check_bool, is_number, one_of, plain
 from megatron_rl_corr.config.problems import Problems, Unknown
@@ -167,6 +167,9 @@ class Options:
     `check_...`, which each class of the inheritance may define for its own fields: one method for each
     thing that may be wrong. A method that reads a field whose value was refused is left out.
     """
+
+    acts_in_replay: ClassVar[bool] = True
+    """Whether its options have an effect where saved samples are trained on."""
 
     def __post_init__(self) -> None:
         problems = Problems()

@@ -108,19 +108,6 @@ class WeightSyncConfig(Options):
     other servers' and with the trainer's own of up to 256 MiB a pipeline stage; off asks nothing.
     """
 
-    probe_push: Literal["on", "off"] = "on"
-    """After every push, every server scores texts of the data's prompts and samples a response,
-    and its log-probs must be those of the trainer's own forward pass, as far as rounding explains;
-    off asks nothing.
-    """
-
-    max_probe_log_ratio: Annotated[float | None, Positive()] = option(
-        None, metavar="X", needs="probe_push=on"
-    )
-    """|log-ratio| that nine tokens in ten of such a text may have (default: four times what simulated
-    rounding of both sides' number types makes of it).
-    """
-
     def check(self) -> None:
         if self.weight_transport == "disk" and self.weight_dir is None:
             raise ValueError(

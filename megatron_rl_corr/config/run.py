@@ -12,7 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from megatron_rl_corr.config.evaluation import EvaluationConfig
+from megatron_rl_corr.config.features import feature_options
 from megatron_rl_corr.config.fields import Between, Options, Positive, option, options_of
 from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
@@ -170,7 +170,6 @@ TOPICS = (
     ServersConfig,
     PromptsConfig,
     SamplesConfig,
-    EvaluationConfig,
     RewardsConfig,
     GroupsConfig,
     EnvironmentConfig,
@@ -182,15 +181,16 @@ TOPICS = (
     LogsConfig,
     SupervisionConfig,
     ReplayConfig,
+    *feature_options(),
 )
 IDLE_TOPICS = (
     ServersConfig,
     PromptsConfig,
-    EvaluationConfig,
     RewardsConfig,
     GroupsConfig,
     EnvironmentConfig,
     WeightSyncConfig,
+    *(topic for topic in TOPICS if not topic.acts_in_replay),
 )
 IDLE_OPTIONS = ("max_lag", "stale_samples", "pause_mode")
 """What has no effect in a replay."""

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.fields import options_of
 from megatron_rl_corr.config.groups import SPREAD
 from megatron_rl_corr.config.losses import is_own
 from megatron_rl_corr.config.problems import Problems, check_each
@@ -53,8 +54,8 @@ class EarlyChecks:
             self._check_replay,
             self._check_rewards,
             self._check_functions,
-            partial(self._check_prompts, "prompts"),
-            partial(self._check_prompts, "eval_prompts"),
+            partial(self._check_prompts, "prompts", lambda: self.options.prompts),
+            *self._check_further_prompts(),
             partial(self._check_written, "save_trajectories"),
             partial(self._check_written, "trace"),
             partial(self._check_written, "save_hf", HF_FOLDERS),
@@ -91,13 +92,15 @@ class EarlyChecks:
         except (ValueError, OSError) as error:
             raise ValueError(f"`replay`: {error}") from None
 
-    def _check_prompts(self, name: str) -> None:
-        options = self.options
-        paths = (
-            [one.path for one in options.evaluation_sets()]
-            if name == "eval_prompts"
-            else getattr(options, name)
-        )
+    def _check_further_prompts(self) -> Iterator[Callable[[], None]]:
+        """Of options NAME that have a method NAME_files, as `eval_prompts` has `eval_prompt_files`."""
+        for name in options_of(RunConfig):
+            paths = getattr(self.options, f"{name.removesuffix('s')}_files", None)
+            if paths is not None:
+                yield partial(self._check_prompts, name, paths)
+
+    def _check_prompts(self, name: str, named: Callable[[], Iterable[str]]) -> None:
+        options, paths = self.options, named()
         form = PromptFormat(input_key=options.input_key, label_key=options.label_key)
 
         def check(path: str) -> None:

@@ -140,16 +140,9 @@ class CorrectedTraining:
             memory = serving.all_reduce_released_at_start(self._options, self._opened)
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
-            megatron, reports = session.MegatronRun(settings, model, optimizer, memory), self._reports
-            self.session = session.start(
-                self._config,
-                self._options,
-                megatron,
-                reports.numbers.update,
-                reports.all_reduce_evaluated,
-                self._opened,
-            )
-            WATCH.on_failure(self._reports.close)  # whichever rank fails
+            megatron = session.MegatronRun(settings, model, optimizer, memory)
+            self.session = session.start(self._config, self._options, megatron, self._reports, self._opened)
+            WATCH.on_failure(self._close_reports)  # whichever rank fails
             self._supervision.started(self.session, settings.iteration)
             return model, optimizer, scheduler
 
@@ -176,19 +169,21 @@ class CorrectedTraining:
                 )
 
             iteration = training.get_args().curr_iteration
-            self._reports.numbers.clear()
+            self._reports.begin_step()
             result = self.session.step.run(
                 uncorrected, iteration, model, optimizer, config.calculate_per_token_loss
             )
             if compat.is_leaving(result):
-                self._reports.all_reduce_evaluated()
+                self._settle()
                 return result
             losses, *rest = result
             self.session.hf_saves.all_reduce_end_step(iteration + 1, model, optimizer)
             self.session.end_step(iteration + 1)
             self._supervision.end_step(iteration + 1)
             ahead = self._options.max_lag > 0 and iteration + 1 < training.get_args().train_iters
-            self._reports.all_reduce_end_step(self.session.evaluation, iteration + 1, ahead=ahead)
+            for one in self.session.features:
+                one.end_step(iteration + 1, ahead=ahead)
+            self._reports.end_step()
             self._shown |= {name: value for name, value in self._reports.numbers.items() if name in CONSOLE}
             return (losses | _console_losses(self._shown), *rest)
 
@@ -201,8 +196,8 @@ class CorrectedTraining:
         def save_checkpoint(iteration, *args, **kwargs):
             if self.session is None:
                 return original(iteration, *args, **kwargs)
-            # Its step's numbers wait for an evaluation: a run that goes on from here would never write them.
-            self._reports.all_reduce_evaluated()
+            # A step's numbers may wait for a feature: a run that goes on from here would never write them.
+            self._settle()
             step, source = self.session.step, self._options.hf_checkpoint
             step.reference.check_live("saved")
             # A batch whose first update ends the run is still there; within one, nobody else saves.
@@ -234,15 +229,25 @@ class CorrectedTraining:
             with compat.leaving(self.session.step.leaves_after_batch):
                 leaves = original(*args, **kwargs)
             if leaves:
-                self._reports.all_reduce_evaluated()
+                self._settle()
             return leaves
 
         return checkpoint_and_decide_exit
 
+    def _settle(self) -> None:
+        for one in self.session.features:
+            one.settle()
+
+    def _close_reports(self) -> None:
+        """Write what waits for a feature, without what that was to find."""
+        for one in () if self.session is None else self.session.features:
+            one.close()
+        self._reports.close()
+
     def close(self) -> None:
         """Leave the servers, if they were reached."""
+        self._close_reports()
         self.session = None
-        self._reports.close()
         self._opened.close()
         self._supervision.close()
 

@@ -46,7 +46,7 @@ def training_prompts(
     form = PromptFormat.of(options, tokenizer, limits)
     if not layout.is_data_leader:
         return None
-    with _naming("--rollout-prompts"):
+    with naming_flag("--rollout-prompts"):
         prompts = open_prompts(options.prompts, form, seed=args.seed, weights=options.weights, warn=warn)
     checked, long = check_rows(prompts, "--rollout-prompts")
     if long and layout.dp_rank == 0:
@@ -67,35 +67,6 @@ def training_prompts(
         warn(
             "--rollout-prompts: rows have `tools`, which the model does not see; `tools_key` tools shows them"
         )
-    return prompts
-
-
-def held_out_prompts(
-    path: str,
-    options: RunConfig,
-    args: argparse.Namespace,
-    layout: Layout,
-    tokenizer: Tokenizer | None,
-    vocab_size: int,
-) -> PromptDataset | None:
-    """The data of one of --rollout-eval-prompts, all of whose rows can be used; as `training_prompts`.
-
-    Args:
-        path: of the data.
-
-    Raises:
-        ValueError: it can't be read, or a row is bad or too long.
-    """
-    # With a length of its own only the servers' context bounds it.
-    limits = PromptLimits(vocab_size, max_new_tokens=options.eval_max_new_tokens)
-    if options.eval_max_new_tokens is None:
-        limits = prompt_limits(options, vocab_size=vocab_size, seq_length=args.seq_length, drop=False)
-    form = PromptFormat.of(options, tokenizer, limits)
-    if not layout.is_data_leader:
-        return None
-    with _naming("--rollout-eval-prompts"):
-        prompts = open_prompts([path], form, warn=warn)
-    check_rows(prompts, "--rollout-eval-prompts", all_rows=True)
     return prompts
 
 
@@ -137,7 +108,7 @@ def check_rows(prompts: PromptDataset, flag: str, *, all_rows: bool = False) -> 
     Raises:
         ValueError: one is bad, or all are too long.
     """
-    with _naming(flag):
+    with naming_flag(flag):
         whole = (
             all_rows or len(prompts) <= CHECKED_ROWS or (len(prompts) <= CHECKED_IDS and _has_ids(prompts))
         )
@@ -152,7 +123,7 @@ def check_rows(prompts: PromptDataset, flag: str, *, all_rows: bool = False) -> 
 
 
 @contextmanager
-def _naming(flag: str) -> Iterator[None]:
+def naming_flag(flag: str) -> Iterator[None]:
     """Put the flag before an error about the data, which names its file alone."""
     try:
         yield

@@ -13,6 +13,7 @@ from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.problems import Problems, Refusal, check_each
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.colocation import check_colocation
+from megatron_rl_corr.mcore.feature import feature_classes
 from megatron_rl_corr.mcore.packed_flags import check_packed
 from megatron_rl_corr.mcore.policy_check import check_policy
 from megatron_rl_corr.moe.routers import check_router_replay
@@ -39,6 +40,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         check_layers,
         check_skipped,
         check_evaluation,
+        *(one.check_arguments for one in feature_classes()),
         check_policy,
         check_vocabulary,
         check_colocation,
@@ -130,21 +132,12 @@ def check_skipped(args: argparse.Namespace) -> None:
 
 
 def check_evaluation(args: argparse.Namespace) -> None:
-    """ValueError for an evaluation of the script's data, and for one of ours that never comes."""
-    problems = Problems()
+    """ValueError for an evaluation of the script's data."""
     if args.eval_iters:
-        problems.add(
+        raise ValueError(
             f"--eval-iters {args.eval_iters}: evaluation would score the script's data set, not rollouts; "
             "use --eval-iters 0, and --rollout-eval-prompts for rollouts on held-out prompts"
         )
-    steps = _steps(args)
-    if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= steps:
-        problems.add(
-            f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the steps "
-            f"from one evaluation to the next, must be from 1 to the run's {steps} steps, by --train-iters "
-            "or --train-samples"
-        )
-    problems.raise_all()
 
 
 def _warn_of_expert_biases(args: argparse.Namespace) -> None:
@@ -185,13 +178,6 @@ def check_latent_attention(args: argparse.Namespace) -> None:
         )
 
 
-def _steps(args: argparse.Namespace) -> int:
-    """Iterations of the run; with --train-samples Megatron works them out later, while it sets
-    up the optimizer.
-    """
-    return args.train_iters if args.train_samples is None else args.train_samples // args.global_batch_size
-
-
 def _updates_of_batch(args: argparse.Namespace) -> tuple[int, str]:
     """(the updates that a batch makes, the words for them in an error)."""
     parts, epochs = args.rollout_updates_per_batch, args.rollout_epochs_per_batch
@@ -206,13 +192,12 @@ def check_updates(args: argparse.Namespace) -> None:
     updates, words = _updates_of_batch(args)
     values = vars(args)
     steps = "--train-iters" if args.train_samples is None else "--train-samples / --global-batch-size"
-    counted = [(steps, _steps(args)), ("--exit-interval", args.exit_interval)]
+    counted = [(steps, compat.number_of_steps(args)), ("--exit-interval", args.exit_interval)]
     if args.save:
         names = ("save_interval", "non_persistent_save_interval")
         counted += [(f"--{name.replace('_', '-')}", values[name]) for name in names]
     counted.append(("--rollout-save-hf-interval", args.rollout_save_hf_interval))
-    if args.rollout_eval_prompts:
-        counted.append(("--eval-interval", args.eval_interval))
+    counted += [pair for one in feature_classes() for pair in one.intervals(args).items()]
     if args.adlr_autoresume:
         counted.append(("--adlr-autoresume-interval", args.adlr_autoresume_interval))
     # From 0.16 on.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.doctor import Expected, Finding, quick_check
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.mcore.feature import FurtherSampling
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.mcore.number_types import trains_quantized
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure, broadcast_made
@@ -21,8 +23,6 @@ REPLAYED = ("routed_experts_missing", "routed_experts_wrong")
 """Findings, asked for by a run that replays routed experts alone, without which none of its
 samples can be used.
 """
-EVALUATED = ("temperature", "top_p", "top_k", "max_new_tokens")
-"""Fields of sampling that an evaluation has its own settings for."""
 
 
 def check_servers(
@@ -30,7 +30,7 @@ def check_servers(
     sampling: SamplingParams,
     client: RolloutClient,
     loop: LoopThread,
-    evaluation: SamplingParams | None = None,
+    further: Sequence[FurtherSampling] = (),
 ) -> None:
     """Whether the servers can sample so, and the doctor's quick check; from rank 0, after the first push.
 
@@ -41,20 +41,21 @@ def check_servers(
         sampling: of the run.
         client: of the servers.
         loop: the event loop of the client.
-        evaluation: of evaluations; None: there are none.
+        further: what they must be able to sample beside it.
 
     Raises:
         StartupError: a server was started so that it can't sample so; a semantic finding, or with
             `all` any finding.
         RolloutError: a server could not be asked.
     """
-    client.require_sampling([sampling] if evaluation is None else [sampling, evaluation])
+    client.require_sampling([sampling, *(one.sampling for one in further)])
     error = None
     if dist.get_rank() == 0:
         try:
             error = _sampling_problem(sampling, client, loop)
-            if error is None and evaluation is not None:
-                error = _of_evaluation(_sampling_problem(evaluation, client, loop))
+            for one in further:
+                if error is None and (refused := _sampling_problem(one.sampling, client, loop)) is not None:
+                    error = StartupError(one.explain(str(refused)))
             if error is None and kind != "off":
                 expected = Expected(
                     sampling, routed_experts=client.experts is not None, experts=client.experts
@@ -74,16 +75,6 @@ def _sampling_problem(
         return StartupError(str(refusal))
     problem = loop.call(client.control().sampling_problem(sampling))
     return None if problem is None else StartupError(problem)
-
-
-def _of_evaluation(error: StartupError | None) -> StartupError | None:
-    """The same with the names of the evaluation's settings."""
-    if error is None:
-        return None
-    text = str(error)
-    for name in EVALUATED:
-        text = text.replace(f"`{name}`", f"`eval_{name}`")
-    return StartupError(f"{text} (evaluations are sampled so)")
 
 
 def broadcast_first_step(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +21,8 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.colocation import Colocation, TrainerMemory
 from megatron_rl_corr.mcore.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore.feature import Feature
 from megatron_rl_corr.mcore.first_step import FirstStep
-from megatron_rl_corr.mcore.push_probe import PushProbe
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
 from megatron_rl_corr.mcore.source_check import check_source
@@ -73,31 +73,28 @@ class WeightPush:
     """The name of this start within the names of its weight versions."""
     bucket_bytes: int
     reference: Reference
-    probe: PushProbe | None = None
-    """--rollout-probe-push."""
+    features: Sequence[Feature] = ()
     colocation: Colocation | None = None
     """--rollout-colocate: a push ends the trainer's turn on the GPUs."""
 
     def __call__(self, version: int) -> dict[str, float]:
-        """What the probe found, and what took time, on every rank; all call it, with whole and
+        """What the features found, and what took time, on every rank; all call it, with whole and
         current weights.
 
         Raises:
             ReferenceInPlace: as `Reference.check_live`.
-            RolloutError, OSError, PeerFailure: as `push_weights` and `PushProbe.all_reduce_compared`.
+            RolloutError, OSError, PeerFailure: as `push_weights` and `Feature.after_push`.
         """
         self.reference.check_live("pushed")
         name = versions.name(self.run_id, version)
-        if self.probe is not None:
-            self.probe.before_push()
+        for one in self.features:
+            one.before_push()
         if self.colocation is not None:
             self.colocation.before_push()
         push_weights(self.exporter, self.servers, version=name, bucket_bytes=self.bucket_bytes)
         numbers = {} if self.colocation is None else self.colocation.broadcast_pushed()
-        if self.probe is not None:
-            numbers |= self.probe.all_reduce_compared(self.servers, name)
-            if self.colocation is not None:
-                self.colocation.servers.free_cached()  # of the probe's forward pass
+        for one in self.features:
+            numbers |= one.after_push(self, name)
         return numbers
 
 
@@ -159,7 +156,7 @@ def reach_servers(
     exporter: StageExporter,
     source: SampleSource,
     reference: Reference,
-    probe: PushProbe | None,
+    features: Sequence[Feature],
     layout: Layout,
     trainer: TrainerMemory,
     memory: ServerMemory | None,
@@ -190,7 +187,7 @@ def reach_servers(
     )
     colocation = Colocation(exporter, servers, trainer) if isinstance(servers, ColocatedServers) else None
     return WeightPush(
-        exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, probe, colocation
+        exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, features, colocation
     )
 
 
@@ -201,7 +198,7 @@ def broadcast_checked(
     source: SampleSource,
     push: WeightPush,
     layout: Layout,
-    evaluation: SamplingParams | None = None,
+    features: Sequence[Feature] = (),
 ) -> FirstStep:
     """Check servers, which have the first weights, and prompts; the bound of the first step's KL.
     Every rank calls it.
@@ -209,7 +206,8 @@ def broadcast_checked(
     Raises:
         StartupError, RolloutError: as `check_servers`, `check_source` and `broadcast_first_step`.
     """
-    check_servers(options.server_check, sampling, source.client, source.loop, evaluation)
+    further = [sampled for one in features for sampled in one.samplings()]
+    check_servers(options.server_check, sampling, source.client, source.loop, further)
     check_source(options.server_check, source, layout)
     rounded = options.push_rounding != "none" or push.servers.quantization is not None
     return broadcast_first_step(options.max_first_step_kl, args, source.client, source.loop, rounded=rounded)

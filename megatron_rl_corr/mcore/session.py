@@ -5,7 +5,7 @@ first push, the step.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.problems import Problems, check_each
+from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
@@ -25,15 +25,14 @@ from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.mcore.early_checks import naming_checkpoint
-from megatron_rl_corr.mcore.evaluate import Evaluation
+from megatron_rl_corr.mcore.feature import Feature, RunParts, RunSettings, features_of, prepare_features
 from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.hf_saves import HFSaves
 from megatron_rl_corr.mcore.model_check import check_models
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model
-from megatron_rl_corr.mcore.prompt_checks import held_out_prompts, training_prompts
-from megatron_rl_corr.mcore.push_probe import broadcast_probe, print_probe
+from megatron_rl_corr.mcore.prompt_checks import training_prompts
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.replay_collect import ReplayCollector
@@ -42,6 +41,7 @@ from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.serving import WeightPush, broadcast_checked, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
+from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.step_trace import StepTrace
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
@@ -61,8 +61,6 @@ from megatron_rl_corr.rollout.group_filter import measured_samples
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.memory import ServerMemory
 
-Report = Callable[[dict[str, float]], None]
-
 
 @dataclass(frozen=True)
 class MegatronRun:
@@ -74,6 +72,11 @@ class MegatronRun:
     optimizer: Any
     servers: ServerMemory | None = None
     """What colocated servers lack at the start, as rank 0 knows."""
+
+    @property
+    def trained(self) -> tuple[list, Any]:
+        """(model, optimizer)."""
+        return self.model, self.optimizer
 
     @property
     def trainer(self) -> TrainerMemory:
@@ -92,7 +95,6 @@ class _Parts:
     loop: LoopThread
     """Runs everything that speaks HTTP."""
     collector: BatchCollector
-    evaluation: Evaluation | None
     vocab_size: int
     parameters: list[LocalParameter]
     log: SampleLog | None
@@ -103,8 +105,7 @@ class Session:
     """A corrected run from the first push to the end."""
 
     step: CorrectedStep
-    evaluation: Evaluation | None
-    """Rollouts on held-out prompts."""
+    features: Sequence[Feature]
     hf_saves: HFSaves
     parts: _Parts
     trace: StepTrace | None
@@ -119,14 +120,15 @@ def start(
     config: RolloutCorrectionConfig,
     options: RunConfig,
     megatron: MegatronRun,
-    report: Report,
-    before_push: Callable[[], bool],
+    reports: StepReports,
     opened: ExitStack,
 ) -> Session:
     """Load the weights, reach the servers, push the first version; every rank calls it.
 
     Args:
-        config, options, megatron, report, before_push: as `CorrectedStep` takes them.
+        config, options: of the launcher's flags.
+        megatron: what it has set up.
+        reports: take a step's numbers, on the job's last rank.
         opened: gets what stops sampling, leaves the servers and closes what is open for them, as far
             as a start comes.
 
@@ -142,9 +144,11 @@ def start(
         all_reduce_startup(lambda: check_packed_routers(megatron.model))
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
-    updates = Updates.of(options, args.seed, args.iteration, saved)
+    updates, features = Updates.of(options, args.seed, args.iteration, saved), features_of(options)
+    for one in features:
+        opened.callback(one.close)
     parts = all_reduce_startup(
-        lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, opened)
+        lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, features, opened)
     )
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
@@ -161,13 +165,16 @@ def start(
         push = _no_push(reference)
         first_step = collector.broadcast_first_step(options.max_first_step_kl)
     else:
-        probe = broadcast_probe(options, megatron, parts.source, layout, shape, logprobs, collector)
+        settings = RunSettings(options, args, layout, parts.vocab_size)
+        run = RunParts(settings, *megatron.trained, parts.source, collector, shape, logprobs, reports)
+        for one in features:
+            one.start(run)
         push = reach_servers(
             options,
             exporter,
             parts.source,
             reference,
-            probe,
+            features,
             layout,
             megatron.trainer,
             megatron.servers,
@@ -176,12 +183,11 @@ def start(
         opened.callback(push.servers.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
-        with compat.gathered_parameters(megatron.model, megatron.optimizer):
-            print_probe(push(updates.batches(args.iteration)))
+        with compat.gathered_parameters(*megatron.trained):
+            push(updates.batches(args.iteration))
         try:
-            evaluated = parts.evaluation and parts.evaluation.sampling
             first_step = broadcast_checked(
-                options, args, collector.sampling, parts.source, push, layout, evaluated
+                options, args, collector.sampling, parts.source, push, layout, features
             )
         except BaseException:
             opened.close()
@@ -192,13 +198,13 @@ def start(
         shape=shape,
         collector=collector,
         push=push,
-        report=report,
+        report=reports.numbers.update,
         routes=routes,
         updates=updates,
         logprobs=logprobs,
         log=parts.log,
         replay_effect=ReplayEffect(options.router_replay_effect_every),
-        before_push=before_push,
+        features=features,
         first_step=first_step,
         reference=reference,
         filtered=_filtered(options, shape, layout),
@@ -208,7 +214,7 @@ def start(
     all_reduce_clear_folders(options, layout, args.iteration)
     if dist.get_rank() == 0:
         _print_start(config, step)
-    return Session(step, parts.evaluation, HFSaves.of(options, args.train_iters, exporter), parts, trace)
+    return Session(step, features, HFSaves.of(options, args.train_iters, exporter), parts, trace)
 
 
 def _filtered(options: RunConfig, shape: BatchShape, layout: Layout) -> FilteredMismatch:
@@ -239,6 +245,7 @@ def _prepare(
     routes: Routes,
     updates: Updates,
     saved: SavedCursor | None,
+    features: Sequence[Feature],
     opened: ExitStack,
 ) -> _Parts:
     """Everything that needs neither servers nor other ranks. Raises ValueError or OSError
@@ -265,7 +272,7 @@ def _prepare(
     loop = LoopThread()
     opened.callback(loop.close)
     batches = updates.batches(args.iteration), updates.batches(args.train_iters)
-    source = evaluation = None
+    source = None
     if options.replay is not None:
         collector: BatchCollector | None = problems.check(
             "collector",
@@ -280,42 +287,24 @@ def _prepare(
             ),
         )
     else:
-        source = sample_source(options, args, layout, loop, vocab_size, routes, opened, problems)
-        collector, evaluation = collectors(
-            options, args, layout, shape, source, problems, batches=batches, saved=saved, routes=routes
-        )
+        settings = RunSettings(options, args, layout, vocab_size)
+        source = sample_source(settings, loop, routes, features, opened, problems)
+        collector = None
+        if source is not None:
+            collector = problems.check(
+                "collector",
+                lambda: Collector(
+                    options, layout, shape, source, batches=batches, saved=saved, routes=routes
+                ),
+                needs=["prompts"],
+            )
+            prepare_features(features, settings, source, problems)
     if collector is not None:
         opened.callback(collector.close)
     parameters = problems.check("parameters", loaded_parameters)
     problems.raise_all()
     log = SampleLog(options, layout, shape, collector.sampling) if options.save_trajectories else None
-    return _Parts(source, loop, collector, evaluation, vocab_size, parameters, log)
-
-
-def collectors(
-    options: RunConfig,
-    args: argparse.Namespace,
-    layout: Layout,
-    shape: BatchShape,
-    source: SampleSource | None,
-    problems: Problems,
-    **how: Any,
-) -> tuple[Collector | None, Evaluation | None]:
-    """What collects batches, and the evaluation of a run; problems gets what is wrong.
-
-    Args:
-        options, args, layout, shape: as elsewhere.
-        source: of the samples; None: it could not be made, and of these nothing is known.
-        problems: what was wrong with its prompts is in it.
-        how: `Collector`'s.
-    """
-    if source is None:
-        return None, None
-    prompts = ["prompts"]
-    collector = problems.check(
-        "collector", lambda: Collector(options, layout, shape, source, **how), needs=prompts
-    )
-    return collector, problems.check("evaluation", lambda: Evaluation.of(options, args, source, layout))
+    return _Parts(source, loop, collector, vocab_size, parameters, log)
 
 
 def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:
@@ -331,12 +320,10 @@ def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:
 
 
 def sample_source(
-    options: RunConfig,
-    args: argparse.Namespace,
-    layout: Layout,
+    settings: RunSettings,
     loop: LoopThread,
-    vocab_size: int,
     routes: Routes,
+    features: Sequence[Feature],
     opened: ExitStack,
     problems: Problems,
 ) -> SampleSource | None:
@@ -345,18 +332,22 @@ def sample_source(
     No server is asked.
 
     Args:
-        options: the run's.
-        args: Megatron's.
-        layout: of the ranks.
+        settings: the run's.
         loop: runs everything that speaks HTTP.
-        vocab_size: of the model.
         routes: says which experts servers must return.
+        features: whose data is looked at where no source can be made.
         opened: gets what closes the client and ends the workers of rewards.
         problems: gets what is wrong, under the names tokenizer, client, rewards, environment and prompts.
 
     Returns:
         The source, without prompts where they can't be used; None where nothing else can be told without it.
     """
+    options, args, layout, vocab_size = (
+        settings.options,
+        settings.args,
+        settings.layout,
+        settings.vocab_size,
+    )
 
     def made_client() -> RolloutClient:
         client = RolloutClient(
@@ -399,15 +390,10 @@ def sample_source(
         problems.check(
             "labels", lambda: loop.call(rewards.check_readable(prompts, "--rollout-prompts", drop=drop))
         )
-    if not problems.passed("client", "rewards"):  # an evaluation can't be made, but its data can be looked at
-        problems.check(
-            "held-out prompts",
-            lambda: check_each(
-                lambda one: held_out_prompts(one.path, options, args, layout, tokenizer, vocab_size),
-                options.evaluation_sets(),
-            ),
-            needs=["tokenizer"],
-        )
+    if not problems.passed("client", "rewards"):  # a feature can't be made, but its data can be looked at
+        for one in features:
+            name = f"data of {type(one).__name__}"
+            problems.check(name, lambda one=one: one.check_data(settings, tokenizer), needs=["tokenizer"])
         return None
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 

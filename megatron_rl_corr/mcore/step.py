@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.colocation import Colocation
 from megatron_rl_corr.mcore.decision import Decision
+from megatron_rl_corr.mcore.feature import Feature
 from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
@@ -72,10 +73,7 @@ class CorrectedStep:
     """--rollout-save-trajectories."""
     reference: Reference = field(default_factory=Reference)
     """The policy of the KL penalties."""
-    before_push: Callable[[], bool] = lambda: False
-    """Waits for what needs the servers' present weights, and returns whether there was
-    anything; on every rank.
-    """
+    features: Sequence[Feature] = ()
     colocation: Colocation | None = None
     """--rollout-colocate: the GPUs are the servers' while a batch is collected, and the
     trainer's until the push.
@@ -122,8 +120,9 @@ class CorrectedStep:
         else:
             result = whole.left_out
         if update == self.updates.count - 1:
-            if self.before_push():
-                times.mark("eval")
+            for one in self.features:
+                if one.settle():
+                    times.mark(one.waits_as)
             with compat.gathered_parameters(model, optimizer):
                 numbers |= self.push(number + 1)
                 self.reference.end_batch(number + 1)

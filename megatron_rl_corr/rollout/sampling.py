@@ -1,4 +1,4 @@
-"""How a run samples, by its settings: what is trained, and what is evaluated."""
+"""How a run samples what it trains on, by its settings."""
 
 from __future__ import annotations
 
@@ -20,23 +20,6 @@ def training_sampling(options: RunConfig) -> SamplingParams:
         stop=options.stop,
         stop_token_ids=tuple(map(int, options.stop_token_ids)),
     )
-
-
-def evaluation_sampling(options: RunConfig) -> SamplingParams:
-    """The parameters of evaluation: those of the training where the settings give no other.
-
-    Nothing of it is trained, so no server has to tell the ids that its tokens were drawn from.
-    """
-    given = {
-        "temperature": options.eval_temperature,
-        "top_p": options.eval_top_p,
-        "top_k": options.eval_top_k,
-        "max_new_tokens": options.eval_max_new_tokens,
-    }
-    if options.eval_temperature == 0:
-        given |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
-    changed = {name: value for name, value in given.items() if value is not None}
-    return replace(training_sampling(options), with_support=False, **changed)
 
 
 def sampling_of_row(sampling: SamplingParams, prompt: Prompt) -> SamplingParams:

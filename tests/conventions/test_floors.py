@@ -35,6 +35,7 @@ FLOORS = [
     "planner",
     "moe",
     "mcore",
+    "features",
     "observability",
     "integrations",
     "plugin",
@@ -173,11 +174,13 @@ def repeated_classes(texts: dict[str, str]) -> dict[str, list[str]]:
 def wrong_frameworks(module: str, text: str) -> list[str]:
     mine, wrong = place(module), []
     for name in imported(text, for_types=False):
-        if name.split(".")[0] == "megatron" and mine not in ("moe", "mcore", "integrations"):
-            wrong.append(f"{module} imports {name}: only moe/, mcore/ and integrations/ may know Megatron")
+        if name.split(".")[0] == "megatron" and mine not in ("moe", "mcore", "features", "integrations"):
+            wrong.append(
+                f"{module} imports {name}: only moe/, mcore/, features/ and integrations/ may know Megatron"
+            )
         if (
             name.startswith("torch.distributed")
-            and mine not in ("reduce", "logprobs", "weight_sync", "moe", "mcore", "integrations")
+            and mine not in ("reduce", "logprobs", "weight_sync", "moe", "mcore", "features", "integrations")
             and "/worker/" not in module
         ):  # which runs inside a server
             wrong.append(f"{module} imports {name}: only reduce/ and above may know process groups")

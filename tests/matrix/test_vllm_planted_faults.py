@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl_corr.doctor import quick_check
 from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.features.push_probe.answers import Question, ask_servers
+from megatron_rl_corr.features.push_probe.evidence import ROUNDINGS, TextRounding, is_off, off_by
 from megatron_rl_corr.rollout import RolloutClient, RolloutProtocolError, RolloutServerError, SamplingParams
-from megatron_rl_corr.weight_sync.evidence import ROUNDINGS, TextRounding, is_off, off_by
-from megatron_rl_corr.weight_sync.probe import Question, ask_servers
 from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth, scored
 from tests.matrix.patched import unchanged

@@ -21,10 +21,11 @@ from server_weights import load
 from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.features.push_probe.judge import Asked
+from megatron_rl_corr.features.push_probe.probe import broadcast_probe
+from megatron_rl_corr.features.push_probe.texts import round_texts
 from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.probe_texts import round_texts
-from megatron_rl_corr.mcore.push_judge import Asked
-from megatron_rl_corr.mcore.push_probe import broadcast_probe
+from megatron_rl_corr.mcore.feature import RunParts, RunSettings
 from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.reduce.failure import PeerFailure
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -74,13 +75,13 @@ def probed(model_dir, arguments, spec):
             microbatch_group_size_per_vp_stage=None,
             iteration=0,
         )
-        megatron = SimpleNamespace(args=arguments, model=model, optimizer=None)
         shape = BatchShape(8, 4, 2, length, packing=limits_of(spec))
         # Another temperature, as of a run: a text is scored at 1.
         settings = type(settings)(**(vars(settings) | {"temperature": 0.7}))
         before = state(model)
         collector = SimpleNamespace(trajectories=[])
-        probe = broadcast_probe(options, megatron, source, layout, shape, settings, collector)
+        run = RunSettings(options, arguments, layout, settings.vocab_size)
+        probe = broadcast_probe(RunParts(run, model, None, source, collector, shape, settings, None))
         texts = tuple(round_texts(source.prompts, 0, (), length - 1))
         own, rounded = probe._all_reduce_simulated(Asked(texts, 2e-3))
         probe.before_push()

@@ -11,10 +11,17 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from megatron_rl_corr.config.evaluation import EvaluationSet
-from megatron_rl_corr.core.pass_at_k import pass_at_k, powers_up_to
 from megatron_rl_corr.engines.errors import SampleFailure
-from megatron_rl_corr.mcore.evaluate import Evaluation, HeldOut, HeldOutSample, metrics_of_set, totals_of_set
+from megatron_rl_corr.features.evaluation.evaluation import (
+    Evaluation,
+    HeldOut,
+    HeldOutSample,
+    metrics_of_set,
+    totals_of_set,
+)
+from megatron_rl_corr.features.evaluation.feature import EvaluationFeature
+from megatron_rl_corr.features.evaluation.options import EvaluationSet
+from megatron_rl_corr.features.evaluation.pass_at_k import pass_at_k, powers_up_to
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.rollout import Prompt, PromptDataset, SamplingParams
 
@@ -159,24 +166,34 @@ class Started:
 
 
 def reports(reporter=True, fails=False):
-    """(the reports, their rows, the evaluation that is due after even steps)."""
+    """(the feature, its reports, their rows, the end of a step; an evaluation is due after even ones)."""
     rows = []
-    made = StepReports(rows.append)
-    due = types.SimpleNamespace(is_due=lambda step: step % 2 == 0, start=lambda step: Started(step, fails))
+    made, feature = StepReports(rows.append), EvaluationFeature(None)
+    feature.start(types.SimpleNamespace(reports=made))
+    feature.evaluation = types.SimpleNamespace(
+        is_due=lambda step: step % 2 == 0, start=lambda step: Started(step, fails)
+    )
 
-    def end(step, *, ahead):
-        made.numbers.clear()
+    def end(step, *, ahead, pushes=True):
+        made.begin_step()
         if reporter:
             made.numbers["step"] = step
-        waited = made.all_reduce_evaluated()  # before the step's push
-        made.all_reduce_end_step(due, step, ahead=ahead)
+        waited = pushes and feature.settle()
+        feature.end_step(step, ahead=ahead)
+        made.end_step()
         return waited
 
-    return made, rows, end
+    return feature, made, rows, end
+
+
+def close(feature, made):
+    """As at the end, or where a rank fails."""
+    feature.close()
+    made.close()
 
 
 def test_reports_when_samples_are_ahead_then_a_step_waits_for_its_evaluation_and_steps_stay_in_order(capsys):
-    made, rows, end = reports()
+    feature, made, rows, end = reports()
     assert [end(step, ahead=True) for step in (1, 2, 3)] == [False, False, True]
     assert rows == [{"step": 1}, {"step": 2, "eval/reward": 0.2, "eval/pass@2": 0.5}, {"step": 3}]
     end(4, ahead=False)  # the last one is not left running
@@ -186,20 +203,19 @@ def test_reports_when_samples_are_ahead_then_a_step_waits_for_its_evaluation_and
         capsys.readouterr().out.splitlines()[0]
         == "[rollout] held-out reward after step 2: 0.2000, pass@2 0.5000"
     )
-    made.close()
+    close(feature, made)
     assert len(rows) == 4
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_reports_when_the_next_batch_makes_several_updates_then_their_numbers_wait_too(fails):
     # Else a file's reader would take step 2 behind step 3 for a run that began again, and leave step 3 out.
-    made, rows, end = reports()
+    feature, made, rows, end = reports()
     end(2, ahead=True)
-    made.numbers["step"] = 3  # an update that is not its batch's last, so nothing is pushed
-    made.all_reduce_end_step(types.SimpleNamespace(is_due=lambda step: False), 3, ahead=True)
+    end(3, ahead=True, pushes=False)  # an update that is not its batch's last
     assert rows == []
     if fails:
-        made.close()
+        close(feature, made)
         assert rows == [{"step": 2}, {"step": 3}]
         return
     assert end(4, ahead=False)
@@ -207,20 +223,20 @@ def test_reports_when_the_next_batch_makes_several_updates_then_their_numbers_wa
 
 
 def test_reports_when_the_run_fails_meanwhile_then_the_steps_numbers_are_not_lost():
-    made, rows, end = reports()
+    feature, made, rows, end = reports()
     end(2, ahead=True)
-    running = made._running
-    made.close()
-    made.close()
+    running = feature._running
+    close(feature, made)
+    close(feature, made)
     assert rows == [{"step": 2}] and running.closed
-    made, rows, end = reports(fails=True)
+    feature, made, rows, end = reports(fails=True)
     end(2, ahead=True)
     with pytest.raises(RuntimeError, match="no server is left"):
-        made.all_reduce_evaluated()
+        feature.settle()
     assert rows == [{"step": 2}]
 
 
 def test_reports_when_another_rank_reports_then_nothing_is_written_and_the_same_is_waited_for():
-    _, rows, end = reports(reporter=False)
+    *_, rows, end = reports(reporter=False)
     assert [end(step, ahead=True) for step in (1, 2, 3)] == [False, False, True]
     assert rows == []

@@ -121,12 +121,13 @@ from megatron_rl_corr.reduce import restarts
 from megatron_rl_corr.reduce.failure import WATCH
 log, restarted = [], []
 class Step:
+    features = ()
     def __init__(self):
         self.number = len([entry for entry in log if entry[0] == "start"]) + 1
         log.append(["start", self.number])
     def close(self):
         log.append(["close", self.number])
-def start(config, options, megatron, report, before_push, opened):
+def start(config, options, megatron, reports, opened):
     restarted.append(restarts.is_restart())  # where servers may be gone
     step = Step()
     opened.callback(step.close)
@@ -245,13 +246,12 @@ from megatron_rl_corr.rollout.cursor import Cursor, Drawn, SavedCursor
 seen, asked = [], []
 folder = pathlib.Path(tempfile.mkdtemp())
 path = folder / "iter_0000040/rollout_cursor.json"
-hooks.StepReports.all_reduce_evaluated = lambda reports: asked.append("evaluated")
 def gathered(batches, *, with_last):
     asked.append([batches, with_last])
     return cursor
 class Step:
     close = staticmethod(lambda: None)
-    evaluation = None
+    features = (types.SimpleNamespace(settle=lambda: asked.append("settled")),)
     step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=gathered), training=None,
                                  reference=Reference(), updates=Updates(parts=2, earlier=5), colocation=None,
                                  push=None)
@@ -318,11 +318,11 @@ def test_cursor_when_megatron_saves_then_it_is_in_the_folder_before_the_checkpoi
 
 def test_cursor_when_a_batch_has_no_update_yet_then_its_prompts_are_to_be_drawn_again(results):
     assert results["cursor"]["asked"] == [
-        "evaluated",
+        "settled",
         [25, False],
-        "evaluated",
+        "settled",
         [25, False],
-        "evaluated",
+        "settled",
         [25, True],
     ]
 
@@ -416,7 +416,7 @@ step = CorrectedStep(
     report=None,
     reference=reference,
 )
-run.session = types.SimpleNamespace(step=step)
+run.session = types.SimpleNamespace(step=step, features=())
 folder = pathlib.Path(tempfile.mkdtemp())
 others = folder / "iter_0000001/rollout_reference"
 others.mkdir(parents=True)
@@ -938,11 +938,11 @@ def fails(*args):
     raise AssertionError("a run that ends to write a checkpoint asks for nothing more")
 
 
-left = ({}, True, True, True, 17, None, None, 0)
+left, asked = ({}, True, True, True, 17, None, None, 0), []
 
 
 class Step:
-    evaluation = types.SimpleNamespace(is_due=lambda step: True, start=fails)
+    features = (types.SimpleNamespace(settle=lambda: asked.append("settled"), end_step=fails),)
     step = types.SimpleNamespace(run=lambda train_step, *args: train_step(None, None))
 
 
@@ -966,14 +966,14 @@ training.train_step = train_step
 install()
 training.setup_model_and_optimizer("provider", "type")
 given = training.train_step(None, None, [], None, None, types.SimpleNamespace(calculate_per_token_loss=False))
-say(same=given == left)
+say(same=given == left, asked=asked)
 """
 
 
 def test_train_step_when_megatron_leaves_to_write_a_checkpoint_then_its_result_is_handed_on(
     results,
 ):
-    assert results["leaving"]["same"]
+    assert results["leaving"]["same"] and results["leaving"]["asked"] == ["settled"]
 
 
 CASES["qk clip"] = """
@@ -1026,8 +1026,9 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr import plugin
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.engines.errors import SampleFailure
-from megatron_rl_corr.config.evaluation import EvaluationSet
-from megatron_rl_corr.mcore import collect, evaluate
+from megatron_rl_corr.features.evaluation.options import EvaluationSet
+from megatron_rl_corr.features.evaluation import evaluation
+from megatron_rl_corr.mcore import collect
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.observability.catalogue import spec_of
@@ -1055,10 +1056,10 @@ logging.getLogger("megatron_rl_corr").addHandler(logging.StreamHandler(errors))
 with contextlib.redirect_stderr(errors):
     plugin.prepare(with_files(FLAGS))()
     logging.getLogger("megatron_rl_corr.weight_sync.verify").warning("`verify_push` is %s", "off")
-    held_out = evaluate.HeldOut(EvaluationSet("", "p", 1), PromptDataset([Prompt(3, [1])]))
+    held_out = evaluation.HeldOut(EvaluationSet("", "p", 1), PromptDataset([Prompt(3, [1])]))
     running = types.SimpleNamespace(failed=0)
     asyncio.run(
-        evaluate.Evaluation(layout, source, [held_out], None, 1, 1.0)._scored(held_out, 0, 0, running)
+        evaluation.Evaluation(layout, source, [held_out], None, 1, 1.0)._scored(held_out, 0, 0, running)
     )
     collector = collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1))
     collector._failures.failed(failure, "sample 0 of row 3")
@@ -1134,7 +1135,6 @@ def fails(*args):
 
 session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4})
 session.sample_source = lambda *args: "source"
-session.Evaluation = types.SimpleNamespace(of=lambda *args: None)
 session._parameters, session.load_shards = lambda *args: [], fails
 closed, opened = [], session.ExitStack()
 collector = types.SimpleNamespace(sampling=None, close=lambda: closed.append("collector"))
@@ -1145,7 +1145,7 @@ megatron = types.SimpleNamespace(
 )
 try:
     session._prepare(
-        parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None, opened
+        parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None, (), opened
     )
     said = ""
 except ValueError as error:
@@ -1343,7 +1343,7 @@ args = types.SimpleNamespace(iteration=3, curr_iteration=3, exit_interval=None)
 
 
 class Step:
-    evaluation, step = None, types.SimpleNamespace(leaves_after_batch=False)
+    features, step = (), types.SimpleNamespace(leaves_after_batch=False)
 
 
 session.start = lambda *args: Step()

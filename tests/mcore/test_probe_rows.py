@@ -6,7 +6,7 @@ from argparse import Namespace
 
 import pytest
 
-from megatron_rl_corr.mcore.probe_rows import RowShapes, TextRows, keeps_shape
+from megatron_rl_corr.features.push_probe.rows import RowShapes, TextRows, keeps_shape
 
 ROUND = [256] + [64] * 7
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from megatron_rl_corr.data.prompts import Prompt, PromptDataset
-from megatron_rl_corr.mcore import push_judge
-from megatron_rl_corr.mcore.probe_texts import round_texts
-from megatron_rl_corr.mcore.push_judge import ROUNDS, PushJudge
-from megatron_rl_corr.weight_sync.probe import Decoded, ProbeAnswer
+from megatron_rl_corr.features.push_probe import judge as judging
+from megatron_rl_corr.features.push_probe.answers import Decoded, ProbeAnswer
+from megatron_rl_corr.features.push_probe.judge import ROUNDS, PushJudge
+from megatron_rl_corr.features.push_probe.texts import round_texts
 
 SURE, MOVES = 1e-6, 2e-2
 """Nats by which bfloat16 moves a sure token's log-prob, and another one's."""
@@ -74,8 +74,8 @@ def made_judge(monkeypatch, world, urls, *, template=TEMPLATE, prompts=12, simul
         future.set_result(asyncio.run(coroutine))
         return future
 
-    monkeypatch.setattr(push_judge, "ask_types", types)
-    monkeypatch.setattr(push_judge, "ask_servers", answers)
+    monkeypatch.setattr(judging, "ask_types", types)
+    monkeypatch.setattr(judging, "ask_servers", answers)
     rows = prompts
     if isinstance(prompts, int):
         rows = [[*template, *range(100 + 50 * i, 150 + 50 * i)] for i in range(prompts)]

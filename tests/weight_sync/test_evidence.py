@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_rl_corr.weight_sync.evidence import (
+from megatron_rl_corr.features.push_probe.evidence import (
     DIFFERS_BITS,
     HEALTHY_OFF,
     MARGIN,

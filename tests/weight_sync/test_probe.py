@@ -10,8 +10,14 @@ from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerE
 from megatron_rl_corr.engines.inspection import DetailedSample
 from megatron_rl_corr.engines.trajectory import VersionSpan
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.weight_sync import probe
-from megatron_rl_corr.weight_sync.probe import ProbeDraw, Question, ask_earlier, ask_servers, ask_types
+from megatron_rl_corr.features.push_probe import answers
+from megatron_rl_corr.features.push_probe.answers import (
+    ProbeDraw,
+    Question,
+    ask_earlier,
+    ask_servers,
+    ask_types,
+)
 
 QUESTION = Question(((5, 6, 7),))
 
@@ -75,7 +81,7 @@ def test_scores_then_no_cached_prefix_is_used_and_the_first_id_is_the_prompt():
 
 
 def test_scores_when_a_server_dies_or_is_restarted_then_the_others_are_compared(caplog, monkeypatch):
-    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    monkeypatch.setattr(answers, "PAUSE_S", 0.0)
     dead, busy = (RolloutServerError("x", "/score", status, "why") for status in (None, 503))
     assert list(ask(Servers(dead=dead, busy=busy, restarted="default", good="v2"))) == ["good"]
     assert "its weights are version 'default', the trainer's are 'v2'" in caplog.text
@@ -87,14 +93,14 @@ def nonsense(times):
 
 
 def test_scores_when_one_answer_is_nonsense_then_the_server_is_asked_again(monkeypatch):
-    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    monkeypatch.setattr(answers, "PAUSE_S", 0.0)
     assert list(ask(Servers(a=[*nonsense(2), "v2"], b="v2"))) == ["a", "b"]
 
 
 def test_scores_when_a_server_answers_nothing_but_nonsense_then_the_others_are_compared_and_it_is_told(
     monkeypatch,
 ):
-    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    monkeypatch.setattr(answers, "PAUSE_S", 0.0)
     before = EVENTS.counts["server_not_compared"]
     servers = Servers(a=nonsense(9), b="v2")
     assert list(ask(servers)) == ["b"]
@@ -105,7 +111,7 @@ def test_scores_when_a_server_answers_nothing_but_nonsense_then_the_others_are_c
 
 
 def test_scores_when_the_only_server_that_lives_fails_at_every_score_then_that_is_an_error(monkeypatch):
-    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    monkeypatch.setattr(answers, "PAUSE_S", 0.0)
     failing, dead = (RolloutServerError("a", "/score", status, "no scores") for status in (500, None))
     servers = Servers(a=[failing, failing, failing], dead=dead)
     with pytest.raises(RolloutServerError, match="HTTP 500: no scores"):
@@ -115,7 +121,7 @@ def test_scores_when_the_only_server_that_lives_fails_at_every_score_then_that_i
 
 
 def test_scores_before_the_first_push_then_of_any_version_and_no_failure_is_an_error(monkeypatch, caplog):
-    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    monkeypatch.setattr(answers, "PAUSE_S", 0.0)
     refusing = RolloutServerError("b", "/score", 400, "too long")
     found = asyncio.run(ask_earlier(Servers(a="default", b=refusing), QUESTION, vocab_size=9, cache_key=None))
     assert list(found) == ["a"] and "b is not compared with itself before the first push: " in caplog.text
@@ -153,7 +159,7 @@ def test_response_when_it_is_of_other_weights_then_the_server_is_not_compared(ca
 
 
 def test_response_when_the_server_cannot_sample_so_then_its_scores_are_still_compared(monkeypatch, caplog):
-    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    monkeypatch.setattr(answers, "PAUSE_S", 0.0)
 
     class NoSamples(Servers):
         async def ask(self, url, request):
@@ -174,14 +180,14 @@ def test_number_types_then_of_the_servers_that_answer():
 
 @pytest.mark.parametrize("status", [408, 425, 429])
 def test_scores_when_a_server_is_too_busy_then_it_is_asked_again(monkeypatch, status):
-    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    monkeypatch.setattr(answers, "PAUSE_S", 0.0)
     busy = RolloutServerError("a", "/score", status, "too many requests")
     assert list(ask(Servers(a=[busy, busy, "v2"], b="v2"))) == ["a", "b"]
     assert list(ask(Servers(a=[busy] * 3, b="v2"))) == ["b"]
 
 
 def test_scores_when_only_suspects_are_asked_and_one_fails_then_it_is_left_out(monkeypatch):
-    monkeypatch.setattr(probe, "PAUSE_S", 0.0)
+    monkeypatch.setattr(answers, "PAUSE_S", 0.0)
     failing = RolloutServerError("a", "/score", 502, "no upstream")
     how = {"version": "v2", "vocab_size": 9, "cache_key": "k", "required": False}
     assert asyncio.run(ask_servers(Servers(a=[failing] * 3), QUESTION, **how)) == {}

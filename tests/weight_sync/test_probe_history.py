@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError
-from megatron_rl_corr.weight_sync.probe import ProbeAnswer
-from megatron_rl_corr.weight_sync.probe_history import Movement
+from megatron_rl_corr.features.push_probe.answers import ProbeAnswer
+from megatron_rl_corr.features.push_probe.history import Movement
 
 TRAINED = np.array([-1.0, -2.0, -3.0])
 

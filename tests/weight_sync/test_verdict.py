@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from megatron_rl_corr.weight_sync.evidence import TextRounding
-from megatron_rl_corr.weight_sync.probe import Decoded, ProbeAnswer
-from megatron_rl_corr.weight_sync.verdict import (
+from megatron_rl_corr.features.push_probe.answers import Decoded, ProbeAnswer
+from megatron_rl_corr.features.push_probe.evidence import TextRounding
+from megatron_rl_corr.features.push_probe.verdict import (
     Growth,
     ProbeNumbers,
     ServerEvidence,

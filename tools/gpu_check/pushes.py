@@ -190,11 +190,11 @@ def _push(
     before: Callable[[Any], None] | None,
 ):
     """(the server's log-probs of the probe's text [R], parameters verified, all parameters)."""
+    from megatron_rl_corr.features.push_probe.answers import Question, ask_servers
     from megatron_rl_corr.rollout import LoopThread, RolloutClient
     from megatron_rl_corr.weight_sync.colocated import ColocatedServers
     from megatron_rl_corr.weight_sync.coverage import make_coverage
     from megatron_rl_corr.weight_sync.memory import ServerMemory
-    from megatron_rl_corr.weight_sync.probe import Question, ask_servers
     from megatron_rl_corr.weight_sync.quantization import find_quantization
     from megatron_rl_corr.weight_sync.servers import WeightServers
     from megatron_rl_corr.weight_sync.transports import make_transport

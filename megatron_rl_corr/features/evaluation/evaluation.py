@@ -6,7 +6,6 @@ scores it, while the other ranks, and with samples ahead of training the trainer
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import concurrent.futures
 import time
@@ -17,21 +16,21 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.config.evaluation import EvaluationSet
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.problems import Problems, check_each
-from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.core.pass_at_k import pass_at_k, powers_up_to
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.features.evaluation.held_out import evaluation_sampling, held_out_prompts
+from megatron_rl_corr.features.evaluation.options import EvaluationSet
+from megatron_rl_corr.features.evaluation.pass_at_k import pass_at_k, powers_up_to
 from megatron_rl_corr.mcore.collect import PROGRESS_EVERY_S, SampleSource
-from megatron_rl_corr.mcore.prompt_checks import held_out_prompts
+from megatron_rl_corr.mcore.feature import RunSettings
 from megatron_rl_corr.reduce.failure import all_reduce_results, communication_device, meeting_interval_s
 from megatron_rl_corr.reduce.layout import Layout
-from megatron_rl_corr.rollout.sampling import evaluation_sampling, sampling_of_row
+from megatron_rl_corr.rollout.sampling import sampling_of_row
 from megatron_rl_corr.rollout.seeds import evaluation_number
 
 TOTALS = ("reward", "tokens", "cut", "samples", "failed", "prompt_means", "prompts")
@@ -71,22 +70,17 @@ class Evaluation:
     """Samples that are under way at a time; the client's limit of requests is another one."""
 
     @classmethod
-    def of(
-        cls, options: RunConfig, args: argparse.Namespace, source: SampleSource, layout: Layout
-    ) -> Evaluation | None:
-        """The evaluation that a run's flags ask for; None for none.
+    def of(cls, settings: RunSettings, source: SampleSource) -> Evaluation:
+        """The evaluation that a run's flags ask for.
 
         Args:
-            options: the run's.
-            args: Megatron's.
+            settings: the run's.
             source: of the training's samples.
-            layout: of the ranks.
 
         Raises:
             ValueError: a set can't be read, or servers can't sample so.
         """
-        if not options.eval_prompts:
-            return None
+        options, args, layout = settings.options, settings.args, settings.layout
         sampling, given = evaluation_sampling(options), (options, args, layout, source.tokenizer)
         source.client.check_sampling(sampling)
 

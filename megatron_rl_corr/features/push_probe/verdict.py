@@ -13,7 +13,8 @@ import numpy as np
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.engines.errors import RolloutProtocolError
-from megatron_rl_corr.weight_sync.evidence import (
+from megatron_rl_corr.features.push_probe.answers import Decoded, ProbeAnswer
+from megatron_rl_corr.features.push_probe.evidence import (
     DIFFERS_BITS,
     MARGIN,
     Answer,
@@ -23,7 +24,6 @@ from megatron_rl_corr.weight_sync.evidence import (
     is_off,
     off_by,
 )
-from megatron_rl_corr.weight_sync.probe import Decoded, ProbeAnswer
 
 LEAST_K3 = 1e-6
 """Smaller ones count as this one: growth of next to nothing means nothing."""

@@ -33,6 +33,8 @@ class EvaluationSet:
 class EvaluationConfig(Options):
     """Evaluation: which held-out prompts are asked, and how."""
 
+    acts_in_replay = False
+
     eval_prompts: tuple[str, ...] = option((), metavar="[NAME=]PATH")
     """Held-out prompts, sampled after every --eval-interval steps and logged as eval/NAME/*; one set may
     go without a name, and is logged as eval/*. A path as in `prompts`; one with = in its first part is
@@ -87,6 +89,10 @@ class EvaluationConfig(Options):
                     "all the same; use 1, or a temperature above 0"
                 )
 
+    def eval_prompt_files(self) -> list[str]:
+        """Paths that `eval_prompts` names."""
+        return [one.path for one in self.evaluation_sets()]
+
     def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
         """The sets that the flags name. Raises ValueError for a name or a number that is
         wrong or given twice.
@@ -126,3 +132,6 @@ def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(f"`eval_samples` must be whole numbers of at least 1, got {text}")
     return int(text)
+
+
+OPTIONS = EvaluationConfig

@@ -20,19 +20,7 @@ import numpy as np
 
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.mcore.collect import SampleSource
-from megatron_rl_corr.mcore.probe_texts import TEXTS, prompt_text, round_texts
-from megatron_rl_corr.weight_sync.evidence import (
-    DIFFERS_BITS,
-    ROUNDINGS,
-    Rounding,
-    TextRounding,
-    bits_of,
-    is_new,
-    is_off,
-    off_by,
-)
-from megatron_rl_corr.weight_sync.probe import (
+from megatron_rl_corr.features.push_probe.answers import (
     DECODED_TOKENS,
     FIRST_DECODED,
     PROMPT_TOKENS,
@@ -43,10 +31,19 @@ from megatron_rl_corr.weight_sync.probe import (
     ask_servers,
     ask_types,
 )
-from megatron_rl_corr.weight_sync.probe_history import Movement
-from megatron_rl_corr.weight_sync.servers import WeightServers
-from megatron_rl_corr.weight_sync.updatable import is_interrupted
-from megatron_rl_corr.weight_sync.verdict import (
+from megatron_rl_corr.features.push_probe.evidence import (
+    DIFFERS_BITS,
+    ROUNDINGS,
+    Rounding,
+    TextRounding,
+    bits_of,
+    is_new,
+    is_off,
+    off_by,
+)
+from megatron_rl_corr.features.push_probe.history import Movement
+from megatron_rl_corr.features.push_probe.texts import TEXTS, prompt_text, round_texts
+from megatron_rl_corr.features.push_probe.verdict import (
     Growth,
     ProbeNumbers,
     ServerEvidence,
@@ -54,6 +51,9 @@ from megatron_rl_corr.weight_sync.verdict import (
     error_of,
     judge_decoded,
 )
+from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.updatable import is_interrupted
 
 ROUNDS = 3
 """Further rounds at most; a server without enough evidence for either side after them is

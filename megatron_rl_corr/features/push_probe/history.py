@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError
-from megatron_rl_corr.weight_sync.probe import ProbeAnswer
+from megatron_rl_corr.features.push_probe.answers import ProbeAnswer
 
 MOVED = 1e-3
 """Nats by which one of the trainer's log-probs must have moved before a server's, which have

@@ -4,29 +4,27 @@ server says of them.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
+from megatron_rl_corr.features.push_probe import verdict
+from megatron_rl_corr.features.push_probe.judge import ROUNDS, Asked, PushJudge
+from megatron_rl_corr.features.push_probe.rows import RANK_TOKENS, RowShapes, keeps_shape
+from megatron_rl_corr.features.push_probe.simulated_rounding import simulated_rounding
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
-from megatron_rl_corr.mcore.batch_collector import BatchCollector
-from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.feature import RunParts
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.number_types import trained_type
 from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import microbatch_multiple
 from megatron_rl_corr.mcore.packs import Packs
-from megatron_rl_corr.mcore.probe_rows import RANK_TOKENS, RowShapes, keeps_shape
-from megatron_rl_corr.mcore.push_judge import ROUNDS, Asked, PushJudge
 from megatron_rl_corr.mcore.reference import ReferencePass
-from megatron_rl_corr.mcore.simulated_rounding import simulated_rounding
 from megatron_rl_corr.reduce.failure import (
     all_reduce_failure,
     all_reduce_results,
@@ -34,21 +32,12 @@ from megatron_rl_corr.reduce.failure import (
     communication_device,
 )
 from megatron_rl_corr.reduce.layout import Layout
-from megatron_rl_corr.weight_sync import verdict
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 SIMULATIONS = 4
 """Forward passes with simulated rounding, in each round that has some."""
 
 Texts = Sequence[tuple[int, ...]]
-
-
-class TrainedModel(Protocol):
-    """What Megatron has set up: `session.MegatronRun`."""
-
-    args: argparse.Namespace
-    model: list
-    optimizer: Any
 
 
 @dataclass(frozen=True)
@@ -196,55 +185,32 @@ def _trajectory(text: tuple[int, ...]) -> Trajectory:
     )
 
 
-def broadcast_probe(
-    options: RunConfig,
-    megatron: TrainedModel,
-    source: SampleSource,
-    layout: Layout,
-    shape: BatchShape,
-    settings: LogprobSettings,
-    collector: BatchCollector,
-) -> PushProbe | None:
-    """The probe of a run; None with --rollout-probe-push off. Every rank calls it.
+def broadcast_probe(run: RunParts) -> PushProbe:
+    """The probe of a run; every rank calls it.
 
     Args:
-        megatron: Megatron's arguments, model and optimizer.
-        collector: on rank 0 it has the responses of the last batch.
+        run: its collector has the responses of the last batch, on rank 0.
 
     Raises:
         RolloutError, ValueError, OSError: on rank 0, where its data can't be read.
         PeerFailure: then, on the other ranks.
     """
-    if options.probe_push == "off":
-        return None
-
-    judge, args = None, megatron.args
+    judge, options, args = None, run.settings.options, run.settings.args
+    layout, shape = run.settings.layout, run.shape
     if dist.get_rank() == 0:
         judge = PushJudge(
-            source,
+            run.source,
             dtype=trained_type(args),
             max_log_ratio=options.max_probe_log_ratio,
             push_rounding=options.push_rounding,
-            responses=lambda: collector.trajectories,
+            responses=lambda: run.collector.trajectories,
             longest=args.seq_length - 1,
             resumed=args.iteration > 0,
         )
     broadcast_made(lambda: judge.texts)
     unit = 0 if keeps_shape(args) else RANK_TOKENS * layout.cp_size * layout.tp_group.size()
     shapes = RowShapes(shape.seq_length, shape.micro_batch_size, microbatch_multiple(args), unit)
-    return PushProbe(megatron.model, megatron.optimizer, layout, shape, settings, shapes, judge)
-
-
-def print_probe(found: Mapping[str, float]) -> None:
-    """One line of the first push's probe, from rank 0."""
-    if found and dist.get_rank() == 0:
-        worst, mean = (found[f"rollout/probe_{name}_abs_log_ratio"] for name in ("max", "mean"))
-        over = found["rollout/probe_over_rounding"]
-        print(
-            f"[rollout] probe of the pushed weights: max |log-ratio| {worst:.2g}, mean {mean:.2g}, "
-            f"{over:.2g} times what rounding explains",
-            flush=True,
-        )
+    return PushProbe(run.model, run.optimizer, layout, shape, run.logprobs, shapes, judge)
 
 
 def _broadcast_numbers(found: dict[str, float]) -> dict[str, float]:

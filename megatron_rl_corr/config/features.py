@@ -1,0 +1,16 @@
+"""The optional parts of a run by name, and their options: a folder of megatron_rl_corr/features each.
+
+Without the folder and its name here the house starts and trains, and does not know the flags.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+FEATURES = ("evaluation", "push_probe")
+"""In the order in which all ranks ask them."""
+
+
+def feature_options() -> tuple[type, ...]:
+    """The dataclass OPTIONS of features/NAME/options.py of each feature, a group of flags."""
+    return tuple(import_module(f"megatron_rl_corr.features.{name}.options").OPTIONS for name in FEATURES)

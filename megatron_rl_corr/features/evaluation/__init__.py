@@ -1,0 +1,1 @@
+"""Rollouts on held-out prompts, every --eval-interval steps."""

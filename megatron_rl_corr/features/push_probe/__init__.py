@@ -1,0 +1,1 @@
+"""After every push the servers' log-probs are compared with the trainer's own."""

@@ -1,0 +1,55 @@
+"""When a run probes its servers: right after each push, and before the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.features.push_probe.probe import PushProbe, broadcast_probe
+from megatron_rl_corr.mcore.feature import Feature, RunParts
+from megatron_rl_corr.mcore.serving import WeightPush
+
+
+class PushProbeFeature(Feature):
+    """--rollout-probe-push."""
+
+    def __init__(self, options: RunConfig):
+        super().__init__(options)
+        self.probe: PushProbe | None = None
+        self._is_first = True
+
+    @classmethod
+    def is_asked_for(cls, options: RunConfig) -> bool:
+        return options.probe_push == "on"
+
+    def start(self, run: RunParts) -> None:
+        self.probe = broadcast_probe(run)
+
+    def before_push(self) -> None:
+        self.probe.before_push()
+
+    def after_push(self, push: WeightPush, version: str) -> dict[str, float]:
+        found = self.probe.all_reduce_compared(push.servers, version)
+        if push.colocation is not None:
+            push.colocation.servers.free_cached()  # of the probe's forward pass
+        if self._is_first:
+            print_probe(found)
+        self._is_first = False
+        return found
+
+
+def print_probe(found: Mapping[str, float]) -> None:
+    """One line of the first push's probe, from rank 0."""
+    if found and dist.get_rank() == 0:
+        worst, mean = (found[f"rollout/probe_{name}_abs_log_ratio"] for name in ("max", "mean"))
+        over = found["rollout/probe_over_rounding"]
+        print(
+            f"[rollout] probe of the pushed weights: max |log-ratio| {worst:.2g}, mean {mean:.2g}, "
+            f"{over:.2g} times what rounding explains",
+            flush=True,
+        )
+
+
+FEATURE = PushProbeFeature

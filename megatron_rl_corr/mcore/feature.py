@@ -1,0 +1,163 @@
+"""When a run asks its optional parts: the protocol of megatron_rl_corr/features.
+
+A run is checked, prepared and started; then come its steps, each of which ends with a push. The kernel
+knows no feature by name: it asks those of config/features.FEATURES, in their order, on all ranks, so that
+a method may be collective where it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, ClassVar
+
+from megatron_rl_corr.config.features import FEATURES
+from megatron_rl_corr.config.problems import Problems
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.batch_collector import BatchCollector
+from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.forward import LogprobSettings
+from megatron_rl_corr.mcore.step_reports import StepReports
+from megatron_rl_corr.reduce.layout import Layout
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What is known of a run before its model and its servers are."""
+
+    options: RunConfig
+    args: argparse.Namespace
+    """Megatron's."""
+    layout: Layout
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class RunParts:
+    """What a run is made of when its servers are reached next."""
+
+    settings: RunSettings
+    model: list
+    """This rank's chunks."""
+    optimizer: Any
+    source: SampleSource
+    collector: BatchCollector
+    shape: BatchShape
+    logprobs: LogprobSettings
+    reports: StepReports
+
+
+@dataclass(frozen=True)
+class FurtherSampling:
+    """Sampling beside the training's that every server must be able to do.
+
+    Example: FurtherSampling(SamplingParams(16), {"top_p": "eval_top_p"}, "evaluations are sampled so").
+    """
+
+    sampling: SamplingParams
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Option of the training's sampling -> the one that sets this."""
+    why: str = ""
+
+    def explain(self, problem: str) -> str:
+        """A server's refusal in the names of these options."""
+        for name, own in self.options.items():
+            problem = problem.replace(f"`{name}`", f"`{own}`")
+        return f"{problem} ({self.why})"
+
+
+class Feature:
+    """An optional part of a run; a method that it does not need does nothing."""
+
+    waits_as: ClassVar[str] = "feature"
+    """time/WAITS_AS_s: seconds that a step waited in `settle`."""
+
+    def __init__(self, options: RunConfig):
+        self.options = options
+
+    @classmethod
+    def is_asked_for(cls, options: RunConfig) -> bool:
+        """Whether a run has it."""
+        return True
+
+    @classmethod
+    def check_arguments(cls, args: argparse.Namespace) -> None:
+        """ValueError for flags of Megatron that do not go with it."""
+
+    @classmethod
+    def intervals(cls, args: argparse.Namespace) -> Mapping[str, int | None]:
+        """Flag -> iterations, which must be whole batches."""
+        return {}
+
+    def check_data(self, settings: RunSettings, tokenizer: Tokenizer) -> None:
+        """ValueError for data that is wrong, where a run can't be prepared for other reasons."""
+
+    def prepare(self, settings: RunSettings, source: SampleSource) -> None:
+        """Make what needs neither servers nor other ranks. Raises ValueError, OSError."""
+
+    def samplings(self) -> Sequence[FurtherSampling]:
+        """What servers must be able to sample beside the training; once it is prepared."""
+        return ()
+
+    def start(self, run: RunParts) -> None:
+        """Begin; the servers are reached next. May be collective."""
+
+    def settle(self) -> bool:
+        """Wait for what needs the servers' present weights, or must be in a checkpoint; False: for nothing.
+
+        Before a push, a save and the end. May be collective.
+        """
+        return False
+
+    def before_push(self) -> None:
+        """Every rank has whole and current weights, and the servers still the ones before.
+        May be collective.
+        """
+
+    def after_push(self, push: Any, version: str) -> dict[str, float]:
+        """Numbers of the step, now that the servers have the weights of this name. May be collective.
+
+        Args:
+            push: serving.WeightPush.
+            version: the weights' name.
+
+        Raises:
+            RolloutError: on one rank, for servers that must not be sampled from.
+        """
+        return {}
+
+    def end_step(self, step: int, *, ahead: bool) -> None:
+        """After a step, from 1, before its numbers are written. May be collective.
+
+        Args:
+            step: its number.
+            ahead: another one follows, whose samples are taken meanwhile.
+        """
+
+    def close(self) -> None:
+        """Give up what is under way: the run has ended or failed. From any thread, on this rank alone."""
+
+
+def feature_classes() -> tuple[type[Feature], ...]:
+    """FEATURE of features/NAME/feature.py of each feature."""
+    return tuple(import_module(f"megatron_rl_corr.features.{name}.feature").FEATURE for name in FEATURES)
+
+
+def features_of(options: RunConfig) -> tuple[Feature, ...]:
+    """Those that a run asks for; none in a replay, which has no servers."""
+    classes = feature_classes() if options.replay is None else ()
+    return tuple(one(options) for one in classes if one.is_asked_for(options))
+
+
+def prepare_features(
+    features: Sequence[Feature], settings: RunSettings, source: SampleSource, problems: Problems
+) -> None:
+    """Prepare all of them; problems gets what is wrong."""
+    for one in features:
+        with problems.catch():
+            one.prepare(settings, source)
