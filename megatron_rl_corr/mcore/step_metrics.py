@@ -93,13 +93,6 @@ REWARDS = in_group(
         ),
     ),
     MetricSpec("response_length/mean", "tokens per response", label="response length"),
-    MetricSpec(
-        "eval/",
-        "held-out prompts, by set: reward, lengths, mean@N, pass@K; samples scored, samples failed",
-        "every --eval-interval steps, over samples that did not fail; mean@N over prompts; pass@K: mean "
-        "over prompts of 1 - C(n - c, K) / C(n, K), where c of n samples passed",
-        only_with="--rollout-eval-prompts",
-    ),
 )
 
 UPDATE = in_group(
@@ -178,11 +171,6 @@ SPEED = in_group(
     MetricSpec("time/reference_s", "seconds getting the reference policy's log-probs; 0 without one"),
     MetricSpec("time/save_s", "seconds writing samples", only_with="--rollout-save-trajectories"),
     MetricSpec("time/train_s", "seconds in forward, backward and optimizer"),
-    MetricSpec(
-        "time/eval_s",
-        "seconds waiting for an evaluation; with --rollout-max-lag that of the step before",
-        only_with="--rollout-eval-prompts",
-    ),
     MetricSpec("time/push_s", "seconds sending weights to the servers"),
     MetricSpec(
         "time/resume_s",

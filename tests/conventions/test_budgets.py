@@ -25,7 +25,7 @@ BUDGETS = {
     "planner": 1_000,
     "moe": 975,
     "mcore": 7_800,
-    "features": 1_525,
+    "features": 1_550,
     "observability": 2_075,
     "integrations": 525,
     "modules": 850,

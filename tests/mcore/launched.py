@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import subprocess
 import sys
 from contextlib import contextmanager
 
@@ -51,13 +53,14 @@ def launch(
     checks="off",
     tokens=8,
     torchrun=None,
+    package=None,
     **variables,
 ):
     """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
 
     url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a
     row too long. checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags,
-    beside the processes.
+    beside the processes. package: the folder of a copy of megatron_rl_corr that runs in place of this one.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     urls = [url] if isinstance(url, str) else url
@@ -108,7 +111,10 @@ def launch(
         *map(str, [script, *cpu_flags(model), *flags, *ours]),
     ]
     variables |= release_environment(OVERLAID[-1]) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return run_preloaded(forking(command)[1:], env=variables)
+    if package is None:
+        return run_preloaded(forking(command)[1:], env=variables)
+    variables["PYTHONPATH"] = f"{package}{os.pathsep}{variables['PYTHONPATH']}"
+    return subprocess.run(command, env=variables, cwd=package, capture_output=True, text=True, timeout=300)
 
 
 def checksums(url):

@@ -1,0 +1,76 @@
+"""The house without one of its features: its folder and its name are deleted, and nothing else misses it."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_corr.config.features import FEATURES, feature_options
+from megatron_rl_corr.config.fields import options_of
+from tests.features_removed import package_without
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = ["--rollout-url", "http://127.0.0.1:1", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p"]
+FLAGS += ["--rollout-reward-function", "f1", "--rollout-group-size", "2", "--rollout-max-new-tokens", "4"]
+USE = """
+import json, sys
+from megatron_rl_corr.config.flags import parse
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.config.fields import options_of
+from megatron_rl_corr.observability.catalogue import catalogue
+_, options = parse(json.loads(sys.argv[1]))
+refused = []
+for flag in json.loads(sys.argv[2]):
+    try:
+        parse(json.loads(sys.argv[1]) + [flag, "1"])
+    except ValueError as error:
+        refused.append(str(error))
+import megatron_rl_corr
+print(json.dumps({
+    "from": megatron_rl_corr.__file__, "options": sorted(options_of(RunConfig)), "refused": refused,
+    "metrics": sorted(catalogue()),
+}))
+"""
+
+
+def shown(folder, *arguments):
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", USE, *map(json.dumps, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.parametrize(("name", "owner"), zip(FEATURES, feature_options(), strict=True))
+def test_feature_when_deleted_then_its_flags_and_metrics_are_unknown_and_no_other(tmp_path, name, owner):
+    flags = [one.flag for one in options_of(owner).values()]
+    whole, left = shown(ROOT, FLAGS, []), shown(package_without(tmp_path, name), FLAGS, flags)
+    assert left["from"].startswith(str(tmp_path.resolve()))
+    assert set(whole["options"]) - set(left["options"]) == set(options_of(owner))
+    assert len(left["refused"]) == len(flags)
+    assert all(
+        text.startswith(f"unknown flag {flag};") for text, flag in zip(left["refused"], flags, strict=True)
+    )
+    assert set(left["metrics"]) < set(whole["metrics"])
+
+
+def test_kernel_when_read_then_it_names_no_feature():
+    folders = [
+        path for path in (ROOT / "megatron_rl_corr").iterdir() if path.is_dir() and path.name != "features"
+    ]
+    found = [
+        f"{path.relative_to(ROOT)} imports {node.module}"
+        for folder in folders
+        for path in folder.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_rl_corr.features")
+    ]
+    assert found == []
