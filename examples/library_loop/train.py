@@ -1,5 +1,6 @@
-"""Your own Megatron-core loop with corrected steps: torchrun --nproc_per_node 4 train.py
-TENSOR_PARALLEL_SIZE
+"""Your own Megatron-core loop with corrected steps.
+
+torchrun --nproc_per_node 4 train.py TENSOR_PARALLEL_SIZE
 """
 
 import sys

@@ -54,7 +54,9 @@ def attention_share(args: argparse.Namespace) -> float:
         )
     layer = args.hidden_size * (2 * heads + 2 * groups * args.kv_channels + matrices * width)
     blocks = args.num_layers if vars(args).get("hybrid_layer_pattern") is None else args.num_layers / 2
-    return 2 * heads / (layer + args.hidden_size * args.padded_vocab_size / blocks)
+    # before 0.18 a command line that is only checked has no size, and makes no packs
+    vocabulary = vars(args).get("padded_vocab_size") or 0
+    return 2 * heads / (layer + args.hidden_size * vocabulary / blocks)
 
 
 def pack_limits(args: argparse.Namespace) -> PackLimits | None:

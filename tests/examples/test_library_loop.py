@@ -38,7 +38,7 @@ def steps(processes, tensor_parallel):
 
 
 def test_library_loop_when_run_on_four_processes_then_every_step_is_that_of_one():
-    assert len(EXAMPLE.read_text().splitlines()) < 60
+    assert len(EXAMPLE.read_text().splitlines()) < 100
     alone = steps(1, 1)
     for found, expected in zip(steps(4, 2), alone, strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
