@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-FEATURES = ("evaluation", "push_probe")
+FEATURES = ("export", "trace", "push_probe", "evaluation")
 """In the order in which all ranks ask them."""
 
 

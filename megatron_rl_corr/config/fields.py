@@ -159,6 +159,27 @@ class Option:
         return isinstance(value, str) if self.items is str else is_number(value)
 
 
+@dataclass(frozen=True)
+class WrittenFolder:
+    r"""A folder that an option names and a run writes.
+
+    Example: WrittenFolder("trace", by="leaders", step_files=r"step_(\d+)_replica(\d+)\.json").
+    """
+
+    option: str
+    by: Literal["leaders", "senders"]
+    """The ranks that ask for samples, or those that send weights and rank 0."""
+    no_links: tuple[str, ...] = ()
+    """Patterns of names in it that must not be links, which may lead anywhere."""
+    step_files: str | None = None
+    """Its files, their first step as the first group: those of steps that are done anew are removed."""
+
+    @property
+    def flag(self) -> str:
+        """Its option's."""
+        return f"--rollout-{self.option.replace('_', '-')}"
+
+
 class Options:
     """Base of a frozen dataclass that checks itself when it is made, and refuses everything that
     is wrong at once.
@@ -170,6 +191,8 @@ class Options:
 
     acts_in_replay: ClassVar[bool] = True
     """Whether its options have an effect where saved samples are trained on."""
+    writes: ClassVar[tuple[WrittenFolder, ...]] = ()
+    """Folders that its options name; those of RunConfig are of all its topics."""
 
     def __post_init__(self) -> None:
         problems = Problems()
@@ -375,6 +398,7 @@ def _docs_of_module(module: str) -> dict[str, dict[str, str]]:
             field.target.id: " ".join(text.value.value.split())
             for field, text in zip(node.body, node.body[1:], strict=False)
             if isinstance(field, ast.AnnAssign)
+            and not ast.unparse(field.annotation).startswith("ClassVar")
             and isinstance(text, ast.Expr)
             and isinstance(text.value, ast.Constant)
         }

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from megatron_rl_corr.config.fields import Between, Options, Positive, option
+from megatron_rl_corr.config.fields import Between, Options, Positive, WrittenFolder, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,8 @@ class ModelConfig(Options):
 @dataclass(frozen=True, kw_only=True)
 class WeightSyncConfig(Options):
     """Weights: how new ones get to the servers, and how their arrival is verified."""
+
+    writes = (WrittenFolder("weight_dir", by="senders", no_links=(".unfinished",)),)
 
     weight_transport: Literal["distributed", "tensor", "disk"] = "distributed"
     """distributed broadcasts new weights over NCCL or gloo, tensor hands them to servers on the same host,

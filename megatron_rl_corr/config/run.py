@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config.features import feature_options
-from megatron_rl_corr.config.fields import Between, Options, Positive, option, options_of
+from megatron_rl_corr.config.fields import Between, Options, Positive, WrittenFolder, option, options_of
 from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
 from megatron_rl_corr.config.problems import check_each, known
@@ -142,6 +142,10 @@ class EnvironmentConfig(Options):
 class LogsConfig(Options):
     """Logs: where metrics and samples are written."""
 
+    writes = (
+        WrittenFolder("save_trajectories", by="leaders", step_files=r"step_(\d+)_replica(\d+)\.parquet"),
+    )
+
     log_dir: str | None = option(None, metavar="DIR")
     """Write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`."""
 
@@ -150,20 +154,6 @@ class LogsConfig(Options):
     file a batch, named by its first step, and replica. It needs the pass that computes old log-probs,
     except in bypass mode.
     """
-
-    trace: str | None = option(None, metavar="DIR")
-    """Write when each sample was queued, sampled and scored and how long it waited, and the parts of each
-    step, as Chrome traces, which ui.perfetto.dev opens: a file a batch, named by its first step, and
-    replica. Prefill and decode are separate where servers run with --enable-metrics.
-    """
-
-    save_hf: str | None = option(None, metavar="DIR")
-    """Write the policy after the last step as a Hugging Face folder, DIR/iter_0000040: transformers and
-    servers load it. All ranks must share DIR.
-    """
-
-    save_hf_interval: Annotated[int | None, Positive()] = option(None, metavar="N", needs="save_hf")
-    """Write it after every N steps, too."""
 
 
 TOPICS = (
@@ -203,6 +193,8 @@ class RunConfig(*reversed(TOPICS)):
     """Everything that a run is started with, beside its correction, in one object:
     `RunConfig(urls=..., ...)`.
     """
+
+    writes = tuple(one for topic in TOPICS for one in topic.writes)
 
     @property
     def rewards(self) -> tuple[RewardSpec, ...]:

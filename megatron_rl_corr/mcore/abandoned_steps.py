@@ -18,12 +18,10 @@ import torch.distributed as dist
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import CONFIG_NAME, METRICS_NAME
-from megatron_rl_corr.mcore.step_trace import NAME as TRACE
 from megatron_rl_corr.moe.statistics import FILE_NAME as EXPERTS_NAME
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows, move_files
-from megatron_rl_corr.rollout.sample_folder import NAME as SAMPLES
 
 _LOG_NAMES = re.compile("|".join(map(re.escape, (METRICS_NAME, EXPERTS_NAME, CONFIG_NAME))))
 _BEGUN: set[Path] = set()
@@ -70,9 +68,10 @@ def _written_here(options: RunConfig, layout: Layout) -> Iterator[tuple[Path, re
     if layout.is_job_reporter and options.log_dir is not None:
         yield Path(options.log_dir), _LOG_NAMES, True
     if layout.is_data_leader:
-        for folder, names in ((options.save_trajectories, SAMPLES), (options.trace, TRACE)):
-            if folder is not None:
-                yield Path(folder), names, False
+        for one in RunConfig.writes:
+            folder = getattr(options, one.option)
+            if folder is not None and one.step_files is not None:
+                yield Path(folder), re.compile(one.step_files), False
 
 
 def _keep_aside(folder: Path, names: re.Pattern[str], aside: Path) -> None:

@@ -67,9 +67,10 @@ class Collector(BatchCollector):
         batches: tuple[int, int],
         saved: SavedCursor | None = None,
         routes: Routes | None = None,
+        traces: bool = False,
     ):
         """batches: first and last. saved: the cursor of a checkpoint. routes: take the
-        samples' routed experts.
+        samples' routed experts. traces: note when each sample was made.
 
         Raises ValueError for a batch that can't be dealt out.
         """
@@ -116,7 +117,7 @@ class Collector(BatchCollector):
             on_failed=options.on_failed_reward,
             episodes=source.episodes,
             drop_truncated=options.truncated_samples == "drop",
-            traces=options.trace is not None,
+            traces=traces,
         )
         self._filter, self.oversampled = None, options.oversampling > 1
         if options.group_filter is not None:

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.fields import options_of
+from megatron_rl_corr.config.fields import WrittenFolder, options_of
 from megatron_rl_corr.config.groups import SPREAD
 from megatron_rl_corr.config.losses import is_own
 from megatron_rl_corr.config.problems import Problems, check_each
@@ -28,11 +28,6 @@ from megatron_rl_corr.data.unloaded import check_unloaded, check_unloaded_reward
 from megatron_rl_corr.files import check_writable
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.rollout.sample_folder import folder_files
-
-HF_FOLDERS = ("iter_*", ".iter_*")
-"""What --rollout-save-hf writes in its folder."""
-WEIGHT_FOLDERS = (".unfinished",)
-"""What a push by disk writes in its folder, under one name each time."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +51,7 @@ class EarlyChecks:
             self._check_functions,
             partial(self._check_prompts, "prompts", lambda: self.options.prompts),
             *self._check_further_prompts(),
-            partial(self._check_written, "save_trajectories"),
-            partial(self._check_written, "trace"),
-            partial(self._check_written, "save_hf", HF_FOLDERS),
-            partial(self._check_written, "weight_dir", WEIGHT_FOLDERS),
+            *(partial(self._check_written, one) for one in RunConfig.writes),
             partial(self._check_weights, "reference_checkpoint"),
             partial(self._check_weights, "hf_checkpoint"),
         )
@@ -145,11 +137,11 @@ class EarlyChecks:
                     check_unloaded(spec, f"`{name}`", self.script_folder)
         problems.raise_all()
 
-    def _check_written(self, name: str, patterns: Iterable[str] = ()) -> None:
-        folder, flag = getattr(self.options, name), f"--rollout-{name.replace('_', '-')}"
+    def _check_written(self, one: WrittenFolder) -> None:
+        folder = getattr(self.options, one.option)
         if folder is not None:
-            check_writable(folder, flag)
-            refuse_links(flag, Path(folder), patterns)
+            check_writable(folder, one.flag)
+            refuse_links(one.flag, Path(folder), one.no_links)
 
 
 def refuse_links(flag: str, folder: Path, patterns: Iterable[str]) -> None:

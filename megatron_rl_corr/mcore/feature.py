@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
-from megatron_rl_corr.config.features import FEATURES
+from megatron_rl_corr.config.features import FEATURES, feature_options
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.tokenizer import Tokenizer
@@ -22,8 +22,10 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import SampleSource
 from megatron_rl_corr.mcore.forward import LogprobSettings
+from megatron_rl_corr.mcore.step_metrics import StepTimes
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.weight_sync.export import StageExporter
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,17 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
+class EndedStep:
+    """A step that has ended."""
+
+    number: int
+    """From 1."""
+    times: StepTimes
+    ahead: bool
+    """Another one follows, whose samples are taken meanwhile."""
+
+
+@dataclass(frozen=True)
 class RunParts:
     """What a run is made of when its servers are reached next."""
 
@@ -45,7 +58,9 @@ class RunParts:
     model: list
     """This rank's chunks."""
     optimizer: Any
-    source: SampleSource
+    source: SampleSource | None
+    """None in a replay, which has no servers."""
+    exporter: StageExporter
     collector: BatchCollector
     shape: BatchShape
     logprobs: LogprobSettings
@@ -76,6 +91,8 @@ class Feature:
 
     waits_as: ClassVar[str] = "feature"
     """time/WAITS_AS_s: seconds that a step waited in `settle`."""
+    needs_traces: ClassVar[bool] = False
+    """Of each sample it is noted when it was queued, sampled and scored."""
 
     def __init__(self, options: RunConfig):
         self.options = options
@@ -93,6 +110,10 @@ class Feature:
     def intervals(cls, args: argparse.Namespace) -> Mapping[str, int | None]:
         """Flag -> iterations, which must be whole batches."""
         return {}
+
+    @classmethod
+    def check_folders(cls, options: RunConfig, args: argparse.Namespace) -> None:
+        """ValueError for a folder that is another's too."""
 
     def check_data(self, settings: RunSettings, tokenizer: Tokenizer) -> None:
         """ValueError for data that is wrong, where a run can't be prepared for other reasons."""
@@ -131,13 +152,8 @@ class Feature:
         """
         return {}
 
-    def end_step(self, step: int, *, ahead: bool) -> None:
-        """After a step, from 1, before its numbers are written. May be collective.
-
-        Args:
-            step: its number.
-            ahead: another one follows, whose samples are taken meanwhile.
-        """
+    def end_step(self, ended: EndedStep) -> None:
+        """After a step, before its numbers are written. May be collective."""
 
     def close(self) -> None:
         """Give up what is under way: the run has ended or failed. From any thread, on this rank alone."""
@@ -149,9 +165,12 @@ def feature_classes() -> tuple[type[Feature], ...]:
 
 
 def features_of(options: RunConfig) -> tuple[Feature, ...]:
-    """Those that a run asks for; none in a replay, which has no servers."""
-    classes = feature_classes() if options.replay is None else ()
-    return tuple(one(options) for one in classes if one.is_asked_for(options))
+    """Those that a run asks for; in a replay those that need no servers."""
+    return tuple(
+        feature(options)
+        for feature, owner in zip(feature_classes(), feature_options(), strict=True)
+        if (options.replay is None or owner.acts_in_replay) and feature.is_asked_for(options)
+    )
 
 
 def prepare_features(

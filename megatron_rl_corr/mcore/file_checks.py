@@ -13,8 +13,8 @@ from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.files import check_writable
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.early_checks import HF_FOLDERS, WEIGHT_FOLDERS, naming_checkpoint, refuse_links
-from megatron_rl_corr.mcore.hf_saves import check_folder
+from megatron_rl_corr.mcore.early_checks import naming_checkpoint, refuse_links
+from megatron_rl_corr.mcore.feature import feature_classes
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 
 
@@ -75,16 +75,15 @@ def _checkpoints(options: RunConfig) -> Iterator[tuple[str, str]]:
 def _check_folders(
     options: RunConfig, args: argparse.Namespace, written: Iterable[tuple[str, str]], problems: Problems
 ) -> None:
-    problems.check("iterations", lambda: check_folder(options, args))
+    for feature in feature_classes():
+        with problems.catch():
+            feature.check_folders(options, args)
     for flag, folder in written:
         problems.check(flag, lambda flag=flag, folder=folder: check_writable(folder, flag))
-    for flag, folder, patterns in (
-        ("--rollout-save-hf", options.save_hf, HF_FOLDERS),
-        ("--rollout-weight-dir", options.weight_dir, WEIGHT_FOLDERS),
-    ):
-        if folder is not None:
+    for one in RunConfig.writes:
+        if (folder := getattr(options, one.option)) is not None:
             with problems.catch():
-                refuse_links(flag, Path(folder), patterns)
+                refuse_links(one.flag, Path(folder), one.no_links)
 
 
 def written_folders(
@@ -98,14 +97,8 @@ def written_folders(
         leads: it asks for the samples of a replica.
         sends: it sends a stage's weights to the servers, or is rank 0.
     """
-    if leads:
-        yield from _given(
-            ("--rollout-save-trajectories", options.save_trajectories), ("--rollout-trace", options.trace)
-        )
-    if sends:
-        yield from _given(
-            ("--rollout-save-hf", options.save_hf), ("--rollout-weight-dir", options.weight_dir)
-        )
+    ours = {"leaders": leads, "senders": sends}
+    yield from _given(*((one.flag, getattr(options, one.option)) for one in RunConfig.writes if ours[one.by]))
     yield from _given(
         ("--save", args.save), ("--non-persistent-global-ckpt-dir", args.non_persistent_global_ckpt_dir)
     )

@@ -36,6 +36,7 @@ from megatron_rl_corr.mcore import (
     versions,
 )
 from megatron_rl_corr.mcore.colocation import trainers_turn
+from megatron_rl_corr.mcore.feature import EndedStep
 from megatron_rl_corr.mcore.packed_flags import set_packed
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.supervision import Supervision
@@ -177,12 +178,11 @@ class CorrectedTraining:
                 self._settle()
                 return result
             losses, *rest = result
-            self.session.hf_saves.all_reduce_end_step(iteration + 1, model, optimizer)
-            self.session.end_step(iteration + 1)
             self._supervision.end_step(iteration + 1)
             ahead = self._options.max_lag > 0 and iteration + 1 < training.get_args().train_iters
+            ended = EndedStep(iteration + 1, self.session.step.times, ahead)
             for one in self.session.features:
-                one.end_step(iteration + 1, ahead=ahead)
+                one.end_step(ended)
             self._reports.end_step()
             self._shown |= {name: value for name, value in self._reports.numbers.items() if name in CONSOLE}
             return (losses | _console_losses(self._shown), *rest)

@@ -196,7 +196,6 @@ def check_updates(args: argparse.Namespace) -> None:
     if args.save:
         names = ("save_interval", "non_persistent_save_interval")
         counted += [(f"--{name.replace('_', '-')}", values[name]) for name in names]
-    counted.append(("--rollout-save-hf-interval", args.rollout_save_hf_interval))
     counted += [pair for one in feature_classes() for pair in one.intervals(args).items()]
     if args.adlr_autoresume:
         counted.append(("--adlr-autoresume-interval", args.adlr_autoresume_interval))

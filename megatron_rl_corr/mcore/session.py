@@ -28,7 +28,6 @@ from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.feature import Feature, RunParts, RunSettings, features_of, prepare_features
 from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.mcore.hf_saves import HFSaves
 from megatron_rl_corr.mcore.model_check import check_models
 from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model
@@ -42,7 +41,6 @@ from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.serving import WeightPush, broadcast_checked, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_reports import StepReports
-from megatron_rl_corr.mcore.step_trace import StepTrace
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
@@ -106,14 +104,7 @@ class Session:
 
     step: CorrectedStep
     features: Sequence[Feature]
-    hf_saves: HFSaves
     parts: _Parts
-    trace: StepTrace | None
-
-    def end_step(self, step: int) -> None:
-        """Write what --rollout-trace asks for, after each step. Raises OSError where it can't be written."""
-        if self.trace is not None:
-            self.trace.end_step(step, self.step.times, self.step.collector)
 
 
 def start(
@@ -161,14 +152,14 @@ def start(
     )
     collector = parts.collector
     logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
+    settings = RunSettings(options, args, layout, parts.vocab_size)
+    run = RunParts(settings, *megatron.trained, parts.source, exporter, collector, shape, logprobs, reports)
+    for one in features:
+        one.start(run)
     if parts.source is None:
         push = _no_push(reference)
         first_step = collector.broadcast_first_step(options.max_first_step_kl)
     else:
-        settings = RunSettings(options, args, layout, parts.vocab_size)
-        run = RunParts(settings, *megatron.trained, parts.source, collector, shape, logprobs, reports)
-        for one in features:
-            one.start(run)
         push = reach_servers(
             options,
             exporter,
@@ -210,11 +201,10 @@ def start(
         filtered=_filtered(options, shape, layout),
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
-    trace = None if options.trace is None else StepTrace(options.trace, layout, updates.count)
     all_reduce_clear_folders(options, layout, args.iteration)
     if dist.get_rank() == 0:
         _print_start(config, step)
-    return Session(step, features, HFSaves.of(options, args.train_iters, exporter), parts, trace)
+    return Session(step, features, parts)
 
 
 def _filtered(options: RunConfig, shape: BatchShape, layout: Layout) -> FilteredMismatch:
@@ -294,7 +284,14 @@ def _prepare(
             collector = problems.check(
                 "collector",
                 lambda: Collector(
-                    options, layout, shape, source, batches=batches, saved=saved, routes=routes
+                    options,
+                    layout,
+                    shape,
+                    source,
+                    batches=batches,
+                    saved=saved,
+                    routes=routes,
+                    traces=any(one.needs_traces for one in features),
                 ),
                 needs=["prompts"],
             )

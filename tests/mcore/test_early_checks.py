@@ -125,10 +125,10 @@ def test_folders_when_they_can_not_be_written_or_links_are_in_the_way_then_each_
         weight_dir="reward.py/w",
     )
     assert [one.split(" ")[0] for one in answer] == [
-        "--rollout-save-trajectories",
-        "--rollout-trace",
-        "--rollout-save-hf",
         "--rollout-weight-dir",
+        "--rollout-save-trajectories",
+        "--rollout-save-hf",
+        "--rollout-trace",
     ]
     assert "iter_0000001 in it is a link to model" in answer[2]
 

@@ -22,6 +22,7 @@ from megatron_rl_corr.features.evaluation.evaluation import (
 from megatron_rl_corr.features.evaluation.feature import EvaluationFeature
 from megatron_rl_corr.features.evaluation.options import EvaluationSet
 from megatron_rl_corr.features.evaluation.pass_at_k import pass_at_k, powers_up_to
+from megatron_rl_corr.mcore.feature import EndedStep
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.rollout import Prompt, PromptDataset, SamplingParams
 
@@ -179,7 +180,7 @@ def reports(reporter=True, fails=False):
         if reporter:
             made.numbers["step"] = step
         waited = pushes and feature.settle()
-        feature.end_step(step, ahead=ahead)
+        feature.end_step(EndedStep(step, None, ahead))
         made.end_step()
         return waited
 

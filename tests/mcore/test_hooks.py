@@ -1296,7 +1296,7 @@ def test_updates_of_a_batch_when_a_run_would_save_or_end_within_one_then_refused
 
 CASES["save hf"] = """
 import pathlib, tempfile
-from megatron_rl_corr.mcore.hf_saves import check_folder
+from megatron_rl_corr.features.export.feature import check_folder
 
 root = pathlib.Path(tempfile.mkdtemp())
 (root / "link").symlink_to(root / "saved")

@@ -19,7 +19,7 @@ from megatron_rl_corr.features.evaluation.evaluation import Evaluation, RunningE
 from megatron_rl_corr.features.evaluation.held_out import held_out_prompts
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.collect import SampleSource
-from megatron_rl_corr.mcore.feature import Feature, FurtherSampling, RunParts, RunSettings
+from megatron_rl_corr.mcore.feature import EndedStep, Feature, FurtherSampling, RunParts, RunSettings
 from megatron_rl_corr.mcore.step_reports import StepReports
 
 SAMPLED = ("temperature", "top_p", "top_k", "max_new_tokens")
@@ -74,13 +74,13 @@ class EvaluationFeature(Feature):
     def start(self, run: RunParts) -> None:
         self._reports = run.reports
 
-    def end_step(self, step: int, *, ahead: bool) -> None:
-        if not self.evaluation.is_due(step):
+    def end_step(self, ended: EndedStep) -> None:
+        if not self.evaluation.is_due(ended.number):
             return
         assert self._running is None, "an evaluation was not waited for before a push"
-        self._running = self.evaluation.start(step)
+        self._running = self.evaluation.start(ended.number)
         self._reports.hold()
-        if not ahead:
+        if not ended.ahead:
             self._all_reduce_settled(waited=True)
 
     def settle(self) -> bool:

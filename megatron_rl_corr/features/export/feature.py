@@ -1,66 +1,65 @@
-"""--rollout-save-hf: the policy as Hugging Face folders, while it is trained."""
+"""When a run exports: after its last step, and after every --rollout-save-hf-interval steps."""
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.files import refuse_link
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.feature import EndedStep, Feature, RunParts
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hf_folder import UnfinishedFolder
 from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_first_rank
-from megatron_rl_corr.weight_sync.export import StageExporter, write_stage
+from megatron_rl_corr.weight_sync.export import write_stage
 
 
-@dataclass(frozen=True)
-class HFSaves:
+class ExportFeature(Feature):
     """Writes FOLDER/iter_0000040 and so on, each a model that transformers and servers load."""
 
-    folder: Path | None
-    """One that all ranks share; None: nothing is written."""
-    every: int | None
-    """Steps from one to the next; None: after the last step alone."""
-    last: int
-    """The run's last step."""
-    source: Path
-    """The model that training began with."""
-    exporter: StageExporter
+    def __init__(self, options: RunConfig):
+        super().__init__(options)
+        self.folder = Path(options.save_hf)
+        """One that all ranks share."""
+        self._run: RunParts | None = None
 
     @classmethod
-    def of(cls, options: RunConfig, last: int, exporter: StageExporter) -> HFSaves:
-        """As the flags have it. last: the run's last step."""
-        folder = None if options.save_hf is None else Path(options.save_hf)
-        return cls(folder, options.save_hf_interval, last, Path(options.hf_checkpoint), exporter)
+    def is_asked_for(cls, options: RunConfig) -> bool:
+        return options.save_hf is not None
 
-    def all_reduce_end_step(self, step: int, model: list, optimizer: Any) -> None:
-        """Write the weights if it is time; every rank calls it.
+    @classmethod
+    def intervals(cls, args: argparse.Namespace) -> Mapping[str, int | None]:
+        return {"--rollout-save-hf-interval": args.rollout_save_hf_interval}
+
+    @classmethod
+    def check_folders(cls, options: RunConfig, args: argparse.Namespace) -> None:
+        check_folder(options, args)
+
+    def start(self, run: RunParts) -> None:
+        self._run = run
+
+    def end_step(self, ended: EndedStep) -> None:
+        """Write the weights if it is time.
 
         Then three collectives beside those that gather the weights.
-
-        Args:
-            step: steps trained so far.
-            model: this rank's chunks.
-            optimizer: Megatron's.
 
         Raises:
             OSError: on a rank that can't write, or where the folder is another's.
             ValueError: on rank 0, where a tensor of the model is not there.
             PeerFailure: then, on the other ranks.
         """
-        due = step == self.last or (self.every is not None and step % self.every == 0)
-        if self.folder is None or not due:
+        step, every, run = ended.number, self.options.save_hf_interval, self._run
+        if step != run.settings.args.train_iters and (every is None or step % every):
             return
         place = self.folder / f"iter_{step:07d}"
         folder = UnfinishedFolder(place, {"step": step})
         all_reduce_first_rank(lambda: self._begin(folder, place))
-        with compat.gathered_parameters(model, optimizer):
-            error = write_stage(folder.path, self.exporter)
+        with compat.gathered_parameters(run.model, run.optimizer):
+            error = write_stage(folder.path, run.exporter)
         all_reduce_failure(None if error is None else self._named(error))
         all_reduce_first_rank(lambda: self._finish(folder))
         if dist.get_rank() == 0:
@@ -78,7 +77,7 @@ class HFSaves:
 
     def _finish(self, folder: UnfinishedFolder) -> None:
         try:
-            folder.finish(HFCheckpoint(self.source))
+            folder.finish(HFCheckpoint(self.options.hf_checkpoint))
         except OSError as error:
             raise self._named(error) from error
 
@@ -108,3 +107,6 @@ def check_folder(options: RunConfig, args: argparse.Namespace) -> None:
             f"--rollout-save-hf {folder} holds --rollout-hf-checkpoint {options.hf_checkpoint}, which a step "
             "of the same number would replace; name another folder"
         )
+
+
+FEATURE = ExportFeature

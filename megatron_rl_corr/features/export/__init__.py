@@ -1,0 +1,1 @@
+"""The policy as Hugging Face folders, while it is trained."""

@@ -1,0 +1,1 @@
+"""The times of samples and steps, as Chrome traces."""
