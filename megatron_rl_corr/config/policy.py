@@ -134,13 +134,6 @@ class ExpertsConfig(Options):
     sample, is refused before it trains; -1 turns the rule off.
     """
 
-    router_replay_effect_every: Annotated[int | None, Positive()] = option(
-        None, flag="--router-replay-effect-every", metavar="N", needs="router_replay=R3"
-    )
-    """In the first batch and every N-th after it, also compute each replica's first microbatch without
-    replay, and log how much of the mismatch replay removes: two forward passes of one microbatch.
-    """
-
     expert_statistics: bool = option(False, flag="--expert-statistics")
     """Log tokens, mean |log-ratio|, mean weight and rejected fraction of every expert, in experts.jsonl of
     `log_dir` and as heat maps in TensorBoard.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config.features import feature_options
-from megatron_rl_corr.config.fields import Between, Options, Positive, WrittenFolder, option, options_of
+from megatron_rl_corr.config.fields import Between, Options, Positive, option, options_of
 from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
 from megatron_rl_corr.config.problems import check_each, known
@@ -140,20 +140,10 @@ class EnvironmentConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig(Options):
-    """Logs: where metrics and samples are written."""
-
-    writes = (
-        WrittenFolder("save_trajectories", by="leaders", step_files=r"step_(\d+)_replica(\d+)\.parquet"),
-    )
+    """Logs: where metrics are written."""
 
     log_dir: str | None = option(None, metavar="DIR")
     """Write metrics.jsonl and run.json there, for `megatron-rl-corr report DIR`."""
-
-    save_trajectories: str | None = option(None, metavar="DIR")
-    """Write every batch's samples there, with both policies' log-probs, masks and advantages: a Parquet
-    file a batch, named by its first step, and replica. It needs the pass that computes old log-probs,
-    except in bypass mode.
-    """
 
 
 TOPICS = (
@@ -277,12 +267,3 @@ class RunConfig(*reversed(TOPICS)):
                 )
 
         check_each(check, (*names, *IDLE_OPTIONS))
-
-    def check_replayed_folder(self) -> None:
-        """ValueError where the samples of a replay would be written over those that it reads."""
-        both = self.replay is not None and self.save_trajectories is not None
-        if both and os.path.realpath(self.save_trajectories) == os.path.realpath(self.replay):
-            raise ValueError(
-                f"`save_trajectories` {self.save_trajectories} is the folder of `replay`, whose files it "
-                "would replace while they are read; give another one, or drop it"
-            )

@@ -68,9 +68,8 @@ def _written_here(options: RunConfig, layout: Layout) -> Iterator[tuple[Path, re
     if layout.is_job_reporter and options.log_dir is not None:
         yield Path(options.log_dir), _LOG_NAMES, True
     if layout.is_data_leader:
-        for one in RunConfig.writes:
-            folder = getattr(options, one.option)
-            if folder is not None and one.step_files is not None:
+        for one in (one for one in RunConfig.writes if one.step_files is not None):
+            if (folder := getattr(options, one.option)) is not None:
                 yield Path(folder), re.compile(one.step_files), False
 
 

@@ -68,9 +68,11 @@ class Collector(BatchCollector):
         saved: SavedCursor | None = None,
         routes: Routes | None = None,
         traces: bool = False,
+        origins: bool = False,
     ):
         """batches: first and last. saved: the cursor of a checkpoint. routes: take the
-        samples' routed experts. traces: note when each sample was made.
+        samples' routed experts. traces: note when each sample was made. origins:
+        know which row each is of.
 
         Raises ValueError for a batch that can't be dealt out.
         """
@@ -83,9 +85,8 @@ class Collector(BatchCollector):
             routes=routes,
             by_lag=options.max_lag > 0,
         )
-        client, prompts = source.client, source.prompts
+        client, prompts, self._with_origins = source.client, source.prompts, origins
         source.rewards.check_labels(prompts, "--rollout-prompts")
-        self._saves = options.save_trajectories is not None
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         client.check_sampling(self.sampling)
         self._failures = Failures(options.max_failed_fraction, warn)
@@ -266,7 +267,7 @@ class Collector(BatchCollector):
         return [float((since | own | failed)[name]) for name in COUNTED]
 
     def _origin(self, group: Group) -> Origin | None:
-        if not self._saves:
+        if not self._with_origins:
             return None
         prompt = self._prompts.at(group.number)
         return Origin(group.number, prompt.index, prompt.label)

@@ -322,10 +322,3 @@ def begins_with_pretrained(args: argparse.Namespace) -> bool:
     no checkpoint yet.
     """
     return args.iteration == 0 and args.finetune
-
-
-def number_of_steps(args: argparse.Namespace) -> int:
-    """Iterations of the run; with --train-samples Megatron works them out later, while it sets
-    up the optimizer.
-    """
-    return args.train_iters if args.train_samples is None else args.train_samples // args.global_batch_size

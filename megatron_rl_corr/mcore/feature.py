@@ -11,21 +11,28 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_rl_corr.config.features import FEATURES, feature_options
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.data.tokenizer import Tokenizer
-from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.batch_collector import BatchCollector
-from megatron_rl_corr.mcore.collect import SampleSource
-from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.mcore.step_metrics import StepTimes
-from megatron_rl_corr.mcore.step_reports import StepReports
-from megatron_rl_corr.reduce.layout import Layout
-from megatron_rl_corr.weight_sync.export import StageExporter
+
+if TYPE_CHECKING:  # a feature's settings are read without Megatron
+    from megatron_rl_corr.data.tokenizer import Tokenizer
+    from megatron_rl_corr.engines.trajectory import SamplingParams
+    from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
+    from megatron_rl_corr.mcore.batch_collector import BatchCollector
+    from megatron_rl_corr.mcore.collect import SampleSource
+    from megatron_rl_corr.mcore.forward import LogprobSettings
+    from megatron_rl_corr.mcore.microbatch import LossInputs
+    from megatron_rl_corr.mcore.packed_batch import PackedBatch
+    from megatron_rl_corr.mcore.reference import ReferencePass
+    from megatron_rl_corr.mcore.step_metrics import StepTimes
+    from megatron_rl_corr.mcore.step_reports import StepReports
+    from megatron_rl_corr.moe.routes import Routes
+    from megatron_rl_corr.reduce.layout import Layout
+    from megatron_rl_corr.reduce.metrics import Metric
+    from megatron_rl_corr.weight_sync.export import StageExporter
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,26 @@ class RunSettings:
     """Megatron's."""
     layout: Layout
     vocab_size: int
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """A batch with its samples and, as far as they are known before it trains, its corrections."""
+
+    number: int
+    """Of the batch, from 0."""
+    iteration: int
+    """Steps before its first one."""
+    batch: RolloutBatch | PackedBatch
+    """This rank's tokens."""
+    inputs: LossInputs | None
+    """On the last stage."""
+    forward: ReferencePass
+    """A pass over the whole batch, under the current weights."""
+    routes: Routes
+    """With the servers' experts of the batch."""
+    has_old_logprobs: bool
+    """There was a pass for old log-probs, so pi_old's log-probs and the final mask are known."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +117,11 @@ class Feature:
     """An optional part of a run; a method that it does not need does nothing."""
 
     waits_as: ClassVar[str] = "feature"
-    """time/WAITS_AS_s: seconds that a step waited in `settle`."""
+    """time/WAITS_AS_s: seconds that a step waited in `settle` and `save_batch`."""
+    needs_scoring: ClassVar[tuple[str, ...]] = ()
+    """Its flags that need the whole batch's old log-probs before the loss."""
+    needs_origins: ClassVar[bool] = False
+    """Of each sample it is known which row it is of."""
     needs_traces: ClassVar[bool] = False
     """Of each sample it is noted when it was queued, sampled and scored."""
 
@@ -127,6 +158,14 @@ class Feature:
 
     def start(self, run: RunParts) -> None:
         """Begin; the servers are reached next. May be collective."""
+
+    def after_scoring(self, scored: ScoredBatch) -> dict[str, Metric]:
+        """This rank's share of metrics of a batch before it trains. May be collective."""
+        return {}
+
+    def save_batch(self, scored: ScoredBatch) -> bool:
+        """Write what is kept of a batch before it trains; False: nothing is. May be collective."""
+        return False
 
     def settle(self) -> bool:
         """Wait for what needs the servers' present weights, or must be in a checkpoint; False: for nothing.
@@ -180,3 +219,10 @@ def prepare_features(
     for one in features:
         with problems.catch():
             one.prepare(settings, source)
+
+
+def number_of_steps(args: argparse.Namespace) -> int:
+    """Iterations of the run; with --train-samples Megatron works them out later, while it sets
+    up the optimizer.
+    """
+    return args.train_iters if args.train_samples is None else args.train_samples // args.global_batch_size

@@ -13,7 +13,7 @@ from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.problems import Problems, Refusal, check_each
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.colocation import check_colocation
-from megatron_rl_corr.mcore.feature import feature_classes
+from megatron_rl_corr.mcore.feature import feature_classes, number_of_steps
 from megatron_rl_corr.mcore.packed_flags import check_packed
 from megatron_rl_corr.mcore.policy_check import check_policy
 from megatron_rl_corr.moe.routers import check_router_replay
@@ -192,7 +192,7 @@ def check_updates(args: argparse.Namespace) -> None:
     updates, words = _updates_of_batch(args)
     values = vars(args)
     steps = "--train-iters" if args.train_samples is None else "--train-samples / --global-batch-size"
-    counted = [(steps, compat.number_of_steps(args)), ("--exit-interval", args.exit_interval)]
+    counted = [(steps, number_of_steps(args)), ("--exit-interval", args.exit_interval)]
     if args.save:
         names = ("save_interval", "non_persistent_save_interval")
         counted += [(f"--{name.replace('_', '-')}", values[name]) for name in names]

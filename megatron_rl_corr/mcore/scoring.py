@@ -8,7 +8,11 @@ from megatron_rl_corr.config.flags import name_flags
 
 
 def scoring_reasons(
-    config: RolloutCorrectionConfig, *, updates: int = 1, saves: bool = False, routes: tuple[str, ...] = ()
+    config: RolloutCorrectionConfig,
+    *,
+    updates: int = 1,
+    features: tuple[str, ...] = (),
+    routes: tuple[str, ...] = (),
 ) -> tuple[str, ...]:
     """Flags that need the whole batch's old log-probs before the loss; without any, the pass for
     them is left out.
@@ -19,7 +23,7 @@ def scoring_reasons(
     Args:
         config: the correction.
         updates: that a batch makes.
-        saves: --rollout-save-trajectories is given.
+        features: flags of features that need it.
         routes: `Routes.needs_scoring`.
     """
     if config.bypass_mode:
@@ -30,7 +34,7 @@ def scoring_reasons(
         "--rollout-batch-filter-kl": config.rollout_batch_filter_kl is not None,
         "--rollout-is-batch-normalize": config.rollout_is_batch_normalize,
         "--rollout-loss-denominator kept": config.loss_denominator == "kept",
-        "--rollout-save-trajectories": saves,
+        **dict.fromkeys(features, True),
         "--rollout-kl-reward-coef": config.kl_reward_coef > 0,
         f"--rollout-advantage {config.advantage_kind}": config.advantage_by_token,
         **dict.fromkeys(routes, True),

@@ -35,8 +35,6 @@ from megatron_rl_corr.mcore.prompt_checks import training_prompts
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.mcore.reference_start import broadcast_reference
 from megatron_rl_corr.mcore.replay_collect import ReplayCollector
-from megatron_rl_corr.mcore.replay_effect import ReplayEffect
-from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.serving import WeightPush, broadcast_checked, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -95,7 +93,6 @@ class _Parts:
     collector: BatchCollector
     vocab_size: int
     parameters: list[LocalParameter]
-    log: SampleLog | None
 
 
 @dataclass(frozen=True)
@@ -193,8 +190,6 @@ def start(
         routes=routes,
         updates=updates,
         logprobs=logprobs,
-        log=parts.log,
-        replay_effect=ReplayEffect(options.router_replay_effect_every),
         features=features,
         first_step=first_step,
         reference=reference,
@@ -292,6 +287,7 @@ def _prepare(
                     saved=saved,
                     routes=routes,
                     traces=any(one.needs_traces for one in features),
+                    origins=any(one.needs_origins for one in features),
                 ),
                 needs=["prompts"],
             )
@@ -300,8 +296,7 @@ def _prepare(
         opened.callback(collector.close)
     parameters = problems.check("parameters", loaded_parameters)
     problems.raise_all()
-    log = SampleLog(options, layout, shape, collector.sampling) if options.save_trajectories else None
-    return _Parts(source, loop, collector, vocab_size, parameters, log)
+    return _Parts(source, loop, collector, vocab_size, parameters)
 
 
 def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:

@@ -18,7 +18,7 @@ from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.colocation import Colocation
 from megatron_rl_corr.mcore.decision import Decision
-from megatron_rl_corr.mcore.feature import Feature
+from megatron_rl_corr.mcore.feature import Feature, ScoredBatch
 from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
@@ -32,8 +32,6 @@ from megatron_rl_corr.mcore.microbatch import LossInputs
 from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, less_reference_kl
-from megatron_rl_corr.mcore.replay_effect import ReplayEffect
-from megatron_rl_corr.mcore.sample_log import SampleLog
 from megatron_rl_corr.mcore.scoring import scoring_reasons
 from megatron_rl_corr.mcore.step_metrics import StepTimes, batch_metrics
 from megatron_rl_corr.mcore.updates import BatchInTraining, UpdatePart, Updates, all_reduce_update_inputs
@@ -66,11 +64,8 @@ class CorrectedStep:
     updates: Updates = field(default_factory=Updates)
     routes: Routes = field(default_factory=Routes)
     """--router-replay and --expert-statistics."""
-    replay_effect: ReplayEffect = field(default_factory=ReplayEffect)
     filtered: FilteredMismatch = field(default_factory=FilteredMismatch)
     """--rollout-group-filter-measured."""
-    log: SampleLog | None = None
-    """--rollout-save-trajectories."""
     reference: Reference = field(default_factory=Reference)
     """The policy of the KL penalties."""
     features: Sequence[Feature] = ()
@@ -94,7 +89,7 @@ class CorrectedStep:
         return scoring_reasons(
             self.config,
             updates=self.updates.count,
-            saves=self.log is not None,
+            features=tuple(flag for one in self.features for flag in one.needs_scoring),
             routes=self.routes.needs_scoring,
         )
 
@@ -158,7 +153,9 @@ class CorrectedStep:
         reference = self.reference.log_probs(forward)
         times.mark("reference")
         inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer, reference)
-        metrics |= self.replay_effect.measure(number, forward, self.routes)
+        found = ScoredBatch(number, iteration, batch, inputs, forward, self.routes, has_old_logprobs=scored)
+        for one in self.features:
+            metrics |= one.after_scoring(found)
         metrics |= self.filtered.all_reduce_measured(
             number, self.collector, model, optimizer, self.logprobs, self.shape, self.layout, self.routes
         )
@@ -166,9 +163,9 @@ class CorrectedStep:
             metrics |= self._all_reduce_agreement(batch, iteration)
             metrics |= self._all_gather_expert_statistics(inputs, iteration)
         times.mark("score")
-        if self.log is not None:
-            self.log.all_reduce_write(iteration, batch, self.collector, inputs, with_train=scored)
-            times.mark("save")
+        for one in self.features:
+            if one.save_batch(found):
+                times.mark(one.waits_as)
         return BatchInTraining(
             number, batch, packs, inputs, metrics | self.collector.metrics | self.reference.metrics
         )

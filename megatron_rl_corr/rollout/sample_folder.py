@@ -10,12 +10,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_rl_corr.config.run import LogsConfig
-
 if TYPE_CHECKING:
     from megatron_rl_corr.rollout.sample_file import SavedBatch
 
-NAME = re.compile(LogsConfig.writes[0].step_files)
+NAME = re.compile(r"step_(\d+)_replica(\d+)\.parquet")
 """What `SavedBatch.file_name` makes."""
 
 

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_675,
+    "config": 2_650,
     "models": 1_850,
     "engines": 4_950,
     "reduce": 575,
@@ -23,9 +23,9 @@ BUDGETS = {
     "weight_sync": 2_000,
     "doctor": 1_375,
     "planner": 1_000,
-    "moe": 975,
-    "mcore": 7_650,
-    "features": 1_700,
+    "moe": 950,
+    "mcore": 7_550,
+    "features": 1_925,
     "observability": 2_075,
     "integrations": 525,
     "modules": 850,

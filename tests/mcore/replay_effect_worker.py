@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.features.replay_effect.feature import ReplayEffectFeature
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.replay_effect import ReplayEffect
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.moe.replay import ReplayedRouters
 from megatron_rl_corr.moe.routes import ReplayedRoutes, Routes
@@ -66,6 +66,8 @@ def two_steps(model_dir, samples, spec, every):
     model, parameters, layout, batch, logprobs, routes = prepared(model_dir, samples, spec)
     optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-2, weight_decay=0.1), model)
     reports = []
+    options = SimpleNamespace(router_replay_effect_every=every)
+    features = [] if every is None else [ReplayEffectFeature(options)]
     step = CorrectedStep(
         config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
         layout=layout,
@@ -73,7 +75,7 @@ def two_steps(model_dir, samples, spec, every):
         push=lambda version: {},
         report=reports.append,
         routes=routes,
-        replay_effect=ReplayEffect(every),
+        features=features,
         collector=SimpleNamespace(device="cpu", collect=lambda step: batch, metrics={}, trajectories=[]),
         shape=BatchShape(
             global_batch_size=len(samples),

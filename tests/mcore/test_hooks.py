@@ -1174,10 +1174,10 @@ lines = {}
 for flags in json.loads(FLAG_SETS):
     config, options = parse([*FLAGS, *flags.split()])
     saves, experts = (
-        options.save_trajectories is not None,
+        ("--rollout-save-trajectories",) * (options.save_trajectories is not None),
         ("--expert-statistics",) * options.expert_statistics,
     )
-    lines[flags] = describe_scoring(config, scoring_reasons(config, saves=saves, routes=experts))
+    lines[flags] = describe_scoring(config, scoring_reasons(config, features=saves, routes=experts))
 say(lines=lines)
 """.replace(
     "FLAG_SETS",

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.flags import parse
-from megatron_rl_corr.moe.effect import effect_metrics
+from megatron_rl_corr.features.replay_effect.metrics import effect_metrics
 from tests import tensor_files
 from tests.mcore.test_router_replay import EXPERTS, LAYERS, TOP_K, some_samples
 from tests.megatron_forks import run_megatron

@@ -1,13 +1,16 @@
 """What a run does with what the doctor finds at its start."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch.distributed as dist
 
 from megatron_rl_corr.doctor import Finding
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.features.evaluation.feature import EvaluationFeature
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
-from megatron_rl_corr.mcore.server_check import _of_evaluation, check_servers, judge
+from megatron_rl_corr.mcore.server_check import check_servers, judge
 from megatron_rl_corr.reduce.failure import StartupError
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 
@@ -52,9 +55,11 @@ def test_finding_when_printed_in_a_run_then_with_flags_and_not_with_fields(capsy
 
 
 def test_problem_of_an_evaluation_when_told_then_with_the_names_of_its_settings():
-    error = _of_evaluation(StartupError("http://a:1: HTTP 500 to `temperature` 0 with `top_k` -1"))
+    feature = EvaluationFeature(None)
+    feature.evaluation = SimpleNamespace(sampling=SamplingParams(4))
+    [further] = feature.samplings()
+    error = further.explain("http://a:1: HTTP 500 to `temperature` 0 with `top_k` -1")
     assert str(error).startswith("http://a:1: HTTP 500 to `eval_temperature` 0 with `eval_top_k` -1")
-    assert _of_evaluation(None) is None
 
 
 def test_server_when_it_returns_no_experts_and_the_run_replays_them_then_refused_with_its_flag(

@@ -17,9 +17,15 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.features.evaluation.evaluation import Evaluation, RunningEvaluation
 from megatron_rl_corr.features.evaluation.held_out import held_out_prompts
-from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.collect import SampleSource
-from megatron_rl_corr.mcore.feature import EndedStep, Feature, FurtherSampling, RunParts, RunSettings
+from megatron_rl_corr.mcore.feature import (
+    EndedStep,
+    Feature,
+    FurtherSampling,
+    RunParts,
+    RunSettings,
+    number_of_steps,
+)
 from megatron_rl_corr.mcore.step_reports import StepReports
 
 SAMPLED = ("temperature", "top_p", "top_k", "max_new_tokens")
@@ -43,7 +49,7 @@ class EvaluationFeature(Feature):
 
     @classmethod
     def check_arguments(cls, args: argparse.Namespace) -> None:
-        steps = compat.number_of_steps(args)
+        steps = number_of_steps(args)
         if args.rollout_eval_prompts and not 0 < (args.eval_interval or 0) <= steps:
             raise ValueError(
                 f"--rollout-eval-prompts would never be asked: --eval-interval {args.eval_interval}, the "

@@ -9,12 +9,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
-from megatron_rl_corr.mcore.batch_collector import BatchCollector
-from megatron_rl_corr.mcore.microbatch import LossInputs
+from megatron_rl_corr.mcore.feature import Feature, RunParts, ScoredBatch
 from megatron_rl_corr.reduce.failure import all_reduce_failure
-from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.sample_file import (
     SavedBatch,
     samples_of_rows,
@@ -22,18 +18,27 @@ from megatron_rl_corr.rollout.sample_file import (
 )
 
 
-class SampleLog:
+class SavedSamplesFeature(Feature):
     """Writes FOLDER/step_000001_replica0.parquet and so on, from each replica's data leader."""
 
-    def __init__(self, options: RunConfig, layout: Layout, shape: BatchShape, sampling: SamplingParams):
-        self._folder, self._layout, self._sampling = Path(options.save_trajectories), layout, sampling
+    waits_as = "save"
+    needs_scoring = ("--rollout-save-trajectories",)
+    needs_origins = True
+
+    @classmethod
+    def is_asked_for(cls, options: RunConfig) -> bool:
+        return options.save_trajectories is not None
+
+    def start(self, run: RunParts) -> None:
+        options, layout = self.options, run.settings.layout
+        self._folder, self._layout, self._samples = Path(options.save_trajectories), layout, run.collector
         self._batch = SavedBatch(
             step=1,
             updates=options.updates_of_batch,
             replica=layout.dp_rank,
             replicas=layout.dp_size,
-            group_size=shape.group_size,
-            packed=shape.packing is not None,
+            group_size=run.shape.group_size,
+            packed=run.shape.packing is not None,
             num_turns=options.max_turns,
             hf_checkpoint=str(Path(options.hf_checkpoint).resolve()),
             masks_truncated=options.truncated_samples == "mask",
@@ -41,31 +46,17 @@ class SampleLog:
         if layout.is_data_leader:
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def all_reduce_write(
-        self,
-        iteration: int,
-        batch: RolloutBatch,
-        samples: BatchCollector,
-        inputs: LossInputs | None,
-        *,
-        with_train: bool,
-    ) -> None:
-        """Write the step after `iteration` others; every rank calls it.
+    def save_batch(self, scored: ScoredBatch) -> bool:
+        """Write a batch's samples.
 
         The last stage knows pi_old's log-probs, the advantages and the mask, the leader writes: one exchange
         over the pipeline, one over cp, and one of whether all could write.
 
-        Args:
-            iteration: steps before this one.
-            batch: this rank's tokens.
-            samples: has the batch's, on the data leader, and where they come from.
-            inputs: on the last stage.
-            with_train: there was a pass for old log-probs, so pi_old's log-probs and the
-                final mask are known.
-
         Raises:
             OSError: where a leader could not write.
         """
+        batch, inputs, samples = scored.batch, scored.inputs, self._samples
+        with_train = scored.has_old_logprobs
         names = ("train_logprobs", "loss_mask", "advantages") if with_train else ("advantages",)
         values = batch.rollout_logprobs.new_empty(len(names), len(batch.seq_ids))
         if inputs is not None:
@@ -82,14 +73,18 @@ class SampleLog:
             rows["loss_mask"] = rows["loss_mask"] > 0
         error = None
         if self._layout.is_data_leader:
-            known = replace(self._batch, step=iteration + 1)
+            known = replace(self._batch, step=scored.iteration + 1)
             try:
                 written = samples_of_rows(
                     samples.trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
                 )
                 write_trajectories(
-                    self._folder / known.file_name, written, sampling=self._sampling, batch=known
+                    self._folder / known.file_name, written, sampling=samples.sampling, batch=known
                 )
             except OSError as failure:
                 error = OSError(f"--rollout-save-trajectories {self._folder}: {failure}")
         all_reduce_failure(error)
+        return True
+
+
+FEATURE = SavedSamplesFeature

@@ -4,46 +4,41 @@ and without them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.features.replay_effect.metrics import effect_metrics
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.feature import Feature, ScoredBatch
 from megatron_rl_corr.mcore.forward import label_logprobs, make_forward_step
 from megatron_rl_corr.mcore.forward_only import run_forward_only
 from megatron_rl_corr.mcore.microbatch import Microbatch
-from megatron_rl_corr.mcore.reference import ReferencePass
-from megatron_rl_corr.moe.effect import effect_metrics
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.metrics import Metric
 
 
-@dataclass(frozen=True)
-class ReplayEffect:
-    """--router-replay-effect-every. Example: ReplayEffect(10) measures in batches 0, 10, 20 and so on."""
+class ReplayEffectFeature(Feature):
+    """--router-replay-effect-every: with 10 it measures in batches 0, 10, 20 and so on."""
 
-    every: int | None = None
-    """Batches from one measurement to the next; None: there is none."""
+    @classmethod
+    def is_asked_for(cls, options: RunConfig) -> bool:
+        return options.router_replay_effect_every is not None
 
-    def measure(self, number: int, forward: ReferencePass, routes: Routes) -> dict[str, Metric]:
-        """`effect_metrics` of the batch's first microbatch under the current weights; every rank calls it.
+    def after_scoring(self, scored: ScoredBatch) -> dict[str, Metric]:
+        """`effect_metrics` of the batch's first microbatch under the current weights.
 
         With virtual pipeline stages it is the first group of microbatches, as Megatron runs no fewer. Two
         forward-only passes in evaluation mode; training does not notice: routers are reset behind each, and
         the maxima of attention logits are put back.
 
-        Args:
-            number: of the batch, from 0.
-            forward: the pass over the whole batch.
-            routes: with the servers' experts of the batch.
-
         Returns:
             This rank's share, on the last pipeline stage; {} on others, and for a batch that
             is not measured.
         """
-        if self.every is None or number % self.every:
+        if scored.number % self.options.router_replay_effect_every:
             return {}
+        forward, routes = scored.forward, scored.routes
         batch, settings = forward.batch, forward.settings
 
         def log_probs(micro: Microbatch, output: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,3 +72,6 @@ class ReplayEffect:
 def _behind(values: Tensor) -> Tensor:
     """[T] -> [T + 1]: behind them a zero, of what is no token."""
     return torch.cat([values, values.new_zeros(1)])
+
+
+FEATURE = ReplayEffectFeature

@@ -1,0 +1,1 @@
+"""How much of the mismatch --router-replay R3 removes."""

@@ -1,0 +1,1 @@
+"""Each batch's samples, in files."""

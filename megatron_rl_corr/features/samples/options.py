@@ -1,0 +1,35 @@
+"""The flag of the saved samples."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from megatron_rl_corr.config.fields import Options, WrittenFolder, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedSamplesConfig(Options):
+    """Saved samples: every batch's, in files that a replay trains on."""
+
+    writes = (
+        WrittenFolder("save_trajectories", by="leaders", step_files=r"step_(\d+)_replica(\d+)\.parquet"),
+    )
+
+    save_trajectories: str | None = option(None, metavar="DIR")
+    """Write every batch's samples there, with both policies' log-probs, masks and advantages: a Parquet
+    file a batch, named by its first step, and replica. It needs the pass that computes old log-probs,
+    except in bypass mode.
+    """
+
+    def check_replayed_folder(self) -> None:
+        """ValueError where the samples of a replay would be written over those that it reads."""
+        both = self.replay is not None and self.save_trajectories is not None
+        if both and os.path.realpath(self.save_trajectories) == os.path.realpath(self.replay):
+            raise ValueError(
+                f"`save_trajectories` {self.save_trajectories} is the folder of `replay`, whose files it "
+                "would replace while they are read; give another one, or drop it"
+            )
+
+
+OPTIONS = SavedSamplesConfig
