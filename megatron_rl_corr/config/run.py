@@ -184,6 +184,7 @@ class RunConfig(*reversed(TOPICS)):
     `RunConfig(urls=..., ...)`.
     """
 
+    acts_in_replay = True  # of its topics some do not
     writes = tuple(one for topic in TOPICS for one in topic.writes)
 
     @property

@@ -150,14 +150,21 @@ class Feature:
         """ValueError for data that is wrong, where a run can't be prepared for other reasons."""
 
     def prepare(self, settings: RunSettings, source: SampleSource) -> None:
-        """Make what needs neither servers nor other ranks. Raises ValueError, OSError."""
+        """Make what needs neither servers nor other ranks. Raises ValueError, OSError. Not in a replay."""
 
     def samplings(self) -> Sequence[FurtherSampling]:
         """What servers must be able to sample beside the training; once it is prepared."""
         return ()
 
+    def open(self, run: RunParts) -> None:
+        """Take what the run is made of, and open files; the servers are reached next. In a replay too.
+
+        Raises:
+            OSError: a folder can't be made.
+        """
+
     def start(self, run: RunParts) -> None:
-        """Begin; the servers are reached next. May be collective."""
+        """Begin; all are open. May be collective. In a replay too."""
 
     def after_scoring(self, scored: ScoredBatch) -> dict[str, Metric]:
         """This rank's share of metrics of a batch before it trains. May be collective."""
@@ -192,7 +199,10 @@ class Feature:
         return {}
 
     def end_step(self, ended: EndedStep) -> None:
-        """After a step, before its numbers are written. May be collective."""
+        """Write what is kept of a step that has ended. May be collective. In a replay too."""
+
+    def after_step(self, ended: EndedStep) -> None:
+        """What begins between two steps, before the step's numbers are written. May be collective."""
 
     def close(self) -> None:
         """Give up what is under way: the run has ended or failed. From any thread, on this rank alone."""

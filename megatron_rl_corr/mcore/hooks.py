@@ -178,11 +178,13 @@ class CorrectedTraining:
                 self._settle()
                 return result
             losses, *rest = result
-            self._supervision.end_step(iteration + 1)
             ahead = self._options.max_lag > 0 and iteration + 1 < training.get_args().train_iters
             ended = EndedStep(iteration + 1, self.session.step.times, ahead)
             for one in self.session.features:
                 one.end_step(ended)
+            self._supervision.end_step(iteration + 1)
+            for one in self.session.features:
+                one.after_step(ended)
             self._reports.end_step()
             self._shown |= {name: value for name, value in self._reports.numbers.items() if name in CONSOLE}
             return (losses | _console_losses(self._shown), *rest)
@@ -246,8 +248,10 @@ class CorrectedTraining:
 
     def close(self) -> None:
         """Leave the servers, if they were reached."""
-        self._close_reports()
-        self.session = None
+        try:
+            self._close_reports()
+        finally:
+            self.session = None
         self._opened.close()
         self._supervision.close()
 

@@ -151,6 +151,7 @@ def start(
     logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
     settings = RunSettings(options, args, layout, parts.vocab_size)
     run = RunParts(settings, *megatron.trained, parts.source, exporter, collector, shape, logprobs, reports)
+    all_reduce_startup(lambda: [one.open(run) for one in features])
     for one in features:
         one.start(run)
     if parts.source is None:

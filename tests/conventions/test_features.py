@@ -68,15 +68,25 @@ def test_feature_when_deleted_then_its_flags_and_metrics_are_unknown_and_no_othe
     assert (left["metrics"] != whole["metrics"]) == measures
 
 
+def imported(path):
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
 def test_kernel_when_read_then_it_names_no_feature():
-    folders = [
-        path for path in (ROOT / "megatron_rl_corr").iterdir() if path.is_dir() and path.name != "features"
-    ]
-    found = [
-        f"{path.relative_to(ROOT)} imports {node.module}"
-        for folder in folders
-        for path in folder.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text("utf-8")))
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron_rl_corr.features")
-    ]
-    assert found == []
+    package = ROOT / "megatron_rl_corr"
+    kernel = [path for path in package.rglob("*.py") if package / "features" not in path.parents]
+    assert len(kernel) > 300
+    wrong = [(path.name, name) for path in kernel for name in imported(path) if ".features." in name]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_options_of_a_feature_when_read_then_they_import_nothing_heavy(name):
+    names = list(imported(ROOT / "megatron_rl_corr/features" / name / "options.py"))
+    assert [one for one in names if one.startswith("megatron_rl_corr.config.fields")]
+    ours = ("megatron_rl_corr.config.",)
+    assert [one for one in names if not one.startswith(ours) and one not in sys.stdlib_module_names] == []

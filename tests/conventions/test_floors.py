@@ -45,7 +45,16 @@ FLOORS = [
 """A folder imports only from itself and from those before it; no files import each other in a circle."""
 
 MOST_LINES = 80
-PHASES = {"start", "after_scoring", "save_batch", "settle", "before_push", "after_push", "end_step"}
+PHASES = {
+    "start",
+    "after_scoring",
+    "save_batch",
+    "settle",
+    "before_push",
+    "after_push",
+    "end_step",
+    "after_step",
+}
 """Methods of mcore/feature.Feature that may be collective."""
 
 KNOWN_CLIMBS: set[tuple[str, str]] = set()

@@ -108,7 +108,7 @@ def differences(trainer, tensors, tiny_moe_dir, folder, version):
 
 FLOAT32 = TextRounding(ROUNDINGS["float32"].least, ROUNDINGS["float32"].least, np.zeros(0, dtype=bool))
 BFLOAT16 = TextRounding(2e-3, 6e-3, np.zeros(0, dtype=bool))
-"""Of the tiny model, as mcore/simulated_rounding.py has it."""
+"""Of the tiny model, as features/push_probe/simulated_rounding.py has it."""
 
 
 def test_push_when_two_follow_each_other_and_nothing_is_planted_then_the_probe_is_right(

@@ -170,7 +170,7 @@ def reports(reporter=True, fails=False):
     """(the feature, its reports, their rows, the end of a step; an evaluation is due after even ones)."""
     rows = []
     made, feature = StepReports(rows.append), EvaluationFeature(None)
-    feature.start(types.SimpleNamespace(reports=made))
+    feature.open(types.SimpleNamespace(reports=made))
     feature.evaluation = types.SimpleNamespace(
         is_due=lambda step: step % 2 == 0, start=lambda step: Started(step, fails)
     )
@@ -180,7 +180,7 @@ def reports(reporter=True, fails=False):
         if reporter:
             made.numbers["step"] = step
         waited = pushes and feature.settle()
-        feature.end_step(EndedStep(step, None, ahead))
+        feature.after_step(EndedStep(step, None, ahead))
         made.end_step()
         return waited
 

@@ -120,8 +120,9 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.reduce import restarts
 from megatron_rl_corr.reduce.failure import WATCH
 log, restarted = [], []
+gone = []
 class Step:
-    features = ()
+    features = (types.SimpleNamespace(close=lambda: gone.append("feature")),)
     def __init__(self):
         self.number = len([entry for entry in log if entry[0] == "start"]) + 1
         log.append(["start", self.number])
@@ -148,9 +149,13 @@ parsed = []
 for attempt in range(2):
     parsed.append(arguments.parse_args().rollout_prompts)
     training.setup_model_and_optimizer("provider", "type")
+watched = len(gone)
+for clean_up in WATCH._clean_ups:
+    clean_up()
+watched = len(gone) - watched
 leave()
-say(log=log, parsed=parsed, kinds=dict(EVENTS.counts), left=len(WATCH._clean_ups),
-    restarted=restarted)
+say(log=log, parsed=parsed, gone=len(gone), watched=watched, kinds=dict(EVENTS.counts),
+    left=len(WATCH._clean_ups), restarted=restarted)
 """
 
 
@@ -170,6 +175,8 @@ def test_hooks_when_megatron_restarts_within_the_process_then_flags_parse_anew_a
     assert found["kinds"] == {"run_started": 1, "run_restarted": 1, "run_ended": 1}
     assert found["restarted"] == [False, True]
     assert found["left"] == 1  # to close the reports of the second start; the first one's is forgotten
+    # By the watch the second start's; and at the restart and the end.
+    assert found["watched"] == 1 and found["gone"] == 3
 
 
 # The first start opens something and fails: the second closes it, and is a restart.
@@ -188,15 +195,13 @@ session""",
     .replace(
         """
     training.setup_model_and_optimizer("provider", "type")
-leave()
-""",
+watched""",
         """
     try:
         training.setup_model_and_optimizer("provider", "type")
     except RuntimeError as error:
         log.append(["failed", str(error)])
-leave()
-""",
+watched""",
     )
 )
 

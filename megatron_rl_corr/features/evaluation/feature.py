@@ -77,10 +77,10 @@ class EvaluationFeature(Feature):
         names = {name: f"eval_{name}" for name in SAMPLED}
         return [FurtherSampling(self.evaluation.sampling, names, "evaluations are sampled so")]
 
-    def start(self, run: RunParts) -> None:
+    def open(self, run: RunParts) -> None:
         self._reports = run.reports
 
-    def end_step(self, ended: EndedStep) -> None:
+    def after_step(self, ended: EndedStep) -> None:
         if not self.evaluation.is_due(ended.number):
             return
         assert self._running is None, "an evaluation was not waited for before a push"

@@ -39,7 +39,7 @@ class ExportFeature(Feature):
     def check_folders(cls, options: RunConfig, args: argparse.Namespace) -> None:
         check_folder(options, args)
 
-    def start(self, run: RunParts) -> None:
+    def open(self, run: RunParts) -> None:
         self._run = run
 
     def end_step(self, ended: EndedStep) -> None:

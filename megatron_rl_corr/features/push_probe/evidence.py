@@ -2,7 +2,7 @@
 stated error rate.
 
 The unit is a text. A text is *off* if its log-probs are further apart than rounding explains, by a factor of
-MARGIN; the trainer simulates that rounding (mcore/simulated_rounding.py). A healthy server's text is off with
+MARGIN; the trainer simulates that rounding (simulated_rounding.py). A healthy server's text is off with
 a probability of at most HEALTHY_OFF, whatever the texts before were. So the likelihood ratio
 
     2 ** bits = product over texts of  FAULTY_OFF / HEALTHY_OFF              where the text is off

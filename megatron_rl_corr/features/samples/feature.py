@@ -29,7 +29,7 @@ class SavedSamplesFeature(Feature):
     def is_asked_for(cls, options: RunConfig) -> bool:
         return options.save_trajectories is not None
 
-    def start(self, run: RunParts) -> None:
+    def open(self, run: RunParts) -> None:
         options, layout = self.options, run.settings.layout
         self._folder, self._layout, self._samples = Path(options.save_trajectories), layout, run.collector
         self._batch = SavedBatch(

@@ -19,15 +19,14 @@ class TraceFeature(Feature):
     def __init__(self, options: RunConfig):
         super().__init__(options)
         self._folder, self._run = Path(options.trace), None
-        self._base, self._base_unix = clock(), time.time()
         self._steps: dict[int, list[Phase]] = {}
 
     @classmethod
     def is_asked_for(cls, options: RunConfig) -> bool:
         return options.trace is not None
 
-    def start(self, run: RunParts) -> None:
-        self._run = run
+    def open(self, run: RunParts) -> None:
+        self._run, self._base, self._base_unix = run, clock(), time.time()
         if run.settings.layout.is_data_leader:
             self._folder.mkdir(parents=True, exist_ok=True)
 
