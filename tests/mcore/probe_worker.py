@@ -81,7 +81,18 @@ def probed(model_dir, arguments, spec):
         before = state(model)
         collector = SimpleNamespace(trajectories=[])
         run = RunSettings(options, arguments, layout, settings.vocab_size)
-        probe = broadcast_probe(RunParts(run, model, None, source, collector, shape, settings, None))
+        parts = RunParts(
+            settings=run,
+            model=model,
+            optimizer=None,
+            source=source,
+            exporter=None,
+            collector=collector,
+            shape=shape,
+            logprobs=settings,
+            reports=None,
+        )
+        probe = broadcast_probe(parts)
         texts = tuple(round_texts(source.prompts, 0, (), length - 1))
         own, rounded = probe._all_reduce_simulated(Asked(texts, 2e-3))
         probe.before_push()
