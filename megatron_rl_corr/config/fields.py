@@ -159,6 +159,11 @@ class Option:
         return isinstance(value, str) if self.items is str else is_number(value)
 
 
+def flag_of(name: str) -> str:
+    """The flag that is made from an option's name: --rollout-group-size of group_size."""
+    return "--rollout-" + name.removeprefix("rollout_").replace("_", "-")
+
+
 @dataclass(frozen=True)
 class WrittenFolder:
     r"""A folder that an option names and a run writes.
@@ -177,7 +182,7 @@ class WrittenFolder:
     @property
     def flag(self) -> str:
         """Its option's."""
-        return f"--rollout-{self.option.replace('_', '-')}"
+        return flag_of(self.option)
 
 
 class Options:
@@ -362,7 +367,6 @@ def _option(field: dataclasses.Field, hint: Any) -> Option:
     items = typing.get_args(hint)[0] if kind is tuple else object
     if kind is tuple and items not in (str, float):
         kind = object
-    derived = "--rollout-" + field.name.removeprefix("rollout_").replace("_", "-")
     return Option(
         field.name,
         kind,
@@ -371,7 +375,7 @@ def _option(field: dataclasses.Field, hint: Any) -> Option:
         choices,
         bounds,
         field.default,
-        derived if given["flag"] == "" else given["flag"],
+        flag_of(field.name) if given["flag"] == "" else given["flag"],
         given["metavar"],
         given["none"],
         given["needs"],

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megatron_rl_corr.config.fields import Options, option
 
+SAMPLE_FILES = r"step_(\d+)_replica(\d+)\.parquet"
+"""Names of the files that a replay reads, a regular expression: first step and replica."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayConfig(Options):

@@ -18,12 +18,40 @@ from megatron_rl_corr.data.unreadable import Unreadable
 
 OPEN, CLOSE = "\x01", "\x02"
 """Around the words of a \\text{...}, once it is known that they are words."""
+FUNCTIONS = (
+    "arcsin",
+    "arccos",
+    "arctan",
+    "arccsc",
+    "arcsec",
+    "arccot",
+    "sinh",
+    "cosh",
+    "tanh",
+    "sin",
+    "cos",
+    "tan",
+    "csc",
+    "sec",
+    "cot",
+    "log",
+    "ln",
+    "exp",
+    "sqrt",
+    "pi",
+    "theta",
+    "alpha",
+    "beta",
+    "gamma",
+    "lambda",
+    "gcd",
+    "lcm",
+)
 COMMANDS = frozenset(
     (
+        *FUNCTIONS,
         "frac",
         "binom",
-        "sqrt",
-        "pi",
         "infty",
         "cdot",
         "times",
@@ -55,28 +83,8 @@ COMMANDS = frozenset(
         "langle",
         "rangle",
         "text",
-        "log",
-        "ln",
-        "exp",
-        "sin",
-        "cos",
-        "tan",
-        "csc",
-        "sec",
-        "cot",
-        "arcsin",
-        "arccos",
-        "arctan",
-        "arccsc",
-        "arcsec",
-        "arccot",
-        "sinh",
-        "cosh",
-        "tanh",
         "max",
         "min",
-        "gcd",
-        "lcm",
         "det",
         "sum",
         "prod",
@@ -86,19 +94,14 @@ COMMANDS = frozenset(
         "overline",
         "vec",
         "bar",
-        "alpha",
-        "beta",
-        "gamma",
         "delta",
         "epsilon",
         "varepsilon",
         "zeta",
         "eta",
-        "theta",
         "vartheta",
         "iota",
         "kappa",
-        "lambda",
         "mu",
         "nu",
         "xi",
@@ -125,35 +128,6 @@ COMMANDS = frozenset(
     )
 )
 """Commands that math-verify reads as what they mean."""
-FUNCTIONS = (
-    "arcsin",
-    "arccos",
-    "arctan",
-    "arccsc",
-    "arcsec",
-    "arccot",
-    "sinh",
-    "cosh",
-    "tanh",
-    "sin",
-    "cos",
-    "tan",
-    "csc",
-    "sec",
-    "cot",
-    "log",
-    "ln",
-    "exp",
-    "sqrt",
-    "pi",
-    "theta",
-    "alpha",
-    "beta",
-    "gamma",
-    "lambda",
-    "gcd",
-    "lcm",
-)
 SHORT_WORDS = frozenset(
     (
         "yes",
@@ -470,9 +444,8 @@ def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
     with_others = any(sign in match["unit"] for sign in ("/", "°", OPEN)) or not POWERS.keys().isdisjoint(
         plain
     )
-    plain = [
-        word for word in plain if not (spaced and len(word) > 1 and len(max(plain, key=len)) >= LONG_WORD)
-    ]
+    of_words = spaced and any(len(word) >= LONG_WORD for word in plain)  # 5 red apples
+    plain = [word for word in plain if not (of_words and len(word) > 1)]
     units = SPACED if spaced else frozenset()
     if not all(_may_be_unit(word, with_others) or word.casefold() in units for word in plain):
         if spaced and all(len(word) > 1 for word in plain) and any(map(_looks_like_a_word, plain)):

@@ -21,9 +21,8 @@ from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import file_checks, hooks, session, start_checks
 from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.collect import Collector
 from megatron_rl_corr.mcore.early_checks import naming_checkpoint
-from megatron_rl_corr.mcore.feature import RunSettings, features_of, prepare_features
+from megatron_rl_corr.mcore.feature import RunSettings, features_of
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -152,15 +151,9 @@ def _check_data(options: RunConfig, args: argparse.Namespace, shape: BatchShape,
     with ExitStack() as opened:
         opened.callback(loop.close)
         source = session.sample_source(settings, loop, Routes(), features, opened, problems)
-        if source is not None:
-            collector = problems.check(
-                "collector",
-                lambda: Collector(options, layout, shape, source, batches=(0, 1)),
-                needs=["prompts"],
-            )
-            if collector is not None:
-                opened.callback(collector.close)
-            prepare_features(features, settings, source, problems)
+        collector = session.collector_of(settings, shape, source, features, problems, batches=(0, 1))
+        if collector is not None:
+            opened.callback(collector.close)
         problems.raise_all()
         return len(source.prompts)
 

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.config.fields import WrittenFolder, options_of
+from megatron_rl_corr.config.fields import WrittenFolder, flag_of, options_of
 from megatron_rl_corr.config.groups import SPREAD
 from megatron_rl_corr.config.losses import is_own
 from megatron_rl_corr.config.problems import Problems, check_each
@@ -67,7 +67,7 @@ class EarlyChecks:
         folder = getattr(self.options, name)
         if folder is None or (self.only_checked and not any(Path(folder).glob("*.safetensors*"))):
             return
-        with naming_checkpoint(folder, f"--rollout-{name.replace('_', '-')}"):
+        with naming_checkpoint(folder, flag_of(name)):
             HFCheckpoint(folder).check_files()
 
     def _check_quantized(self) -> None:
@@ -100,7 +100,7 @@ class EarlyChecks:
                 row, where, columns = first_row(path)
                 form.check_keys(row, where, columns=columns)
             except (ValueError, OSError) as error:
-                raise ValueError(f"--rollout-{name.replace('_', '-')}: {error}") from None
+                raise ValueError(f"{flag_of(name)}: {error}") from None
 
         check_each(check, paths)
 

@@ -14,7 +14,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_rl_corr.config.features import FEATURES, feature_options
-from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 
 if TYPE_CHECKING:  # a feature's settings are read without Megatron
@@ -220,15 +219,6 @@ def features_of(options: RunConfig) -> tuple[Feature, ...]:
         for feature, owner in zip(feature_classes(), feature_options(), strict=True)
         if (options.replay is None or owner.acts_in_replay) and feature.is_asked_for(options)
     )
-
-
-def prepare_features(
-    features: Sequence[Feature], settings: RunSettings, source: SampleSource, problems: Problems
-) -> None:
-    """Prepare all of them; problems gets what is wrong."""
-    for one in features:
-        with problems.catch():
-            one.prepare(settings, source)
 
 
 def number_of_steps(args: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.mcore.early_checks import naming_checkpoint
-from megatron_rl_corr.mcore.feature import Feature, RunParts, RunSettings, features_of, prepare_features
+from megatron_rl_corr.mcore.feature import Feature, RunParts, RunSettings, features_of
 from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.model_check import check_models
@@ -275,29 +275,46 @@ def _prepare(
     else:
         settings = RunSettings(options, args, layout, vocab_size)
         source = sample_source(settings, loop, routes, features, opened, problems)
-        collector = None
-        if source is not None:
-            collector = problems.check(
-                "collector",
-                lambda: Collector(
-                    options,
-                    layout,
-                    shape,
-                    source,
-                    batches=batches,
-                    saved=saved,
-                    routes=routes,
-                    traces=any(one.needs_traces for one in features),
-                    origins=any(one.needs_origins for one in features),
-                ),
-                needs=["prompts"],
-            )
-            prepare_features(features, settings, source, problems)
+        collector = collector_of(
+            settings, shape, source, features, problems, batches=batches, saved=saved, routes=routes
+        )
     if collector is not None:
         opened.callback(collector.close)
     parameters = problems.check("parameters", loaded_parameters)
     problems.raise_all()
     return _Parts(source, loop, collector, vocab_size, parameters)
+
+
+def collector_of(
+    settings: RunSettings,
+    shape: BatchShape,
+    source: SampleSource | None,
+    features: Sequence[Feature],
+    problems: Problems,
+    **how: Any,
+) -> Collector | None:
+    """What collects batches, once the features are prepared too; problems gets what is wrong.
+
+    Args:
+        settings, shape: the run's.
+        source: of the samples; None: it could not be made, and of these nothing is known.
+        features: the run's.
+        problems: what was wrong with its prompts is in it.
+        how: `Collector`'s.
+    """
+    if source is None:
+        return None
+    how["traces"] = any(one.needs_traces for one in features)
+    how["origins"] = any(one.needs_origins for one in features)
+    collector = problems.check(
+        "collector",
+        lambda: Collector(settings.options, settings.layout, shape, source, **how),
+        needs=["prompts"],
+    )
+    for one in features:
+        with problems.catch():
+            one.prepare(settings, source)
+    return collector
 
 
 def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:
@@ -335,12 +352,8 @@ def sample_source(
     Returns:
         The source, without prompts where they can't be used; None where nothing else can be told without it.
     """
-    options, args, layout, vocab_size = (
-        settings.options,
-        settings.args,
-        settings.layout,
-        settings.vocab_size,
-    )
+    options, args = settings.options, settings.args
+    layout, vocab_size = settings.layout, settings.vocab_size
 
     def made_client() -> RolloutClient:
         client = RolloutClient(

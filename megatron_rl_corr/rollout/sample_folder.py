@@ -10,10 +10,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_rl_corr.config.replay import SAMPLE_FILES
+
 if TYPE_CHECKING:
     from megatron_rl_corr.rollout.sample_file import SavedBatch
 
-NAME = re.compile(r"step_(\d+)_replica(\d+)\.parquet")
+NAME = re.compile(SAMPLE_FILES)
 """What `SavedBatch.file_name` makes."""
 
 

@@ -1301,7 +1301,7 @@ def test_updates_of_a_batch_when_a_run_would_save_or_end_within_one_then_refused
 
 CASES["save hf"] = """
 import pathlib, tempfile
-from megatron_rl_corr.features.export.feature import check_folder
+from megatron_rl_corr.features.export.feature import ExportFeature
 
 root = pathlib.Path(tempfile.mkdtemp())
 (root / "link").symlink_to(root / "saved")
@@ -1310,7 +1310,7 @@ root = pathlib.Path(tempfile.mkdtemp())
 def said(folder, save=None, load=None, source="m"):
     options = types.SimpleNamespace(save_hf=folder and str(root / folder), hf_checkpoint=str(root / source))
     try:
-        check_folder(
+        ExportFeature.check_folders(
             options, types.SimpleNamespace(save=save and str(root / save), load=load and str(root / load))
         )
     except ValueError as error:

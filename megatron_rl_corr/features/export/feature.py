@@ -37,7 +37,21 @@ class ExportFeature(Feature):
 
     @classmethod
     def check_folders(cls, options: RunConfig, args: argparse.Namespace) -> None:
-        check_folder(options, args)
+        if options.save_hf is None:
+            return
+        folder = Path(options.save_hf)
+        for flag, other in (("--save", args.save), ("--load", args.load)):
+            if other and Path(other).resolve() == folder.resolve():
+                raise ValueError(
+                    f"--rollout-save-hf {folder} is the folder of {flag}, where Megatron's checkpoints have "
+                    "the same names (iter_0000040), and one would be removed for the other; name "
+                    "another folder"
+                )
+        if Path(options.hf_checkpoint).resolve().parent == folder.resolve():
+            raise ValueError(
+                f"--rollout-save-hf {folder} holds --rollout-hf-checkpoint {options.hf_checkpoint}, which a "
+                "step of the same number would replace; name another folder"
+            )
 
     def open(self, run: RunParts) -> None:
         self._run = run
@@ -84,29 +98,6 @@ class ExportFeature(Feature):
     def _named(self, error: OSError) -> OSError:
         """The same with the flag, as when the disk is full."""
         return OSError(f"--rollout-save-hf {self.folder}: {error}")
-
-
-def check_folder(options: RunConfig, args: argparse.Namespace) -> None:
-    """ValueError for a --rollout-save-hf where another's folders would be replaced.
-
-    Args:
-        options: the plugin's flags.
-        args: Megatron's.
-    """
-    if options.save_hf is None:
-        return
-    folder = Path(options.save_hf)
-    for flag, other in (("--save", args.save), ("--load", args.load)):
-        if other and Path(other).resolve() == folder.resolve():
-            raise ValueError(
-                f"--rollout-save-hf {folder} is the folder of {flag}, where Megatron's checkpoints have the "
-                "same names (iter_0000040), and one would be removed for the other; name another folder"
-            )
-    if Path(options.hf_checkpoint).resolve().parent == folder.resolve():
-        raise ValueError(
-            f"--rollout-save-hf {folder} holds --rollout-hf-checkpoint {options.hf_checkpoint}, which a step "
-            "of the same number would replace; name another folder"
-        )
 
 
 FEATURE = ExportFeature

@@ -6,15 +6,14 @@ import os
 from dataclasses import dataclass
 
 from megatron_rl_corr.config.fields import Options, WrittenFolder, option
+from megatron_rl_corr.config.replay import SAMPLE_FILES
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedSamplesConfig(Options):
     """Saved samples: every batch's, in files that a replay trains on."""
 
-    writes = (
-        WrittenFolder("save_trajectories", by="leaders", step_files=r"step_(\d+)_replica(\d+)\.parquet"),
-    )
+    writes = (WrittenFolder("save_trajectories", by="leaders", step_files=SAMPLE_FILES),)
 
     save_trajectories: str | None = option(None, metavar="DIR")
     """Write every batch's samples there, with both policies' log-probs, masks and advantages: a Parquet
