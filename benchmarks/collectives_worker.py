@@ -34,9 +34,11 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines import load_engine
+from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat, forward_only, step
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
+from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.collect import COUNTED, Collector, SampleSource
+from megatron_rl_corr.mcore.deal import Scored
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.reduce.layout import Layout
 from tools.local_server import free_port
@@ -94,21 +96,26 @@ def cases() -> Iterator[Case]:
 class SyntheticCollector(Collector):
     """Invents what the servers would answer; the exchange is the collector's."""
 
-    def _batch(self, taken: None, version: int) -> RolloutBatch:
-        batch, generator = (
-            RolloutBatch.empty(self._rows, self._length),
-            torch.Generator().manual_seed(version),
-        )
-        tokens = torch.randint(0, VOCAB, batch.tokens.shape, generator=generator)
-        logprobs = -3.0 - torch.rand(batch.tokens.shape, generator=generator)
-        return replace(
-            batch,
-            tokens=tokens,
-            labels=tokens.roll(-1, 1),
-            loss_mask=tokens >= 0,
-            rollout_logprobs=logprobs,
-            rewards=torch.rand(self._rows, generator=generator),
-            group_ids=torch.arange(self._rows) // GROUP_SIZE,
+    def _numbered(self, taken: None, first: int) -> list[Scored]:
+        generator = torch.Generator().manual_seed(first)
+        return [
+            Scored(self._sample(first + number // GROUP_SIZE, generator), float(reward))
+            for number, reward in enumerate(torch.rand(self._rows, generator=generator))
+        ]
+
+    def _sample(self, prompt: int, generator: torch.Generator) -> Trajectory:
+        """A prompt of one token, and a response that fills its row."""
+        ids = torch.randint(0, VOCAB, (self._length + 1,), generator=generator)
+        return Trajectory(
+            prompt_index=prompt,
+            sample_index=0,
+            prompt_ids=ids[:1],
+            output_ids=ids[1:],
+            rollout_logprobs=-3.0 - torch.rand(self._length, generator=generator),
+            finish_reason="stop",
+            weight_versions=(VersionSpan("0", 0, self._length),),
+            cached_tokens=0,
+            server="",
         )
 
     def _count(self, taken: None, version: int) -> list[float]:
@@ -201,12 +208,12 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
         metrics.update(given)
         return gather(given, group)
 
-    def train_step(forward_step, iterator) -> tuple:
+    def train_step(forward_step, iterator, microbatches: int) -> tuple:
         schedule(
             forward_step_func=forward_step,
             data_iterator=iterator,
             model=model,
-            num_microbatches=case.microbatches,
+            num_microbatches=microbatches,
             forward_only=False,
         )
         return {}, int(not optimizer.step()[0]), False, False, 0, None, None, 0

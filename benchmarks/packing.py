@@ -187,7 +187,6 @@ def some_batch(lengths: list[int], options: argparse.Namespace, kind: str):
     """Random samples of these lengths."""
     from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
     from megatron_rl_corr.mcore.batch import RolloutBatch
-    from megatron_rl_corr.mcore.packed_batch import PackedBatch
 
     generator, samples = torch.Generator().manual_seed(1), []
     for index, length in enumerate(lengths):
@@ -207,8 +206,10 @@ def some_batch(lengths: list[int], options: argparse.Namespace, kind: str):
             )
         )
     rewards = torch.rand(len(lengths), generator=generator)
-    maker = PackedBatch if kind == "packed" else RolloutBatch
-    return maker.from_trajectories(samples, rewards, length=options.length, version=0)
+    multiple = 1 if kind == "packed" else options.length
+    return RolloutBatch.from_trajectories(
+        samples, rewards, length=options.length, version=0, multiple=multiple
+    )
 
 
 def one_step(model: list, batch, limits, layout, options: argparse.Namespace) -> float:
@@ -228,7 +229,7 @@ def one_step(model: list, batch, limits, layout, options: argparse.Namespace) ->
         packing=limits,
     )
 
-    def train_step(forward_step, iterator, microbatches=options.samples // ROWS):
+    def train_step(forward_step, iterator, microbatches):
         for chunk in model:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(

@@ -190,7 +190,11 @@ def some_batch(options: argparse.Namespace):
             )
         )
     return RolloutBatch.from_trajectories(
-        samples, torch.rand(options.samples), length=options.length, version=0
+        samples,
+        torch.rand(options.samples),
+        length=options.length,
+        version=0,
+        multiple=options.length,
     )
 
 
@@ -226,14 +230,14 @@ def one_step(step, model: list, batch, options: argparse.Namespace) -> float:
     """Seconds of a corrected step."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    def train_step(forward_step, iterator):
+    def train_step(forward_step, iterator, microbatches):
         for chunk in model:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterator,
             model=model,
-            num_microbatches=options.samples // ROWS,
+            num_microbatches=microbatches,
             seq_length=options.length,
             micro_batch_size=ROWS,
             forward_only=False,

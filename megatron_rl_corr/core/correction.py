@@ -86,17 +86,11 @@ class Correction:
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Device-side partials of this rank's share, by name."""
 
-    def rows(self, start: int, stop: int) -> Correction:
-        """Weights and masks of tokens [start, stop), for a microbatch; counts and lengths
-        stay, metrics do not.
-        """
-        part = slice(start, stop)
-        return replace(
-            self, weights=self.weights[part], mask=self.mask[part], valid=self.valid[part], metrics={}
-        )
-
     def at(self, places: Tensor, padding: int) -> Correction:
-        """As `rows`, of the tokens at these places [T'], with so many that are no token behind them."""
+        """Weights and masks of the tokens at these places [T'], then `padding` masked entries.
+
+        For a microbatch: counts and lengths stay those of the batch, metrics do not.
+        """
         weights, mask, valid = (padded_at(x, places, padding) for x in (self.weights, self.mask, self.valid))
         return replace(self, weights=weights, mask=mask, valid=valid, metrics={})
 

@@ -55,13 +55,6 @@ class SampledRows:
         """[T - N] int64, the other rows."""
         return self.order[len(self) :]
 
-    def tokens(self, start: int, stop: int) -> SampledRows:
-        """Those of tokens [start, stop), numbered from 0."""
-        first, last = (int(self.host_counts[at]) for at in (start, stop))
-        others = self.others[start - first : stop - last]
-        order = torch.cat([self.rows[first:last], others]) - start
-        return SampledRows(order, self.host_counts[start : stop + 1] - first)
-
     def column_major(self, height: int) -> SampledRows:
         """The same tokens where those of [height, T / height] lie column after column; no
         longer ascending.

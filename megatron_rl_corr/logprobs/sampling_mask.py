@@ -58,13 +58,6 @@ class SamplingMasks:
         """T."""
         return len(self.host_offsets) - 1
 
-    def tokens(self, start: int, stop: int) -> SamplingMasks:
-        """The masks of tokens [start, stop)."""
-        own = self.host_offsets[start : stop + 1]
-        return SamplingMasks(
-            self.ids[own[0] : own[-1]], self.offsets[start : stop + 1] - int(own[0]), own - own[0]
-        )
-
     def at(self, tokens: np.ndarray) -> SamplingMasks:
         """The masks of these tokens, in this order. tokens: [T'] int64, on the host."""
         lengths = np.diff(self.host_offsets)[tokens]

@@ -1,9 +1,8 @@
-"""How a step's samples lie in tensors: the one file that knows. Whole rows, and a rank's part of them.
+"""How a step's samples lie in tensors: the one file that knows. One sequence behind the other.
 
-N samples of this replica, each a row of L = --seq-length positions (or a context-parallel
-rank's share of them).
-Position t of a row predicts token t + 1. Other files see T = N * L tokens and S = N sequences: `flat` and
-`spread` make [T] of a value a token and a value a sequence, `seq_ids` says which token is whose.
+S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks. Each sequence is
+padded to a multiple: of 2 * cp, of which every rank takes its two chunks, where microbatches are packs; of
+L = --seq-length where they are rows. Position t of a sequence predicts token t + 1.
 """
 
 from __future__ import annotations
@@ -11,27 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.core.segments import row_ids
 from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
-from megatron_rl_corr.mcore.replicas import broadcast_batch
+from megatron_rl_corr.mcore.packing import PackLimits
+from megatron_rl_corr.mcore.replicas import broadcast_to_replica
 from megatron_rl_corr.reduce.collectives import all_gather_stacked
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout import versions
-
-if TYPE_CHECKING:
-    from megatron_rl_corr.mcore.packed_batch import PackedBatch
-    from megatron_rl_corr.mcore.packing import PackLimits
 
 
 @dataclass(frozen=True)
@@ -49,19 +42,20 @@ class BatchShape:
     seq_length: int
     """Positions of a whole row."""
     packing: PackLimits | None = None
-    """How sequences are packed; None: padded rows."""
+    """How sequences are packed; None: microbatches are padded rows."""
     updates: int = 1
     """--rollout-updates-per-batch: parts that the collected samples are cut into."""
-
-    @property
-    def positions(self) -> int:
-        """All positions of an update's global batch, padding included."""
-        return self.global_batch_size * self.seq_length
 
     @property
     def collected(self) -> int:
         """Samples of a batch, of all replicas."""
         return self.global_batch_size * self.updates
+
+    def sequence_multiple(self, cp_size: int) -> int:
+        """A sequence is padded to a multiple of it: 2 * cp chunks of one token or more, or a whole row."""
+        if self.packing is None:
+            return self.seq_length
+        return chunk_multiple(cp_size)
 
     def rows(self, dp_size: int) -> int:
         """Samples of a batch on one of dp_size replicas.
@@ -87,65 +81,88 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """One replica's samples, padded to rows of L; under context parallelism, this rank's columns of them."""
+    """One replica's sequences, one behind the other; under context parallelism, this rank's tokens of each.
+
+    Example of sequences of 3 and 2 tokens, cp 1: positions [0, 1, 2, 0, 1], seq_ids [0, 0, 0, 1, 1],
+    cu_seqlens [0, 3, 5]. With cp 2, or as rows of 4, they are padded to 4 each (cu_seqlens [0, 4, 8]); of
+    cp 2 rank 0 has positions [0, 3, 0, 3].
+    """
 
     tokens: Tensor
-    """[N, L] int64, input ids; 0 behind the end."""
+    """[T] int64, input ids; 0 in padding."""
     labels: Tensor
-    """[N, L] int64, tokens moved left by one."""
+    """[T] int64: the next token of the sequence."""
     loss_mask: Tensor
-    """[N, L] bool: the label was sampled by the policy."""
+    """[T] bool: the label was sampled by the policy."""
     rollout_logprobs: Tensor
-    """[N, L] float32 of the label; 0 outside the mask, NaN where the server gave none."""
+    """[T] float32 of the label; 0 outside the mask, NaN where the server gave none."""
+    positions: Tensor
+    """[T] int64, in the whole sequence."""
+    seq_ids: Tensor
+    """[T] int64 in [0, S)."""
+    cu_seqlens: np.ndarray
+    """[S + 1] int64 on the host: where each whole sequence begins, its padding included, over all of cp."""
+    lengths: np.ndarray
+    """[S] int64 on the host: tokens of each whole sequence, without padding."""
     rewards: Tensor
-    """[N] float32."""
+    """[S] float32."""
     group_ids: Tensor
-    """[N] int64, numbers the prompts of this replica."""
+    """[S] int64, numbers the prompts of this replica; with parted_groups, of all."""
     version_lags: Tensor
-    """[N] float32: the trainer's weight version minus the one that sampled the first token."""
-    position_ids: Tensor
-    """[L] int64: each column's position in the whole row."""
+    """[S] float32: the trainer's weight version minus the one that sampled the first token."""
     token_lags: Tensor | None = None
-    """[N, L] int64: as version_lags, of the label's own version; 0 outside the mask. None:
+    """[T] int64: as version_lags, of the label's own version; 0 outside the mask. None:
     nobody asks for it.
     """
+    in_loss: Tensor | None = None
+    """[S] bool: False for a sample that only its group's baseline counts. None: all are in the loss."""
+    engine_ids: Tensor | None = None
+    """[S] int64: which of `engines` sampled it; None where all have the same."""
+    engines: tuple[str, ...] = ()
+    """Names as `Trajectory.engine` has them."""
     turn_ids: Tensor | None = None
-    """[N, L] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None:
-    rows have one turn.
+    """[T] int64: the policy's turn that sampled the label, from 0; 0 outside the mask. None:
+    sequences of one turn.
     """
     num_turns: int | None = None
     """Larger than every turn id, the same on all ranks; None without turn_ids."""
-    in_loss: Tensor | None = None
-    """[N] bool: False for a sample that only its group's baseline counts. None: all are in the loss."""
-    engine_ids: Tensor | None = None
-    """[N] int64: which of `engines` sampled it; None where all have the same."""
-    engines: tuple[str, ...] = ()
-    """Names as `Trajectory.engine` has them."""
-    ends: Tensor | None = None
-    """[N] int64: number of real positions of the whole row, where columns were cut; None:
-    read from the mask.
-    """
     sampling_masks: SamplingMasks | None = None
     """The ids that each of the T labels was drawn from, on the last stage. None: the whole vocabulary."""
+    parted_groups: int = 0
+    """Groups of all replicas, where one may have samples on several; 0: a group is whole on this replica."""
+    cp: tuple[int, int] = (0, 1)
+    """(rank, size) of the context-parallel ranks that share the tokens; (0, 1) for whole sequences."""
 
     @classmethod
-    def empty(cls, rows: int, length: int) -> RolloutBatch:
-        """Zeros of the right shapes, to receive into."""
-        device = communication_device()
+    def empty(cls, lengths: Sequence[int], multiple: int, *, num_turns: int | None = None) -> RolloutBatch:
+        """Zeros of the right shapes, on the communication device.
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
+        Args:
+            lengths: [S] tokens of each sequence.
+            multiple: each is padded to one.
+            num_turns: as the field.
+        """
+        device, real = communication_device(), np.asarray(lengths, dtype=np.int64)
+        padded = -(-real // multiple) * multiple
+        starts = np.concatenate([[0], np.cumsum(padded)])
+        ids, total = np.repeat(np.arange(len(real)), padded), int(starts[-1])
+        long = torch.zeros(total, dtype=torch.int64, device=device)
+        rows = torch.zeros(len(real), device=device)
         return cls(
-            tokens=zeros(rows, length, dtype=torch.int64),
-            labels=zeros(rows, length, dtype=torch.int64),
-            loss_mask=zeros(rows, length, dtype=torch.bool),
-            rollout_logprobs=zeros(rows, length, dtype=torch.float32),
-            rewards=zeros(rows, dtype=torch.float32),
-            group_ids=zeros(rows, dtype=torch.int64),
-            version_lags=zeros(rows, dtype=torch.float32),
-            token_lags=zeros(rows, length, dtype=torch.int64),
-            position_ids=torch.arange(length, device=device),
+            tokens=long,
+            labels=long.clone(),
+            loss_mask=long.bool(),
+            rollout_logprobs=long.float(),
+            positions=torch.from_numpy(np.arange(total) - starts[ids]).to(device),
+            seq_ids=torch.from_numpy(ids).to(device),
+            cu_seqlens=starts,
+            lengths=real,
+            rewards=rows,
+            group_ids=rows.long(),
+            version_lags=rows.clone(),
+            token_lags=long.clone(),
+            turn_ids=None if num_turns is None else long.clone(),
+            num_turns=num_turns,
         )
 
     @classmethod
@@ -156,180 +173,219 @@ class RolloutBatch:
         *,
         length: int,
         version: int,
+        multiple: int = 1,
         num_turns: int | None = None,
         mask_truncated: bool = False,
     ) -> RolloutBatch:
-        """Rows of the samples' tokens, on the communication device.
+        """The samples' tokens in their order, on the communication device.
 
         Args:
-            trajectories: of one replica, group by group.
-            rewards: [N] float32.
-            length: L.
+            trajectories: of one replica.
+            rewards: [S] float32.
+            length: the longest that a sequence may be, --seq-length.
             version: of the trainer's weights.
+            multiple: each sequence is padded to one, `BatchShape.sequence_multiple`.
             num_turns: the largest number of turns of a sample; None without an environment.
             mask_truncated: keep samples that were cut (finish reason length) out of the loss.
 
         Raises:
-            ValueError: for a sample of more than L + 1 tokens (the last one is a label only).
+            ValueError: for a sample of more than length + 1 tokens (the last one is a label only).
         """
-        batch = cls.empty(len(trajectories), length)
-        host = {name: value.cpu() for name, value in vars(batch).items() if isinstance(value, Tensor)}
-        if num_turns is not None:
-            host["turn_ids"] = torch.zeros_like(host["tokens"])
-        for row, sample in enumerate(trajectories):
+        whole = cls.empty(
+            [_real_length(sample, length) for sample in trajectories], multiple, num_turns=num_turns
+        )
+        host = {name: value.cpu() for name, value in vars(whole).items() if isinstance(value, Tensor)}
+        for sample, start in zip(trajectories, whole.cu_seqlens[:-1], strict=True):
             ids = torch.cat([sample.prompt_ids, sample.output_ids])
-            prompt, end = len(sample.prompt_ids), len(ids) - 1
-            if end > length:
-                raise ValueError(
-                    f"--seq-length {length} is too short for a sample of {len(ids)} tokens ({prompt} of them "
-                    f"prompt); use --seq-length {end} or more, or a smaller --rollout-max-new-tokens"
-                )
-            host["tokens"][row, :end] = ids[:-1]
-            host["labels"][row, :end] = ids[1:]
-            sampled = sample.sampled
-            host["loss_mask"][row, prompt - 1 : end] = sampled
-            host["rollout_logprobs"][row, prompt - 1 : end] = sample.rollout_logprobs.where(sampled, 0.0)
+            own, sampled = slice(start, start + len(ids) - 1), sample.sampled
+            response = slice(start + len(sample.prompt_ids) - 1, start + len(ids) - 1)
+            host["tokens"][own], host["labels"][own] = ids[:-1], ids[1:]
+            host["loss_mask"][response] = sampled
+            host["token_lags"][response] = versions.token_lags(sample, version).where(sampled, 0)
+            host["rollout_logprobs"][response] = sample.rollout_logprobs.where(sampled, 0.0)
             if num_turns is not None and sample.turn_ids is not None:
                 assert (sample.turn_ids < num_turns).all(), "more turns than num_turns"
-                host["turn_ids"][row, prompt - 1 : end] = sample.turn_ids.where(sampled, 0)
-            host["token_lags"][row, prompt - 1 : end] = versions.token_lags(sample, version).where(sampled, 0)
-            host["group_ids"][row] = sample.prompt_index
-            host["version_lags"][row] = version - versions.number(sample.oldest_version)
-        host["rewards"].copy_(rewards)
+                host["turn_ids"][response] = sample.turn_ids.where(sampled, 0)
+        host["group_ids"] = torch.tensor([sample.prompt_index for sample in trajectories])
         if mask_truncated:
             host["in_loss"] = torch.tensor([sample.finish_reason != "length" for sample in trajectories])
-        tensors = {name: tensor.to(batch.tokens.device) for name, tensor in host.items()}
-        return cls(**tensors, num_turns=num_turns)
+        lags = [version - versions.number(sample.oldest_version) for sample in trajectories]
+        host["version_lags"], host["rewards"] = torch.tensor(lags, dtype=torch.float32), rewards.float()
+        return replace(whole, **{name: value.to(whole.tokens.device) for name, value in host.items()})
 
     def broadcast(self, layout: Layout, *, num_turns: int | None = None) -> RolloutBatch:
         """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
 
-        Every rank passes a batch of the same shapes; only the leader's values count. num_turns: as in
-        `from_trajectories`. `sampling_masks` are sent by `scatter_sampling_masks`.
+        Every rank passes a batch of the same lengths (`broadcast_lengths`); only the leader's values count.
         """
-        return replace(self, **broadcast_batch(self, layout, num_turns=num_turns), num_turns=num_turns)
+        # The lag of a sampled label travels with the mask: 0 where it was not sampled, else 1 + its lag.
+        integers = [self.tokens, self.labels, self.loss_mask * (1 + self.token_lags)]
+        if num_turns is not None:
+            integers.append(torch.zeros_like(self.tokens) if self.turn_ids is None else self.turn_ids)
+        whole = torch.stack(integers)
+        in_loss = torch.ones_like(self.rewards) if self.in_loss is None else self.in_loss.float()
+        rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags, in_loss])
+        real = torch.cat([self.rollout_logprobs, rows.reshape(-1)])
+        broadcast_to_replica([whole, real], layout)
+        rewards, group_ids, lags, in_loss = real[len(self.tokens) :].view(4, -1)
+        return replace(
+            self,
+            tokens=whole[0],
+            labels=whole[1],
+            loss_mask=whole[2] > 0,
+            token_lags=(whole[2] - 1).clamp_(min=0),
+            turn_ids=None if num_turns is None else whole[3],
+            num_turns=num_turns,
+            rollout_logprobs=real[: len(self.tokens)],
+            rewards=rewards,
+            group_ids=group_ids.long(),
+            version_lags=lags,
+            in_loss=in_loss.bool(),
+        )
 
     def context_slice(self, rank: int, size: int) -> RolloutBatch:
-        """The columns of context-parallel rank `rank` of `size`, in Megatron's zigzag order."""
+        """Context-parallel rank `rank`'s part: of each sequence the chunks rank and 2 * size - 1 -
+        rank of 2 * size.
+        """
         if size == 1:
             return self
-        columns = zigzag_positions(rank, size, (0, self.tokens.shape[1]), self.tokens.device)
-        names = ("tokens", "labels", "loss_mask", "rollout_logprobs", "token_lags", "turn_ids")
-        by_column = {name: value for name in names if (value := getattr(self, name)) is not None}
-        cut = {name: value.index_select(1, columns) for name, value in by_column.items()}
-        return replace(self, **cut, position_ids=self.position_ids[columns], ends=self._ends())
+        return replace(
+            self,
+            **self._tokens_at(zigzag_positions(rank, size, self.cu_seqlens.tolist(), self.tokens.device)),
+            cp=(rank, size),
+        )
 
-    def part(self, samples: Sequence[int] | np.ndarray) -> RolloutBatch:
-        """These rows of the batch, by their places in it, in this order."""
-        rows, masks = torch.as_tensor(samples, device=self.tokens.device), self.sampling_masks
+    def _tokens_at(self, places: Tensor) -> dict[str, Tensor]:
         names = (
             "tokens",
             "labels",
             "loss_mask",
             "rollout_logprobs",
-            "rewards",
-            "group_ids",
-            "version_lags",
             "token_lags",
+            "positions",
+            "seq_ids",
             "turn_ids",
-            "ends",
-            "in_loss",
-            "engine_ids",
         )
-        cut = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
-        return replace(self, **cut, sampling_masks=masks and masks.at(self.host_places_of(samples)))
-
-    def host_places_of(self, samples: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The places of these samples' tokens among the T, [T'] int64, on the host."""
-        length = self.tokens.shape[1]
-        return (np.asarray(samples, dtype=np.int64)[:, None] * length + np.arange(length)).reshape(-1)
-
-    @property
-    def padding(self) -> Tensor:
-        """[N, L] bool: positions behind the row's last sampled token."""
-        ends = self._ends() if self.ends is None else self.ends
-        return self.position_ids >= ends[:, None]
-
-    def _ends(self) -> Tensor:
-        """[N] number of real positions, of whole rows. Without a sampled token all are: a mean
-        over none is NaN.
-        """
-        length = self.loss_mask.shape[1]
-        ends = (self.loss_mask * torch.arange(1, length + 1, device=self.loss_mask.device)).amax(1)
-        return torch.where(ends > 0, ends, length)
+        return {name: getattr(self, name)[places] for name in names if getattr(self, name) is not None}
 
     @property
     def num_sequences(self) -> int:
         """S."""
-        return len(self.tokens)
+        return len(self.rewards)
 
-    @property
-    def host_starts(self) -> np.ndarray:
-        """[N + 1] int64 on the host: where each row begins among the T."""
-        return np.arange(len(self.tokens) + 1) * self.tokens.shape[1]
-
-    cu_seqlens = host_starts
-    """The same, in a batch that no context-parallel rank has cut."""
-
-    @property
-    def parted_groups(self) -> int:
-        """0: a group's rows are all on this replica."""
-        return 0
-
-    @property
-    def flat_positions(self) -> Tensor:
-        """[T] int64: where each token stands in its row."""
-        return self.position_ids.repeat(len(self.tokens))
-
-    def name_of(self, sample: int, group_size: int) -> str:
-        """What a sample is called in an error."""
-        return f"sample {sample % group_size} of prompt {sample // group_size}"
-
-    @property
-    def seq_ids(self) -> Tensor:
-        """[T] int64: the sequence of each token."""
-        return row_ids(*self.tokens.shape, self.tokens.device)
-
-    def flat(self, values: Tensor) -> Tensor:
-        """One of this batch's tensors with a value a token, [N, L] -> [T]."""
-        return values.reshape(-1)
+    def name_of(self, sample: int) -> str:
+        """The sample's name in an error: a prompt's samples may be on several replicas."""
+        prompt = f"prompt {int(self.group_ids[sample])}{' of the step' if self.parted_groups else ''}"
+        return f"sample {sample}, which is of {prompt},"
 
     def spread(self, values: Tensor) -> Tensor:
         """A value a sequence [S] -> [T]: each token's, the value of its sequence."""
         return values[self.seq_ids]
 
     @cached_property
-    def sampled_rows(self) -> SampledRows:
-        """Which of the T labels were sampled: the mask's one read on the host, before the
-        first forward pass.
-        """
-        return SampledRows.of(self.flat(self.loss_mask).cpu().numpy(), self.loss_mask.device)
+    def sampled(self) -> np.ndarray:
+        """[T] bool on the host: the mask's one read, before the first forward pass."""
+        return self.loss_mask.cpu().numpy()
 
     @property
-    def flat_turn_ids(self) -> Tensor | None:
-        """[T] int64, or None."""
-        return None if self.turn_ids is None else self.flat(self.turn_ids)
+    def padding(self) -> Tensor:
+        """[T] bool: positions behind the sequence's last token."""
+        ends = torch.from_numpy(self.lengths).to(self.positions.device, non_blocking=True)
+        return self.positions >= ends[self.seq_ids]
+
+    def part(self, samples: Sequence[int]) -> RolloutBatch:
+        """These samples of the batch, by their places in it, in this order."""
+        (places, rows), masks = self.places_of(samples), self.sampling_masks
+        padded = np.diff(self.cu_seqlens)[np.asarray(samples, dtype=np.int64)]
+        numbers = np.repeat(np.arange(len(samples)), padded // self.cp[1])
+        cut = self._tokens_at(places) | {
+            "seq_ids": torch.from_numpy(numbers).to(places.device, non_blocking=True)
+        }
+        names = ("rewards", "group_ids", "version_lags", "in_loss", "engine_ids")
+        by_row = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
+        return replace(
+            self,
+            **cut,
+            **by_row,
+            cu_seqlens=np.concatenate([[0], np.cumsum(padded)]),
+            lengths=self.lengths[np.asarray(samples, dtype=np.int64)],
+            sampling_masks=None if masks is None else masks.at(self.host_places_of(samples)),
+        )
+
+    def places_of(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """(the places of these samples' tokens among the T, [T'], the samples' own [S']),
+        int64 on the device.
+        """
+        host, device = (self.host_places_of(samples), np.asarray(samples, dtype=np.int64)), self.tokens.device
+        places, rows = (torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in host)
+        return places, rows
+
+    @property
+    def host_starts(self) -> np.ndarray:
+        """[S + 1] int64 on the host: where each sequence begins among the T, with its padding."""
+        return self.cu_seqlens // self.cp[1]
+
+    def host_places_of(self, samples: Sequence[int]) -> np.ndarray:
+        """The first of `places_of`, on the host."""
+        starts = self.host_starts
+        return np.concatenate([np.arange(starts[sample], starts[sample + 1]) for sample in samples])
 
     def all_gather_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
-        """Values [K, T] of each context-parallel rank's tokens -> [K, N, whole row], in the
-        order of the row.
+        """Values [K, T] of each context-parallel rank's tokens -> [K, S, longest sequence]; 0
+        behind the ends.
         """
-        size, values = cp_group.size(), values.view(len(values), *self.tokens.shape)
-        if size == 1:
-            return values
-        whole = values.new_empty(*values.shape[:2], size * values.shape[2])
-        for rank, part in enumerate(all_gather_stacked(values, cp_group)):
-            whole[:, :, zigzag_positions(rank, size, (0, whole.shape[2]), values.device)] = part
-        return whole
+        size, total = cp_group.size(), int(self.cu_seqlens[-1])
+        whole = values
+        if size > 1:
+            whole = values.new_empty(len(values), total)
+            for rank, part in enumerate(all_gather_stacked(values, cp_group)):
+                whole[:, zigzag_positions(rank, size, self.cu_seqlens.tolist(), values.device)] = part
+        rows = np.repeat(np.arange(self.num_sequences), np.diff(self.cu_seqlens))
+        columns = np.arange(total) - self.cu_seqlens[rows]
+        made = values.new_zeros(len(values), self.num_sequences, int(np.diff(self.cu_seqlens).max()))
+        made[:, torch.from_numpy(rows).to(values.device), torch.from_numpy(columns).to(values.device)] = whole
+        return made
 
 
-def trained_tokens(batch: RolloutBatch | PackedBatch) -> Tensor:
+def chunk_multiple(cp_size: int) -> int:
+    """Context parallelism cuts a sequence into 2 * cp chunks of one token or more."""
+    return 2 * cp_size if cp_size > 1 else 1
+
+
+def _real_length(sample: Trajectory, length: int) -> int:
+    """Positions of a sample. One without a response has a token too: a prompt of one is input and
+    label of nothing.
+    """
+    prompt, ids = len(sample.prompt_ids), len(sample.prompt_ids) + len(sample.output_ids)
+    if ids - 1 > length:
+        raise ValueError(
+            f"--seq-length {length} is too short for a sample of {ids} tokens ({prompt} of them prompt); use "
+            f"--seq-length {ids - 1} or more, or a smaller --rollout-max-new-tokens"
+        )
+    return max(ids - 1, 1)
+
+
+def broadcast_lengths(
+    batch: RolloutBatch | None, sequences: int, layout: Layout, *, multiple: int
+) -> RolloutBatch:
+    """The leader's batch, or on other ranks (None) an empty one of its lengths; every rank of a
+    replica calls it.
+    """
+    device = communication_device()
+    lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
+    if batch is not None:
+        lengths = torch.from_numpy(batch.lengths).to(device)
+    broadcast_to_replica([lengths], layout)
+    return RolloutBatch.empty(lengths.cpu().numpy(), multiple) if batch is None else batch
+
+
+def trained_tokens(batch: RolloutBatch) -> Tensor:
     """[T] bool: the policy sampled the label, and its sample is in the loss."""
-    mask = batch.flat(batch.loss_mask)
+    mask = batch.loss_mask
     return mask if batch.in_loss is None else mask & batch.spread(batch.in_loss)
 
 
-def in_baseline(batch: RolloutBatch | PackedBatch, kept_sequences: Tensor) -> Tensor:
+def in_baseline(batch: RolloutBatch, kept_sequences: Tensor) -> Tensor:
     """[S] bool: the samples that their groups' baselines count: those kept, and those that only
     baselines count.
     """

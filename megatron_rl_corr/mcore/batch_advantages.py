@@ -20,14 +20,13 @@ from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.segments import segment_sums
 from megatron_rl_corr.core.token_baseline import reward_sums, token_advantages
 from megatron_rl_corr.mcore.batch import RolloutBatch, in_baseline, trained_tokens
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.user_functions import own_advantages
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_gather_stacked
 from megatron_rl_corr.reduce.context import SequenceChunks
 
 
 def all_reduce_advantages(
-    batch: RolloutBatch | PackedBatch,
+    batch: RolloutBatch,
     config: RolloutCorrectionConfig,
     groups: ParallelGroups,
     *,
@@ -76,7 +75,7 @@ def all_reduce_advantages(
 
 
 def all_reduce_token_advantages(
-    batch: RolloutBatch | PackedBatch,
+    batch: RolloutBatch,
     correction: Correction,
     energies: Tensor,
     groups: ParallelGroups,
@@ -100,7 +99,7 @@ def all_reduce_token_advantages(
         group_size: G.
         seq_length: L.
     """
-    sampled, counted, weights = batch.flat(batch.loss_mask), correction.mask, correction.weights
+    sampled, counted, weights = batch.loss_mask, correction.mask, correction.weights
     if batch.in_loss is not None:
         for_baseline = sampled & ~batch.spread(batch.in_loss)
         counted = counted | (for_baseline & energies.isfinite())
@@ -120,7 +119,7 @@ def all_reduce_token_advantages(
     return token_advantages(rewards, sums, counted, cells, length=seq_length)
 
 
-def _all_reduce_sampled(batch: RolloutBatch | PackedBatch, groups: ParallelGroups) -> Tensor:
+def _all_reduce_sampled(batch: RolloutBatch, groups: ParallelGroups) -> Tensor:
     """Tokens of each whole sequence that may be trained, [S] float64."""
     mask = trained_tokens(batch)
     [tokens] = groups.all_reduce_cp(
@@ -131,7 +130,7 @@ def _all_reduce_sampled(batch: RolloutBatch | PackedBatch, groups: ParallelGroup
 
 def _all_gather_own(
     spec: str,
-    batch: RolloutBatch | PackedBatch,
+    batch: RolloutBatch,
     kept: Tensor,
     tokens: Tensor,
     groups: ParallelGroups,

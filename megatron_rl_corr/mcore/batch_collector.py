@@ -13,10 +13,9 @@ from dataclasses import replace
 import torch
 
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_lengths
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics
 from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
-from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
 from megatron_rl_corr.mcore.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.reward_parts import RewardParts
 from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
@@ -59,13 +58,12 @@ class BatchCollector(ABC):
     ):
         self._rows = shape.rows(layout.dp_size)
         self._layout, self._length, self._packing = layout, shape.seq_length, shape.packing
+        self._multiple = shape.sequence_multiple(layout.cp_size)
         self._groups, self.sampling, self._num_turns = self._rows // shape.group_size, sampling, num_turns
         self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Scored] | None = None
-        """To be packed: on a data leader its samples of the batch and their rewards, until
-        they are dealt out.
-        """
+        """On a data leader its samples of the batch and their rewards, until they are dealt out."""
         self._routes = Routes() if routes is None else routes
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
@@ -133,14 +131,13 @@ class BatchCollector(ABC):
         every rank calls it.
         """
 
-    def collect(self, number: int) -> RolloutBatch | PackedBatch:
+    def collect(self, number: int) -> RolloutBatch:
         """This rank's share of a batch; every rank calls it. number: also the version of the
         trainer's weights.
         """
-        batch, counted = self._all_reduce_taken(number)
+        counted = self._all_reduce_taken(number)
         self._all_reduce_failed()
-        if self._packing is not None:
-            batch, counted[COUNTED.index("moved_bytes")] = self._all_reduce_dealt(number)
+        batch, counted[COUNTED.index("moved_bytes")] = self._all_reduce_dealt(number)
         counted = torch.cat([counted, self._parts.counts()]).to(self.device)
         broadcast_to_replica([counted], self._layout)
         # Of the ranks that share a replica's rows, one contributes what is counted once.
@@ -177,7 +174,7 @@ class BatchCollector(ABC):
 
     def all_reduce_batch_of(
         self, samples: Sequence[Trajectory], count: int, version: int
-    ) -> tuple[RolloutBatch | PackedBatch, list[int]]:
+    ) -> tuple[RolloutBatch, list[int]]:
         """This rank's share of other samples, and where each begins in the whole; every rank calls it.
 
         Args:
@@ -186,20 +183,16 @@ class BatchCollector(ABC):
             version: of the trainer's weights.
 
         Raises:
-            ValueError: as `PackedBatch.from_trajectories` and `cut_sampling_masks`, on one rank.
+            ValueError: as `RolloutBatch.from_trajectories` and `cut_sampling_masks`, on one rank.
             PeerFailure: then, on the other ranks.
         """
         layout, batch, masks, error = self._layout, None, None, None
         if layout.is_data_leader:
             given = {"length": self._length, "version": version, "num_turns": self._num_turns}
             try:
-                if self._packing is None:
-                    batch = RolloutBatch.from_trajectories(samples, torch.zeros(count), **given)
-                else:
-                    multiple = sequence_multiple(layout.cp_size)
-                    batch = PackedBatch.from_trajectories(
-                        samples, torch.zeros(count), multiple=multiple, **given
-                    )
+                batch = RolloutBatch.from_trajectories(
+                    samples, torch.zeros(count), multiple=self._multiple, **given
+                )
                 if self.sampling.truncated:
                     masks = cut_sampling_masks(samples, batch.cu_seqlens, layout.cp_size)
             except ValueError as failure:
@@ -209,11 +202,11 @@ class BatchCollector(ABC):
         own = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
         return self._with_masks(own, masks), whole.cu_seqlens.tolist()
 
-    def _with_masks(self, own: RolloutBatch | PackedBatch, parts: list | None) -> RolloutBatch | PackedBatch:
+    def _with_masks(self, own: RolloutBatch, parts: list | None) -> RolloutBatch:
         """This rank's share of a batch with its part of the sampling masks, which the leader has cut."""
         if not self.sampling.truncated:
             return own
-        masks = scatter_sampling_masks(parts, own.tokens.numel(), layout=self._layout)
+        masks = scatter_sampling_masks(parts, len(own.tokens), layout=self._layout)
         return replace(own, sampling_masks=masks)
 
     def _broadcast_engine_ids(self) -> torch.Tensor:
@@ -228,36 +221,33 @@ class BatchCollector(ABC):
         broadcast_to_replica([ids], self._layout)
         return ids
 
-    def _broadcast(self, batch: RolloutBatch | PackedBatch | None, rows: int) -> RolloutBatch | PackedBatch:
+    def _broadcast(self, batch: RolloutBatch | None, rows: int) -> RolloutBatch:
         """The leader's batch (None on others) of so many samples, on every rank of its replica."""
-        if self._packing is not None:
-            multiple = sequence_multiple(self._layout.cp_size)
-            batch = broadcast_lengths(batch, rows, self._layout, multiple=multiple)
-        elif batch is None:
-            batch = RolloutBatch.empty(rows, self._length)
+        batch = broadcast_lengths(batch, rows, self._layout, multiple=self._multiple)
         return batch.broadcast(self._layout, num_turns=self._num_turns)
 
-    def _all_reduce_dealt(self, version: int) -> tuple[PackedBatch | None, int]:
+    def _all_reduce_dealt(self, version: int) -> tuple[RolloutBatch | None, int]:
         """The batch of the samples that this replica trains, and the bytes that its leader sent;
         (None, 0) on others.
 
-        Samples are dealt out over replicas by what they cost. Every rank calls it.
+        To be packed, samples are dealt out over replicas by what they cost; rows cost the same. Every rank
+        calls it.
 
         Raises:
-            ValueError: as `PackedBatch.from_trajectories` and `cut_sampling_masks`, on one rank.
+            ValueError: as `RolloutBatch.from_trajectories` and `cut_sampling_masks`, on one rank.
             PeerFailure: then, on the other ranks.
         """
         layout, batch, error = self._layout, None, None
         (scored, self._scored), sent = (self._scored, None), 0
-        if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
+        if self._packing is not None and layout.pp_rank == 0 and layout.tp_group.rank() == 0:
             scored, sent = all_gather_dealt(scored, self._rows, self._packing, layout)
         if scored is not None:
             try:
-                batch = PackedBatch.from_trajectories(
+                batch = RolloutBatch.from_trajectories(
                     *self._kept(scored),
                     length=self._length,
                     version=version,
-                    multiple=sequence_multiple(layout.cp_size),
+                    multiple=self._multiple,
                     num_turns=self._num_turns,
                     mask_truncated=self._mask_truncated,
                 )
@@ -270,8 +260,8 @@ class BatchCollector(ABC):
         all_reduce_failure(error)
         return batch, sent
 
-    def _all_reduce_taken(self, step: int) -> tuple[RolloutBatch | None, torch.Tensor]:
-        """A leader's batch and its counts, None and zeros on other ranks; returns when every
+    def _all_reduce_taken(self, step: int) -> torch.Tensor:
+        """What a leader counts of the groups that it took, zeros on other ranks; returns when every
         leader has its own.
 
         All ranks meet at least every `meeting_interval_s`, however long the slowest leader waits
@@ -280,32 +270,19 @@ class BatchCollector(ABC):
         taking = self._submit_take(step) if self._layout.is_data_leader else None
         since = time.monotonic()
 
-        def read(taken: Taken) -> tuple[RolloutBatch | None, torch.Tensor]:
+        def read(taken: Taken) -> torch.Tensor:
             self.traces = [group.trace for group in taken.groups if group.trace is not None]
             self.taken_at, self._aside = clock(), taken.aside
-            batch = None if self._packing else self._batch(taken, step)
-            if self._packing is not None:
-                self._scored = self._numbered(taken, self._layout.dp_rank * self._groups)
-            elif self.sampling.truncated:
-                self._sampling_masks = cut_sampling_masks(
-                    self.trajectories, batch.cu_seqlens, self._layout.cp_size
-                )
+            # Numbers of prompts are those of the step where a prompt's samples may go to several replicas.
+            first = 0 if self._packing is None else self._layout.dp_rank * self._groups
+            self._scored = self._numbered(taken, first)
             self._new_parts = self._parts.count(
                 parts or {} for group in taken.groups for parts in group.reward_parts
             )
-            return batch, torch.tensor(self._count(taken, step), dtype=torch.float64)
+            return torch.tensor(self._count(taken, step), dtype=torch.float64)
 
-        own = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, since))
-        return (None, torch.zeros(len(COUNTED), dtype=torch.float64)) if own is None else own
-
-    def _batch(self, taken: Taken, version: int) -> RolloutBatch:
-        return RolloutBatch.from_trajectories(
-            *self._kept(self._numbered(taken)),
-            length=self._length,
-            version=version,
-            num_turns=self._num_turns,
-            mask_truncated=self._mask_truncated,
-        )
+        counted = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, since))
+        return torch.zeros(len(COUNTED), dtype=torch.float64) if counted is None else counted
 
     def _kept(self, scored: list[Scored]) -> tuple[list[Trajectory], torch.Tensor]:
         """The batch's trajectories, which are remembered with what is known of them, and
@@ -315,7 +292,7 @@ class BatchCollector(ABC):
         self.reward_parts, self.origins = [one.parts for one in scored], [one.origin for one in scored]
         return self.trajectories, torch.tensor([one.reward for one in scored], dtype=torch.float32)
 
-    def _numbered(self, taken: Taken, first: int = 0) -> list[Scored]:
+    def _numbered(self, taken: Taken, first: int) -> list[Scored]:
         """The samples and their rewards; prompts are numbered from `first`."""
         return [
             Scored(replace(trajectory, prompt_index=place), reward, parts, origin)

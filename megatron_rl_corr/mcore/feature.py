@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # a feature's settings are read without Megatron
     from megatron_rl_corr.mcore.collect import SampleSource
     from megatron_rl_corr.mcore.forward import LogprobSettings
     from megatron_rl_corr.mcore.microbatch import LossInputs
-    from megatron_rl_corr.mcore.packed_batch import PackedBatch
     from megatron_rl_corr.mcore.reference import ReferencePass
     from megatron_rl_corr.mcore.step_metrics import StepTimes
     from megatron_rl_corr.mcore.step_reports import StepReports
@@ -53,7 +52,7 @@ class ScoredBatch:
     """Of the batch, from 0."""
     iteration: int
     """Steps before its first one."""
-    batch: RolloutBatch | PackedBatch
+    batch: RolloutBatch
     """This rank's tokens."""
     inputs: LossInputs | None
     """On the last stage."""

@@ -19,7 +19,6 @@ from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.layout import Layout
@@ -76,27 +75,19 @@ class FilteredMismatch:
         count = -(-self.samples // unit) * unit
         samples = [*samples, *[_nothing()] * (count - len(samples))] if layout.is_data_leader else samples
         batch, boundaries = collector.all_reduce_batch_of(samples, count, number)
-        packs = None if shape.packing is None else Packs.all_reduce(batch, shape.packing, layout)
+        packs = Packs.all_reduce(batch, shape, layout)
         experts = [sample.routed_experts for sample in samples] if layout.is_data_leader else None
         with (
             compat.gathered_parameters(model, optimizer),
             compat.attention_logits_kept(model),
             routes.replaying_others(experts, boundaries) as steered,
         ):
-            scored = compute_log_probs(
-                model,
-                batch,
-                settings,
-                micro_batch_size=shape.micro_batch_size,
-                seq_length=shape.seq_length,
-                routes=steered,
-                packs=packs,
-            )
+            scored = compute_log_probs(model, packs, settings, routes=steered)
         return {} if scored is None else _metrics(scored[0], batch)
 
 
-def _metrics(logprobs: torch.Tensor, batch: RolloutBatch | PackedBatch) -> dict[str, Metric]:
-    return filtered_metrics(logprobs, batch.flat(batch.rollout_logprobs), batch.flat(batch.loss_mask))
+def _metrics(logprobs: torch.Tensor, batch: RolloutBatch) -> dict[str, Metric]:
+    return filtered_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
 
 
 def _nothing() -> Trajectory:

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron_rl_corr.logprobs.sampling_mask import sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
-from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward_only import run_forward_only
 from megatron_rl_corr.mcore.microbatch import Microbatch
 from megatron_rl_corr.mcore.mtp import mtp_arguments
@@ -26,7 +24,6 @@ from megatron_rl_corr.mcore.output_processor import (
     label_logprobs_of_layer,
     split_output,
 )
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe.padding import padding_arguments
 from megatron_rl_corr.moe.routes import Routes
@@ -81,19 +78,17 @@ def make_forward_step(
 
 def compute_log_probs(
     model: list,
-    batch: RolloutBatch | PackedBatch,
+    packs: Packs,
     settings: LogprobSettings,
     *,
-    micro_batch_size: int,
-    seq_length: int,
     routes: Routes,
-    packs: Packs | None = None,
     with_collision: bool = False,
 ) -> tuple[Tensor, ...] | None:
-    """Log-probs of the batch's labels under the current weights, by `run_forward_only`, whose
-    arguments these are.
+    """Log-probs of a batch's labels under the current weights, by `run_forward_only`.
 
     Args:
+        model: this rank's chunks.
+        packs: the batch's microbatches.
         settings: of the log-probs.
         routes: steers the routers, within its `scoring`.
         with_collision: whether to compute the collision probabilities too.
@@ -109,13 +104,10 @@ def compute_log_probs(
         routes=routes,
         **columns,
     )
-    results = run_forward_only(
-        forward_step, model, batch, packs, micro_batch_size=micro_batch_size, seq_length=seq_length
-    )
+    results = run_forward_only(forward_step, model, packs)
     if not results:
         return None
-    join = torch.cat if packs is None else packs.join
-    return tuple(join(parts) for parts in zip(*results, strict=True))
+    return tuple(packs.join(parts) for parts in zip(*results, strict=True))
 
 
 def label_logprobs(

@@ -7,23 +7,11 @@ from collections.abc import Callable
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_rl_corr.mcore.batch import RolloutBatch
-from megatron_rl_corr.mcore.microbatches import microbatches
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 
 
 @torch.no_grad()
-def run_forward_only(
-    forward_step: Callable,
-    model: list,
-    batch: RolloutBatch | PackedBatch,
-    packs: Packs | None = None,
-    *,
-    micro_batch_size: int,
-    seq_length: int,
-    count: int | None = None,
-) -> list:
+def run_forward_only(forward_step: Callable, model: list, packs: Packs, *, count: int | None = None) -> list:
     """Megatron's forward-only schedule; what forward_step's loss made of each microbatch, on the
     last stage, else [].
 
@@ -32,17 +20,10 @@ def run_forward_only(
     Args:
         forward_step: of `make_forward_step`.
         model: this rank's chunks.
-        batch: this rank's tokens.
-        packs: the microbatches of a packed batch, in place of rows of micro_batch_size; None: rows.
-        micro_batch_size: rows of a microbatch.
-        seq_length: tokens of a whole row.
-        count: the batch's first microbatches, so many; None: all.
+        packs: the microbatches.
+        count: the first so many of them; None: all.
     """
-    if count is None:
-        count = batch.num_sequences // micro_batch_size if packs is None else packs.count
-    iterators = [
-        microbatches(batch, micro_batch_size) if packs is None else packs.microbatches() for _ in model
-    ]
+    iterators = [packs.microbatches() for _ in model]
     for chunk in model:
         chunk.eval()
     try:
@@ -50,9 +31,9 @@ def run_forward_only(
             forward_step_func=forward_step,
             data_iterator=iterators if len(model) > 1 else iterators[0],
             model=model,
-            num_microbatches=count,
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
+            num_microbatches=packs.count if count is None else count,
+            seq_length=packs.seq_length,
+            micro_batch_size=packs.height,
             forward_only=True,
             collect_non_loss_data=True,
         )

@@ -163,9 +163,8 @@ class CorrectedTraining:
         def train_step(
             forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
         ):
-            def uncorrected(forward_step: Callable, iterator: Any, microbatches: int | None = None) -> tuple:
-                step = original if microbatches is None else compat.with_microbatches(original, microbatches)
-                return step(
+            def uncorrected(forward_step: Callable, iterator: Any, microbatches: int) -> tuple:
+                return compat.with_microbatches(original, microbatches)(
                     forward_step, iterator, model, optimizer, opt_param_scheduler, config, *args, **kwargs
                 )
 

@@ -26,7 +26,6 @@ from megatron_rl_corr.mcore.decision import mean_k3
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.mcore.user_functions import loss_of
 from megatron_rl_corr.reduce.collectives import ParallelGroups
@@ -34,7 +33,7 @@ from megatron_rl_corr.reduce.metrics import Metric, Sum
 
 
 def make_loss_inputs(
-    batch: RolloutBatch | PackedBatch,
+    batch: RolloutBatch,
     old_logprobs: Tensor,
     config: RolloutCorrectionConfig,
     groups: ParallelGroups,
@@ -66,7 +65,7 @@ def make_loss_inputs(
             inputs[name] = routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
     correction = compute_correction(
         old_logprobs,
-        batch.flat(batch.rollout_logprobs),
+        batch.rollout_logprobs,
         trained_tokens(batch),
         batch.seq_ids,
         num_sequences=batch.num_sequences,
@@ -87,7 +86,7 @@ def make_loss_inputs(
 
 
 def make_bypass_loss_inputs(
-    batch: RolloutBatch | PackedBatch,
+    batch: RolloutBatch,
     config: RolloutCorrectionConfig,
     groups: ParallelGroups,
     *,
@@ -97,7 +96,7 @@ def make_bypass_loss_inputs(
 
     Nothing is rejected before the loss, so every sequence that has tokens is in its group's baseline.
     """
-    rollout = batch.flat(batch.rollout_logprobs)
+    rollout = batch.rollout_logprobs
     whole = compute_correction(
         rollout,
         rollout,
@@ -112,7 +111,7 @@ def make_bypass_loss_inputs(
 
 
 def _loss_inputs(
-    batch: RolloutBatch | PackedBatch,
+    batch: RolloutBatch,
     correction: Correction,
     advantages: Tensor,
     config: RolloutCorrectionConfig,
@@ -122,9 +121,9 @@ def _loss_inputs(
     """advantages [T]."""
     mask = trained_tokens(batch)
     return LossInputs(
-        batch.flat(batch.rollout_logprobs),
+        batch.rollout_logprobs,
         mask,
-        batch.flat(batch.loss_mask) & batch.spread(batch.version_lags == 0),
+        batch.loss_mask & batch.spread(batch.version_lags == 0),
         advantages,
         correction,
         token_coefficients(correction, batch.seq_ids, config),
@@ -133,15 +132,15 @@ def _loss_inputs(
     )
 
 
-def _parts(batch: RolloutBatch | PackedBatch) -> dict[str, Any]:
+def _parts(batch: RolloutBatch) -> dict[str, Any]:
     """What metrics, and rules by turn, part the tokens by."""
-    engines, lags = batch.engine_ids, batch.token_lags
+    engines = batch.engine_ids
     return {
-        "turn_ids": batch.flat_turn_ids,
+        "turn_ids": batch.turn_ids,
         "num_turns": batch.num_turns,
         "engines": batch.engines,
         "engine_ids": None if engines is None else batch.spread(engines),
-        "token_lags": None if lags is None else batch.flat(lags),
+        "token_lags": batch.token_lags,
     }
 
 

@@ -1,6 +1,6 @@
 """One microbatch: the model's inputs, and what the loss needs of its tokens.
 
-T tokens of a batch, b rows of L positions.
+T tokens of a batch on this context-parallel rank, b rows of L of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl_corr.core.correction import Correction
-from megatron_rl_corr.core.segments import padded_at, row_ids
+from megatron_rl_corr.core.segments import padded_at
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 
@@ -51,11 +51,6 @@ class LossInputs:
     energies: Tensor | None = None
     """[T] float32, `gradient_energies` under pi_old; None: no advantage asks for them."""
 
-    def tokens(self, start: int, stop: int) -> LossInputs:
-        """Those of tokens [start, stop)."""
-        part = {name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **part, correction=self.correction.rows(start, stop))
-
     def at(self, places: Tensor, padding: int) -> LossInputs:
         """Those of the tokens at these places [T'], and behind them of so many that are no
         token: 0, masked.
@@ -67,7 +62,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Microbatch:
-    """b rows: the model's inputs and, in training on the last stage, the loss's."""
+    """The model's inputs and, in training on the last stage, the loss's: b rows, or a pack (b = 1)."""
 
     index: int
     """Its number in the step."""
@@ -76,36 +71,25 @@ class Microbatch:
     labels: Tensor
     """[b, L] int64."""
     position_ids: Tensor
-    """[b, L] int64."""
-    loss_inputs: LossInputs | None = None
-    """The loss inputs of the b * L tokens, flat."""
-    padding: Tensor | None = None
-    """[b, L] bool: no token, as in `RolloutBatch.padding`."""
-    sampling_masks: SamplingMasks | None = None
-    """The ids that each of the b * L labels was drawn from."""
-    sampled: SampledRows | None = None
-    """Which of the b * L labels were sampled; None: all get a log-prob."""
-
-    places: Tensor | None = None
+    """[b, L] int64, in the whole sequence."""
+    seq_ids: Tensor
+    """[b * L] int64: the sequence of each token, from 0; a pack's padding counts to the last."""
+    num_sequences: int
+    counted: int
+    """Its part of the sum that --calculate-per-token-loss divides the gradient by: b * L positions of rows;
+    1 of a pack, as that sum is known on every rank without asking the others for their tokens.
+    """
+    padding: Tensor
+    """[b, L] bool: not a token of a sequence."""
+    sampled: SampledRows
+    """Which of the b * L labels were sampled; the others get no log-prob."""
+    places: Tensor
     """[L, b] int64: each token's place among the batch's T; T in a pack's padding. As routers see
     tokens, L first.
     """
+    loss_inputs: LossInputs | None = None
+    """The loss inputs of the b * L tokens, flat."""
+    sampling_masks: SamplingMasks | None = None
+    """The ids that each of the b * L labels was drawn from."""
     packed_seq_params: PackedSeqParams | None = None
-    """Where each sequence begins, in a pack of several; None: sequences are rows."""
-
-    @property
-    def num_sequences(self) -> int:
-        """b."""
-        return len(self.tokens)
-
-    @property
-    def counted(self) -> int:
-        """What it counts in the sum that --calculate-per-token-loss divides the gradient by: its
-        b * L positions.
-        """
-        return self.tokens.numel()
-
-    @property
-    def seq_ids(self) -> Tensor:
-        """[b * L] int64: the sequence of each token, from 0."""
-        return row_ids(*self.tokens.shape, self.tokens.device)
+    """Where each sequence begins, in a pack; None: sequences are rows."""

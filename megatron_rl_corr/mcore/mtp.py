@@ -119,7 +119,6 @@ def mtp_arguments(model: nn.Module, micro: Microbatch) -> dict[str, Tensor]:
     (chunk,) = unwrap_model([model])
     if not chunk.config.mtp_num_layers or not chunk.post_process or micro.loss_inputs is None:
         return {}
-    assert micro.padding is not None, "sequences are rows"
     sampled, mask = micro.loss_inputs.loss_mask.view_as(micro.tokens), ~micro.padding
     mask[:, 1:] &= sampled[:, :-1]
     mask[:, 0] = False

@@ -1,7 +1,8 @@
-"""Microbatches of packed sequences: which share one, and what the model and the loss are given of it.
+"""The microbatches of a batch: which sequences share one, and what the model and the loss are given of it.
 
-S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks, tp
-tensor-parallel ones.
+A microbatch is a pack of sequences, one behind the other (b = 1), or b = --micro-batch-size padded rows. S
+sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks, tp tensor-parallel
+ones.
 """
 
 from __future__ import annotations
@@ -16,69 +17,80 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, chunk_multiple
 from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
-from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
-from megatron_rl_corr.mcore.packing import PackLimits, all_reduce_pack_count, balanced_packs, first_fit
+from megatron_rl_corr.mcore.packing import all_reduce_pack_count, balanced_packs, first_fit
 from megatron_rl_corr.moe.padding import PackedShare
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Max, Mean, Metric
 
 
 @dataclass(frozen=True)
-class PackedMicrobatch(Microbatch):
-    """One pack: as `Microbatch` with b = 1 and L the pack's tokens on this rank."""
-
-    own_seq_ids: Tensor | None = None
-    """[L] int64: the sequence of each token, from 0; the pack's padding counts to the last."""
-    sequences: int = 1
-
-    @property
-    def num_sequences(self) -> int:
-        return self.sequences
-
-    @property
-    def counted(self) -> int:
-        """1 a pack and rank: their sum is known on every rank without asking the others for their tokens."""
-        return 1
-
-    @property
-    def seq_ids(self) -> Tensor:
-        return self.own_seq_ids
-
-
-@dataclass(frozen=True)
 class Packs:
-    """The microbatches of a batch, or of one update's part of it."""
+    """The microbatches of a batch, or of one update's part of it.
 
-    batch: PackedBatch
+    Example of 4 sequences of 3, 5, 2 and 6 tokens: packs of at most 8 are ((0, 1), (2, 3)), of 8 tokens
+    each; rows by 2 are ((0, 1), (2, 3)) too, of [2, L] tokens each.
+    """
+
+    batch: RolloutBatch
     samples: tuple[tuple[int, ...], ...]
-    """The samples of each pack, by their places in the batch."""
+    """The samples of each microbatch, by their places in the batch."""
+    seq_length: int
+    """Tokens of a whole row, over all of cp; of packs the longest that a sequence may be."""
     multiple: int
     """Tokens of a pack, over all of cp, are a multiple of it."""
+    are_rows: bool = False
 
     @classmethod
-    def all_reduce(cls, batch: PackedBatch, limits: PackLimits, layout: Layout) -> Packs:
-        """Packs of a batch, the same number on every replica: one all-reduce over data-parallel ranks.
+    def all_reduce(cls, batch: RolloutBatch, shape: BatchShape, layout: Layout) -> Packs:
+        """The microbatches of a batch, the same number on every replica.
+
+        Packs take one all-reduce over data-parallel ranks, rows none.
 
         Args:
             batch: this rank's tokens.
-            limits: of a pack.
+            shape: says how sequences are packed, or that they are rows.
             layout: this rank's process groups.
         """
+        limits, cp = shape.packing, batch.cp[1]
+        if limits is None:
+            return cls.of_rows(batch, shape.micro_batch_size, shape.seq_length)
         lengths = np.diff(batch.cu_seqlens).tolist()
         needed = len(first_fit(lengths, limits.max_tokens))
         count = all_reduce_pack_count(needed, limits, layout.dp_cp_group)
         packs = balanced_packs(lengths, count, limits)
-        cp, tp = batch.cp[1], layout.tp_group.size()
-        return cls(batch, tuple(map(tuple, packs)), sequence_multiple(cp) * tp)
+        return cls(
+            batch, tuple(map(tuple, packs)), shape.seq_length, chunk_multiple(cp) * layout.tp_group.size()
+        )
+
+    @classmethod
+    def of_rows(cls, batch: RolloutBatch, size: int, seq_length: int) -> Packs:
+        """Rows in their order, `size` a microbatch; each sequence has seq_length tokens with its padding."""
+        assert batch.num_sequences % size == 0, f"{batch.num_sequences} rows in microbatches of {size}"
+        rows = np.arange(batch.num_sequences).reshape(-1, size).tolist()
+        return cls(batch, tuple(map(tuple, rows)), seq_length, seq_length, are_rows=True)
+
+    @property
+    def height(self) -> int:
+        """b, rows that the model gets at a time."""
+        return len(self.samples[0]) if self.are_rows else 1
 
     @property
     def count(self) -> int:
         """Microbatches, on every rank alike."""
         return len(self.samples)
 
+    def counted(self, layout: Layout) -> int:
+        """The sum of `Microbatch.counted` over the global batch."""
+        if self.are_rows:
+            return self.batch.num_sequences * self.seq_length * layout.dp_size
+        return self.count * layout.dp_cp_group.size()
+
     def metrics(self) -> dict[str, Metric]:
-        """What this rank's microbatches hold."""
+        """How well packs are filled on this rank; {} of rows."""
+        if self.are_rows:
+            return {}
         lengths = np.diff(self.batch.cu_seqlens)
         tokens = [-(-sum(lengths[i] for i in pack) // self.multiple) * self.multiple for pack in self.samples]
         values = [[self.batch.lengths.sum(), sum(tokens)], [self.count], [max(tokens)]]
@@ -105,8 +117,8 @@ class Packs:
         microbatches = self.count * layout.dp_size * layout.cp_size
         return PackedShare(total / microbatches, known / self.count, layout.cp_size)
 
-    def microbatches(self, loss_inputs: LossInputs | None = None) -> Iterator[PackedMicrobatch]:
-        """The packs in order, with the loss inputs of their tokens."""
+    def microbatches(self, loss_inputs: LossInputs | None = None) -> Iterator[Microbatch]:
+        """The microbatches in order, with the loss inputs of their tokens."""
         for index, samples in enumerate(self.samples):
             yield self._pack(index, samples, loss_inputs)
 
@@ -118,36 +130,46 @@ class Packs:
             whole[places] = part[: len(places)]
         return whole
 
-    def _pack(self, index: int, samples: Sequence[int], loss_inputs: LossInputs | None) -> PackedMicrobatch:
+    def _pack(self, index: int, samples: Sequence[int], loss_inputs: LossInputs | None) -> Microbatch:
         part, host_places = self.batch.part(samples), self.batch.host_places_of(samples)
-        places = torch.from_numpy(host_places).to(part.tokens.device, non_blocking=True)
-        total = int(part.cu_seqlens[-1])
+        device, total = part.tokens.device, int(part.cu_seqlens[-1])
+        places = torch.from_numpy(host_places).to(device, non_blocking=True)
         padded = -(-total // self.multiple) * self.multiple
-        rest, device = (padded - total) // self.batch.cp[1], part.tokens.device
-        boundaries = part.cu_seqlens if padded == total else np.append(part.cu_seqlens, padded)
-        cu_seqlens = torch.from_numpy(boundaries.astype(np.int32)).to(device, non_blocking=True)
-        longest = int(np.diff(boundaries).max())
+        rest = (padded - total) // self.batch.cp[1]
 
         def filled(values: Tensor, value: float = 0) -> Tensor:
-            return torch.cat([values, values.new_full((rest,), value)])
+            return torch.cat([values, values.new_full((rest,), value)]) if rest else values
 
-        return PackedMicrobatch(
+        def rows(values: Tensor) -> Tensor:
+            return values.view(self.height, -1)
+
+        sampled = np.append(self.batch.sampled[host_places], np.zeros(rest, dtype=bool))
+        return Microbatch(
             index,
-            filled(part.tokens)[None],
-            filled(part.labels)[None],
-            filled(part.positions)[None],
+            rows(filled(part.tokens)),
+            rows(filled(part.labels)),
+            rows(filled(part.positions)),
+            filled(part.seq_ids, len(samples) - 1),
+            len(samples),
+            len(sampled) if self.are_rows else 1,
+            rows(filled(part.padding, True)),
+            SampledRows.of(sampled, device),
+            rows(filled(places, len(self.batch.tokens))).t(),
             None if loss_inputs is None else loss_inputs.at(places, rest),
-            filled(part.padding, True)[None],
             None if part.sampling_masks is None else part.sampling_masks.padded(rest),
-            SampledRows.of(np.append(self.batch.sampled[host_places], np.zeros(rest, dtype=bool)), device),
-            filled(places, len(self.batch.tokens))[:, None],
-            packed_seq_params=PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_kv=cu_seqlens,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
-            ),
-            own_seq_ids=filled(part.seq_ids, len(samples) - 1),
-            sequences=len(samples),
+            None if self.are_rows else _packed_seq_params(part.cu_seqlens, padded, device),
         )
+
+
+def _packed_seq_params(cu_seqlens: np.ndarray, padded: int, device: torch.device) -> PackedSeqParams:
+    """Boundaries of a pack of `padded` tokens: what is behind its last sequence is one of its own."""
+    boundaries = cu_seqlens if padded == cu_seqlens[-1] else np.append(cu_seqlens, padded)
+    on_device = torch.from_numpy(boundaries.astype(np.int32)).to(device, non_blocking=True)
+    longest = int(np.diff(boundaries).max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -21,7 +21,6 @@ from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards
@@ -145,13 +144,15 @@ class ReferencePass:
 
     model: list
     optimizer: Any
-    batch: RolloutBatch | PackedBatch
+    packs: Packs
     settings: LogprobSettings
-    micro_batch_size: int
-    seq_length: int
-    packs: Packs | None = None
     samples: Sequence[Trajectory] = ()
     """The batch's, on the replica's data leader."""
+
+    @property
+    def batch(self) -> RolloutBatch:
+        """This rank's tokens."""
+        return self.packs.batch
 
     def gathered(self) -> AbstractContextManager:
         """Context in which every rank holds whole, current parameters."""
@@ -165,15 +166,7 @@ class ReferencePass:
         policy, and the experts that the servers' policy chose are not those that it would choose.
         """
         with compat.attention_logits_kept(self.model):
-            scored = compute_log_probs(
-                self.model,
-                self.batch,
-                self.settings,
-                micro_batch_size=self.micro_batch_size,
-                seq_length=self.seq_length,
-                routes=Routes(),
-                packs=self.packs,
-            )
+            scored = compute_log_probs(self.model, self.packs, self.settings, routes=Routes())
         return None if scored is None else scored[0]
 
 
@@ -256,12 +249,12 @@ class LocalReference(Reference):
 
 
 def less_reference_kl(
-    batch: RolloutBatch | PackedBatch,
+    batch: RolloutBatch,
     logprobs: Tensor,
     ref_logprobs: Tensor | None,
     config: RolloutCorrectionConfig,
     groups: ParallelGroups,
-) -> tuple[RolloutBatch | PackedBatch, dict[str, Metric]]:
+) -> tuple[RolloutBatch, dict[str, Metric]]:
     """The batch with its rewards lowered by the KL to the reference, and the metric of that; with no
     coefficient as is.
 
@@ -280,7 +273,7 @@ def less_reference_kl(
     taken = reward_kl(
         logprobs,
         ref_logprobs,
-        batch.flat(batch.loss_mask),
+        batch.loss_mask,
         batch.seq_ids,
         num_sequences=batch.num_sequences,
         config=config,
@@ -290,6 +283,6 @@ def less_reference_kl(
     if groups.cp_rank > 0:  # one of the ranks that share a sequence counts it
         sums = torch.zeros_like(sums)
     lowered, mask = (batch.rewards.double() - taken).float(), batch.loss_mask
-    unknown = mask & ~ref_logprobs.isfinite().view_as(mask)
+    unknown = mask & ~ref_logprobs.isfinite()
     rollout = batch.rollout_logprobs.masked_fill(unknown, torch.nan)
     return replace(batch, rewards=lowered, rollout_logprobs=rollout), {"reward/reference_kl": Mean(sums)}

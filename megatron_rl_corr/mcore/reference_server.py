@@ -18,7 +18,6 @@ from megatron_rl_corr.core.losses.ratio import inside
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.first_step import HALF_KL
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, ReferenceWeights
 from megatron_rl_corr.mcore.replicas import broadcast_to_replica
 from megatron_rl_corr.reduce.context import zigzag_positions
@@ -85,8 +84,7 @@ class ServedReference(Reference):
             PeerFailure: then, on the other ranks.
         """
         layout, batch = self._layout, forward.batch
-        packed = isinstance(batch, PackedBatch)
-        boundaries = batch.cu_seqlens if packed else np.arange(batch.num_sequences + 1) * forward.seq_length
+        boundaries = batch.cu_seqlens
         scoring = self._loop.submit(self._score(forward.samples)) if layout.is_data_leader else None
 
         def laid_out(scores: list[np.ndarray | None]) -> Tensor:
@@ -114,7 +112,7 @@ class ServedReference(Reference):
                     scored = forward.run()
         if scored is None:
             return
-        known = forward.batch.flat(forward.batch.loss_mask) & served.isfinite() & scored.isfinite()
+        known = forward.batch.loss_mask & served.isfinite() & scored.isfinite()
         k3 = kl_estimate(inside(known, scored - served), "k3")
         floor = Mean(torch.stack([k3.sum(dtype=torch.float64), known.sum(dtype=torch.float64)]))
         self.metrics: dict[str, Metric] = {"reference/floor": floor}

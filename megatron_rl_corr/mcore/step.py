@@ -29,7 +29,6 @@ from megatron_rl_corr.mcore.loss import (
     make_loss_inputs,
 )
 from megatron_rl_corr.mcore.microbatch import LossInputs
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, less_reference_kl
 from megatron_rl_corr.mcore.scoring import scoring_reasons
@@ -133,26 +132,17 @@ class CorrectedStep:
         scored = bool(self.scoring_reasons)
         batch = self.collector.collect(number)
         self.routes.begin_step(
-            batch.seq_ids, batch.flat_positions, samples=batch.num_sequences, compare_in_training=not scored
+            batch.seq_ids, batch.positions, samples=batch.num_sequences, compare_in_training=not scored
         )
         times.mark("collect")
         if self.colocation is not None:
             self.colocation.all_reduce_train()
             times.mark("release")
         packs = self._packs(batch)
-        forward = ReferencePass(
-            model,
-            optimizer,
-            batch,
-            self.logprobs,
-            self.shape.micro_batch_size,
-            self.shape.seq_length,
-            packs,
-            self.collector.trajectories,
-        )
+        forward = ReferencePass(model, optimizer, packs, self.logprobs, self.collector.trajectories)
         reference = self.reference.log_probs(forward)
         times.mark("reference")
-        inputs, metrics = self._all_reduce_loss_inputs(batch, packs, model, optimizer, reference)
+        inputs, metrics = self._all_reduce_loss_inputs(packs, model, optimizer, reference)
         found = ScoredBatch(number, iteration, batch, inputs, forward, self.routes, has_old_logprobs=scored)
         for one in self.features:
             metrics |= one.after_scoring(found)
@@ -200,11 +190,11 @@ class CorrectedStep:
         scored, inputs, packs = bool(self.scoring_reasons), part.inputs, part.packs
         loss = self._loss(part, per_token, iteration)
         metrics = ({} if iteration % self.updates.count else whole.metrics) | part.metrics(self.layout)
-        iterators = [RerunDataIterator(part.microbatches(self.shape.micro_batch_size)) for _ in model]
+        iterators = [RerunDataIterator(part.microbatches()) for _ in model]
         forward_step = make_forward_step(
             loss, self.logprobs, with_entropy=loss.with_entropy, routes=self.routes
         )
-        if packs is not None:
+        if not packs.are_rows:
             known = part.batch.num_sequences // self.shape.micro_batch_size
             set_packed_share(model, packs.all_reduce_share(self.layout, known=known))
         routers = compat.RouterState(model)
@@ -225,24 +215,19 @@ class CorrectedStep:
             return factor
 
         with compat.asked_before_update(optimizer, step_factor), self.routes.training():
-            count = () if packs is None else (packs.count,)
-            result = train_step(forward_step, iterators if len(model) > 1 else iterators[0], *count)
+            result = train_step(forward_step, iterators if len(model) > 1 else iterators[0], packs.count)
         if compat.was_skipped(result):
             routers.restore()
         if whole.ends_early:
             whole.left_out = compat.without_losses(result)
         return result
 
-    def _packs(self, batch: RolloutBatch | PackedBatch) -> Packs | None:
-        """The microbatches of packed sequences; None for rows."""
-        return (
-            None if self.shape.packing is None else Packs.all_reduce(batch, self.shape.packing, self.layout)
-        )
+    def _packs(self, batch: RolloutBatch) -> Packs:
+        return Packs.all_reduce(batch, self.shape, self.layout)
 
     def _all_reduce_loss_inputs(
         self,
-        batch: RolloutBatch | PackedBatch,
-        packs: Packs | None,
+        packs: Packs,
         model: list,
         optimizer: Any,
         reference: Tensor | None,
@@ -250,17 +235,14 @@ class CorrectedStep:
         """What the loss needs, and the batch's metrics, on the last stage; (None, {}) on others,
         which call it too.
         """
-        groups, scored, routing = self.layout.groups, None, None
+        batch, groups, scored, routing = packs.batch, self.layout.groups, None, None
         if self.scoring_reasons:
             with compat.gathered_parameters(model, optimizer), self.routes.scoring():
                 scored = compute_log_probs(
                     model,
-                    batch,
+                    packs,
                     self.logprobs,
-                    micro_batch_size=self.shape.micro_batch_size,
-                    seq_length=self.shape.seq_length,
                     routes=self.routes,
-                    packs=packs,
                     with_collision=self.config.advantage_by_token,
                 )
             self.routes.all_reduce_recorded()
@@ -269,7 +251,7 @@ class CorrectedStep:
         if not self.layout.is_last_stage:
             return None, {}
         # In bypass mode pi_rollout.
-        old_logprobs, entropy, *collisions = scored or (batch.flat(batch.rollout_logprobs), None)
+        old_logprobs, entropy, *collisions = scored or (batch.rollout_logprobs, None)
         lowered, kl = less_reference_kl(batch, old_logprobs, reference, self.config, groups)
         size = self.shape.group_size
         if scored is None:
@@ -289,10 +271,8 @@ class CorrectedStep:
             batch, inputs.correction, entropy, groups
         ) | kl
 
-    def _all_reduce_agreement(self, batch: RolloutBatch | PackedBatch, iteration: int) -> dict[str, Metric]:
-        return self.routes.all_reduce_agreement(
-            iteration + 1, lambda own: batch.name_of(own, self.shape.group_size)
-        )
+    def _all_reduce_agreement(self, batch: RolloutBatch, iteration: int) -> dict[str, Metric]:
+        return self.routes.all_reduce_agreement(iteration + 1, batch.name_of)
 
     def _all_gather_expert_statistics(self, inputs: LossInputs | None, iteration: int) -> dict[str, Metric]:
         values = None
@@ -302,11 +282,12 @@ class CorrectedStep:
         return self.routes.all_gather_statistics(iteration + 1, values)
 
     def _loss(self, part: UpdatePart, per_token: bool, iteration: int) -> CorrectedLoss:
-        count, counted = part.batch.num_sequences // self.shape.micro_batch_size, self.shape.positions
-        if part.packs is not None:
-            count, counted = part.packs.count, part.packs.count * self.layout.dp_cp_group.size()
-        size = self.layout.dp_size
-        scale = LossScale(num_microbatches=count, dp_size=size, global_positions=counted, per_token=per_token)
+        scale = LossScale(
+            num_microbatches=part.packs.count,
+            dp_size=self.layout.dp_size,
+            global_positions=part.packs.counted(self.layout),
+            per_token=per_token,
+        )
         return CorrectedLoss(
             self.config,
             self.logprobs,

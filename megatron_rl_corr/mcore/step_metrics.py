@@ -17,7 +17,6 @@ from megatron_rl_corr.reduce.metrics import Max, Mean, Metric, Min, Std
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.batch import RolloutBatch
-    from megatron_rl_corr.mcore.packed_batch import PackedBatch
 
 
 @dataclass
@@ -38,7 +37,7 @@ class StepTimes:
 
 
 def batch_metrics(
-    batch: RolloutBatch | PackedBatch, correction: Correction, entropy: Tensor | None, groups: ParallelGroups
+    batch: RolloutBatch, correction: Correction, entropy: Tensor | None, groups: ParallelGroups
 ) -> dict[str, Metric]:
     """Rewards, lengths, staleness, entropy (if there was a pass for it) and the correction's
     own, by logged name.

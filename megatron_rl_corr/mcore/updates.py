@@ -20,8 +20,6 @@ from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
-from megatron_rl_corr.mcore.microbatches import microbatches
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.reduce.collectives import ParallelGroups
@@ -115,9 +113,9 @@ class BatchInTraining:
 
     number: int
     """Batches that the run trained before it, which is the version of the weights that it began with."""
-    batch: RolloutBatch | PackedBatch
-    packs: Packs | None
-    """The whole batch in packs; None for rows."""
+    batch: RolloutBatch
+    packs: Packs
+    """The whole batch's microbatches."""
     inputs: LossInputs | None
     """The whole batch's, on the last stage."""
     metrics: dict[str, Metric]
@@ -147,9 +145,8 @@ class BatchInTraining:
 class UpdatePart:
     """What one update trains on."""
 
-    batch: RolloutBatch | PackedBatch
-    packs: Packs | None
-    """None for rows."""
+    batch: RolloutBatch
+    packs: Packs
     inputs: LossInputs | None
     """On the last stage."""
     places: torch.Tensor | None = None
@@ -163,7 +160,7 @@ class UpdatePart:
         """
         if not layout.is_last_stage:
             return {}
-        found = {} if self.packs is None else self.packs.metrics()
+        found = self.packs.metrics()
         inputs, correction = self.inputs, self.inputs.correction
         if inputs.old_logprobs is not None:
             found = found | {"decision/ess": sequences_ess(correction, layout.groups)}
@@ -178,21 +175,16 @@ class UpdatePart:
             )
         return found
 
-    def microbatches(self, micro_batch_size: int) -> Iterator[Microbatch]:
-        """The microbatches of this part: rows by `micro_batch_size`, packs as they were made.
-
-        Their tokens' places are those in the whole batch.
-        """
-        made = microbatches(self.batch, micro_batch_size, self.inputs)
-        if self.packs is not None:
-            made = self.packs.microbatches(self.inputs)
+    def microbatches(self) -> Iterator[Microbatch]:
+        """The microbatches of this part; their tokens' places are those in the whole batch."""
+        made = self.packs.microbatches(self.inputs)
         return made if self.places is None else (replace(one, places=self.places[one.places]) for one in made)
 
 
 @torch.no_grad()
 def all_reduce_update_inputs(
     whole: LossInputs,
-    part: RolloutBatch | PackedBatch,
+    part: RolloutBatch,
     samples: np.ndarray,
     places: torch.Tensor,
     config: RolloutCorrectionConfig,

@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 RULE_INPUT = """"doubt": RuleInput(
-        "how much a made-up judge doubts each token", of_batch=lambda batch: batch.flat(batch.tokens) / 10,
+        "how much a made-up judge doubts each token", of_batch=lambda batch: batch.tokens / 10,
     ),
     """
 RULE = """"judged": Divergence(
@@ -41,10 +41,10 @@ doubt = torch.tensor([0.1, 0.9, 0.5, 0.6])
 given = (logprobs, logprobs, torch.ones(4), ids)
 correction = compute_correction(*given, num_sequences=2, config=config, doubt=doubt)
 batch = dataclasses.replace(
-    RolloutBatch.empty(2, 2),
-    tokens=torch.tensor([[1, 9], [5, 6]]),
-    loss_mask=torch.ones(2, 2, dtype=torch.bool),
-    rollout_logprobs=logprobs.view(2, 2),
+    RolloutBatch.empty([2, 2], 2),
+    tokens=torch.tensor([1, 9, 5, 6]),
+    loss_mask=torch.ones(4, dtype=torch.bool),
+    rollout_logprobs=logprobs,
     rewards=torch.tensor([0.0, 1.0]),
 )
 trained = make_loss_inputs(batch, logprobs, config, ParallelGroups(), group_size=2).correction

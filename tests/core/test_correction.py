@@ -348,13 +348,13 @@ def test_everything_when_padding_or_absent_then_zero_weights_and_no_nan(config, 
 # Shapes and slices
 
 
-def test_rows_when_a_microbatch_is_cut_then_its_tokens_and_the_global_counts():
+def test_at_when_a_microbatch_is_cut_then_its_tokens_and_the_global_counts():
     config = dataclasses.replace(TOKEN_IS, rollout_rs=(RejectionRule("token", "ratio", 0.5, 9.0),))
     correction = correct([0.1, 3.0, -0.2, 2.0], mask=[1, 1, 0, 1], seq_ids=[0, 0, 1, 2], config=config)
-    part = correction.rows(1, 4)
-    assert part.weights.tolist() == [2.0, 0.0, 2.0]
-    assert part.mask.tolist() == [False, False, True]  # e^3 = 20 is rejected
-    assert part.valid.tolist() == [True, False, True]
+    part = correction.at(torch.tensor([1, 2, 3]), 1)
+    assert part.weights.tolist() == [2.0, 0.0, 2.0, 0.0]
+    assert part.mask.tolist() == [False, False, True, False]  # e^3 = 20 is rejected
+    assert part.valid.tolist() == [True, False, True, False]
     assert part.denominator("valid").item() == 3 and part.denominator("kept").item() == 2
     assert part.metrics == {}
 

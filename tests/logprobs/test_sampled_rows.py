@@ -16,13 +16,6 @@ def test_rows_when_of_a_mask_then_the_sampled_ones_before_the_others():
     assert rows.rows.tolist() == [1, 2, 4, 7] and rows.others.tolist() == [0, 3, 5, 6]
 
 
-@pytest.mark.parametrize("start, stop", [(0, 8), (0, 4), (3, 7), (5, 7), (1, 3), (2, 2)])
-def test_tokens_when_cut_then_the_rows_of_the_cut_mask(start, stop):
-    cut, expected = SampledRows.of(MASK).tokens(start, stop), SampledRows.of(MASK[start:stop])
-    assert len(cut) == len(expected) and torch.equal(cut.order, expected.order)
-    assert cut.host_counts.tolist() == expected.host_counts.tolist()
-
-
 def test_column_major_when_of_two_rows_of_four_then_the_rows_of_the_transposed_mask():
     turned, mask = SampledRows.of(MASK).column_major(2), MASK.reshape(2, 4).T.reshape(-1)
     assert sorted(turned.rows.tolist()) == SampledRows.of(mask).rows.tolist()

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
@@ -16,7 +17,7 @@ from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.loss import make_loss_inputs
 from megatron_rl_corr.mcore.microbatch import LossInputs
-from megatron_rl_corr.mcore.microbatches import microbatches
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.mcore.step_metrics import batch_metrics
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics
@@ -104,9 +105,11 @@ def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
     each its columns.
     """
     rank, size = (0, 1) if cp is None else (cp.rank(), cp.size())
-    made = RolloutBatch.empty(4, 8)
+    made = RolloutBatch.empty([5, 6, 1, 1], 8)
     if rank == 0:
-        made = RolloutBatch.from_trajectories(EPISODES, torch.arange(4.0), length=8, version=7, num_turns=3)
+        made = RolloutBatch.from_trajectories(
+            EPISODES, torch.arange(4.0), length=8, version=7, multiple=8, num_turns=3
+        )
     batch = made.broadcast(layout, num_turns=3).context_slice(rank, size)
     log_ratio = torch.full((4, 8), 50.0)  # nobody may look at it outside the mask
     log_ratio[0, [1, 2, 4]] = torch.tensor([0.1, -0.35, 0.5])
@@ -116,7 +119,7 @@ def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
         rollout_is="turn", rollout_is_upper=1.5, rollout_rs=(RejectionRule("turn_mean", "ratio", 0.7, 1.7),)
     )
     groups = ParallelGroups(cp=cp, dp_cp=cp)
-    old = (batch.rollout_logprobs + log_ratio[:, batch.position_ids]).reshape(-1)
+    old = batch.rollout_logprobs + log_ratio[batch.seq_ids, batch.positions]
     targets = make_loss_inputs(batch, old, config, groups, group_size=2)
     return {
         "batch": fields(batch),
@@ -158,13 +161,20 @@ def two_ranks(rank: int, port: int, path: str) -> None:
 
 
 def fields(batch: RolloutBatch) -> dict[str, torch.Tensor]:
-    return dict(vars(batch))
+    """The batch, its tokens as rows; tensors alone can be read again."""
+    rows = {
+        name: value.view(batch.num_sequences, -1)
+        for name, value in vars(batch).items()
+        if isinstance(value, torch.Tensor) and len(value) == len(batch.tokens)
+    }
+    rows["padding"] = batch.padding.view(batch.num_sequences, -1)
+    return {name: value for name, value in vars(batch).items() if not isinstance(value, np.ndarray)} | rows
 
 
 def error_of(output_tokens: int) -> str:
     long = sample(0, [1, 2, 3], list(range(output_tokens)), [-1.0] * output_tokens, "1")
     try:
-        RolloutBatch.from_trajectories([long], torch.ones(1), length=LENGTH, version=1)
+        RolloutBatch.from_trajectories([long], torch.ones(1), length=LENGTH, version=1, multiple=LENGTH)
     except ValueError as error:
         return str(error)
     return "accepted"
@@ -172,26 +182,26 @@ def error_of(output_tokens: int) -> str:
 
 def cut(batch: RolloutBatch) -> list[dict]:
     """Microbatches of two rows with targets that are numbered through."""
-    tokens = batch.tokens.numel()
+    tokens = len(batch.tokens)
     numbers = torch.arange(tokens, dtype=torch.float32)
     correction = compute_correction(
         -numbers,
         -numbers - 0.25,
-        batch.loss_mask.reshape(-1),
+        batch.loss_mask,
         batch.seq_ids,
         num_sequences=4,
         config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
     )
     made = LossInputs(
         numbers - 0.25,
-        batch.loss_mask.reshape(-1),
-        batch.loss_mask.reshape(-1),
+        batch.loss_mask,
+        batch.loss_mask,
         numbers + 100,
         correction,
         numbers + 200,
         numbers,
     )
-    micros = microbatches(batch, 2, made)
+    micros = Packs.of_rows(batch, 2, LENGTH).microbatches(made)
     return [
         {
             "tokens": micro.tokens,
@@ -208,7 +218,7 @@ def cut(batch: RolloutBatch) -> list[dict]:
 
 def targets(batch: RolloutBatch) -> dict:
     """Two groups of two; the rule rejects row 0 (D = 3), row 1 has no tokens, rows 2 and 3 agree (D = 0)."""
-    old = batch.rollout_logprobs.reshape(-1).nan_to_num(0.0)
+    old = batch.rollout_logprobs.nan_to_num(0.0)
     old[2] += 3
     config = RolloutCorrectionConfig(
         rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0),), advantage="group_mean"
@@ -225,7 +235,7 @@ def targets(batch: RolloutBatch) -> dict:
 
 def main(path: str) -> None:
     rewards = torch.tensor([1.0, 5.0, 2.0, 4.0])
-    batch = RolloutBatch.from_trajectories(SAMPLES, rewards, length=LENGTH, version=7)
+    batch = RolloutBatch.from_trajectories(SAMPLES, rewards, length=LENGTH, version=7, multiple=LENGTH)
     alone = SimpleNamespace(size=lambda: 1)
     layout = SimpleNamespace(pp_rank=0, tp_cp_group=alone, pp_group=alone)
     torch.save(
@@ -236,7 +246,7 @@ def main(path: str) -> None:
             "fits": error_of(3),
             "too long": error_of(4),
             "microbatches": cut(batch),
-            "without targets": [micro.loss_inputs for micro in microbatches(batch, 1)],
+            "without targets": [one.loss_inputs for one in Packs.of_rows(batch, 1, LENGTH).microbatches()],
             "targets": targets(batch),
             "turns": turns(layout),
             "support errors": support_errors(),

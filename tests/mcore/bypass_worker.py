@@ -11,7 +11,7 @@ from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionC
 from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs
-from megatron_rl_corr.mcore.microbatches import microbatches
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.reduce.collectives import ParallelGroups, merge
 from tests.mcore.layout_cases import OWN
 
@@ -72,15 +72,14 @@ def main(path: str) -> None:
     mask = torch.rand(rows, length, generator=generator) < 0.7
     mask[:, 0] = True
     rollout[0, 0] = float("nan")
-    batch = RolloutBatch(
-        labels,
-        labels,
-        mask,
-        rollout,
-        torch.tensor([1.0, 2.0, -1.0, 0.5]),
-        torch.tensor([0, 0, 1, 1]),
-        torch.zeros(rows),
-        torch.arange(length),
+    batch = replace(
+        RolloutBatch.empty([length] * rows, length),
+        tokens=labels.view(-1),
+        labels=labels.view(-1),
+        loss_mask=mask.view(-1),
+        rollout_logprobs=rollout.view(-1),
+        rewards=torch.tensor([1.0, 2.0, -1.0, 0.5]),
+        group_ids=torch.tensor([0, 0, 1, 1]),
     )
     turn_ids = (torch.arange(length) // 2).expand(rows, length).contiguous()
     saved = {
@@ -93,7 +92,7 @@ def main(path: str) -> None:
     }
     for name, config in CONFIGS.items():
         groups = ParallelGroups()
-        rows_of = replace(batch, turn_ids=turn_ids, num_turns=3) if name == "turns" else batch
+        rows_of = replace(batch, turn_ids=turn_ids.view(-1), num_turns=3) if name == "turns" else batch
         if config.loss.startswith(str(OWN)) or name.endswith("without rewards"):
             rows_of = replace(batch, rewards=torch.zeros(rows))
         targets = make_bypass_loss_inputs(rows_of, config, groups, group_size=2)
@@ -102,7 +101,7 @@ def main(path: str) -> None:
         leaf = logits.clone().requires_grad_()
         parts = [
             loss(micro, leaf[2 * i : 2 * i + 2])[0]
-            for i, micro in enumerate(microbatches(rows_of, 2, targets))
+            for i, micro in enumerate(Packs.of_rows(rows_of, 2, length).microbatches(targets))
         ]
         total = sum(parts) / 2  # the schedule divides by the number of microbatches
         total.backward()

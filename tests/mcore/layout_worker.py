@@ -34,12 +34,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_lengths, chunk_multiple
 from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs, make_loss_inputs
-from megatron_rl_corr.mcore.microbatches import microbatches
-from megatron_rl_corr.mcore.packed_batch import PackedBatch, broadcast_lengths, sequence_multiple
 from megatron_rl_corr.mcore.packing import PackLimits
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import less_reference_kl
@@ -194,14 +192,14 @@ def replica_batch(samples, layout, *, packed=False):
         mine, shift, whole, trajectories = packed_batch(trajectories, rewards, samples, layout)
         return with_sampling_masks(mine, trajectories, whole, layout), shift
     batch = RolloutBatch.from_trajectories(
-        trajectories, rewards, length=LENGTH, version=0, mask_truncated=True
+        trajectories, rewards, length=LENGTH, version=0, multiple=LENGTH, mask_truncated=True
     )
     shift = torch.zeros(len(mine), LENGTH)
     for row, s in enumerate(mine):
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
     mine = batch.broadcast(layout).context_slice(layout.cp_group.rank(), layout.cp_group.size())
-    return with_sampling_masks(mine, trajectories, batch, layout), shift[:, mine.position_ids].reshape(-1)
+    return with_sampling_masks(mine, trajectories, batch, layout), shift[mine.seq_ids, mine.positions]
 
 
 def with_sampling_masks(mine, trajectories, whole, layout):
@@ -211,14 +209,14 @@ def with_sampling_masks(mine, trajectories, whole, layout):
         cut_sampling_masks(trajectories, whole.cu_seqlens, layout.cp_size) if layout.is_data_leader else None
     )
     with Traffic() as traffic:
-        sampling_masks = scatter_sampling_masks(parts, mine.tokens.numel(), layout=layout)
+        sampling_masks = scatter_sampling_masks(parts, len(mine.tokens), layout=layout)
     Traffic.seen = traffic.bytes
     return replace(mine, sampling_masks=sampling_masks)
 
 
 def packed_batch(trajectories, rewards, samples, layout):
     """As the collector makes it of this replica's trajectories: dealt out over replicas, then packed."""
-    multiple, batch, scored = sequence_multiple(layout.cp_size), None, None
+    multiple, batch, scored = chunk_multiple(layout.cp_size), None, None
     if layout.is_data_leader:
         scored = list(map(Scored, trajectories, rewards.tolist()))
     if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
@@ -230,7 +228,7 @@ def packed_batch(trajectories, rewards, samples, layout):
             torch.tensor([one.reward for one in scored]),
         )
         DEALT[:] = [one.sample_index for one in trajectories]
-        batch = PackedBatch.from_trajectories(
+        batch = RolloutBatch.from_trajectories(
             trajectories, rewards, length=LENGTH, version=0, multiple=multiple, mask_truncated=True
         )
     batch = broadcast_lengths(batch, len(trajectories), layout, multiple=multiple)
@@ -251,11 +249,10 @@ def packed_batch(trajectories, rewards, samples, layout):
     return batch, shift[batch.seq_ids, batch.positions], whole, trajectories
 
 
-def packs_of(batch, layout, spec):
-    """None for padded rows."""
-    if "packed" not in spec:
-        return None
-    return Packs.all_reduce(batch, limits_of(spec), layout)
+def packs_of(batch, layout, spec, microbatches):
+    """The batch's microbatches; of padded rows so many."""
+    rows = batch.num_sequences // microbatches
+    return Packs.all_reduce(batch, BatchShape(0, GROUP_SIZE, rows, LENGTH, packing=limits_of(spec)), layout)
 
 
 def limits_of(spec):
@@ -330,15 +327,8 @@ def run(model_dir, reference, spec):
     gradients) of each run.
     """
     model, parameters, layout, config, batch, shift, settings = set_up(model_dir, reference["samples"], spec)
-    packs = packs_of(batch, layout, spec)
     scored = compute_log_probs(
-        model,
-        batch,
-        settings,
-        micro_batch_size=batch.num_sequences // spec["runs"][0][1],
-        seq_length=LENGTH,
-        routes=Routes(),
-        packs=packs,
+        model, packs_of(batch, layout, spec, spec["runs"][0][1]), settings, routes=Routes()
     )
     for case, microbatch_count in spec["runs"]:
         name, _, how = case.partition("/")
@@ -349,14 +339,12 @@ def run(model_dir, reference, spec):
             model,
             layout,
             CONFIGS[name],
-            batch,
+            packs_of(batch, layout, spec, microbatch_count),
             shifted,
             settings,
-            microbatch_count,
             config,
             updates=1 if once else 2,
             in_loss=once and how != "scored",
-            packs=packs,
         )
         numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
         yield case, microbatch_count, numbers, whole_gradients(parameters, layout)
@@ -366,15 +354,13 @@ def step(
     model,
     layout,
     correction,
-    batch,
+    packs,
     scored,
     settings,
-    microbatch_count,
     config,
     *,
     updates=2,
     in_loss=False,
-    packs=None,
     reference=None,
     routes=None,
 ):
@@ -385,8 +371,7 @@ def step(
     """
     groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
     in_loss = in_loss or correction.bypass_mode
-    micro = batch.num_sequences // microbatch_count
-    inputs, metrics = None, {}
+    batch, inputs, metrics = packs.batch, None, {}
     if scored is not None and in_loss:
         inputs = make_bypass_loss_inputs(batch, correction, groups, group_size=GROUP_SIZE)
         metrics = batch_metrics(batch, inputs.correction, None, groups)
@@ -409,30 +394,25 @@ def step(
             metrics |= total_power(
                 inputs.energies, inputs.advantages, made.weights, made.mask, made.kept_sequences, owner=owner
             )
-    positions = layout.dp_size * len(batch.tokens) * LENGTH
-    if packs is not None:
-        microbatch_count, positions = packs.count, packs.count * layout.dp_cp_group.size()
     scale = LossScale(
-        num_microbatches=microbatch_count,
+        num_microbatches=packs.count,
         dp_size=layout.dp_size,
         per_token=config.calculate_per_token_loss,
-        global_positions=positions,
+        global_positions=packs.counted(layout),
     )
     loss = CorrectedLoss(correction, settings, scale, scored=not in_loss, groups=groups, updates=updates)
     for chunk in model:
         chunk.zero_grad_buffer()
-    iterators = [
-        microbatches(batch, micro, inputs) if packs is None else packs.microbatches(inputs) for _ in model
-    ]
+    iterators = [packs.microbatches(inputs) for _ in model]
     get_forward_backward_func()(
         forward_step_func=make_forward_step(
             loss, settings, with_entropy=loss.with_entropy, routes=routes or Routes()
         ),
         model=model,
         data_iterator=iterators if len(model) > 1 else iterators[0],
-        num_microbatches=microbatch_count,
+        num_microbatches=packs.count,
         seq_length=LENGTH,
-        micro_batch_size=micro,
+        micro_batch_size=packs.height,
         forward_only=False,
     )
     made = merge(loss.metrics.values())

@@ -32,6 +32,7 @@ from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hf_folder import UnfinishedFolder
 from megatron_rl_corr.models.names import NameTable
@@ -107,22 +108,15 @@ def gradients(config, model, parameters, layout, samples, vocab_size):
     config.finalize_model_grads_func = finalize_model_grads
     batch, _ = replica_batch(samples, layout)
     settings = LogprobSettings(layout.tp_group, 1.0, vocab_size, before_copies=True)
-    scored = compute_log_probs(
-        wrapped,
-        batch,
-        settings,
-        micro_batch_size=batch.num_sequences // MICROBATCHES,
-        seq_length=LENGTH,
-        routes=Routes(),
-    )
+    packs = Packs.of_rows(batch, batch.num_sequences // MICROBATCHES, LENGTH)
+    scored = compute_log_probs(wrapped, packs, settings, routes=Routes())
     step(
         wrapped,
         layout,
         CONFIGS["once token"],
-        batch,
+        packs,
         scored,
         settings,
-        MICROBATCHES,
         config,
         updates=1,
         in_loss=True,

@@ -6,7 +6,7 @@ packed_updates_worker.py PROCESSES MODEL_DIR REFERENCE.pt OUT.pt '{"packed": 24,
 
 import os
 import sys
-from dataclasses import fields
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore import loss as loss_module
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
+from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.moe.routes import Routes
@@ -32,14 +32,6 @@ from updates_worker import ROWS, config_of, megatrons
 
 SAMPLES = 24
 """Of a batch."""
-
-
-class PartedRows(RolloutBatch):
-    """Rows of the samples that a replica has after dealing, so that updates take the samples
-    of the packed run.
-    """
-
-    parted_groups = SAMPLES // GROUP_SIZE
 
 
 BYPASS = RolloutCorrectionConfig(
@@ -63,8 +55,8 @@ def both_batches(samples, layout, packed):
     if layout.dp_size > 1:
         share = len(samples) // layout.dp_size
         ids = rows.group_ids + dealt[layout.dp_rank * share]["group"]  # not this replica's own numbers
-        values = {field.name: getattr(rows, field.name) for field in fields(RolloutBatch)}
-        rows = PartedRows(**(values | {"group_ids": ids}))
+        # The samples that a replica has after dealing, so that updates take those of the packed run.
+        rows = replace(rows, group_ids=ids, parted_groups=SAMPLES // GROUP_SIZE)
     return ("rows", rows), ("packed", packed)
 
 
@@ -78,7 +70,7 @@ class TrainedLogprobs:
 
     def begin(self):
         """A new update: its samples' log-probs, NaN for the others."""
-        self.values = torch.full((self.batch.flat(self.batch.labels).numel() + 1,), torch.nan)
+        self.values = torch.full((len(self.batch.labels) + 1,), torch.nan)
 
     def __call__(self, output, micro, settings, **arguments):
         logprobs, entropy = self.original(output, micro, settings, **arguments)
@@ -95,7 +87,7 @@ def trained(model, parameters, layout, batch, settings, optimizer, spec, case, k
     """[(log-probs, metrics, gradients) of each update], on this rank."""
     parts, epochs = spec["parts"], spec.get("epochs", 1)
     reports = []
-    train_step = megatrons(model, optimizer, batch.num_sequences // parts)
+    train_step = megatrons(model, optimizer)
     corrected = CorrectedStep(
         config=BYPASS if case == "bypass" else config_of(case),
         layout=layout,

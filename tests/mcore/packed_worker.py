@@ -16,7 +16,7 @@ import layout_worker
 import numpy as np
 import torch
 import torch.distributed as dist
-from layout_cases import CONFIGS, LENGTH
+from layout_cases import CONFIGS
 from layout_worker import gradient_error, limits_of, packs_of, replica_batch, set_up, step, whole_gradients
 
 from megatron_rl_corr.engines.routes import no_routes
@@ -81,20 +81,17 @@ def run(model_dir, reference, spec):
     limits = limits_of(spec)
     found = {"needed": len(first_fit(np.diff(packed.cu_seqlens).tolist(), limits.max_tokens))}
     for kind, batch, shift in (("rows", rows, rows_shift), ("packed", packed, packed_shift)):
-        packs = packs_of(batch, layout, spec) if kind == "packed" else None
+        packs = packs_of(batch, layout, spec if kind == "packed" else {}, ROWS)
         routes = replaying(model, batch, layout, config.num_layers) if spec.get("replay") else Routes()
         routes.begin_step(
-            batch.seq_ids, batch.flat_positions, samples=batch.num_sequences, compare_in_training=False
+            batch.seq_ids, batch.positions, samples=batch.num_sequences, compare_in_training=False
         )
         with routes.scoring():
             scored = compute_log_probs(
                 model,
-                batch,
+                packs,
                 settings,
-                micro_batch_size=batch.num_sequences // ROWS,
-                seq_length=LENGTH,
                 routes=routes,
-                packs=packs,
                 with_collision=any(CONFIGS[case].advantage_by_token for case in spec["runs"]),
             )
         agreement = routes.all_reduce_agreement(1, str)
@@ -107,14 +104,12 @@ def run(model_dir, reference, spec):
                     model,
                     layout,
                     CONFIGS[case],
-                    batch,
+                    packs,
                     shifted,
                     settings,
-                    ROWS,
                     config,
                     updates=1 if once else 2,
                     in_loss=once and not CONFIGS[case].advantage_by_token,
-                    packs=packs,
                     routes=routes,
                 )
             numbers = {}
@@ -126,7 +121,7 @@ def run(model_dir, reference, spec):
 
 def labelled(batch, scored, layout):
     """{the sample's labels: [K, sampled tokens] of the K values a token} of this replica's samples."""
-    values = torch.stack([batch.flat(x).float() for x in (batch.labels, batch.loss_mask)] + list(scored))
+    values = torch.stack([x.float() for x in (batch.labels, batch.loss_mask)] + list(scored))
     ids, mask, *values = batch.all_gather_rows(values, layout.cp_group)
     found = {}
     for row, sampled in enumerate(mask.bool()):
@@ -144,7 +139,7 @@ def replaying(model, batch, layout, layers):
 
     routers = ReplayedRouters("R3", model, layout, num_layers=layers)
     routes, shape = ReplayedRoutes(routers, layout, min_agreement=-1.0), routers.shape
-    values = torch.stack([batch.flat(x).float() for x in (batch.tokens, batch.loss_mask)])
+    values = torch.stack([x.float() for x in (batch.tokens, batch.loss_mask)])
     ids, mask = batch.all_gather_rows(values, layout.cp_group)
     drawn = []
     for row, sampled in enumerate(mask.bool()):
@@ -153,9 +148,7 @@ def replaying(model, batch, layout, layers):
         scores = torch.rand(len(tokens), layers, shape.experts, generator=torch.Generator().manual_seed(seed))
         drawn.append(scores.topk(shape.top_k).indices[:, list(routers.layers)].to(shape.dtype))
     routes.given = no_routes(shape, len(batch.seq_ids) + 1)[:, : len(routers.layers)]
-    for place, (row, at) in enumerate(
-        zip(batch.seq_ids.tolist(), batch.flat_positions.tolist(), strict=True)
-    ):
+    for place, (row, at) in enumerate(zip(batch.seq_ids.tolist(), batch.positions.tolist(), strict=True)):
         if at < len(drawn[row]):
             routes.given[place] = drawn[row][at]
     return routes

@@ -16,8 +16,8 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.batch import chunk_multiple
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.packed_batch import sequence_multiple
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe import padding
 from megatron_rl_corr.moe.routers import moe_routers
@@ -79,24 +79,15 @@ def learned(model_dir, spec):
         finalize(*args, **kwargs)
 
     config.finalize_model_grads_func = counted
-    packs = None
-    if "packed" in spec:  # one microbatch a group, so of other lengths
-        samples = tuple(tuple(range(at, at + GROUP_SIZE)) for at in range(0, batch.num_sequences, GROUP_SIZE))
-        packs = Packs(batch, samples, sequence_multiple(layout.cp_size) * layout.tp_group.size())
-    scored = compute_log_probs(
-        model,
-        batch,
-        logprobs,
-        micro_batch_size=GROUP_SIZE,
-        seq_length=spec["length"],
-        routes=Routes(),
-        packs=packs,
-    )
-    if packs is not None:
+    packs = Packs.of_rows(batch, GROUP_SIZE, spec["length"])  # one microbatch a group, so of other lengths
+    if "packed" in spec:
+        multiple = chunk_multiple(layout.cp_size) * layout.tp_group.size()
+        packs = Packs(batch, packs.samples, spec["length"], multiple)
+    scored = compute_log_probs(model, packs, logprobs, routes=Routes())
+    if "packed" in spec:
         padding.set_packed_share(model, packs.all_reduce_share(layout, known=spec.get("known", packs.count)))
     get_moe_metrics_tracker().clear()
-    groups = len(spec["lengths"])
-    step(model, layout, RolloutCorrectionConfig(), batch, scored, logprobs, groups, config, packs=packs)
+    step(model, layout, RolloutCorrectionConfig(), packs, scored, logprobs, config)
     logged = {name: metric.values.sum() for name, metric in get_moe_metrics_tracker().metrics.items()}
     for tokens in counts.values():
         dist.all_reduce(tokens, group=layout.tp_cp_group)

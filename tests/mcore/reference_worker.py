@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from layout_cases import LENGTH
 from layout_worker import gradient_error, packs_of, set_up, step, whole_gradients
 from torch.multiprocessing import start_processes
 
@@ -106,11 +105,9 @@ def attention_maxima(chunk):
 def run(model_dir, other_dir, samples, cases, spec):
     """(what the exchange left, then case -> (metrics, gradients)) of this rank."""
     model, parameters, layout, config, batch, shift, settings = set_up(model_dir, samples, spec)
-    packs, micro = packs_of(batch, layout, spec), batch.num_sequences // MICROBATCHES
-    forward = Ungathered(model, None, batch, settings, micro, LENGTH, packs)
-    scored = compute_log_probs(
-        model, batch, settings, micro_batch_size=micro, seq_length=LENGTH, routes=Routes(), packs=packs
-    )
+    packs = packs_of(batch, layout, spec, MICROBATCHES)
+    forward = Ungathered(model, None, packs, settings)
+    scored = compute_log_probs(model, packs, settings, routes=Routes())
     before, places = bytes_of(parameters), [parameter.tensor.data_ptr() for parameter in parameters]
     weights, kept = ReferenceWeights(parameters), attention_maxima(model[0])
     start = LocalReference(weights).log_probs(forward)
@@ -141,12 +138,10 @@ def run(model_dir, other_dir, samples, cases, spec):
             model,
             layout,
             kl,
-            batch,
+            packs,
             shifted,
             settings,
-            MICROBATCHES,
             config,
-            packs=packs,
             reference=ref,
         )
         numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}

@@ -19,6 +19,7 @@ from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionC
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import compute_log_probs
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics
@@ -50,11 +51,10 @@ def far(samples, rows):
 def gradients(model_dir, samples, spec, **settings):
     """Whole gradients (this rank's share) and metrics of one step."""
     model, parameters, layout, config, batch, shift, logprobs = set_up(model_dir, samples, spec, **settings)
-    scored = compute_log_probs(
-        model, batch, logprobs, micro_batch_size=MICRO_BATCH_SIZE, seq_length=LENGTH, routes=Routes()
-    )
+    packs = Packs.of_rows(batch, batch.num_sequences // MICROBATCHES, LENGTH)
+    scored = compute_log_probs(model, packs, logprobs, routes=Routes())
     scored = None if scored is None else (scored[0] + shift, scored[1])
-    metrics = step(model, layout, KEEP_NEAR, batch, scored, logprobs, MICROBATCHES, config)
+    metrics = step(model, layout, KEEP_NEAR, packs, scored, logprobs, config)
     numbers = all_reduce_metrics(metrics, layout.dp_cp_group) if layout.is_last_stage else {}
     ours = whole_gradients(parameters, layout)
     ps.destroy_model_parallel()
@@ -96,12 +96,12 @@ def corrected_step(config, layout, logprobs, collect, reports, **others):
     )
 
 
-def megatrons(model, batch, optimizer, leaving):
+def megatrons(model, optimizer, leaving):
     """Megatron's `train_step`: the gradient, and an update unless the rerun state machine
     leaves before it.
     """
 
-    def train_step(forward_step, iterators):
+    def train_step(forward_step, iterators, microbatches):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -109,7 +109,7 @@ def megatrons(model, batch, optimizer, leaving):
             forward_step_func=forward_step,
             data_iterator=iterators,
             model=model,
-            num_microbatches=len(batch.tokens) // MICRO_BATCH_SIZE,
+            num_microbatches=microbatches,
             seq_length=LENGTH,
             micro_batch_size=MICRO_BATCH_SIZE,
             forward_only=False,
@@ -132,7 +132,7 @@ def two_steps(model_dir, samples, spec, case):
     states = [snapshot(model, parameters, optimizer)]
     for iteration in range(2):
         leaving = case == "leaving" and iteration == 1
-        train_step = megatrons(model, batch, optimizer, lambda leaving=leaving: leaving)
+        train_step = megatrons(model, optimizer, lambda leaving=leaving: leaving)
         result = corrected.run(train_step, iteration, model, optimizer, per_token=False)
         states.append(snapshot(model, parameters, optimizer))
     ps.destroy_model_parallel()
@@ -207,18 +207,17 @@ def first_steps(model_dir, samples, spec):
             given = replace(batch, in_loss=torch.zeros_like(batch.version_lags, dtype=torch.bool))
         if fault.startswith("shift"):
             # The log-prob of the token before, wherever this rank has it.
-            given = replace(given, rollout_logprobs=batch.rollout_logprobs.roll(1, 1).where(mask, 0.0))
+            given = replace(given, rollout_logprobs=batch.rollout_logprobs.roll(1).where(mask, 0.0))
         elif fault == "no own token":
             given = replace(batch, version_lags=batch.version_lags + 1)
         elif fault == "nan":
             given = replace(batch, rollout_logprobs=batch.rollout_logprobs * torch.nan)
         elif fault == "other tokens are old":
-            lags = (torch.arange(len(mask)) % 2).float()
-            given = replace(
-                batch, version_lags=lags, rollout_logprobs=batch.rollout_logprobs - mask * 0.5 * lags[:, None]
-            )
+            lags = (torch.arange(batch.num_sequences) % 2).float()
+            worse = batch.rollout_logprobs - mask * 0.5 * batch.spread(lags)
+            given = replace(batch, version_lags=lags, rollout_logprobs=worse)
         elif fault == "few tokens are absurd":
-            few = mask & (mask.flatten().cumsum(0).reshape(mask.shape) % 40 == 20)
+            few = mask & (mask.cumsum(0) % 40 == 20)
             assert few.any() or mask.sum() < 20
             given = replace(batch, rollout_logprobs=torch.where(few, -1e30, batch.rollout_logprobs))
         kept = [p.tensor.detach().clone() for p in parameters]
@@ -243,7 +242,7 @@ def first_step(config, model, layout, logprobs, batch):
         config, layout, logprobs, lambda step: batch, reports, first_step=FirstStep(5, 1e-4)
     )
     try:
-        corrected.run(megatrons(model, batch, optimizer, lambda: False), 5, model, optimizer, per_token=False)
+        corrected.run(megatrons(model, optimizer, lambda: False), 5, model, optimizer, per_token=False)
     except (StartupError, PeerFailure) as failure:
         error = str(failure) if isinstance(failure, StartupError) else "another rank"
     return error, len(updates), [report["pushed"] for report in reports if "pushed" in report]
@@ -256,7 +255,7 @@ def dropped_out(model_dir, samples, spec):
     model, _, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, hidden_dropout=0.1)
     reports, optimizer = [], SimpleNamespace(zero_grad=lambda: None, step=lambda: (True, 1.0, 0))
     corrected = corrected_step(WIDE, layout, logprobs, lambda step: batch, reports)
-    corrected.run(megatrons(model, batch, optimizer, lambda: False), 0, model, optimizer, per_token=False)
+    corrected.run(megatrons(model, optimizer, lambda: False), 0, model, optimizer, per_token=False)
     ps.destroy_model_parallel()
     return reports[-1]
 

@@ -53,7 +53,7 @@ def prepared(model_dir, samples, spec):
     settings = TRACES | (RECOMPUTE if spec.get("recompute") else {})
     model, parameters, layout, _, batch, _, logprobs = set_up(model_dir, samples, spec, **settings)
     routes = ReplayedRoutes(ReplayedRouters("R3", model, layout, num_layers=4), layout, min_agreement=-1.0)
-    trained = samples_of(batch, samples, layout)
+    trained = samples_of(batch, samples, layout, packed="packed" in spec)
     boundaries = (
         batch.cu_seqlens.tolist() if "packed" in spec else range(0, LENGTH * len(trained) + 1, LENGTH)
     )
@@ -86,7 +86,7 @@ def two_steps(model_dir, samples, spec, every):
         ),
     )
 
-    def train_step(forward_step, iterators, count=None):
+    def train_step(forward_step, iterators, microbatches):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -95,7 +95,7 @@ def two_steps(model_dir, samples, spec, every):
             data_iterator=iterators,
             model=model,
             seq_length=LENGTH,
-            num_microbatches=count or batch.num_sequences // ROWS,
+            num_microbatches=microbatches,
             micro_batch_size=ROWS,
             forward_only=False,
         )
@@ -119,22 +119,17 @@ def naive_parts(model_dir, samples, spec):
     on the last stage.
     """
     model, _, layout, batch, logprobs, routes = prepared(model_dir, samples, spec)
-    packs = packs_of(batch, layout, spec)
-    given = {"micro_batch_size": ROWS, "seq_length": LENGTH, "packs": packs}
+    packs = packs_of(batch, layout, spec, batch.num_sequences // ROWS)
     with routes.replaying():
-        replayed = compute_log_probs(model, batch, logprobs, routes=routes, **given)
-    chosen = compute_log_probs(model, batch, logprobs, routes=Routes(), **given)
+        replayed = compute_log_probs(model, packs, logprobs, routes=routes)
+    chosen = compute_log_probs(model, packs, logprobs, routes=Routes())
     count = spec["pp"] if "vpp" in spec else 1
-    if packs is None:
-        measured = torch.arange(batch.tokens.numel()) < count * ROWS * batch.tokens.shape[1]
-    else:
-        measured = torch.zeros(len(batch.tokens), dtype=torch.bool)
-        measured[[place for pack in packs.samples[:count] for place in batch.host_places_of(pack)]] = True
-    measured &= batch.flat(batch.loss_mask)
+    measured = torch.zeros(len(batch.tokens), dtype=torch.bool)
+    measured[[place for pack in packs.samples[:count] for place in batch.host_places_of(pack)]] = True
+    measured &= batch.loss_mask
     found = None
     if replayed is not None:
-        rollout = batch.flat(batch.rollout_logprobs)
-        found = [(logp - rollout)[measured].tolist() for logp, _ in (replayed, chosen)]
+        found = [(logp - batch.rollout_logprobs)[measured].tolist() for logp, _ in (replayed, chosen)]
     counted = layout.tp_group.rank() == 0
     ps.destroy_model_parallel()
     return found if counted else None

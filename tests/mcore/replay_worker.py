@@ -18,7 +18,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore import step as step_module
 from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.packed_batch import PackedBatch
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.moe import routes as routes_module
@@ -100,10 +99,8 @@ def one_run(
         routed = ReplayedRoutes(
             replayed, layout, min_agreement=minimum, log=KeptLog(tables) if watch else None
         )
-    trained = samples_of(batch, samples, layout)
-    boundaries = (
-        batch.cu_seqlens.tolist() if "packed" in spec else range(0, LENGTH * len(trained) + 1, LENGTH)
-    )
+    trained = samples_of(batch, samples, layout, packed="packed" in spec)
+    boundaries, rows = batch.cu_seqlens.tolist(), 1 if "packed" in spec else batch.num_sequences
     own = [samples[number].get(routes) for number in trained]
     routed.scatter(own if layout.is_data_leader else None, boundaries)
     given = routed.given if kind == "R3" else None
@@ -127,7 +124,7 @@ def one_run(
     )
     optimizer = SimpleNamespace(step=lambda: updates.append(1) or (True, 1.0, 0))
 
-    def train_step(forward_step, iterators, count=None):
+    def train_step(forward_step, iterators, microbatches):
         for chunk in model:
             chunk.zero_grad_buffer()
         get_forward_backward_func()(
@@ -135,7 +132,7 @@ def one_run(
             data_iterator=iterators,
             model=model,
             seq_length=LENGTH,
-            num_microbatches=count or len(trained) // parts // ROWS,
+            num_microbatches=microbatches,
             micro_batch_size=ROWS,
             forward_only=False,
         )
@@ -146,7 +143,7 @@ def one_run(
     try:
         with (
             keeping(
-                step_module, "make_loss_inputs", lambda inputs: tables.update(values=values_of(inputs, batch))
+                step_module, "make_loss_inputs", lambda inputs: tables.update(values=values_of(inputs, rows))
             ),
             keeping(routes_module, "all_gather_expert_table", lambda table: tables.update(table=table)),
         ):
@@ -175,11 +172,11 @@ def one_run(
     return result
 
 
-def samples_of(batch, samples, layout):
+def samples_of(batch, samples, layout, packed):
     """The numbers of this replica's samples: of packed ones, on the leader, in the order in which
     they were dealt.
     """
-    if isinstance(batch, PackedBatch):
+    if packed:
         return list(DEALT) if layout.is_data_leader else [0] * batch.num_sequences
     share = len(samples) // layout.dp_size
     return list(range(layout.dp_rank * share, (layout.dp_rank + 1) * share))
@@ -209,14 +206,14 @@ def keeping(module, name, keep):
         setattr(module, name, original)
 
 
-def values_of(inputs, batch):
-    """What the step's correction gave, row by row."""
+def values_of(inputs, rows):
+    """What the step's correction gave, in so many rows; 1 for packed samples."""
     correction = inputs.correction
     return {
-        "difference": (inputs.old_logprobs - batch.rollout_logprobs.reshape(-1)).view_as(batch.tokens),
-        "valid": correction.valid.view_as(batch.tokens),
-        "mask": correction.mask.view_as(batch.tokens),
-        "weights": correction.weights.view_as(batch.tokens),
+        "difference": (inputs.old_logprobs - inputs.rollout_logprobs).view(rows, -1),
+        "valid": correction.valid.view(rows, -1),
+        "mask": correction.mask.view(rows, -1),
+        "weights": correction.weights.view(rows, -1),
     }
 
 

@@ -126,7 +126,9 @@ def test_rows_when_an_environment_spoke_then_its_tokens_are_outside_the_mask_and
 
 
 def test_turn_ids_when_broadcast_to_two_context_parallel_ranks_then_each_has_those_of_its_columns(made):
-    assert [rank["batch"]["position_ids"].tolist() for rank in made["two ranks"]] == COLUMNS
+    assert [rank["batch"]["positions"].tolist() for rank in made["two ranks"]] == [
+        [own] * 4 for own in COLUMNS
+    ]
     assert whole(made, "turn_ids").tolist() == TURN_IDS and whole(made, "loss_mask").tolist() == TURN_MASK
     assert [rank["batch"]["num_turns"] for rank in made["two ranks"]] == [3, 3]
 

@@ -948,7 +948,7 @@ left, asked = ({}, True, True, True, 17, None, None, 0), []
 
 class Step:
     features = (types.SimpleNamespace(settle=lambda: asked.append("settled"), end_step=fails),)
-    step = types.SimpleNamespace(run=lambda train_step, *args: train_step(None, None))
+    step = types.SimpleNamespace(run=lambda train_step, *args: train_step(None, None, 1))
 
 
 session.start = lambda *args: Step()
@@ -963,14 +963,17 @@ training.setup_model_and_optimizer = lambda model_provider_func, model_type: (
 )
 
 
-def train_step(forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config):
+def train_step(
+    forward_step_func, data_iterator, model, optimizer, opt_param_scheduler, config, forward_backward_func
+):
     return left
 
 
 training.train_step = train_step
 install()
 training.setup_model_and_optimizer("provider", "type")
-given = training.train_step(None, None, [], None, None, types.SimpleNamespace(calculate_per_token_loss=False))
+settings = types.SimpleNamespace(calculate_per_token_loss=False)
+given = training.train_step(None, None, [], None, None, settings, None)
 say(same=given == left, asked=asked)
 """
 
@@ -1055,7 +1058,7 @@ source = SampleSource(
     client, None, PromptDataset([Prompt(3, [1])], seed=0), types.SimpleNamespace(check_labels=print)
 )
 _, options = parse([*FLAGS, "--rollout-group-size", "2", "--rollout-max-new-tokens", "4"])
-layout = types.SimpleNamespace(dp_size=1, dp_rank=0)
+layout = types.SimpleNamespace(dp_size=1, dp_rank=0, cp_size=1)
 errors = io.StringIO()
 logging.getLogger("megatron_rl_corr").addHandler(logging.StreamHandler(errors))
 with contextlib.redirect_stderr(errors):

@@ -88,10 +88,10 @@ from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 # A group of three samples of two tokens. What the reference has of the last one is not known.
 batch = dataclasses.replace(
-    RolloutBatch.empty(3, 2),
-    loss_mask=torch.ones(3, 2, dtype=torch.bool),
+    RolloutBatch.empty([2, 2, 2], 2),
+    loss_mask=torch.ones(6, dtype=torch.bool),
     rewards=torch.tensor([1.0, 0.0, 1.0]),
-    rollout_logprobs=torch.full((3, 2), -1.0),
+    rollout_logprobs=torch.full((6,), -1.0),
 )
 config = RolloutCorrectionConfig(kl_reward_coef=0.5, kl_reward_type="k1", advantage="group_mean")
 old, reference = torch.full((6,), -1.0), torch.tensor([-1.5, -1.5, -1.0, -1.0, torch.nan, torch.nan])

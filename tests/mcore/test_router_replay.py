@@ -316,7 +316,7 @@ def test_routes_when_those_of_other_tokens_layers_or_weights_then_refused_by_nam
     dp_size = ranks[0]["dp"][1]
     place = 9 - 8 if dp_size == 2 else 9
     replica = 1 if dp_size == 2 else 0
-    assert f"sample {place % 4} of prompt {place // 4} of replica {replica} in step 1" in said
+    assert f"sample {place}, which is of prompt {place // 4}, of replica {replica} in step 1" in said
     assert ("rule shift" if "shift" in run else "rule agreement") in said
     assert all(
         (layer, True) not in {p[:2] for p in rank["passes"]}
@@ -333,7 +333,7 @@ def test_routes_of_packs_when_those_of_other_tokens_or_weights_then_refused_by_t
     ranks = results[layout, run]
     assert all(rank["refused"] and rank["updates"] == 0 for rank in ranks)
     [said] = {rank["refused"] for rank in ranks} - {"by another rank"}
-    assert "which is of prompt 2 of the step, of replica 0" in said
+    assert "which is of prompt 2, of replica 0" in said
     assert ("rule shift" if run == "shift" else "rule agreement") in said
 
 

@@ -70,12 +70,10 @@ def config_of(case):
     )
 
 
-def megatrons(model, optimizer, rows, leaves=False):
-    """Megatron's `train_step` on so many rows, or on as many packs as it is told; `leaves`: to
-    write a checkpoint.
-    """
+def megatrons(model, optimizer, leaves=False):
+    """Megatron's `train_step`; leaves: to write a checkpoint."""
 
-    def train_step(forward_step, iterators, microbatches=rows // ROWS):
+    def train_step(forward_step, iterators, microbatches):
         for chunk in model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -143,7 +141,7 @@ def trained(
     )
     results = []
     for update in range(parts * EPOCHS):
-        train_step = megatrons(model, optimizer, 16 // parts // layout.dp_size, leaves=update == leaves_in)
+        train_step = megatrons(model, optimizer, leaves=update == leaves_in)
         iteration = BATCH * parts * EPOCHS + update
         before_update(optimizer, update)
         results.append(corrected.run(train_step, iteration, model, optimizer, per_token=False))
@@ -155,7 +153,7 @@ def trained(
     assert collected == [BATCH]
     found = reports, pushed, weights if exporter.sends else {}
     if replay != "off":
-        return *found, chosen, batch.padding
+        return *found, chosen, batch.padding.view(batch.num_sequences, -1)
     if leaves_in is not None:
         return *found, [result[1:5] for result in results], corrected.leaves_after_batch
     return found

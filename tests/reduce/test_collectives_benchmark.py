@@ -62,12 +62,14 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     # Valid and kept tokens, and sequences, in float64; 2 x 4096 bins.
     assert laws["dp_cp", "counts of the batch", "all"] == ["all-reduce", "1", "24"]
     assert laws["dp_cp", "M2PO's histogram", "M2PO"] == ["all-reduce", "1", "65536"]
-    # Three int64 and a float32 a token, four float32 a row; a float64 for each count of how the samples came.
+    # Three int64 and a float32 a token; four float32 and a length a row; a float64 for each count of how the
+    # samples came.
     for group in ("tp_cp", "pp"):
-        assert laws[group, "the batch", "all"] == ["broadcast", "3", f"{8 * len(COUNTED)} + 16 S + 28 T"]
+        assert laws[group, "the batch", "all"] == ["broadcast", "4", f"{8 * len(COUNTED)} + 24 S + 28 T"]
     # What is kept, what has a gradient, two KLs, and the ESS of the sequences.
     assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "40"]
-    assert laws["world", "did a replica fail", "all"] == ["all-reduce", "1", "16"]
+    # Once when the leaders have taken their groups, once when they have made batches of them.
+    assert laws["world", "did a replica fail", "all"] == ["all-reduce", "2", "32"]
     # Samples that ended, groups that were replaced, who knows why one failed, new names of
     # rewards, and the causes.
     assert laws["world", "samples that failed", "all"] == ["all-reduce", "1", str(8 * (4 + len(CAUSES)))]

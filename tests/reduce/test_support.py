@@ -105,7 +105,7 @@ def test_support_when_nobody_has_ids_or_there_are_no_tokens_then_minus_inf():
 def test_supports_when_cut_into_microbatches_and_chunks_then_every_id_once_and_no_chunk_too_large():
     lengths = np.array([0, 3, 0, 0, 5, 1, 1, 0, 2, 0, 0, 0])
     whole = SamplingMasks.of(torch.arange(12, dtype=torch.int32), lengths)
-    parts = [whole.tokens(start, start + 4) for start in (0, 4, 8)]
+    parts = [whole.at(np.arange(start, start + 4)) for start in (0, 4, 8)]
     assert [part.ids.tolist() for part in parts] == [[0, 1, 2], [3, 4, 5, 6, 7, 8, 9], [10, 11]]
     assert [part.offsets.tolist() for part in parts] == [[0, 0, 3, 3, 3], [0, 5, 6, 7, 7], [0, 2, 2, 2, 2]]
     assert [part.offsets.tolist() for part in parts] == [part.host_offsets.tolist() for part in parts]

@@ -16,9 +16,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_rl_corr.core.token_baseline import total_power
-from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
+from megatron_rl_corr.mcore.batch import RolloutBatch, chunk_multiple, trained_tokens
 from megatron_rl_corr.mcore.batch_advantages import all_reduce_token_advantages
-from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics
 from tests.reduce.worker import Collectives, init_gloo
 
@@ -50,18 +49,18 @@ def samples() -> dict[str, torch.Tensor]:
 
 
 def rows_of(places: list[int], made: dict) -> RolloutBatch:
-    batch = RolloutBatch.empty(len(places), LENGTH)
+    batch = RolloutBatch.empty([REAL[place] for place in places], LENGTH)
     return replace(
         batch,
-        loss_mask=made["sampled"][places],
+        loss_mask=made["sampled"][places].view(-1),
         rewards=made["rewards"][places],
         group_ids=torch.tensor([(place - places[0]) // GROUP for place in places]),
         in_loss=torch.tensor([place != ONLY_BASELINE for place in places]),
     )
 
 
-def packed_of(places: list[int], made: dict, parted: bool, cp: int) -> PackedBatch:
-    batch = PackedBatch.empty([REAL[place] for place in places], sequence_multiple(cp))
+def packed_of(places: list[int], made: dict, parted: bool, cp: int) -> RolloutBatch:
+    batch = RolloutBatch.empty([REAL[place] for place in places], chunk_multiple(cp))
     own = torch.tensor(places)[batch.seq_ids]
     numbers = torch.tensor([place // GROUP for place in places])
     return replace(
@@ -75,8 +74,8 @@ def packed_of(places: list[int], made: dict, parted: bool, cp: int) -> PackedBat
 
 
 def run(places: list[int], batch, made: dict, groups: ParallelGroups) -> tuple:
-    own, at = torch.tensor(places)[batch.seq_ids], batch.flat_positions
-    sampled = batch.flat(batch.loss_mask)
+    own, at = torch.tensor(places)[batch.seq_ids], batch.positions
+    sampled = batch.loss_mask
     of_tokens = {name: made[name][own, at] for name in ("mask", "weights", "energies")}
     mask = of_tokens["mask"] & sampled
     correction = SimpleNamespace(mask=mask, weights=torch.where(mask, of_tokens["weights"], 0.0))

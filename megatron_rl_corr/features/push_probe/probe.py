@@ -17,11 +17,10 @@ from megatron_rl_corr.features.push_probe import verdict
 from megatron_rl_corr.features.push_probe.judge import ROUNDS, Asked, PushJudge
 from megatron_rl_corr.features.push_probe.rows import RANK_TOKENS, RowShapes, keeps_shape
 from megatron_rl_corr.features.push_probe.simulated_rounding import simulated_rounding
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, chunk_multiple
 from megatron_rl_corr.mcore.feature import RunParts
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.number_types import trained_type
-from megatron_rl_corr.mcore.packed_batch import PackedBatch, sequence_multiple
 from megatron_rl_corr.mcore.packing import microbatch_multiple
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import ReferencePass
@@ -120,7 +119,7 @@ class PushProbe:
                 # repeated one has none.
                 borders = torch.from_numpy(np.stack([starts[:-1], starts[1:]])[:, places]).to(own.device)
                 begin, end = borders[:, batch.seq_ids]
-                to = begin + batch.flat_positions
+                to = begin + batch.positions
                 ours = (batch.seq_ids < len(set(places))) & (to < end)
                 own[to[ours]] = logprobs[ours].double()
         dist.all_reduce(own)
@@ -130,43 +129,27 @@ class PushProbe:
         self, texts: Texts, settings: LogprobSettings
     ) -> Iterator[tuple[Sequence[int], ReferencePass]]:
         """Forward passes that have each text once at least, and of each which texts its sequences are."""
-        cp_rank, cp_size = self.layout.cp_group.rank(), self.layout.cp_size
         if self.shape.packing is not None:
             places = [row % len(texts) for row in range(max(len(texts), self.shapes.multiple))]
-            batch = PackedBatch.from_trajectories(
-                [_trajectory(texts[place]) for place in places],
-                torch.zeros(len(places)),
-                length=self.shape.seq_length,
-                version=0,
-                multiple=sequence_multiple(cp_size),
-            ).context_slice(cp_rank, cp_size)
-            packs = Packs.all_reduce(batch, self.shape.packing, self.layout)
-            yield (
-                places,
-                ReferencePass(
-                    self.model,
-                    self.optimizer,
-                    batch,
-                    settings,
-                    self.shape.micro_batch_size,
-                    self.shape.seq_length,
-                    packs,
-                ),
-            )
+            batch = self._batch(texts, places, self.shape.seq_length, chunk_multiple(self.layout.cp_size))
+            packs = Packs.all_reduce(batch, self.shape, self.layout)
+            yield places, ReferencePass(self.model, self.optimizer, packs, settings)
             return
         for rows in self.shapes.rows([len(text) for text in texts]):
-            batch = RolloutBatch.from_trajectories(
-                [_trajectory(texts[place]) for place in rows.places],
-                torch.zeros(len(rows.places)),
-                length=rows.length,
-                version=0,
-            ).context_slice(cp_rank, cp_size)
-            yield (
-                rows.places,
-                ReferencePass(
-                    self.model, self.optimizer, batch, settings, rows.micro_batch_size, rows.length
-                ),
-            )
+            batch = self._batch(texts, rows.places, rows.length, rows.length)
+            packs = Packs.of_rows(batch, rows.micro_batch_size, rows.length)
+            yield rows.places, ReferencePass(self.model, self.optimizer, packs, settings)
+
+    def _batch(self, texts: Texts, places: Sequence[int], length: int, multiple: int) -> RolloutBatch:
+        """This rank's tokens of the texts at these places."""
+        whole = RolloutBatch.from_trajectories(
+            [_trajectory(texts[place]) for place in places],
+            torch.zeros(len(places)),
+            length=length,
+            version=0,
+            multiple=multiple,
+        )
+        return whole.context_slice(self.layout.cp_group.rank(), self.layout.cp_size)
 
 
 def _trajectory(text: tuple[int, ...]) -> Trajectory:

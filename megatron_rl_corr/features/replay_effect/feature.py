@@ -48,10 +48,7 @@ class ReplayEffectFeature(Feature):
             return run_forward_only(
                 make_forward_step(log_probs, settings, with_entropy=False, routes=routes),
                 forward.model,
-                batch,
                 forward.packs,
-                micro_batch_size=forward.micro_batch_size,
-                seq_length=forward.seq_length,
                 count=compat.smallest_schedule(forward.model),
             )
 
@@ -64,8 +61,8 @@ class ReplayEffectFeature(Feature):
         places = torch.cat([place for _, place in replayed])
         return effect_metrics(
             *(torch.cat([logprobs for logprobs, _ in results]) for results in (replayed, chosen)),
-            _behind(batch.flat(batch.rollout_logprobs))[places],
-            _behind(batch.flat(batch.loss_mask))[places],
+            _behind(batch.rollout_logprobs)[places],
+            _behind(batch.loss_mask)[places],
         )
 
 
