@@ -133,7 +133,12 @@ def make_model(out_dir: Path, *, seed: int, steps: int) -> float:
 
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    model = Qwen3MoeForCausalLM(model_config(tokenizer)).to(torch.float32)
+    config = model_config(tokenizer)
+    model = Qwen3MoeForCausalLM(config).to(torch.float32)
+    # transformers makes the row of <pad> zero. When the model samples that id, the gradient of a norm at 0
+    # is 1000-fold, and clipping takes the rest of the step away.
+    pad_row = model.model.embed_tokens.weight[config.pad_token_id]
+    torch.nn.init.normal_(pad_row, std=config.initializer_range)
     loss = teach(model, tokenizer, steps=steps, seed=seed)
     model.save_pretrained(out_dir)
     tokenizer.save_pretrained(out_dir)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import safe_open
 
 from megatron_rl_corr.rollout.sample_file import read_trajectories
 from tests.preloaded import run_preloaded
@@ -72,3 +73,11 @@ def test_arithmetic_when_its_questions_are_dealt_out_then_none_is_in_two_parts()
     for kind, total in zip(KINDS, (100, 55), strict=True):
         train, held_out = ([row["messages"][0]["content"] for row in part] for part in split(kind))
         assert len(set(train) | set(held_out)) == len(train) + len(held_out) == total
+
+
+def test_arithmetic_when_its_model_is_made_then_no_embedding_is_near_zero(run):
+    # The gradient of a norm is 1000-fold there, and any id may be sampled.
+    _, out = run
+    with safe_open(out / "model/model.safetensors", "pt") as tensors:
+        norms = tensors.get_tensor("model.embed_tokens.weight").norm(dim=1)
+    assert norms.min() > 0.2 * norms.median()
