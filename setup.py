@@ -15,7 +15,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.12",  # megatron-core asks for it from 0.17 on
     packages=find_packages(include=["megatron_rl_corr", "megatron_rl_corr.*"]),
-    package_data={"megatron_rl_corr.observability": ["*.j2"]},
+    package_data={"megatron_rl_corr.commands.report": ["*.j2"]},
     install_requires=[
         "torch>=2.6",
         "megatron-core>=0.14,<0.21",
@@ -23,14 +23,14 @@ setup(
         "tensorboard>=2.14",
         "aiohttp>=3.9",
         "transformers>=4.51",
-        "math-verify[antlr4_13_2]>=0.8",
         "orjson>=3.9",
         "jinja2>=3.1",
         "pyarrow>=15",
         "safetensors>=0.4",
-        "matplotlib>=3.8",
     ],
     extras_require={
+        "report": ["matplotlib>=3.8"],
+        "math": ["math-verify[antlr4_13_2]>=0.8"],
         "dev": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "psutil>=5.9", "ruff>=0.6"],
         "gpu": ["transformer-engine[pytorch]>=2"],
         "sglang": ["sglang==0.5.23"],

@@ -13,6 +13,8 @@ from megatron_rl_corr import __version__
 # Packages are imported by the subcommand that needs them, so that --help answers at once.
 
 PROGRAM = "megatron-rl-corr"
+EXTRAS = {"matplotlib": "report"}
+"""A module that a plain installation does not bring -> the extra of setup.py that does."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What is still buffered would raise again when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        needed = f"needs {missing}: pip install 'megatron_rl_corr[{EXTRAS[missing]}]'"
+        print(f"{PROGRAM} {arguments.command}: error: {needed}", file=sys.stderr)
+        return 2
     except (ValueError, OSError) as error:
         print(f"{PROGRAM} {arguments.command}: error: {error}", file=sys.stderr)
         return 2
@@ -128,7 +137,7 @@ def _add_doctor(commands) -> None:
 
 
 def _add_plan(commands) -> None:
-    from megatron_rl_corr.planner.arguments import add_arguments
+    from megatron_rl_corr.commands.planner.arguments import add_arguments
 
     plan = commands.add_parser(
         "plan", help="what fits on which GPUs: layouts, memory, flags, from config.json alone"
@@ -138,7 +147,7 @@ def _add_plan(commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_rl_corr.planner.command import run
+    from megatron_rl_corr.commands.planner.command import run
 
     return run(arguments, sys.stdout)
 
@@ -177,7 +186,7 @@ def _add_samples(commands) -> None:
 
 
 def _samples(arguments: argparse.Namespace) -> None:
-    from megatron_rl_corr.observability.sample_text import run
+    from megatron_rl_corr.commands.samples.sample_text import run
 
     if arguments.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {arguments.limit}")
@@ -187,7 +196,7 @@ def _samples(arguments: argparse.Namespace) -> None:
 
 
 def _add_rollout(commands) -> None:
-    from megatron_rl_corr.config.rollout_command import add_flags
+    from megatron_rl_corr.commands.rollout.flags import add_flags
 
     rollout = commands.add_parser(
         "rollout", help="sample and score prompts without a trainer, into sample files"
@@ -207,9 +216,9 @@ def _rollout(arguments: argparse.Namespace) -> None:
     import asyncio
     from pathlib import Path
 
-    from megatron_rl_corr.config.rollout_command import config_of, named
+    from megatron_rl_corr.commands.rollout.flags import config_of, named
+    from megatron_rl_corr.commands.rollout.offline import OfflineRun
     from megatron_rl_corr.engines.errors import RolloutError
-    from megatron_rl_corr.rollout.offline import OfflineRun
 
     options = config_of(arguments)
     if arguments.groups is not None and arguments.groups < 1:
@@ -253,13 +262,13 @@ def _patch(arguments: argparse.Namespace) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from megatron_rl_corr.doctor.command import run
+    from megatron_rl_corr.commands.doctor.command import run
 
     return run(arguments)
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from megatron_rl_corr.observability.page import write_page
+    from megatron_rl_corr.commands.report.page import write_page
 
     print(f"report: {write_page(arguments.run_dir)}")
 
@@ -267,8 +276,8 @@ def _report(arguments: argparse.Namespace) -> None:
 def _correct(arguments: argparse.Namespace) -> None:
     import json
 
+    from megatron_rl_corr.commands.correct.compare import KeptBatch, comparison
     from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-    from megatron_rl_corr.observability.compare import KeptBatch, comparison
     from megatron_rl_corr.rollout.sample_file import read_trajectories
 
     configs = {name: RolloutCorrectionConfig.from_preset(name) for name in arguments.preset}
@@ -287,8 +296,12 @@ def _correct(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from pathlib import Path
 
+    from megatron_rl_corr.commands.export.megatron_checkpoint import (
+        MegatronCheckpoint,
+        export_checkpoint,
+        newest,
+    )
     from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-    from megatron_rl_corr.weight_sync.megatron_checkpoint import MegatronCheckpoint, export_checkpoint, newest
 
     checkpoint = MegatronCheckpoint(newest(Path(arguments.checkpoint)))
     print(f"exporting {checkpoint.folder}", flush=True)
@@ -309,8 +322,8 @@ def _model_flags(arguments: argparse.Namespace) -> None:
 
 
 def _presets(arguments: argparse.Namespace) -> None:
+    from megatron_rl_corr.commands.correct.correction_text import loss_as_text, rules_as_text, weights_as_text
     from megatron_rl_corr.config.correction import PRESETS
-    from megatron_rl_corr.observability.correction_text import loss_as_text, rules_as_text, weights_as_text
     from megatron_rl_corr.tables import text_table
 
     rows = [("preset", "weights", "keeps", "loss")]

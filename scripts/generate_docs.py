@@ -11,6 +11,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from megatron_rl_corr.commands.correct.correction_text import (  # noqa: E402
+    loss_as_text,
+    rules_as_text,
+    weights_as_text,
+)
 from megatron_rl_corr.config.correction import PRESETS, RolloutCorrectionConfig  # noqa: E402
 from megatron_rl_corr.config.dialects import keys_by_trainer  # noqa: E402
 from megatron_rl_corr.config.fields import Option, docs_of, options_of  # noqa: E402
@@ -28,11 +33,6 @@ from megatron_rl_corr.config.rules import DIVERGENCES, RULE_INPUTS  # noqa: E402
 from megatron_rl_corr.config.run import TOPICS  # noqa: E402
 from megatron_rl_corr.observability.catalogue import catalogue, grouped  # noqa: E402
 from megatron_rl_corr.observability.collapse import WINDOW  # noqa: E402
-from megatron_rl_corr.observability.correction_text import (  # noqa: E402
-    loss_as_text,
-    rules_as_text,
-    weights_as_text,
-)
 from megatron_rl_corr.observability.early_warnings import STAKE, TRENDS  # noqa: E402
 from megatron_rl_corr.observability.trends import COURSE, EARLY  # noqa: E402
 

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_rl_corr import __version__, cli
 from megatron_rl_corr.config.correction import PRESETS
-from tests.planner.published import QWEN3_4B
+from tests.commands.planner.published import QWEN3_4B
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -188,3 +188,14 @@ def test_presets_when_listed_then_a_table_of_all_within_110_columns():
 def test_command_when_missing_or_unknown_then_status_2_and_usage(arguments):
     result = run(*arguments)
     assert result.returncode == 2 and "usage: megatron-rl-corr" in result.stderr
+
+
+def test_report_when_matplotlib_is_not_installed_then_the_extra_that_brings_it(tmp_path):
+    absent = "import sys; sys.modules['matplotlib'] = None"
+    asked = run(
+        code=f"{absent}\nfrom megatron_rl_corr import cli\nsys.exit(cli.main(['report', {str(tmp_path)!r}]))"
+    )
+    assert (asked.returncode, asked.stdout) == (2, "")
+    assert asked.stderr == (
+        "megatron-rl-corr report: error: needs matplotlib: pip install 'megatron_rl_corr[report]'\n"
+    )

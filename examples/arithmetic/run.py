@@ -137,7 +137,7 @@ def run(options, out, running):
     if status:
         EXAMPLE.say(f"training ended with status {status}: see {out / 'train.log'} and {out / 'server.log'}")
         return status
-    from megatron_rl_corr.observability.page import write_page
+    from megatron_rl_corr.commands.report.page import write_page
 
     EXAMPLE.say(f"4/5 the run, drawn: {write_page(out)}")
     exported = out / "hf" / f"iter_{options.steps:07d}"

@@ -189,7 +189,7 @@ def run(options, out, running):
                 return status
     finally:
         server.stop()
-    from megatron_rl_corr.observability.page import write_page
+    from megatron_rl_corr.commands.report.page import write_page
 
     for folder in runs(out, options):
         EXAMPLE.say(f"4/4 the run, drawn: {write_page(folder)}")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from megatron_rl_corr.commands.correct.compare import KeptBatch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RejectionRule
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.observability.alerts import is_alert
-from megatron_rl_corr.observability.compare import KeptBatch
 from megatron_rl_corr.rollout.sample_file import read_trajectories
 from megatron_rl_corr.tables import readable
 

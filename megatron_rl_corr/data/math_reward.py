@@ -38,7 +38,15 @@ class MathReward:
     """
 
     def __init__(self):
-        from math_verify import LatexExtractionConfig, parse, verify  # it loads sympy
+        try:
+            from math_verify import LatexExtractionConfig, parse, verify  # it loads sympy
+        except ModuleNotFoundError as error:
+            if error.name != "math_verify":
+                raise
+            raise ValueError(
+                "`reward_function` math needs math-verify: pip install 'megatron_rl_corr[math]'; or use "
+                "exact or f1"
+            ) from None
 
         logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off
         normalization = replace(LatexExtractionConfig().normalization_config, units=False)  # 3t would be 3

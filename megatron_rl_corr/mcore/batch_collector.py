@@ -58,7 +58,7 @@ class BatchCollector(ABC):
     ):
         self._rows = shape.rows(layout.dp_size)
         self._layout, self._length, self._packing = layout, shape.seq_length, shape.packing
-        self._multiple = shape.sequence_multiple(layout.cp_size)
+        self._shape = shape
         self._groups, self.sampling, self._num_turns = self._rows // shape.group_size, sampling, num_turns
         self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
@@ -87,6 +87,11 @@ class BatchCollector(ABC):
         """Metrics of how the last batch was collected, this replica's share."""
         self.filtered = self.oversampled = False
         """Groups are filtered; more are sampled than steps take. Either has metrics of its own."""
+
+    @property
+    def _multiple(self) -> int:
+        """Each sequence is padded to one."""
+        return self._shape.sequence_multiple(self._layout.cp_size)
 
     @property
     def engines(self) -> tuple[str, ...]:

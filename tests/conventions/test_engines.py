@@ -14,7 +14,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 FOLDERS = "megatron_rl_corr.engines."
 ENDPOINT = re.compile(r"(/[a-z0-9]+(_[a-z0-9]+|\.json)*)+")
 
-MAY_NAME = ("config/run.py", "doctor/", "planner/", "integrations/slime.py")
+MAY_NAME = ("config/run.py", "doctor/", "commands/doctor/", "commands/planner/", "integrations/slime.py")
 """The list of engines, texts of the doctor and planner for users, and the hook of a trainer that
 has its own SGLang.
 """

@@ -32,12 +32,12 @@ FLOORS = [
     "rollout",
     "weight_sync",
     "doctor",
-    "planner",
     "moe",
     "mcore",
     "features",
     "observability",
     "integrations",
+    "commands",
     "plugin",
     "launch",
     "cli",
@@ -191,7 +191,17 @@ def wrong_frameworks(module: str, text: str) -> list[str]:
             )
         if (
             name.startswith("torch.distributed")
-            and mine not in ("reduce", "logprobs", "weight_sync", "moe", "mcore", "features", "integrations")
+            and mine
+            not in (
+                "reduce",
+                "logprobs",
+                "weight_sync",
+                "moe",
+                "mcore",
+                "features",
+                "integrations",
+                "commands",
+            )
             and "/worker/" not in module
         ):  # which runs inside a server
             wrong.append(f"{module} imports {name}: only reduce/ and above may know process groups")
@@ -313,6 +323,19 @@ EVERYWHERE = [
 @pytest.mark.parametrize("rule", EVERYWHERE, ids=lambda rule: rule.__name__)
 def test_package_when_checked_then_no_file_breaks_the_rule(rule):
     assert [line for module in MODULES for line in rule(module, source(module))] == []
+
+
+def test_extras_when_training_starts_then_none_is_imported():
+    # A function may import one: what needs it says which extra of setup.py brings it.
+    wrong = [
+        f"{module}:{node.lineno}"
+        for module in MODULES
+        if place(module) != "commands"
+        for node in ast.parse(source(module)).body
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        if re.search(r"\b(matplotlib|math_verify|sympy)\b", ast.unparse(node))
+    ]
+    assert wrong == []
 
 
 def test_tools_when_checked_then_no_file_breaks_the_rules_of_style():

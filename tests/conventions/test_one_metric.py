@@ -44,10 +44,10 @@ from pathlib import Path
 import torch
 import megatron_rl_corr
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.observability.compare import KeptBatch, comparison
+from megatron_rl_corr.commands.correct.compare import KeptBatch, comparison
 from megatron_rl_corr.observability.console import LiveTable
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, MetricsFile
-from megatron_rl_corr.observability.page import write_page
+from megatron_rl_corr.commands.report.page import write_page
 
 assert megatron_rl_corr.__file__.startswith(sys.argv[1])
 config = RolloutCorrectionConfig.from_preset("decoupled_token_is")

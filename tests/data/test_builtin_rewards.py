@@ -2,6 +2,7 @@
 
 import math
 import string
+import sys
 
 import pytest
 
@@ -192,3 +193,9 @@ def test_max_when_nothing_says_what_it_is_then_refused():
 def test_built_in_rewards_when_listed_then_each_can_be_made():
     for name in BUILTIN_REWARDS:
         value("overlong:cache=1" if name == "overlong" else name, "1", "1", 1)
+
+
+def test_math_when_math_verify_is_not_installed_then_the_extra_that_brings_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ValueError, match=r"math needs math-verify: pip install 'megatron_rl_corr\[math\]'"):
+        value("math", r"\boxed{1}", "1")

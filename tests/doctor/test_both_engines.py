@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl_corr import cli
+from megatron_rl_corr.commands.doctor.weight_change import FIRST_NORM, TemporaryWeights, read_tensors
 from megatron_rl_corr.doctor import DEFECTS, quick_check
 from megatron_rl_corr.doctor.probe import Probe
-from megatron_rl_corr.doctor.weight_change import FIRST_NORM, TemporaryWeights, read_tensors
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.rollout import RolloutClient

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_rl_corr.commands.doctor.command import as_json, as_table
+from megatron_rl_corr.commands.doctor.full_check import _weights
+from megatron_rl_corr.commands.doctor.reference_model import experts_shape, hypotheses, judge_model
+from megatron_rl_corr.commands.doctor.update_judgements import judge_spans, judge_update
 from megatron_rl_corr.doctor import DEFECTS, KINDS, Examination, Expected, Row, exit_status
-from megatron_rl_corr.doctor.command import as_json, as_table
 from megatron_rl_corr.doctor.distances import by_probability, distance, grid_step, slope, switch_position
 from megatron_rl_corr.doctor.distribution import (
     judge_mask,
@@ -22,7 +25,6 @@ from megatron_rl_corr.doctor.distribution import (
     judge_top_p_kept,
 )
 from megatron_rl_corr.doctor.findings import found
-from megatron_rl_corr.doctor.full_check import _weights
 from megatron_rl_corr.doctor.judgements import (
     is_half,
     judge_cache,
@@ -34,8 +36,6 @@ from megatron_rl_corr.doctor.judgements import (
     judge_version,
 )
 from megatron_rl_corr.doctor.questions import Facts, routes_row
-from megatron_rl_corr.doctor.reference_model import experts_shape, hypotheses, judge_model
-from megatron_rl_corr.doctor.update_judgements import judge_spans, judge_update
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.inspection import DetailedSample, KeptIds, ServedModel, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape

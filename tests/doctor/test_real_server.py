@@ -17,11 +17,11 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_rl_corr import cli
+from megatron_rl_corr.commands.doctor.full_check import ask_full
+from megatron_rl_corr.commands.doctor.weight_change import FIRST_NORM, TemporaryWeights, read_tensors
 from megatron_rl_corr.doctor import Expected, quick_check
-from megatron_rl_corr.doctor.full_check import ask_full
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import ask_quick
-from megatron_rl_corr.doctor.weight_change import FIRST_NORM, TemporaryWeights, read_tensors
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from tests.faults.drills import drill

@@ -6,15 +6,15 @@ import pickle
 import pytest
 from aiohttp import web
 
+from megatron_rl_corr.commands.doctor.command import as_table
+from megatron_rl_corr.commands.doctor.full_check import ask_full
+from megatron_rl_corr.commands.doctor.reference_model import ask_model
 from megatron_rl_corr.config.run import ENGINES
 from megatron_rl_corr.doctor import Examination, Expected, exit_status, questions, quick_check
-from megatron_rl_corr.doctor.command import as_table
 from megatron_rl_corr.doctor.findings import Row
-from megatron_rl_corr.doctor.full_check import ask_full
 from megatron_rl_corr.doctor.judgements import judge_version
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import ask_quick, ask_same
-from megatron_rl_corr.doctor.reference_model import ask_model
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.inspection import VersionSupport

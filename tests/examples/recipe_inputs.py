@@ -8,7 +8,7 @@ import string
 import pyarrow
 from pyarrow import parquet
 
-from tests.planner.published import QWEN3_4B, QWEN3_30B_A3B
+from tests.commands.planner.published import QWEN3_4B, QWEN3_30B_A3B
 
 CONFIGS = {"qwen3_4b": QWEN3_4B, "qwen3_30b_a3b": QWEN3_30B_A3B}
 TEMPLATE = (

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl_corr.commands.correct.compare import KeptBatch
 from megatron_rl_corr.config.correction import PRESETS
-from megatron_rl_corr.observability.compare import KeptBatch
 
 ROOT = Path(__file__).resolve().parents[2]
 

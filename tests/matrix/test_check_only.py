@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_corr.models.megatron_flags import model_flags
+from tests.commands.planner.published import QWEN3_4B
 from tests.examples.recipe_inputs import write_gsm8k, write_model
 from tests.matrix.releases import WITH_TRAINING, checkout, chosen, release_environment
-from tests.planner.published import QWEN3_4B
 
 HERE = Path(__file__).resolve().parent
 RELEASES = [*checkout(), *(release for release in WITH_TRAINING if release in chosen())]

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl_corr.commands.export.megatron_checkpoint import MegatronCheckpoint, export_checkpoint
 from megatron_rl_corr.models.architectures import num_experts
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import ARCHITECTURES
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
-from megatron_rl_corr.weight_sync.megatron_checkpoint import MegatronCheckpoint, export_checkpoint
 from megatron_rl_corr.weight_sync.rounding import ROUNDINGS, is_rounded
 from tests.mcore.tiny_models import MODELS, VOCAB, make_model
 from tests.megatron_forks import run_megatron

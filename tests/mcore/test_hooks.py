@@ -1058,7 +1058,7 @@ source = SampleSource(
     client, None, PromptDataset([Prompt(3, [1])], seed=0), types.SimpleNamespace(check_labels=print)
 )
 _, options = parse([*FLAGS, "--rollout-group-size", "2", "--rollout-max-new-tokens", "4"])
-layout = types.SimpleNamespace(dp_size=1, dp_rank=0, cp_size=1)
+layout = types.SimpleNamespace(dp_size=1, dp_rank=0)
 errors = io.StringIO()
 logging.getLogger("megatron_rl_corr").addHandler(logging.StreamHandler(errors))
 with contextlib.redirect_stderr(errors):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl_corr.commands.export.megatron_checkpoint import MegatronCheckpoint, export_checkpoint
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.weight_sync.megatron_checkpoint import MegatronCheckpoint, export_checkpoint
 from tests.mcore.hf_reference import make_samples
 from tests.mcore.mtp_models import COPIES, LAYER, load_reference, make_mtp_model, mtp_gradients
 from tests.megatron_forks import run_megatron

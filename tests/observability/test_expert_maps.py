@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron_rl_corr.observability.page import write_page
+from megatron_rl_corr.commands.report.page import write_page
 
 pytestmark = pytest.mark.usefixtures("figures_drawn_once")
 

@@ -46,8 +46,8 @@ def check(device: str) -> Outcome:
 
 def cache_bytes(model: Path) -> float:
     """What the server's keys and values take."""
+    from megatron_rl_corr.commands.planner.serving import cache_bytes_per_token
     from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-    from megatron_rl_corr.planner.serving import cache_bytes_per_token
 
     return CACHED_TOKENS * cache_bytes_per_token(HFCheckpoint(model).config, 1)
 

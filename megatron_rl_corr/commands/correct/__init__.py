@@ -1,0 +1,1 @@
+"""Compares corrections on samples that a run saved."""

@@ -1,0 +1,1 @@
+"""The doctor's command: questions that only a person asks, about a server, a model, an update."""

@@ -1,0 +1,1 @@
+"""Writes a checkpoint of Megatron as a Hugging Face folder."""

@@ -1,0 +1,1 @@
+"""Samples prompts without training."""

@@ -1,0 +1,1 @@
+"""Shows the samples that a run saved, with what was done to their tokens."""
