@@ -34,7 +34,7 @@ class SampledRows:
         counts = np.zeros(len(on_host) + 1, dtype=np.int64)
         np.cumsum(on_host, out=counts[1:])
         order = np.concatenate([np.flatnonzero(on_host), np.flatnonzero(~on_host)])
-        return cls(torch.from_numpy(order).to(device), counts)
+        return cls(torch.from_numpy(order).to(device, non_blocking=True), counts)
 
     def __len__(self) -> int:
         """N."""

@@ -52,7 +52,7 @@ class SamplingMasks:
         np.cumsum(lengths, out=offsets[1:])
         if offsets[-1] != len(ids):
             raise ValueError(f"lengths of sampling masks sum to {offsets[-1]}, but there are {len(ids)} ids")
-        return cls(ids, torch.from_numpy(offsets).to(ids.device), offsets)
+        return cls(ids, torch.from_numpy(offsets).to(ids.device, non_blocking=True), offsets)
 
     def __len__(self) -> int:
         """T."""
@@ -63,7 +63,9 @@ class SamplingMasks:
         lengths = np.diff(self.host_offsets)[tokens]
         before = np.cumsum(lengths) - lengths
         places = np.repeat(self.host_offsets[tokens] - before, lengths) + np.arange(lengths.sum())
-        return SamplingMasks.of(self.ids[torch.from_numpy(places).to(self.ids.device)], lengths)
+        return SamplingMasks.of(
+            self.ids[torch.from_numpy(places).to(self.ids.device, non_blocking=True)], lengths
+        )
 
     def padded(self, tokens: int) -> SamplingMasks:
         """These, and behind them so many tokens without any."""

@@ -18,6 +18,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore.forward import compute_log_probs
+from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.session import start  # noqa: F401  what the launcher uses can be imported too
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics
@@ -38,24 +39,21 @@ def run(model_dir, reference):
         ),
         model,
     )
-    micro = len(batch.tokens) // MICROBATCHES
+    packs = Packs.of_rows(batch, batch.num_sequences // MICROBATCHES, LENGTH)
 
     def scored():
-        return compute_log_probs(
-            model, batch, settings, micro_batch_size=micro, seq_length=LENGTH, routes=Routes()
-        )
+        return compute_log_probs(model, packs, settings, routes=Routes())
 
     before = scored()
     old = None if before is None else (before[0] + shift, before[1])
-    metrics = step(model, layout, CONFIGS[CASE], batch, old, settings, MICROBATCHES, config)
+    metrics = step(model, layout, CONFIGS[CASE], packs, old, settings, config)
     grads = whole_gradients(parameters, layout)
     updated, norm, _ = optimizer.step()
     assert updated
     after = scored()
     if not layout.is_last_stage:
         return grads, {}
-    mask = batch.loss_mask.reshape(-1)
-    means = [float(logprobs[mask].double().mean()) for logprobs, _ in (before, after)]
+    means = [float(logprobs[batch.loss_mask].double().mean()) for logprobs, _ in (before, after)]
     numbers = {"metrics": all_reduce_metrics(metrics, layout.dp_cp_group), "grad_norm": float(norm)}
     return grads, numbers | {"before": means[0], "after": means[1]}
 

@@ -112,10 +112,8 @@ CONFIGS = {
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a batch knows on the host and copies to the device before any step; such a copy waits."""
+    """What a batch has on the device before any step."""
 
-    sampled: SampledRows
-    """Three of four tokens."""
     masks: SamplingMasks
     """Every second token was drawn from its label alone, or from none."""
 
@@ -123,7 +121,7 @@ class Prepared:
     def on(cls, device: str) -> "Prepared":
         lengths = np.array([3, 1, 2, 0, 5, 1, 3, 1, 2, 0, 5, 1])
         ids = torch.zeros(lengths.sum(), dtype=torch.int32, device=device)
-        return cls(SampledRows.of(np.arange(2 * TOKENS) % 4 > 0, device), SamplingMasks.of(ids, lengths))
+        return cls(SamplingMasks.of(ids, lengths))
 
 
 def on_support(
@@ -132,7 +130,11 @@ def on_support(
     """Log-probs and entropies of three microbatches, in chunks of four ids."""
     parts = [
         sampling_mask_logprobs(
-            logits[t : t + 4], labels[t : t + 4], whole.tokens(t, t + 4), with_entropy=True, chunk_ids=4
+            logits[t : t + 4],
+            labels[t : t + 4],
+            whole.at(np.arange(t, t + 4)),
+            with_entropy=True,
+            chunk_ids=4,
         )
         for t in (0, 4, 8)
     ]
@@ -149,7 +151,9 @@ def step(
     labels = torch.zeros(rows * length, dtype=torch.int64, device=device)
     mask = torch.ones(rows, length, device=device)
     rollout, flat_mask, seq_ids, count = flatten_padded(-torch.rand(rows, length, device=device), mask)
-    sampled = prepared.sampled.tokens(TOKENS, 2 * TOKENS)
+    sampled = SampledRows.of(
+        np.arange(TOKENS) % 4 > 0, device
+    )  # as a microbatch has it, three of four tokens
     settings = {"vocab_size": 10, "with_entropy": True, "chunk_tokens": 5, "sampled": sampled}
     with torch.no_grad():
         old, _, collision = vocab_parallel_logprobs(logits, labels, with_collision=True, **settings)
