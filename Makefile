@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm test test-matrix test-faults test-runs soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
+.PHONY: help setup setup-vllm test test-fast test-matrix test-faults test-runs soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
 	study study-stop clean
 
 PYTHON := .venv/bin/python
@@ -29,8 +29,11 @@ test test-matrix test-faults: export PYTHONDONTWRITEBYTECODE :=
 test: setup-vllm ## Run every test; TESTS=path or TESTS="-k name" for some of them
 	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 4 --durations=10 --record=runs/tests)
 
-test-matrix: setup-vllm ## Run corrected steps on every supported release of megatron-core (fetches five wheels once); MEGATRON_CHECKOUT= adds one
-	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 tests/matrix $(TESTS)
+test-fast: setup ## Run the tests that start no process, in 2 minutes; TESTS= chooses
+	$(PYTHON) -m pytest --fast -q -n 2 $(TESTS)
+
+test-matrix: setup-vllm ## Run what make test leaves out: every release of megatron-core (fetches five wheels once), layouts, sizes; MEGATRON_CHECKOUT= adds one
+	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 -m matrix $(TESTS)
 
 # Everything that breaks something on purpose, the long ones too; a slice of it runs with `make test`.
 test-faults: setup-vllm ## Run all drills, under 30 minutes on 2 cores; TABLE=file writes what they promised and saw, TESTS= chooses

@@ -4,8 +4,10 @@ import asyncio
 import functools
 import gc
 import importlib.util
+import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,11 +24,14 @@ from tools.cpu import environment, gpu_available, sglang_arguments, vllm_argumen
 from tools.process_group import group_members
 
 ROOT = Path(__file__).resolve().parents[1]
+SMALL_PROGRAMS = ("uname", "ldconfig", "lscpu", "gcc", "c++", "g++", "ruff")
+"""What libraries ask a machine with, and a formatter: they take no time."""
 SHARED: list[PreloadedServer] = []
 """The running servers of the session with the tiny model's own weights."""
 
 
 def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="leave out what starts a process (make test-fast)")
     parser.addoption(
         "--record", metavar="FOLDER", help="write outcome and seconds into a file there (tests/record.py)"
     )
@@ -36,12 +41,30 @@ def pytest_configure(config):
     folder = config.getoption("--record")
     if folder and not hasattr(config, "workerinput"):  # the parent of xdist's workers, or the only process
         config.pluginmanager.register(Record(Path(folder)))
-    if getattr(config.option, "numprocesses", None):  # all workers share what their parent starts
-        preload_all()
+    if getattr(config.option, "numprocesses", None) and not config.getoption("--fast"):
+        preload_all()  # all workers share what their parent starts
 
 
-def pytest_collection_finish():
+def forbid_processes():
+    """Skip each test, or fixture, at the moment it starts a process of ours."""
+
+    def skip():
+        pytest.skip("starts a process; make test runs it")
+
+    def popen(self, args, *others, **settings):
+        word = args if isinstance(args, str) else os.fspath(args[0])
+        if Path(word.split()[0]).name not in SMALL_PROGRAMS:
+            skip()
+        started(self, args, *others, **settings)
+
+    started, subprocess.Popen.__init__ = subprocess.Popen.__init__, popen
+    multiprocessing.process.BaseProcess.start = lambda self: skip()
+
+
+def pytest_collection_finish(session):
     gc.freeze()  # the collector would walk thousands of tests again and again
+    if session.config.getoption("--fast"):
+        forbid_processes()
 
 
 @pytest.fixture(scope="session")

@@ -47,6 +47,9 @@ def place_of(nodeid: str) -> int:
 
 
 def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.nodeid.removeprefix("tests/").startswith("matrix/"):
+            item.add_marker("matrix")
     items.sort(key=lambda item: place_of(item.nodeid))  # stable: the tests of a file keep their order
 
 

@@ -1,6 +1,7 @@
 """The house without one of its features: its folder and its name are deleted, and nothing else misses it."""
 
 import ast
+import functools
 import json
 import os
 import re
@@ -39,6 +40,11 @@ print(json.dumps({
 """
 
 
+@functools.cache
+def whole():
+    return shown(ROOT, FLAGS, [])
+
+
 def shown(folder, *arguments):
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", USE, *map(json.dumps, arguments)],
@@ -55,17 +61,17 @@ def shown(folder, *arguments):
 def test_feature_when_deleted_then_its_flags_and_metrics_are_unknown_and_no_other(tmp_path, name, owner):
     # others are left to Megatron, which refuses them too
     flags = [one.flag for one in options_of(owner).values() if one.flag.startswith(PREFIX)]
-    whole, left = shown(ROOT, FLAGS, []), shown(package_without(tmp_path, name), FLAGS, flags)
+    left = shown(package_without(tmp_path, name), FLAGS, flags)
     assert left["from"].startswith(str(tmp_path.resolve()))
-    assert set(whole["options"]) - set(left["options"]) == set(options_of(owner))
+    assert set(whole()["options"]) - set(left["options"]) == set(options_of(owner))
     assert len(left["refused"]) == len(flags)
     assert all(
         text.startswith(f"unknown flag {flag};") for text, flag in zip(left["refused"], flags, strict=True)
     )
     texts = [path.read_text("utf-8") for path in (ROOT / "megatron_rl_corr/features" / name).rglob("*.py")]
     measures = any(re.search("^METRICS", text, re.MULTILINE) for text in texts)
-    assert set(left["metrics"]) <= set(whole["metrics"])
-    assert (left["metrics"] != whole["metrics"]) == measures
+    assert set(left["metrics"]) <= set(whole()["metrics"])
+    assert (left["metrics"] != whole()["metrics"]) == measures
 
 
 def imported(path):

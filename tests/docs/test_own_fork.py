@@ -18,7 +18,10 @@ import pytest
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.integrations import megatron_rl_hooks
 from tests.matrix.patched import copied_tree, cpu_flags, process_environment, unchanged
+from tests.tiers import long, matrix
 from tools import local_server
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "docs/guides"
@@ -57,6 +60,7 @@ def server(sglang_server_fp32, tiny_moe_dir):
         yield sglang_server_fp32
 
 
+@long
 def test_page_when_its_commands_are_run_in_order_then_a_fork_takes_corrected_steps(
     server, tiny_moe_dir, tmp_path
 ):

@@ -20,8 +20,11 @@ from megatron_rl_corr.observability.metrics_file import read_metrics
 from megatron_rl_corr.rollout.sample_file import read_sampling, read_trajectories
 from tests.preloaded import PreloadedPopen, preload_all
 from tests.router_process import RouterProcess
+from tests.tiers import long, matrix
 from tools.cpu import environment
 from tools.process_group import group_members
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "examples/quickstart/run.py"
@@ -184,6 +187,7 @@ def assert_sampled_and_drawn(quickstart, runs):
     assert left_of(quickstart.out) == []
 
 
+@long
 def test_quickstart_when_asynchronous_then_trained_twice_and_the_second_run_is_ahead(tmp_path):
     with Quickstart(tmp_path / "run", "--steps", "2", "--asynchronous", program=[FORKED]) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
@@ -218,6 +222,7 @@ def assert_ahead(steps, *, steps_wanted):
     assert all(step["skipped"] == 0 for step in steps)
 
 
+@long
 def test_server_killed_in_mid_run_then_training_ends_naming_it_and_a_new_run_goes_on_from_the_checkpoint(
     tmp_path,
 ):

@@ -18,8 +18,11 @@ import torch
 
 from tests.examples.recipe_inputs import CONFIGS, write_dapo, write_gsm8k, write_model
 from tests.preloaded import run_preloaded
+from tests.tiers import in_matrix, matrix
 from tools.cpu import environment
 from tools.local_server import free_port
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples/recipes"
@@ -111,6 +114,11 @@ def recipe(request, tmp_path_factory):
     return Recipe(tmp_path_factory.mktemp(request.param), request.param)
 
 
+@pytest.fixture(scope="module", params=["qwen3_30b_a3b", *in_matrix("qwen3_4b")])
+def one_recipe(request, tmp_path_factory):
+    return Recipe(tmp_path_factory.mktemp(f"one_{request.param}"), request.param)
+
+
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
     return Recipe(tmp_path_factory.mktemp("sparse"), "qwen3_30b_a3b")
@@ -137,17 +145,17 @@ def test_training_flags_then_megatron_and_our_checks_take_them_with_data_of_both
     assert "checked, and nothing was started" in checked.stdout and "prompts: 32 rows" in checked.stdout
 
 
-def test_training_flags_of_two_nodes_then_they_are_checked_for_16_processes(recipe):
-    checked = recipe.check_training(NODES=2)
+def test_training_flags_of_two_nodes_then_they_are_checked_for_16_processes(one_recipe):
+    checked = one_recipe.check_training(NODES=2)
     assert checked.returncode == 0, checked.stderr[-2000:]
     assert "16 processes: tensor 2" in checked.stdout and "data 8" in checked.stdout
 
 
-def test_training_flags_when_colocated_then_they_are_checked_for_all_8_gpus(recipe):
-    checked = recipe.check_training(COLOCATE=1)
+def test_training_flags_when_colocated_then_they_are_checked_for_all_8_gpus(one_recipe):
+    checked = one_recipe.check_training(COLOCATE=1)
     assert checked.returncode == 0, checked.stderr[-2000:]
     assert "8 processes: tensor 2" in checked.stdout and "data 4" in checked.stdout
-    assert "--rollout-colocate" in recipe.words_of_dry_run("train", COLOCATE=1)
+    assert "--rollout-colocate" in one_recipe.words_of_dry_run("train", COLOCATE=1)
 
 
 @pytest.mark.parametrize(
@@ -187,18 +195,18 @@ def test_training_flags_when_colocated_and_one_leaves_no_turns_then_refused_by_n
     assert message in checked.stderr, checked.stderr[-2000:]
 
 
-def test_run_when_colocated_then_every_server_sees_all_gpus_and_takes_its_own(recipe):
+def test_run_when_colocated_then_every_server_sees_all_gpus_and_takes_its_own(one_recipe):
     port = free_port(8)
-    run = recipe.run(PORT=port, COLOCATE=1)
+    run = one_recipe.run(PORT=port, COLOCATE=1)
     assert run.returncode == 0, run.stdout + run.stderr
-    servers, count = recipe.asked("-m", "sglang.launch_server"), 2 * SERVERS[recipe.name]
+    servers, count = one_recipe.asked("-m", "sglang.launch_server"), 2 * SERVERS[one_recipe.name]
     every = ",".join(map(str, range(8)))
     assert [server["CUDA_VISIBLE_DEVICES"] for server in servers] == [every] * count
     words = [server["words"] for server in servers]
     first = sorted(int(line[line.index("--base-gpu-id") + 1]) for line in words)
     assert first == [number * 8 // count for number in range(count)]
     assert all("--enable-memory-saver" in line for line in words)
-    [training] = recipe.asked("-m", "torch.distributed.run")
+    [training] = one_recipe.asked("-m", "torch.distributed.run")
     assert training["CUDA_VISIBLE_DEVICES"] == every and training["words"][3:5] == ["--nproc_per_node", "8"]
 
 

@@ -16,6 +16,9 @@ import pytest
 from megatron_rl_corr.config.flags import parse
 from megatron_rl_corr.observability.metrics_file import MetricsFile
 from tests.preloaded import preload_all, run_preloaded
+from tests.tiers import long, matrix
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = ROOT / "tests/examples/forked_quickstart.py"
@@ -300,6 +303,7 @@ def make_study(out, *options):
     )
 
 
+@long
 def test_study_when_two_steps_an_arm_then_reported_and_finished_runs_are_kept_when_it_goes_on(tmp_path):
     preload_all()
     out = tmp_path / "study"

@@ -6,7 +6,9 @@ import torch
 from megatron_rl_corr.engines.routes import ExpertShape, has_routes
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from tests.hf_truth import assert_is_truth, inside, response, scored
+from tests.tiers import long
 
+pytestmark = long
 PROMPTS = [[3, 67, 4, 71], [15, 9, 2]]
 SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 SAMPLING = SamplingParams(24, temperature=1.5, top_k=20, top_p=0.8, ignore_eos=True)

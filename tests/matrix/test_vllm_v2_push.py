@@ -7,9 +7,10 @@ from megatron_rl_corr.rollout import SamplingParams
 from tests.hf_truth import inside
 from tests.matrix.patched import unchanged
 from tests.server_load import wait_until_sampling
+from tests.tiers import long
 from tests.weight_sync.test_push_real_servers import PROMPT, Pushing, model_of, noisy, weights  # noqa: F401
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [long, pytest.mark.usefixtures("one_rank")]
 LONG = SamplingParams(48, temperature=1.5, top_k=20, ignore_eos=True)
 
 

@@ -15,7 +15,10 @@ import pytest
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from tests.mcore.launched import REWARD, launch, replayed, untimed_steps
 from tests.preloaded import PreloadedServer, address, run_preloaded
+from tests.tiers import long, matrix
 from tools.cpu import environment, sglang_arguments
+
+pytestmark = matrix
 
 SCRIPT = Path(__file__).with_name("colocated_pretrain.py")
 TENSOR = ["--rollout-weight-transport", "tensor"]
@@ -153,6 +156,7 @@ def test_server_when_the_run_has_ended_then_it_samples_with_the_last_weights(run
     assert events == ["run_started", "run_ended"]
 
 
+@long
 def test_run_when_killed_in_the_trainers_turn_then_the_next_start_goes_on(server, tiny_moe_dir, tmp_path):
     """And one that is killed between two states of the server's memory is followed by a
     start that says so.

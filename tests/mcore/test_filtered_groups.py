@@ -16,6 +16,9 @@ from megatron_rl_corr.rollout.group_filter import chosen_sample, measured_sample
 from tests.matrix.patched import unchanged
 from tests.matrix.replaying_server import ReplayingServer
 from tests.mcore.launched import launch, untimed_steps, write_data
+from tests.tiers import IN_MATRIX, matrix
+
+pytestmark = matrix
 
 SCRIPT = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 # Prompts that end with an even id are always solved; of others some samples are.
@@ -39,6 +42,8 @@ LAYOUTS = {
     "packed, DP 2": [],
     "rows, PP 2": ["--rollout-pad-sequences", "--pipeline-model-parallel-size", 2],
 }
+if not IN_MATRIX:
+    del LAYOUTS["packed, DP 2"]
 
 
 class Door(ReplayingServer):

@@ -21,7 +21,10 @@ from tests import tensor_files
 from tests.mcore.server_weights import load
 from tests.megatron_forks import run_megatron
 from tests.preloaded import PreloadedServer
+from tests.tiers import in_matrix, matrix
 from tools.cpu import environment, sglang_arguments
+
+pytestmark = matrix
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = {
@@ -188,7 +191,7 @@ def test_probe_when_a_server_samples_with_other_weights_than_it_scores_with_then
     assert "scores of given tokens are wrong and its samples are right" in other[0], other[0]
 
 
-@pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 1e-2), ("rope_theta", 100.0)])
+@pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 1e-2), *in_matrix(("rope_theta", 100.0))])
 def test_probe_when_a_server_computes_with_another_setting_then_it_was_so_before_the_first_push(
     name, value, tiny_moe_dir, tmp_path
 ):

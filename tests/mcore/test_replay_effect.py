@@ -15,17 +15,17 @@ from megatron_rl_corr.features.replay_effect.metrics import effect_metrics
 from tests import tensor_files
 from tests.mcore.test_router_replay import EXPERTS, LAYERS, TOP_K, some_samples
 from tests.megatron_forks import run_megatron
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = {
-    1: [{}, {"recompute": True}, {"packed": 64}],
+    1: [{}, {"packed": 64}, *in_matrix({"recompute": True})],
     2: [
-        {"pp": 2},
         {"tp": 2, "sp": True},
-        {"cp": 2},
-        {"ep": 2},
-        {"packed": 64, "cp": 2},
         {"packed": 48, "pp": 2, "vpp": 2},
+        *in_matrix({"pp": 2}, {"cp": 2}, {"ep": 2}, {"packed": 64, "cp": 2}),
     ],
 }
 CASES = [(processes, json.dumps(spec)) for processes, specs in LAYOUTS.items() for spec in specs]

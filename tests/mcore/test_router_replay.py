@@ -12,6 +12,9 @@ import torch
 
 from tests import tensor_files
 from tests.megatron_forks import run_megatron
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
 
 HERE = Path(__file__).resolve().parent
 LAYERS, TOP_K, EXPERTS, SAMPLES, ROWS = 4, 2, 8, 16, 2
@@ -25,9 +28,11 @@ TWO = [
 FOUR = [
     {"tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3", "recompute", "R2 recompute"]},
     {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "runs": ["R3", "recompute", "shift"]},
-    {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias"]},
-    {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]},
-    {"ep": 4, "runs": ["R3", "off"]},
+    *in_matrix(
+        {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias"]},
+        {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]},
+        {"ep": 4, "runs": ["R3", "off"]},
+    ),
 ]
 PACKED = {
     1: [{"packed": 64, "runs": ["R3", "recompute", "bypass", "R2", "off", "shift", "other"]}],
@@ -38,7 +43,7 @@ PACKED = {
     ],
     4: [
         {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "R2 recompute", "off"]},
-        {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3"]},
+        *in_matrix({"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3"]}),
     ],
 }
 """Sequences packed into microbatches of at most so many tokens."""

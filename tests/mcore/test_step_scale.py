@@ -21,15 +21,19 @@ from tests import tensor_files
 from tests.mcore.updates_cases import BYPASS
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
 
 HERE = Path(__file__).resolve().parent
 LAYOUTS = {
     1: [{"losses": ["ppo_clip", "ppo_clip adam", BYPASS]}, {"packed": 64, "losses": ["ppo_clip", BYPASS]}],
     2: [
-        {"ep": 2, "losses": ["ppo_clip"]},
         {"cp": 2, "losses": ["ppo_clip"]},
-        {"tp": 2, "ep": 2, "sp": True, "losses": ["ppo_clip adam"]},
         {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]},
+        *in_matrix(
+            {"ep": 2, "losses": ["ppo_clip"]}, {"tp": 2, "ep": 2, "sp": True, "losses": ["ppo_clip adam"]}
+        ),
     ],
 }
 RUNS = [

@@ -8,10 +8,14 @@ import pytest
 import torch
 
 from benchmarks.logprob import Work, check
+from tests.tiers import long, matrix
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@long
 def test_command_when_tiny_then_a_row_for_each_path():
     run = subprocess.run(
         [

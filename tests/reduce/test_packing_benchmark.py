@@ -9,10 +9,14 @@ from pathlib import Path
 
 from benchmarks.packing import imbalance, some_lengths
 from megatron_rl_corr.mcore.packing import PackLimits
+from tests.tiers import long, matrix
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@long
 def test_packing_when_lengths_are_log_normal_then_at_least_three_times_fewer_operations():
     run = subprocess.run(
         [

@@ -18,6 +18,9 @@ from aiohttp import web
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
 from tests.faults.drills import drill
+from tests.tiers import long, matrix
+
+pytestmark = matrix
 
 PROMPTS = [[3, 1, 4], [1, 5], [9, 2, 6, 5], [3, 5]]
 VOCAB = 83
@@ -112,6 +115,7 @@ def slowed(pid, *, stopped_s, running_s):
         thread.join()
 
 
+@long
 def test_generate_when_answers_take_many_times_the_bound_and_wait_in_the_queue_then_they_arrive(loop, victim):
     """As 32 000 tokens at 20 a second do; nothing but silence ends a request, --rollout-timeout-s neither.
 

@@ -8,7 +8,10 @@ import pytest
 
 import tools.cpu.process_environment as module
 from tests.preloaded import run_preloaded
+from tests.tiers import long, matrix
 from tools.cpu import environment, gpu_available, sglang_arguments, vllm_arguments
+
+pytestmark = matrix
 
 
 @pytest.fixture
@@ -69,6 +72,7 @@ def installed(folder):
     return {"PYTHONPATH": str(folder)}
 
 
+@long
 def test_environment_when_transformer_engine_is_installed_then_there_is_no_stand_in(no_gpu, tmp_path):
     there = installed(tmp_path)
     inherited = environment("megatron", {})["PYTHONPATH"]

@@ -18,6 +18,7 @@ from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport
 from megatron_rl_corr.weight_sync.update import all_reduce_released
 from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer, run_preloaded
+from tests.tiers import long, matrix
 from tools.cpu import environment, sglang_arguments
 from tools.gpu_check import (
     benchmark_runs,
@@ -32,6 +33,8 @@ from tools.gpu_check import (
     triton_kernels,
 )
 from tools.gpu_check.outcome import DoesNotHold, Finding, NotRun, Outcome, at_most
+
+pytestmark = matrix
 
 
 def torch_kernels(**planted):
@@ -285,6 +288,7 @@ def test_push_when_to_an_fp8_server_then_it_holds_and_not_to_the_weights_before_
             pushes.prove(server.url, "tensor", plain, weights, "cpu")
 
 
+@long
 def test_colocation_when_a_server_releases_its_memory_then_the_push_gives_it_back_and_the_log_probs_hold():
     verified, largest = colocation.check("cpu").findings
     assert int(verified.found.split(" of ")[0]) > 20 and float(largest.found) <= float(largest.bound)

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import long, matrix
+
+pytestmark = matrix
+
 SHARED = Path(sys.prefix) / "shared"
 WHICH = "import megatron_rl_corr, sys; print(megatron_rl_corr.__file__, sys.prefix)"
 
@@ -63,6 +67,7 @@ def folder(tmp_path):
     return tmp_path / "my code"
 
 
+@long
 def test_setup_when_two_checkouts_share_packages_and_one_moves_then_each_runs_its_own_files(
     folder, copy_checkout
 ):
