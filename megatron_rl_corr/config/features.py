@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-FEATURES = ("replay_effect", "samples", "export", "trace", "push_probe", "evaluation")
+FEATURES = ("replay_effect", "filtered_mismatch", "samples", "export", "trace", "push_probe", "evaluation")
 """In the order in which all ranks ask them."""
 
 

@@ -33,15 +33,6 @@ class GroupsConfig(Options):
     ones that did not.
     """
 
-    group_filter_measured: Annotated[float | None, Between(0, 1)] = option(
-        None, metavar="X", needs="group_filter", usual=0.0625
-    )
-    """Mismatch of groups that do not pass: each step scores X times as many samples as it trains, one
-    of each of some of these groups, and trains none of them. It costs a forward pass of these
-    samples, at most X of one over the batch (about X / 3 of the training pass); 0 leaves it out, and
-    nothing is known of them.
-    """
-
     oversampling: Annotated[float, Between(1, finite=True)] = option(1.0, metavar="X")
     """Sample X times as many groups as a step takes, so that slow ones do not hold it up; it takes those
     that are done first, which prefers short responses. With `max_lag` 0 the others are aborted, and their

@@ -27,7 +27,7 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
 from megatron_rl_corr.rollout.episodes import Episodes
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
-from megatron_rl_corr.rollout.group_filter import GroupFilter, chosen_sample, measured_samples
+from megatron_rl_corr.rollout.group_filter import GroupFilter, chosen_sample
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
 from megatron_rl_corr.rollout.groups import StreamState
 from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection, Taken
@@ -69,10 +69,11 @@ class Collector(BatchCollector):
         routes: Routes | None = None,
         traces: bool = False,
         origins: bool = False,
+        aside: int = 0,
     ):
         """batches: first and last. saved: the cursor of a checkpoint. routes: take the
         samples' routed experts. traces: note when each sample was made. origins:
-        know which row each is of.
+        know which row each is of. aside: samples that a leader keeps a step of groups that do not pass.
 
         Raises ValueError for a batch that can't be dealt out.
         """
@@ -132,7 +133,7 @@ class Collector(BatchCollector):
             last=batches[1],
             max_lag=options.max_lag,
             drop_stale=options.stale_samples == "drop",
-            selection=self._selection(options),
+            selection=self._selection(options, aside),
             resumed=None if own is None else StreamState.resumed(own.waiting, own.counts),
         )
         if own is not None:
@@ -180,7 +181,7 @@ class Collector(BatchCollector):
         if self._filter is not None:
             self._loop.call(self._filter.close())
 
-    def _selection(self, options: RunConfig) -> Selection:
+    def _selection(self, options: RunConfig, aside: int) -> Selection:
         """Which groups the stream's steps take."""
         if self._filter is None:
             return Selection(oversampling=options.oversampling)
@@ -190,9 +191,8 @@ class Collector(BatchCollector):
         def choose(group: Group) -> Trajectory | None:
             return chosen_sample(group.trajectories, group.number, longest)
 
-        measured = measured_samples(options.group_filter_measured, self._rows)
         return Selection(
-            self._filter.passes, options.group_filter_limit, refills, options.oversampling, measured, choose
+            self._filter.passes, options.group_filter_limit, refills, options.oversampling, aside, choose
         )
 
     def _all_reduce_failed(self) -> None:

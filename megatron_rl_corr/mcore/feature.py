@@ -147,6 +147,14 @@ class Feature:
     def check_data(self, settings: RunSettings, tokenizer: Tokenizer) -> None:
         """ValueError for data that is wrong, where a run can't be prepared for other reasons."""
 
+    def samples_aside(self, rows: int) -> int:
+        """Samples of filtered groups that a replica's leader keeps aside a step, for `take_aside`.
+
+        Args:
+            rows: samples of a batch on a replica.
+        """
+        return 0
+
     def prepare(self, settings: RunSettings, source: SampleSource) -> None:
         """Make what needs neither servers nor other ranks. Raises ValueError, OSError. Not in a replay."""
 

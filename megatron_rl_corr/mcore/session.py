@@ -26,7 +26,6 @@ from megatron_rl_corr.mcore.collect import Collector, SampleSource
 from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.feature import Feature, RunParts, RunSettings, features_of
-from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.model_check import check_models
 from megatron_rl_corr.mcore.packing import pack_limits
@@ -53,7 +52,6 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.environment import load_environment
 from megatron_rl_corr.rollout.episodes import Episodes
-from megatron_rl_corr.rollout.group_filter import measured_samples
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.memory import ServerMemory
 
@@ -194,18 +192,12 @@ def start(
         features=features,
         first_step=first_step,
         reference=reference,
-        filtered=_filtered(options, shape, layout),
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     all_reduce_clear_folders(options, layout, args.iteration)
     if dist.get_rank() == 0:
         _print_start(config, step)
     return Session(step, features, parts)
-
-
-def _filtered(options: RunConfig, shape: BatchShape, layout: Layout) -> FilteredMismatch:
-    """As --rollout-group-filter-measured has it."""
-    return FilteredMismatch(measured_samples(options.group_filter_measured, shape.rows(layout.dp_size)))
 
 
 def _print_start(config: RolloutCorrectionConfig, step: CorrectedStep) -> None:
@@ -306,11 +298,13 @@ def collector_of(
         return None
     how["traces"] = any(one.needs_traces for one in features)
     how["origins"] = any(one.needs_origins for one in features)
-    collector = problems.check(
-        "collector",
-        lambda: Collector(settings.options, settings.layout, shape, source, **how),
-        needs=["prompts"],
-    )
+
+    def make() -> Collector:
+        rows = shape.rows(settings.layout.dp_size)
+        how["aside"] = sum(one.samples_aside(rows) for one in features)
+        return Collector(settings.options, settings.layout, shape, source, **how)
+
+    collector = problems.check("collector", make, needs=["prompts"])
     for one in features:
         with problems.catch():
             one.prepare(settings, source)

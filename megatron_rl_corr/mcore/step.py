@@ -19,7 +19,6 @@ from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.colocation import Colocation
 from megatron_rl_corr.mcore.decision import Decision
 from megatron_rl_corr.mcore.feature import Feature, ScoredBatch
-from megatron_rl_corr.mcore.filtered import FilteredMismatch
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import (
@@ -63,8 +62,6 @@ class CorrectedStep:
     updates: Updates = field(default_factory=Updates)
     routes: Routes = field(default_factory=Routes)
     """--router-replay and --expert-statistics."""
-    filtered: FilteredMismatch = field(default_factory=FilteredMismatch)
-    """--rollout-group-filter-measured."""
     reference: Reference = field(default_factory=Reference)
     """The policy of the KL penalties."""
     features: Sequence[Feature] = ()
@@ -146,9 +143,6 @@ class CorrectedStep:
         found = ScoredBatch(number, iteration, batch, inputs, forward, self.routes, has_old_logprobs=scored)
         for one in self.features:
             metrics |= one.after_scoring(found)
-        metrics |= self.filtered.all_reduce_measured(
-            number, self.collector, model, optimizer, self.logprobs, self.shape, self.layout, self.routes
-        )
         if scored:
             metrics |= self._all_reduce_agreement(batch, iteration)
             metrics |= self._all_gather_expert_statistics(inputs, iteration)

@@ -1,0 +1,1 @@
+"""The mismatch of groups that --rollout-group-filter leaves out."""
