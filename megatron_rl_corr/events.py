@@ -142,7 +142,7 @@ class Events:
                 )
 
     def _ends_in_half_a_line(self) -> bool:
-        """Whether a crash or a full disk has cut a line short, of this rank or another."""
+        """True if a crash or a full disk has cut a line short, of this rank or another."""
         before = None
         while True:
             size = os.fstat(self._file).st_size
@@ -213,7 +213,7 @@ def read_events(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _is_event(line: Any) -> bool:
-    """Whether a line's JSON is an event, with a time of this era (NaN and infinities are none), a
+    """True if a line's JSON is an event, with a time of this era (NaN and infinities are none), a
     kind and a reason.
     """
     if not isinstance(line, dict):

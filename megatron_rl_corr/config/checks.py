@@ -50,7 +50,7 @@ def check_bool(what: str, value: Any) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is an int or a float; True and False are not."""
+    """True if it is an int or a float; True and False are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

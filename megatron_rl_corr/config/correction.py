@@ -199,7 +199,7 @@ class RolloutCorrectionConfig(LossSettings):
 
     @property
     def changes_gradient(self) -> bool:
-        """Whether any weight or rejection acts; without them the correction only measures."""
+        """True if any weight or rejection acts; without them the correction only measures."""
         acts = (
             self.rollout_is,
             self.rollout_m2_threshold,

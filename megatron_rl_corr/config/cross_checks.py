@@ -256,7 +256,7 @@ def _remedies(config: RolloutCorrectionConfig, name: str) -> str:
 
 
 def _takes_bypass(config: RolloutCorrectionConfig) -> bool:
-    """Whether `bypass_mode` could be added to these settings."""
+    """True if `bypass_mode` could be added to these settings."""
     known, problems = {**vars(config), "bypass_mode": True}, Problems()
     make(RolloutCorrectionConfig, known, problems, options_of(RolloutCorrectionConfig).keys() - known)
     return not problems

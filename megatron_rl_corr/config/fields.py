@@ -128,7 +128,7 @@ class Option:
 
     @property
     def required(self) -> bool:
-        """Whether it has no default."""
+        """True if it has no default."""
         return self.default is dataclasses.MISSING
 
     def check(self, value: Any) -> None:

@@ -57,5 +57,5 @@ class KLPenalties(Options):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probs of a reference policy are needed."""
+        """True if log-probs of a reference policy are needed."""
         return bool(self.kl_loss_coef or self.kl_reward_coef)

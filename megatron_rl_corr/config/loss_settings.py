@@ -175,5 +175,5 @@ class LossSettings(KLPenalties):
 
     @property
     def advantage_by_token(self) -> bool:
-        """Whether each token of a response has an advantage of its own."""
+        """True if each token of a response has an advantage of its own."""
         return self.advantage_kind in BY_TOKEN

@@ -62,7 +62,7 @@ class LossKind:
 
     @property
     def has_ratio(self) -> bool:
-        """Whether pi_theta / pi_old is part of the formula, as far as is known."""
+        """True if pi_theta / pi_old is part of the formula, as far as is known."""
         return (self.clip is not None or self.soft_clip) and self is not OWN_LOSS
 
 
@@ -125,7 +125,7 @@ OWN_LOSS = LossKind("own", "the user's function", (0.2, 0.2), dual_clip=True, wh
 
 
 def is_own(name: str) -> bool:
-    """Whether this names a function of the user's: path/to/file.py:name or package.module:name."""
+    """True if this names a function of the user's: path/to/file.py:name or package.module:name."""
     return ":" in name
 
 

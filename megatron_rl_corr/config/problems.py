@@ -111,7 +111,7 @@ class Problems:
             self.add(error)
 
     def accepts(self, check: Callable[[], object]) -> bool:
-        """Whether check() refuses nothing; one that is left out counts as passed."""
+        """True if check() refuses nothing; one that is left out counts as passed."""
         try:
             check()
         except Unknown as unknown:
@@ -138,7 +138,7 @@ class Problems:
         return None
 
     def passed(self, *names: str) -> bool:
-        """Whether none of these checks refused anything or was left out."""
+        """True if none of these checks refused anything or was left out."""
         return self._failed.isdisjoint(names)
 
     def raise_all(self, partial: Any = None) -> None:

@@ -89,12 +89,12 @@ class RewardSpec:
 
     @property
     def needs_label(self) -> bool:
-        """Whether it is built in and compares with the row's label."""
+        """True if it is built in and compares with the row's label."""
         return self.kind == "builtin" and BUILTIN_REWARDS[self.source].needs_label
 
     @property
     def reads_label(self) -> bool:
-        """Whether it is built in and may meet a label that it can't read."""
+        """True if it is built in and may meet a label that it can't read."""
         return self.kind == "builtin" and BUILTIN_REWARDS[self.source].reads_label
 
 

@@ -43,7 +43,7 @@ def _is_address(url: str) -> bool:
 
 
 def is_key(key: str) -> bool:
-    """Whether a header can carry it."""
+    """True if a header can carry it."""
     return key.isascii() and key.isprintable() and key.strip() == key != ""
 
 

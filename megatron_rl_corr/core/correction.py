@@ -217,7 +217,7 @@ def _all_reduce_batch_totals(
     rejection (as verl does).
     """
     shared = weights is not None and weights.shared
-    # Of what every context-parallel rank holds, the others count nothing.
+    # All context-parallel ranks hold these sums; only `owner` contributes them.
     has_tokens = sums.present if rejection.kept_lengths is None else rejection.kept_lengths > 0
     counted = has_tokens.sum(dtype=torch.float64)
     parts = [ratios.valid_tokens, rejection.kept_tokens, counted if owner else torch.zeros_like(counted)]

@@ -80,7 +80,7 @@ class MetricSpec:
     column: Column | None = None
     """Its column in the console, for a metric that is printed at every step."""
     compared: bool = False
-    """Whether `megatron-rl-corr correct` shows it when it compares corrections."""
+    """True if `megatron-rl-corr correct` shows it when it compares corrections."""
 
 
 def in_group(group: str, *specs: MetricSpec) -> tuple[MetricSpec, ...]:

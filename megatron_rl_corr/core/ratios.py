@@ -19,8 +19,8 @@ from megatron_rl_corr.reduce.collectives import ParallelGroups
 LOG_CLAMP = 20.0
 """exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
 PRODUCT_LOG_CLAMP = 340.0
-"""Of a product that is compared with others of the batch, by an effective sample size, which sums up
-squares, or by batch normalisation: e^(+-680) fits into float64.
+"""Bound of a product's logarithm where it is compared with others of the batch, by an effective sample
+size, which sums up squares, or by batch normalisation: e^(+-680) fits into float64.
 """
 
 

@@ -91,7 +91,7 @@ def token_values(rule: RejectionRule, ratios: TokenRatios) -> Tensor:
 
 
 def _outside(rule: RejectionRule, ratios: TokenRatios) -> Tensor:
-    """bool [T]: outside the interval of a seq_max rule, which holds the 0 of what is no valid token."""
+    """bool [T]: outside the interval of a seq_max rule; padding has the value 0, which lies inside."""
     return ~within(rule, token_values(rule, ratios))
 
 

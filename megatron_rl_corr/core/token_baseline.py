@@ -35,8 +35,8 @@ def gradient_energies(logprobs: Tensor, collisions: Tensor) -> Tensor:
 
 
 def reward_sums(rewards: Tensor, energies: Tensor, counted: Tensor, cells: Tensor, num_cells: int) -> Tensor:
-    """Of the responses that count at each position of their group: sum W r, sum W and their number,
-    float64 [3, G L].
+    """Sums over the responses that count at each position of their group: W r, W and 1, float64
+    [3, G L].
 
     Sums add up over ranks that have other tokens. W has SMALLEST_ENERGY added.
 

@@ -32,7 +32,7 @@ class ImportanceWeights:
     units: Tensor
     """float64 [U]: the weight of each unit that has a weight of its own; 0 where it has no valid token."""
     shared: bool
-    """Whether a unit is more than a token: then every context-parallel rank holds all units
+    """True if a unit is more than a token: then every context-parallel rank holds all units
     of its sequences.
     """
 

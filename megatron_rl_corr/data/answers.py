@@ -113,7 +113,7 @@ def _complete(match: re.Match, text: str) -> str | None:
 
 
 def _belongs(word: str) -> bool:
-    """Whether a word of a sentence is a part of the number before it."""
+    """True if a word of a sentence is a part of the number before it."""
     lower = word.casefold()
     if lower in NO_SUFFIX:
         return False

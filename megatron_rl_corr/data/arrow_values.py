@@ -99,9 +99,9 @@ class _FloatReader:
     """
 
     path: str
-    """Of the column or field, for messages."""
+    """Name of the column or field, for messages."""
     short: Callable[[float], Any] | None
-    """Of a type of fewer than 64 bits, that type."""
+    """The type, if it has fewer than 64 bits."""
 
     def __call__(self, cell: pa.Scalar) -> float | None:
         return self._checked(cell.as_py())

@@ -33,7 +33,7 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 _USUAL = {"role", "content", "tool_calls", "tool_call_id", *_THOUGHTS}
 """Keys of messages that may have no effect by their meaning, or that are looked at by themselves."""
 _MARKED_ITEMS = 4
-"""Of a list in the arguments of a call so many are marked: a template shows all of them or none."""
+"""Items that are marked of a list in a call's arguments: a template shows all of them or none."""
 _NUMBER = 7310
 """What numbers in the place of those of a call begin with."""
 _CALL_IT = {"developer": "system", "function": "tool", "observation": "tool", "ipython": "tool"}
@@ -156,7 +156,7 @@ class CheckedTemplate:
         return _Finding(form, tuple(loss for loss in losses if loss.message not in shortened), shortened)
 
     def _shows_at_the_end(self, messages: list[dict[str, Any]], marked: _Marked) -> bool:
-        """Whether the last message's content shows while none follow, as thoughts before a tool call do."""
+        """True if the last message's content shows while none follow, as thoughts before a tool call do."""
         try:
             return messages[-1]["content"] in self._render(messages, marked.chat.tools)
         except ValueError:
@@ -223,7 +223,7 @@ class _Marked:
 
     def __init__(self, chat: Chat):
         self._ids: dict[str, str] = {}
-        """Of the ids of tool calls, what stands in their place: they differ from row to row."""
+        """Id of a tool call -> what stands in its place, as ids differ from row to row."""
         self._shown: dict[tuple[int, int], list[str]] = {}
         """By message and call, the marks in its arguments."""
         self._numbers = 0
@@ -367,7 +367,7 @@ def _answer(message: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _shows(message: Mapping[str, Any], text: str) -> bool:
-    """Whether the content is in the text, as it is or within JSON."""
+    """True if the content is in the text, as it is or within JSON."""
     begin, end = _answer(message)
     content = message["content"][begin:end].strip()
     in_json = [json.dumps(content, ensure_ascii=only_ascii)[1:-1] for only_ascii in (False, True)]
@@ -375,7 +375,7 @@ def _shows(message: Mapping[str, Any], text: str) -> bool:
 
 
 def _shows_words(message: Mapping[str, Any], text: str) -> bool:
-    """Whether at least half of the words of the content are in the text."""
+    """True if at least half of the words of the content are in the text."""
     begin, end = _answer(message)
     words = message["content"][begin:end].split()
     return 2 * sum(word in text for word in words) >= len(words)

@@ -64,7 +64,7 @@ def dumps(value: Any) -> bytes:
 
 
 def _has_each_key_once(value: Any, alike: bytes) -> bool:
-    """Whether it is certain, at a glance: the text has no more places that may end a key than
+    """True if it is certain, at a glance: the text has no more places that may end a key than
     the value has keys.
 
     False as well where such a place is within a text, or a colon stands behind white space.

@@ -10,7 +10,7 @@ _NAME = re.compile(r"\s*[A-Za-z]\w*\s*(?:=|\\in(?![A-Za-z]))")
 
 
 def same_kind(label: str, answer: str) -> bool:
-    r"""Whether two lists can be equal by their brackets and, where neither has any, by how many
+    r"""True if two lists can be equal by their brackets and, where neither has any, by how many
     values they have.
 
     Example: (1, 2) is not \{1, 2\}, which 1, 2 is, and 1, 1, 2 is not 1, 2; what is not a

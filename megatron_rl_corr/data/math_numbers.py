@@ -107,7 +107,7 @@ def _joined(text: str) -> str:
 
 
 def _in_brackets(text: str, place: int) -> bool:
-    """Whether a place is within ( ), [ ] or \\{ \\}, where commas part the elements of a list."""
+    """True if a place is within ( ), [ ] or \\{ \\}, where commas part the elements of a list."""
     before = text[:place]
     return any(
         before.count(left) > before.count(right) for left, right in (("(", ")"), ("[", "]"), (r"\{", r"\}"))

@@ -23,7 +23,7 @@ from megatron_rl_corr.data.unreadable import Unreadable
 KEPT_LABELS = 64
 """Labels that are kept as they were read: a group's samples all have one."""
 TOLERANCE = 5e-6
-"""Of the size of the label: math-verify rounds to 6 decimals, which makes 1e-7 of 2e-7."""
+"""Relative to the size of the label: math-verify rounds to 6 decimals, which makes 1e-7 of 2e-7."""
 SMALLEST = 1e-30
 """What is smaller is 0, the label of which no size is."""
 DIGITS = 40
@@ -179,7 +179,7 @@ def _tolerance(latex: str) -> float:
 
 
 def same_size(right: Any, given: Any, tolerance: float, *, percent: bool = False) -> bool:
-    """Whether the numbers of two expressions that math-verify calls equal are, relative to their size.
+    """True if the numbers of two expressions that math-verify calls equal are, relative to their size.
 
     True also where they are not numbers, or in another arrangement: it then judged by other
     means than rounding.

@@ -313,7 +313,7 @@ def _unwrapped(text: str) -> str:
 
 
 def _says_more(name: re.Match) -> bool:
-    """Whether the words before a value are a part of what it means: "not: 5", "sinh x = 5"."""
+    """True if the words before a value are a part of what it means: "not: 5", "sinh x = 5"."""
     words = set((name["text"] or name["plain"]).casefold().split())
     return bool(words & (NO_UNITS - {"a", "an", "the", "of", "and"} | set(FUNCTIONS)))
 
@@ -466,7 +466,7 @@ def _may_be_unit(word: str, with_others: bool) -> bool:
 
 
 def _looks_like_a_word(letters: str) -> bool:
-    """Whether letters read as a word rather than a product: with a vowel, and not in the order
+    """True if letters read as a word rather than a product: with a vowel, and not in the order
     of the alphabet.
     """
     of_variables = list(letters) == sorted(set(letters))

@@ -169,7 +169,7 @@ MOST_WORDS = 4
 
 
 def is_known(word: str) -> bool:
-    """Whether a word is a unit of the table, in the singular or plural."""
+    """True if a word is a unit of the table, in the singular or plural."""
     return _singular(word.casefold()) in KNOWN
 
 
@@ -191,7 +191,7 @@ def canonical(text: str) -> str | None:
 
 
 def fit(label: str | None, answer: str | None) -> bool:
-    """Whether an answer's unit, or that it has none, fits to the label's."""
+    """True if an answer's unit, or that it has none, fits to the label's."""
     if label is None or answer is None or label == answer:
         return True
     return "degree" in (label, answer) and {"celsius", "fahrenheit"} & {label, answer} != set()

@@ -105,7 +105,7 @@ class PromptFormat:
             raise BadRow(f"{where}: {error}") from None
 
     def is_plain_text(self, prompt: Prompt) -> bool:
-        """Whether the prompt is the row's text as it is, without a template."""
+        """True if the prompt is the row's text as it is, without a template."""
         return prompt.text is not None and prompt.text == _at(prompt.metadata, self._key(prompt.metadata))
 
     @property

@@ -115,7 +115,7 @@ class PromptDataset:
             return prompt
 
     def can_be_drawn(self, number: int) -> bool:
-        """Whether the row of this number has a prompt that can be used; one that has not is
+        """True if the row of this number has a prompt that can be used; one that has not is
         counted and named.
 
         True also where the run is to end, for nearly all rows are bad or a file was changed:

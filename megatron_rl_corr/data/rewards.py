@@ -115,7 +115,7 @@ class Rewards:
 
     @property
     def compares(self) -> bool:
-        """Whether a reward is of whole groups, so that `of_sample` is not the whole score."""
+        """True if a reward is of whole groups, so that `of_sample` is not the whole score."""
         return bool(self._of_groups)
 
     async def start(self) -> None:

@@ -192,7 +192,7 @@ class JsonLines:
         return np.concatenate(starts), np.concatenate(blanks)
 
     def _is_blank(self, start: int) -> bool:
-        """Whether the line that begins there has white space alone."""
+        """True if the line that begins there has white space alone."""
         while part := os.pread(self._file.fileno(), 256, start):
             line, newline, _ = part.partition(b"\n")
             if line.strip() or newline:

@@ -40,7 +40,7 @@ def open_rows(path: str | Path) -> Rows:
 
 
 def is_parquet(path: Path) -> bool:
-    """Whether a file is Parquet, else it may have JSON lines. Raises ValueError where it can be neither."""
+    """True if a file is Parquet, else it may have JSON lines. Raises ValueError where it can be neither."""
     if not path.is_file():
         raise ValueError(f"{path}: there is no such file or folder")
     with open(path, "rb") as file:

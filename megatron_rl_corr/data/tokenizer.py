@@ -70,7 +70,7 @@ class Tokenizer:
 
     @property
     def has_template(self) -> bool:
-        """Whether it can render messages."""
+        """True if it can render messages."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def check_variables(self, variables: Mapping[str, Any], *, with_tools: bool) -> None:

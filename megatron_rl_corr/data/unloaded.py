@@ -133,7 +133,7 @@ def _names(tree: ast.Module) -> set[str]:
 
 
 def _is_dynamic(tree: ast.Module) -> bool:
-    """Whether the module may have names that its text does not show."""
+    """True if the module may have names that its text does not show."""
     for node in ast.walk(tree):
         star = isinstance(node, ast.alias) and node.name == "*"
         called = isinstance(node, ast.Name) and node.id in _DYNAMIC
@@ -150,7 +150,7 @@ def _is_dynamic(tree: ast.Module) -> bool:
 
 
 def _takes(arguments: ast.arguments, count: int) -> bool:
-    """Whether a function with these can be called with so many positional arguments alone."""
+    """True if a function with these can be called with so many positional arguments alone."""
     named = len(arguments.posonlyargs) + len(arguments.args)
     if any(default is None for default in arguments.kw_defaults):
         return False

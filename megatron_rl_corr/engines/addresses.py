@@ -29,14 +29,14 @@ class UnusableAddress(RolloutServerError):
 
 
 def is_loopback(url: str) -> bool:
-    """Whether a server's address is this host's own: it then sees the same files, unless it
+    """True if a server's address is this host's own: it then sees the same files, unless it
     is in a container.
     """
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 def may_change(error: RolloutError) -> bool:
-    """Whether a server that starts, or a proxy before it, may answer otherwise later."""
+    """True if a server that starts, or a proxy before it, may answer otherwise later."""
     if isinstance(error, UnusableAddress) or not isinstance(error, RolloutServerError):
         return False
     return error.status is None or error.status >= 500 or error.status in _LATER
@@ -70,7 +70,7 @@ async def mistaken_scheme(url: str, error: Exception, limit_s: float) -> tuple[s
 
 
 async def _speaks_tls(url: str, limit_s: float) -> bool:
-    """Whether a TLS handshake succeeds at this address, whoever it is."""
+    """True if a TLS handshake succeeds at this address, whoever it is."""
     parts = urlsplit(url)
     anybody = ssl.create_default_context()
     anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE  # nothing is sent there

@@ -10,16 +10,16 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 ANSWER = 1 << 20
 """Bytes of an answer without its tokens."""
 TOKEN = 1 << 10
-"""Of a sampled token: its id, its log-prob and its text."""
+"""Bytes of a sampled token: its id, its log-prob and its text."""
 LIKELY = 256
-"""Of one of the likeliest ids beside it: the same, in words."""
+"""Bytes of one of the likeliest ids beside it: the same, in words."""
 KEPT = 16
-"""Of an id that a token was drawn from, as ,151935."""
+"""Bytes of an id that a token was drawn from, as ,151935."""
 ROUTE = 8
-"""Of an expert's id: int32 in base64 is 5.4."""
+"""Bytes of an expert's id: int32 in base64 is 5.4."""
 UNASKED_ROUTES = 2 << 10
-"""Of any token, where a server returns routes or something else that no request asks for: 90 layers of 8
-experts have 960 in one byte each.
+"""Bytes of any token, where a server returns routes or something else that no request asks for: 90 layers
+of 8 experts have 960 in one byte each.
 """
 
 

@@ -21,7 +21,7 @@ class Kind:
     holds: Callable[[Any], bool]
     """Whether a value is of it."""
     required: bool = False
-    """Whether the field must be there."""
+    """True if the field must be there."""
 
     def or_null(self) -> Kind:
         """The same, or null."""
@@ -36,7 +36,7 @@ Fields = Mapping[str, "Kind | Fields"]
 """Name of a field -> what it holds: a kind, or the fields of an object, which may be null."""
 
 DONE = Kind("true", lambda value: value is True).always()
-"""What an action answers: without it nobody knows that it was done."""
+"""Required `true` that confirms an action."""
 COUNT = Kind("an integer of at least 1", lambda value: type(value) is int and value >= 1)
 FLAG = Kind("true, false or null", lambda value: value is None or type(value) is bool)
 TEXT = Kind("a text of at most 4096 characters", lambda value: type(value) is str and len(value) <= 4096)

@@ -69,7 +69,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
         raise self._unsupported("a transport")
 
     async def recognizes(self, url: str, transport: Transport, timeout_s: float) -> bool:
-        """Whether this engine, or a router of its servers, answers there. Raises
+        """True if this engine, or a router of its servers, answers there. Raises
         RolloutServerError for no answer.
         """
         raise self._unsupported("being recognized")
@@ -196,7 +196,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
         raise self._unsupported("weight versions")
 
     def is_quantized(self, server_info: Mapping[str, Any]) -> bool:
-        """Whether the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
+        """True if the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
         raise self._unsupported("server_info")
 
     def dtype(self, server_info: Mapping[str, Any]) -> str:
@@ -214,7 +214,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
         raise self._unsupported(f"pause mode {mode}")
 
     def refuses_while_paused(self, error: RolloutServerError) -> bool:
-        """Whether a server refused a request for nothing but a pause: sent again after it,
+        """True if a server refused a request for nothing but a pause: sent again after it,
         it will be taken.
         """
         return False
@@ -263,7 +263,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
         raise self._unsupported("weight updates")
 
     def update_is_open(self, error: Exception) -> bool:
-        """Whether `begin_weight_update` failed because an earlier update was broken off before its end."""
+        """True if `begin_weight_update` failed because an earlier update was broken off before its end."""
         return False
 
     def init_weights_update_group(

@@ -354,7 +354,7 @@ class ServerControl:
         return answers
 
     async def _ask_all_that_have(self, request: EngineRequest, *, timeout_s: float | None = None) -> bool:
-        """Whether any server has this part of an update session. One that had it before must not
+        """True if any server has this part of an update session. One that had it before must not
         answer HTTP 404.
         """
         asked = [url for url in self.base_urls if request(self.engine_of(url)) is not None]

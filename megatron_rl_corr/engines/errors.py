@@ -92,14 +92,14 @@ class UnreadableAnswer(RolloutProtocolError):
 
 
 def may_be_gone(error: RolloutError) -> bool:
-    """Whether nobody, or a proxy alone, may be there: no answer, HTTP 5xx, or an answer that is none."""
+    """True if the server may be down: no answer, HTTP 5xx, or an unparsable body."""
     if isinstance(error, RolloutServerError):
         return error.status is None or error.status >= 500
     return isinstance(error, RolloutProtocolError)
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether the same request may succeed next time: no answer, a gateway's failure, or what is no answer.
+    """True if the same request may succeed next time: no answer, a gateway's failure, or what is no answer.
 
     False where a server has understood the request: it would refuse it again.
     """
@@ -109,7 +109,7 @@ def may_pass(error: BaseException) -> bool:
 
 
 def is_refusal(error: RolloutServerError) -> bool:
-    """Whether the server itself has refused, and done nothing: HTTP 4xx, but for 408, a gateway's
+    """True if the server itself has refused, and done nothing: HTTP 4xx, but for 408, a gateway's
     word for a timeout.
 
     HTTP 5xx may come from a gateway for a request that the server has carried out, or from a

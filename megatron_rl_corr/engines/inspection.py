@@ -217,7 +217,7 @@ class Inspection(Protocol):
         raise self._unsupported("tokenizing")
 
     def has_tokenizer(self, server_info: Mapping[str, Any]) -> bool:
-        """Whether the server can make ids of a text at all."""
+        """True if the server can make ids of a text at all."""
         return True
 
     # What a server tells of itself
@@ -227,7 +227,7 @@ class Inspection(Protocol):
         raise self._unsupported("versions")
 
     def has_float32_head(self, server_info: Mapping[str, Any]) -> bool:
-        """Whether logits are float32 though the server computes in 16 bits."""
+        """True if logits are float32 though the server computes in 16 bits."""
         return False
 
     def routes_problem(self, server_info: Mapping[str, Any]) -> str | None:
@@ -237,14 +237,14 @@ class Inspection(Protocol):
         return None
 
     def drafts_itself(self, server_info: Mapping[str, Any]) -> bool:
-        """Whether the server drafts tokens with the checkpoint's own layers (MTP), and updates those too."""
+        """True if the server drafts tokens with the checkpoint's own layers (MTP), and updates those too."""
         return False
 
     quantises_updates_with: str = ""
     """The option of a server that quantises what it is sent, for messages; "": there is none."""
 
     def quantises_updates(self, server_info: Mapping[str, Any]) -> bool:
-        """Whether the server quantises the weights that it is sent."""
+        """True if the server quantises the weights that it is sent."""
         return False
 
     def quantization(self, server_info: Mapping[str, Any]) -> str | None:

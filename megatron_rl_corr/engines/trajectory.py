@@ -82,12 +82,12 @@ class SamplingParams:
 
     @property
     def truncated(self) -> bool:
-        """Whether top_p, top_k or min_p is on."""
+        """True if top_p, top_k or min_p is on."""
         return self.top_p != 1 or self.top_k != -1 or self.min_p != 0
 
     @property
     def needs_mask(self) -> bool:
-        """Whether the server must return the sampling mask."""
+        """True if the server must return the sampling mask."""
         return self.truncated and self.with_support
 
     def _check_truncation(self) -> None:

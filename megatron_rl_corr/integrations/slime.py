@@ -147,7 +147,7 @@ def local_spans(total: int, response: int, length: int, rank: int, size: int) ->
 
 
 def _padded(args: Namespace) -> bool:
-    """Whether rows are padded to max_seq_lens before they are cut: miles's --qkv-format bshd.
+    """True if rows are padded to max_seq_lens before they are cut: miles's --qkv-format bshd.
     slime has it no more.
     """
     return vars(args).get("qkv_format", "thd") == "bshd"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 PIECES = 2
-"""Of a float32 number: what bfloat16 leaves of it after two, 2^-18 of it, is of the size of an
+"""bfloat16 numbers that a float32 number is split into: what two leave of it, 2^-18, is of the size of an
 exp's own error.
 """
 
@@ -47,7 +47,7 @@ def pieces(wide: Tensor, narrow: Tensor) -> Iterator[Tensor]:
 
 
 def sums_in_float32(factor: Tensor) -> bool:
-    """Whether its device multiplies 16-bit factors of this type into float32: an NVIDIA GPU,
+    """True if its device multiplies 16-bit factors of this type into float32: an NVIDIA GPU,
     from torch 2.8 on.
     """
     known = torch.version.cuda is not None and "dtype_out" in torch.ops.aten.addmm.overloads()

@@ -38,11 +38,11 @@ class LogitColumns:
     temperature: float
     """Temperature of the sampling."""
     with_entropy: bool
-    """Whether the entropy is computed."""
+    """True if the entropy is computed."""
     chunk_tokens: int
     """C, rows that are held in float32 at once."""
     with_collision: bool = False
-    """Whether the collision probability is computed."""
+    """True if the collision probability is computed."""
 
     @property
     def num_stats(self) -> int:

@@ -112,7 +112,7 @@ class BatchCollector(ABC):
 
     @abstractmethod
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
-        """Whether the groups arrive within `meeting_interval_s`. since: when the wait began."""
+        """True if the groups arrive within `meeting_interval_s`. since: when the wait began."""
 
     @abstractmethod
     def _count(self, taken: Taken, version: int) -> list[float]:

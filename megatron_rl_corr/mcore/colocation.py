@@ -120,7 +120,7 @@ class TrainerMemory:
             )
 
     def moves_weights(self) -> bool:
-        """Whether a parameter of the optimizer is one of the model's, and not a copy or a shard of it."""
+        """True if a parameter of the optimizer is one of the model's, and not a copy or a shard of it."""
         weights = {id(weight) for chunk in self.model for weight in chunk.parameters()}
         return any(id(one) in weights for group in self.optimizer.param_groups for one in group["params"])
 

@@ -42,7 +42,7 @@ def check_output_processor(model: list) -> None:
 
 
 def has_output_processor(model: list) -> bool:
-    """Whether the model's forward has the hook behind the last layer, and nothing scales logits
+    """True if the model's forward has the hook behind the last layer, and nothing scales logits
     after that layer.
     """
     names = {"output_processor", "output_processor_context"}
@@ -259,7 +259,7 @@ def grad_norm_of(result: tuple) -> float | None:
 
 
 def was_skipped(result: tuple) -> bool:
-    """Whether `train_step` left the weights as they were."""
+    """True if `train_step` left the weights as they were."""
     return bool(result[1])
 
 
@@ -271,12 +271,12 @@ def without_losses(result: tuple) -> tuple:
 
 
 def is_leaving(result: tuple) -> bool:
-    """Whether `train_step` ends the run before its update, as the rerun state machine asks for."""
+    """True if `train_step` ends the run before its update, as the rerun state machine asks for."""
     return bool(result[3])
 
 
 def asks_for_checkpoint(result: tuple) -> bool:
-    """Whether `train_step` ends the run with a checkpoint of the weights that its update
+    """True if `train_step` ends the run with a checkpoint of the weights that its update
     would have changed.
     """
     return bool(result[2])
@@ -318,7 +318,7 @@ def unwrapped(model: list) -> list:
 
 
 def begins_with_pretrained(args: argparse.Namespace) -> bool:
-    """Whether Megatron has loaded --pretrained-checkpoint, which it does where --load has
+    """True if Megatron has loaded --pretrained-checkpoint, which it does where --load has
     no checkpoint yet.
     """
     return args.iteration == 0 and args.finetune

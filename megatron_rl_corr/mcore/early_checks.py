@@ -37,7 +37,7 @@ class EarlyChecks:
     config: RolloutCorrectionConfig
     options: RunConfig
     script_folder: str | None = None
-    """Of the script that will run; None: sys.path has it already."""
+    """Folder of the script that will run; None: sys.path has it already."""
     only_checked: bool = False
     """The run is only checked, and its checkpoints may have no weights yet."""
 
@@ -85,7 +85,9 @@ class EarlyChecks:
             raise ValueError(f"`replay`: {error}") from None
 
     def _check_further_prompts(self) -> Iterator[Callable[[], None]]:
-        """Of options NAME that have a method NAME_files, as `eval_prompts` has `eval_prompt_files`."""
+        """Check the files of options NAME that have a method NAME_files, as `eval_prompts` has
+        `eval_prompt_files`.
+        """
         for name in options_of(RunConfig):
             paths = getattr(self.options, f"{name.removesuffix('s')}_files", None)
             if paths is not None:

@@ -49,7 +49,7 @@ class ScoredBatch:
     """A batch with its samples and, as far as they are known before it trains, its corrections."""
 
     number: int
-    """Of the batch, from 0."""
+    """Number of the batch, from 0."""
     iteration: int
     """Steps before its first one."""
     batch: RolloutBatch
@@ -119,16 +119,16 @@ class Feature:
     needs_scoring: ClassVar[tuple[str, ...]] = ()
     """Its flags that need the whole batch's old log-probs before the loss."""
     needs_origins: ClassVar[bool] = False
-    """Of each sample it is known which row it is of."""
+    """Samples must know which row of the data they are of."""
     needs_traces: ClassVar[bool] = False
-    """Of each sample it is noted when it was queued, sampled and scored."""
+    """Samples must know when they were queued, sampled and scored."""
 
     def __init__(self, options: RunConfig):
         self.options = options
 
     @classmethod
     def is_asked_for(cls, options: RunConfig) -> bool:
-        """Whether a run has it."""
+        """True if a run has it."""
         return True
 
     @classmethod

@@ -197,7 +197,7 @@ class CorrectedLoss:
 
     @property
     def with_entropy(self) -> bool:
-        """Whether it needs the entropy of each token's distribution."""
+        """True if it needs the entropy of each token's distribution."""
         return not self.scored or self.config.entropy_coef > 0
 
     def __call__(self, micro: Microbatch, output: Tensor) -> tuple:

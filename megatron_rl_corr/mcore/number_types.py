@@ -27,5 +27,5 @@ def trained_type(args: argparse.Namespace) -> str:
 
 
 def trains_quantized(args: argparse.Namespace) -> bool:
-    """Whether it multiplies in fewer than 16 bits."""
+    """True if it multiplies in fewer than 16 bits."""
     return trained_type(args) in QUANTIZED.values()

@@ -164,7 +164,7 @@ def split_output(output: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _is_fused(weight: Tensor, config: TransformerConfig) -> bool:
-    """Whether Megatron's output layer would add the weight's gradient to main_grad itself
+    """True if Megatron's output layer would add the weight's gradient to main_grad itself
     (FSDP makes its own).
     """
     has_buffer = hasattr(weight, "main_grad") and not hasattr(weight, "__fsdp_param__")

@@ -132,12 +132,12 @@ def naming_flag(flag: str) -> Iterator[None]:
 
 
 def _has_tools(prompt: Prompt) -> bool:
-    """Whether the row has tools beside its messages."""
+    """True if the row has tools beside its messages."""
     return prompt.text is not None and bool(prompt.metadata.get("tools"))
 
 
 def _has_ids(prompts: PromptDataset) -> bool:
-    """Whether the first row that is not too long, of the first CHECKED_ROWS, has ids."""
+    """True if the first row that is not too long, of the first CHECKED_ROWS, has ids."""
     first = next((row for row in range(min(len(prompts), CHECKED_ROWS)) if _long(prompts, row) is None), None)
     return first is not None and prompts.rows[first].text is None
 

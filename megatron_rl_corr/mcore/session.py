@@ -115,8 +115,7 @@ def start(
         config, options: of the launcher's flags.
         megatron: what it has set up.
         reports: take a step's numbers, on the job's last rank.
-        opened: gets what stops sampling, leaves the servers and closes what is open for them, as far
-            as a start comes.
+        opened: receives the clean-up of every resource that was opened so far.
 
     Raises:
         StartupError: on one rank, for whatever keeps the run from starting.

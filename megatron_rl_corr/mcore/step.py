@@ -102,7 +102,7 @@ class CorrectedStep:
             part = self._all_reduce_part(whole, update)
             result = self._train(train_step, whole, part, iteration, model, optimizer, per_token, numbers)
             if compat.is_leaving(result) and update > 0 and compat.asks_for_checkpoint(result):
-                # Of a state within the batch, which a checkpoint does not hold.
+                # A checkpoint cannot resume in the middle of a batch.
                 result = whole.left_out = compat.stays(result)
                 self.leaves_after_batch = True
             if compat.is_leaving(result):
@@ -194,8 +194,7 @@ class CorrectedStep:
         routers = compat.RouterState(model)
 
         def step_factor() -> float:
-            # Only the training pass knows it all, so the update's one exchange of metrics comes
-            # before it is made.
+            # Exchange metrics here: behind the backward pass, when all are known, and before the update.
             agreement = {} if scored else self._all_reduce_agreement(whole.batch, iteration)
             numbers.update(self._all_gather_numbers(metrics | agreement, loss))
             found = Decision.pop_from(numbers)

@@ -71,7 +71,7 @@ class Updates:
         return iteration // self.count + self.earlier
 
     def bounds_kl(self, iteration: int) -> bool:
-        """Whether the batch may end before this step: at its first update the policy has not moved yet."""
+        """True if the batch may end before this step: at its first update the policy has not moved yet."""
         return self.max_kl is not None and iteration % self.count > 0
 
     def too_far(self, iteration: int, kl: float) -> str | None:

@@ -104,7 +104,7 @@ class NameTable:
         return next((reason for pattern, reason in self._kept if pattern.fullmatch(name)), None)
 
     def is_of_mtp(self, name: str) -> bool:
-        """Whether a tensor of the checkpoint is one of its MTP layers' own, which are trained all or none."""
+        """True if a tensor of the checkpoint is one of its MTP layers' own, which are trained all or none."""
         return name.startswith(self._mtp_prefixes) and name not in self.shared_by_mtp
 
     def find(self, name: str) -> ParameterRule:

@@ -46,7 +46,7 @@ _FUSED_IN = (
 
 
 def is_linear_weight(name: str) -> bool:
-    """Whether a tensor is a linear layer's weight of those that quantised checkpoints quantise.
+    """True if a tensor is a linear layer's weight of those that quantised checkpoints quantise.
 
     Embeddings, the output layer, norms, biases and the gates of routers and shared experts are spared, as
     slime's tools/convert_hf_to_fp8.py and the published FP8 checkpoints of Qwen3 and DeepSeek-V3 do, and as
@@ -91,7 +91,7 @@ class BlockFP8:
         return quantization
 
     def quantises(self, name: str) -> bool:
-        """Whether a tensor of this name is quantised, by its kind and by what the configuration spares.
+        """True if a tensor of this name is quantised, by its kind and by what the configuration spares.
 
         A spared path stands for all modules below it, wherever its parts follow each other in the module's
         path: "mlp.gate" is no part of "mlp.gate_proj". Of routed experts all of a layer are spared if one is,

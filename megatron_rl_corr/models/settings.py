@@ -601,7 +601,7 @@ def _layer_types(value: Any, layers: Any) -> list[str]:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value is there; true is not 1."""
+    """True if a value is there; true is not 1."""
     return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values)
 
 

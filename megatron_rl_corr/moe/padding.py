@@ -110,7 +110,7 @@ _takes_mask: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def _prepare(chunk: nn.Module) -> bool:
-    """Whether the chunk takes the mask. If so its routers are replaced; if not the last rank prints why."""
+    """True if the chunk takes the mask. If so its routers are replaced; if not the last rank prints why."""
     flags = learning_flags(chunk.config)
     if not flags:
         return False

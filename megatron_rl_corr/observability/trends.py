@@ -66,11 +66,11 @@ class Parts:
     def __init__(self):
         self.means: list[tuple[float, float]] = []
         self._steps = 1
-        """Of a part."""
+        """Steps of one mean."""
         self._open: tuple[float, float, int] = (0.0, 0.0, 0)
         """The part that is not whole yet: its sums, and of how many steps."""
         self._tau: float | None = None
-        """Of the means, while they stay: in a long run they do for hundreds of steps."""
+        """Kendall's tau of the means, kept while they stay: in a long run that is hundreds of steps."""
 
     def add(self, x: float, y: float) -> None:
         """Take a step's pair."""

@@ -166,7 +166,7 @@ def all_reduce_startup[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
 
 
 def wait_for(future: Future) -> bool:
-    """Whether the future is done within `meeting_interval_s`."""
+    """True if the future is done within `meeting_interval_s`."""
     return bool(concurrent.futures.wait([future], meeting_interval_s()).done)
 
 

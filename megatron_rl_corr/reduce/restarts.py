@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, rendezvous
 
 _SCHEME = "env"
-"""Of what init_process_group meets by where neither a store nor an address is given, as in Megatron."""
+"""How init_process_group meets where neither a store nor an address is given, as in Megatron."""
 _within: list[bool] = []
 """One entry for each restart within this process."""
 
@@ -31,7 +31,7 @@ def begin_again() -> None:
 
 
 def is_restart() -> bool:
-    """Whether torchrun has started this job again, or Megatron within this process."""
+    """True if torchrun has started this job again, or Megatron within this process."""
     return attempts_before() > 0 or bool(_within)
 
 

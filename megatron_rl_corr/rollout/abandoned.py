@@ -50,7 +50,7 @@ def drop_rows(path: Path, step: int) -> int:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether the process was killed within this line."""
+    """True if the process was killed within this line."""
     if line.endswith(b"\n"):
         return False
     try:

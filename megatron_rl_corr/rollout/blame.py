@@ -26,7 +26,7 @@ def failure_of_sample(error: RolloutError) -> SampleFailure | None:
 
 
 def may_retry(error: RolloutError) -> bool:
-    """Whether another server, or this one later, may answer the same request well.
+    """True if another server, or this one later, may answer the same request well.
 
     True for no answer, for HTTP 429 and 5xx, for an answer that can't be used, and for weights that are
     not the trainer's. Other statuses refuse the request itself, unless another server takes it.

@@ -96,7 +96,7 @@ class GroupNumbers:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next number is of before the checkpoint: of a group that was drawn then
+        """True if the next number is of before the checkpoint: of a group that was drawn then
         and is not trained.
         """
         return bool(self._again)

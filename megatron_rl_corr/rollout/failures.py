@@ -262,5 +262,5 @@ class FailedPrompts:
         return True
 
     def leaves_out(self, row: int, number: int) -> bool:
-        """Whether the row is not to be drawn as this number."""
+        """True if the row is not to be drawn as this number."""
         return row in self.left_out and number // self._size <= self.left_out[row]

@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 
 
 def has_spread(group: Group) -> bool:
-    """Whether two of its rewards differ, as float32, which is what they are trained as.
+    """True if two of its rewards differ, as float32, which is what they are trained as.
 
     Compared exactly: a standard deviation of equal numbers need not be 0.
     """

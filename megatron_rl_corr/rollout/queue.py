@@ -273,7 +273,7 @@ class GroupStream:
         return self._first.get(group.number, len(self._first))
 
     def _first_are_done(self) -> bool:
-        """Whether none of those that a step takes next waited at the checkpoint and is still running."""
+        """True if none of those that a step takes next waited at the checkpoint and is still running."""
         if not self._first:
             return True
         running = {number for number, _ in self._running.values()}

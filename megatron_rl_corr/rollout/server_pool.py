@@ -120,7 +120,7 @@ class ServerPool:
         return [server for server in self.servers if server.cause is not None]
 
     def has_other(self, than: Collection[str]) -> bool:
-        """Whether a server is sampled from that has none of these addresses."""
+        """True if a server is sampled from that has none of these addresses."""
         return any(server.cause is None and server.url not in than for server in self.servers)
 
     async def take(self, avoid: Collection[str] = (), prefer: str | None = None) -> Server:

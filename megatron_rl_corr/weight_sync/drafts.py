@@ -50,7 +50,7 @@ NO_DRAFTS = DraftLayers()
 
 
 async def find_drafting(control: ServerControl, quantization: BlockFP8 | None) -> bool:
-    """Whether the servers draft tokens with the checkpoint's own layers.
+    """True if the servers draft tokens with the checkpoint's own layers.
 
     Args:
         control: of all servers.

@@ -1,10 +1,9 @@
 """Hands the memory of servers to a trainer on the same GPUs, and back: weights first, keys and
 values after the push.
 
-A server is told to do what ends it where it is not in the right state, and tells nobody in which one it
-is. So its weights are called by their state, as after `released` or `without_cache`: a trainer that is
-started after one that was killed finds it there. What a name says is true at every moment; between two
-states it says that nobody knows.
+Releasing memory twice ends a server, and no endpoint reports its state. So the state stands in the name of
+its weights, as after `released` or `without_cache`, where a trainer that is started after a killed one finds
+it. The name is true at every moment; between two states it says that the state is not known.
 """
 
 from __future__ import annotations
@@ -180,7 +179,7 @@ class ServerMemory:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether a server has not answered itself: it may have done what it was asked, and be
+    """True if a server has not answered itself: it may have done what it was asked, and be
     well, or be gone.
     """
     return isinstance(error, UnreadableAnswer) or (

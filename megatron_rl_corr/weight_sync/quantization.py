@@ -87,7 +87,7 @@ def _proven(engine: Engine) -> str:
 
 
 def _is_readable(folder: Path) -> bool:
-    """Whether a server's folder can be read here: it may be the name of a repository, or on another host."""
+    """True if a server's folder can be read here: it may be the name of a repository, or on another host."""
     return (folder / "config.json").is_file()
 
 

@@ -24,7 +24,7 @@ INT4_MAX = 7.0
 
 
 def is_rounded(name: str, tensor: Tensor) -> bool:
-    """Whether a quantised rollout has this tensor quantised: a linear layer's weight, but for the
+    """True if a quantised rollout has this tensor quantised: a linear layer's weight, but for the
     layers it spares.
 
     Args:

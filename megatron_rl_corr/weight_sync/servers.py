@@ -170,7 +170,7 @@ class WeightServers:
         return reported_versions(self.client, self._loop, self.urls)
 
     def _is_own(self, name: str) -> bool:
-        """Whether weights of this name are those of the last update, or of this one, whole or not."""
+        """True if weights of this name are those of the last update, or of this one, whole or not."""
         return name in (self._version, self._started, unfinished(self._started or ""))
 
     def use(self, states: Sequence[int]) -> None:
@@ -346,7 +346,7 @@ class WeightServers:
         await asyncio.gather(*map(let_go, self.urls))
 
     def _can_sample(self, url: str) -> bool:
-        """Whether a server has what it needs to sample, of whatever weights."""
+        """True if a server has what it needs to sample, of whatever weights."""
         return True
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ def changing(version: str) -> str:
 
 
 def is_changing(name: str) -> bool:
-    """Whether nobody knows which memory a server has whose weights have this name; only a
+    """True if nobody knows which memory a server has whose weights have this name; only a
     restart mends that.
     """
     return name.startswith(changing(""))
@@ -127,7 +127,7 @@ def check_memory(url: str, name: str, *, endpoint: str, colocated: bool) -> None
 
 
 def is_interrupted(name: str) -> bool:
-    """Whether a trainer has begun with this server what it has not ended: a push, or a turn on its GPUs."""
+    """True if a trainer has begun with this server what it has not ended: a push, or a turn on its GPUs."""
     return name.startswith(_STATES)
 
 

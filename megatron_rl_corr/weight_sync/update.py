@@ -199,7 +199,7 @@ def _broadcast_servers_again(
 
 
 def _all_reduce_causes(servers: WeightServers, error: Exception) -> bool:
-    """Whether the failure of a rank may pass; and each learns that one's transport is broken.
+    """True if the failure of a rank may pass; and each learns that one's transport is broken.
 
     Servers may be waiting in what that rank began, and rank 0 must send them no more requests then.
     """

@@ -108,7 +108,7 @@ class PushVerifier:
         self._sent_drafts += [cpu_checksum(tensor) for _, tensor in bucket]
 
     def _choose(self, parameter: str, version: str, element_bytes: int) -> bool:
-        """Whether a parameter is verified in this push.
+        """True if a parameter is verified in this push.
 
         The share depends on the bytes that are sent: a checkpoint in bfloat16 may be trained in float32.
         """

@@ -303,6 +303,15 @@ def too_long(module: str, text: str) -> list[str]:
     return wrong
 
 
+def headless(module: str, text: str) -> list[str]:
+    """Docstrings that begin with "Of": what they are about stands nowhere."""
+    return [
+        f"{module}:{number} {line.strip()}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip().startswith('"""Of ')
+    ]
+
+
 def undocumented(module: str, text: str) -> list[str]:
     return [] if ast.get_docstring(ast.parse(text)) else [f"{module} does not say what it is"]
 
@@ -316,6 +325,7 @@ EVERYWHERE = [
     guessed_arguments,
     vague_names,
     too_long,
+    headless,
     undocumented,
 ]
 
@@ -453,6 +463,7 @@ CORE, MCORE = "megatron_rl_corr/core/x.py", "megatron_rl_corr/mcore/x.py"
         (vague_names, "megatron_rl_corr/core/utils.py", ""),
         (vague_names, "megatron_rl_corr/helpers/x.py", ""),
         (too_long, CORE, "def f():\n    'a'\n" + "    x = 1\n" * 81),
+        (headless, CORE, 'x: int = 1\n"""Of a text."""'),
         (undocumented, CORE, "x = 1"),
         (machine_traces, "README.md", "see /" + "work/main"),
         (machine_traces, "requirements/x.lock", "--index-url https://pypi.org/simple"),

@@ -125,7 +125,7 @@ async def _weights(probe: Probe, facts: Facts, directory: str) -> TemporaryWeigh
 
 
 async def _fixed_scores(probe: Probe) -> TokenScores:
-    """Of a text that is always the same."""
+    """Scores of a text that is always the same."""
     prompt = probe.fixed_prompt()
     return await probe.score(prompt, prompt)
 
@@ -161,7 +161,7 @@ class Running:
         self.new: asyncio.Task | None = None
 
     async def ask_new(self) -> bool:
-        """Whether a new request of one token is answered within SETTLE_S."""
+        """True if a new request of one token is answered within SETTLE_S."""
         self.new = asyncio.create_task(self._probe.generate(self._probe.fresh_prompt(), 1))
         await asyncio.wait([self.new], timeout=SETTLE_S)
         return self.new.done()

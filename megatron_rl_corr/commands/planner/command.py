@@ -135,7 +135,7 @@ def make_plan(config: Config, arguments: argparse.Namespace) -> Plan:
 
 
 def _reserve_gib(arguments: argparse.Namespace) -> float:
-    """Of a GPU that trains, for its own process, and for that of a server on it."""
+    """GiB of a training GPU that its own process takes beside tensors, and a server's process on it."""
     if not arguments.colocate:
         return arguments.reserve_gib
     given = arguments.server_reserve_gib

@@ -25,7 +25,7 @@ class LayerParameters:
     whole: int = 0
     """On every rank: norms, the router, low-rank projections of latent attention."""
     routed: int = 0
-    """Of all routed experts, over expert-parallel and expert-tensor-parallel ranks."""
+    """Parameters of all routed experts, over expert-parallel and expert-tensor-parallel ranks."""
 
     def __add__(self, other: LayerParameters) -> LayerParameters:
         return LayerParameters(self.split + other.split, self.whole + other.whole, self.routed + other.routed)
@@ -55,7 +55,7 @@ class ModelParameters:
 
     @property
     def routed(self) -> int:
-        """Of the routed experts of all layers."""
+        """Parameters of the routed experts of all layers."""
         return sum(layer.routed for layer in self.layers)
 
     @property

@@ -27,7 +27,7 @@ class ServingMemory:
     cache: float
     """Left for keys and values on each GPU; negative where the weights alone do not fit."""
     bytes_per_token: float
-    """Of keys and values, on each GPU."""
+    """Bytes of keys and values, on each GPU."""
     tokens: int
     """Tokens that one server's cache holds."""
     requests: int
@@ -35,7 +35,7 @@ class ServingMemory:
 
     @property
     def fits(self) -> bool:
-        """Whether each server can run at least one request of full length."""
+        """True if each server can run at least one request of full length."""
         return self.requests > 0
 
     def lacks(self, workload: Workload) -> float:

@@ -30,7 +30,7 @@ class StageMemory:
     gradients: float
     optimizer: float
     activations: float
-    """Of all microbatches in flight, and of the one layer that is at work."""
+    """Activations of all microbatches in flight, and of the one layer that is at work."""
     logits: float
 
     @property
@@ -49,7 +49,7 @@ class TrainingMemory:
 
     stages: tuple[StageMemory, ...]
     host: float
-    """Of the hosts' memory, all ranks together: Adam's state, always there or while servers
+    """Memory of the hosts, all ranks together: Adam's state, always there or while servers
     sample on these GPUs.
     """
 

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, stream: TextIO) -> None:
 
 
 def has_colours(stream: TextIO) -> bool:
-    """Whether the stream is a terminal that shows colours, and the user wants them (NO_COLOR)."""
+    """True if the stream is a terminal that shows colours, and the user wants them (NO_COLOR)."""
     return stream.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
 
 

@@ -58,7 +58,7 @@ class SampleView:
 
 
 def is_dropped(sample: Sample) -> bool:
-    """Whether none of the policy's tokens enters the loss, as far as the file knows."""
+    """True if none of the policy's tokens enters the loss, as far as the file knows."""
     return sample.loss_mask is not None and not sample.loss_mask.any()
 
 

@@ -56,7 +56,7 @@ def text_spans(tokenizer: Tokenizer | None, ids: Sequence[int]) -> list[TextSpan
 
 
 def _is_cut(text: str) -> bool:
-    """Whether only the end of the text is no whole character."""
+    """True if only the end of the text is no whole character."""
     return text.find(INVALID) == len(text) - 1 >= 0
 
 

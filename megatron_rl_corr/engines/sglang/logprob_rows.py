@@ -54,7 +54,7 @@ def read_flat(body: bytes) -> tuple[dict[str, Any], np.ndarray, np.ndarray] | No
 
 
 def _are_rows(rows: bytes, count: int) -> bool:
-    """Whether numbers and null stand in so many rows, [[.., null],[.., null]]: each ends with null.
+    """True if numbers and null stand in so many rows, [[.., null],[.., null]]: each ends with null.
 
     With as many null as rows, none of them in another place, all rows have three entries.
     """
@@ -68,7 +68,7 @@ def _are_rows(rows: bytes, count: int) -> bool:
 
 
 def _are_integers(rest: bytes) -> bool:
-    """Whether output_ids are numbers without a point or an exponent. JSON's 7.0 and true are
+    """True if output_ids are numbers without a point or an exponent. JSON's 7.0 and true are
     equal to an id, too.
     """
     start = rest.find(IDS)

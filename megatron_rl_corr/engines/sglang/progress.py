@@ -70,7 +70,7 @@ class Loads:
         return all(same)
 
     def progressed_since(self, before: "Loads") -> bool:
-        """Whether schedulers that are not paused made progress between two readings.
+        """True if schedulers that are not paused made progress between two readings.
 
         They did not if no number changed although a request is in a batch, nor if there is no request:
         those that the client waits for are lost. Requests that wait in a queue while no batch runs are no

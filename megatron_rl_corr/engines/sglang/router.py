@@ -22,7 +22,7 @@ WORKERS = Request("GET", "/workers")  # sglang-router 0.3.2; a server has no suc
 
 
 async def recognizes(url: str, transport: Transport, timeout_s: float) -> bool:
-    """Whether a router, or a server, of SGLang answers at an address."""
+    """True if a router, or a server, of SGLang answers at an address."""
     for request in (WORKERS, model_info()):
         try:
             await transport.send(url, request, timeout_s=timeout_s)

@@ -72,7 +72,7 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
 
 
 def update_is_open(error: RolloutError) -> bool:
-    """Whether /begin_weight_update was refused because a killed trainer has left its session open."""
+    """True if /begin_weight_update was refused because a killed trainer has left its session open."""
     return isinstance(error, RolloutServerError) and error.status == 400 and "already open" in error.detail
 
 
@@ -121,7 +121,7 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
 
 
 def is_quantized(server_info: Mapping[str, Any]) -> bool:
-    """Whether the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
+    """True if the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
     cache = server_info.get("kv_cache_dtype") or "auto"
     return bool(server_info.get("quantization")) or cache not in _FULL_PRECISION_CACHES
 
@@ -132,7 +132,7 @@ def quantization(server_info: Mapping[str, Any]) -> str | None:
 
 
 def quantises_updates(server_info: Mapping[str, Any]) -> bool:
-    """Whether it runs with --load-format flash_rl."""
+    """True if it runs with --load-format flash_rl."""
     return server_info.get("load_format") == _QUANTISES_UPDATES
 
 
@@ -210,17 +210,17 @@ def tokenized(answer: Mapping[str, Any]) -> list[int] | None:
 
 
 def has_tokenizer(server_info: Mapping[str, Any]) -> bool:
-    """Whether it runs without --skip-tokenizer-init."""
+    """True if it runs without --skip-tokenizer-init."""
     return not server_info.get("skip_tokenizer_init")
 
 
 def has_float32_head(server_info: Mapping[str, Any]) -> bool:
-    """Whether it runs with --enable-fp32-lm-head."""
+    """True if it runs with --enable-fp32-lm-head."""
     return bool(server_info.get("enable_fp32_lm_head"))
 
 
 def drafts_itself(server_info: Mapping[str, Any]) -> bool:
-    """Whether it runs with --speculative-algorithm NEXTN, or EAGLE without a draft model
+    """True if it runs with --speculative-algorithm NEXTN, or EAGLE without a draft model
     of another folder.
     """
     draft = server_info.get("speculative_draft_model_path")

@@ -60,7 +60,7 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
 
 
 def needs_processed(sampling: SamplingParams) -> bool:
-    """Whether raw log-probs are of another distribution than the one sampled from, and are used."""
+    """True if raw log-probs are of another distribution than the one sampled from, and are used."""
     return sampling.with_support and (sampling.temperature not in (0, 1) or sampling.truncated)
 
 

@@ -22,7 +22,7 @@ def version() -> Request:
 
 
 async def recognizes(url: str, transport: Transport, timeout_s: float) -> bool:
-    """Whether a vLLM server answers at an address."""
+    """True if a vLLM server answers at an address."""
     try:
         await transport.send(url, version(), timeout_s=timeout_s)
     except RolloutServerError as error:

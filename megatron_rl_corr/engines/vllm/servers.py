@@ -104,7 +104,7 @@ def ranks(url: str, server_info: Mapping[str, Any]) -> ServerRanks:
 
 
 def is_quantized(server_info: Mapping[str, Any]) -> bool:
-    """Whether the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
+    """True if the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
     cache = config_of(server_info, "cache_config").get("cache_dtype") or "auto"
     return bool(quantization(server_info)) or cache not in _FULL_PRECISION_CACHES
 
@@ -128,12 +128,12 @@ def served_model(model_info: Mapping[str, Any], server_info: Mapping[str, Any]) 
 
 
 def has_tokenizer(server_info: Mapping[str, Any]) -> bool:
-    """Whether it runs without --skip-tokenizer-init."""
+    """True if it runs without --skip-tokenizer-init."""
     return not config_of(server_info, "model_config").get("skip_tokenizer_init")
 
 
 def has_float32_head(server_info: Mapping[str, Any]) -> bool:
-    """Whether it runs with --hf-overrides '{"head_dtype": "float32"}'."""
+    """True if it runs with --hf-overrides '{"head_dtype": "float32"}'."""
     overrides = config_of(server_info, "model_config").get("hf_overrides")
     return isinstance(overrides, Mapping) and overrides.get("head_dtype") == "float32"
 

@@ -41,7 +41,7 @@ def pause_generation(mode: str) -> Request:
 
 
 def refuses_while_paused(error: RolloutServerError) -> bool:
-    """Whether a server does not let a new request wait for the end of a pause.
+    """True if a server does not let a new request wait for the end of a pause.
 
     0.33 refuses it with HTTP 503 where the pause ended or waits for the running ones (`abort`, `wait`);
     0.32 lets it wait, as both do where those go on later.

@@ -106,7 +106,7 @@ class Evaluation:
         )
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate after `step` steps."""
+        """True if to evaluate after `step` steps."""
         return step % self.every == 0
 
     def start(self, step: int) -> RunningEvaluation:
@@ -216,7 +216,7 @@ class RunningEvaluation:
             self.future.cancel()
 
     def _has_ended(self, future: Future) -> bool:
-        """Whether it ends within `meeting_interval_s`; progress is printed every PROGRESS_EVERY_S."""
+        """True if it ends within `meeting_interval_s`; progress is printed every PROGRESS_EVERY_S."""
         end = time.monotonic() + meeting_interval_s()
         while (left := end - time.monotonic()) > 0:
             if concurrent.futures.wait([future], min(left, PROGRESS_EVERY_S)).done:

@@ -75,7 +75,7 @@ class Decoded:
     """A response that a server has sampled."""
 
     ids: tuple[int, ...]
-    """Of prompt and response."""
+    """Prompt and response."""
     sampled: np.ndarray
     """[K] log-probs that it was sampled with."""
     scored: np.ndarray
@@ -91,7 +91,7 @@ class ProbeAnswer:
     scores: tuple[np.ndarray, ...]
     """[T] float64 of each text, finite."""
     decoded: tuple[Decoded, ...]
-    """Of each draw that the server could sample."""
+    """The draws that the server could sample."""
     endpoint: str
     """Where it was asked, for messages."""
 
@@ -268,5 +268,5 @@ class _Asked:
 
 
 def _refuses(error: RolloutError) -> bool:
-    """Whether a server has understood the question and does not answer it."""
+    """True if a server has understood the question and does not answer it."""
     return isinstance(error, RolloutServerError) and error.status is not None and not may_change(error)

@@ -149,12 +149,12 @@ def _upper(tokens: int) -> float:
 
 
 def is_off(ratio: float) -> bool:
-    """Whether rounding does not explain such an `off_by`; True for NaN."""
+    """True if rounding does not explain such an `off_by`; True for NaN."""
     return not ratio <= MARGIN
 
 
 def is_new(ids: Sequence[int], earlier: Iterable[Sequence[int]], scored: int) -> bool:
-    """Whether more than half of a text's last `scored` tokens are none that an earlier one has, too.
+    """True if more than half of a text's last `scored` tokens are none that an earlier one has, too.
 
     A token's log-prob follows from it and from all ids before it: of two texts that begin alike, it is the
     same token with the same rounding as far as they are alike, and that is evidence once.

@@ -75,7 +75,7 @@ class Asked:
 
     texts: Sequence[tuple[int, ...]]
     relative_error: float
-    """Of the rounding to simulate; 0: none."""
+    """Size of the rounding to simulate; 0: none."""
 
 
 @dataclass
@@ -133,7 +133,7 @@ class PushJudge:
         self._question = Question(())
         self._answers: dict[str, ProbeAnswer] = {}
         self._compared: dict[str, ServerEvidence] = {}
-        """Of each server that has answered after this push."""
+        """Address of each server that has answered after this push -> the evidence."""
         self._scored: list[tuple[int, ...]] = []
         """Texts that were scored after this push."""
         self._suspects: dict[str, ServerEvidence] = {}
@@ -260,7 +260,7 @@ class PushJudge:
 
     @property
     def goes_on(self) -> bool:
-        """Whether suspects must be asked for more."""
+        """True if suspects must be asked for more."""
         self._suspects = {url: one for url, one in self._suspects.items() if one.goes_on}
         return bool(self._suspects)
 
@@ -306,8 +306,8 @@ class PushJudge:
         return self._error(own[: len(self._question.texts)])
 
     def _new_texts(self) -> list[bool]:
-        """Of each text of this round whether it is evidence: few prompts, or some that begin alike,
-        make the same ones.
+        """True for each text of this round that is evidence: few prompts, or some that begin alike, make the
+        same ones.
         """
         found = []
         for text in self._question.texts:

@@ -49,7 +49,7 @@ class PushProbe:
     shape: BatchShape
     settings: LogprobSettings
     shapes: RowShapes
-    """Of padded rows; packs, too, come in its multiples."""
+    """Shapes of padded rows; packs, too, come in its multiples."""
     judge: PushJudge | None
     """On rank 0: asks the servers, and judges them."""
 
@@ -88,8 +88,8 @@ class PushProbe:
         return _broadcast_numbers({} if judge is None else judge.numbers)
 
     def _all_reduce_simulated(self, asked: Asked) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Of each text the trainer's log-probs [T], and what simulated rounding moves them by [R,
-        T]; on every rank.
+        """Each text's log-probs by the trainer [T], and how far simulated rounding moves them [R, T], on
+        every rank.
         """
         own = self._all_reduce_logprobs(asked.texts)
         if not asked.relative_error:

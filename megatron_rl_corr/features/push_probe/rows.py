@@ -11,7 +11,7 @@ RANK_TOKENS = 64
 
 
 def keeps_shape(args: argparse.Namespace) -> bool:
-    """Whether Megatron keeps graphs or buffers of the shape of a run's microbatches, and
+    """True if Megatron keeps graphs or buffers of the shape of a run's microbatches, and
     takes no other one.
     """
     values = vars(args)  # not every release has every flag

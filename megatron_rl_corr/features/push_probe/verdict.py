@@ -122,7 +122,7 @@ class ServerEvidence:
 
     @property
     def answers(self) -> dict[Side, Answer]:
-        """Of each side, from the texts that were asked for after the suspicion."""
+        """The verdict on each side, from the texts that were asked for after the suspicion."""
         found = {"scores": self.scores, "decode": self.decode + self.fresh, "triangle": self.sampled}
         return {side: answer_of(ratios) for side, ratios in found.items()}
 
@@ -134,17 +134,17 @@ class ServerEvidence:
 
     @property
     def is_well(self) -> bool:
-        """Whether nothing was off, or further texts have cleared the server."""
+        """True if nothing was off, or further texts have cleared the server."""
         return not self.suspicious or bool(self.scores) and self.answer in ("equal", "numerics")
 
     @property
     def bits(self) -> float:
-        """Of the side with the most."""
+        """Bits of evidence, those of the side with the most."""
         return max(bits_of(self.scores), bits_of([*self.decode, *self.fresh]))
 
     @property
     def goes_on(self) -> bool:
-        """Whether more texts are needed for a verdict."""
+        """True if more texts are needed for a verdict."""
         return not self.scores or self.answer == "unclear"
 
 

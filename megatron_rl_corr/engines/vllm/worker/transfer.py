@@ -82,7 +82,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.is_mixed = False
         """An update broke off: some layers have its weights, the others those of before."""
         self.checksums: dict[str, str] = {}
-        """Of each parameter that an update has loaded, before it was packed."""
+        """Name of each parameter that an update has loaded -> its checksum before it was packed."""
         self.unpacked: set[str] = set()
         """Parameters that lie in memory as they were loaded."""
 
