@@ -29,14 +29,14 @@ WORKER = Path(__file__).with_name("collectives_worker.py")
 GROUPS = ("tp", "cp", "dp_cp", "tp_cp", "pp", "world")
 PURPOSES = {
     "all_reduce_done": "did a replica fail",
-    "_all_reduce_failed": "samples that failed",
+    "_share_failures": "samples that failed",
     "_broadcast_from_first": "the batch",
     "forward": "log-probs of labels",
-    "all_reduce_sums": "sums over sequences",
-    "_all_reduce_batch_totals": "counts of the batch",
-    "all_reduce_second_moment_mask": "M2PO's histogram",
+    "whole_unit_sums": "sums over sequences",
+    "_totals_of_batch": "counts of the batch",
+    "second_moment_mask": "M2PO's histogram",
     "gspo": "GSPO's ratios",
-    "broadcast_found": "may the step update",
+    "agreed_decision": "may the step update",
     "all_reduce_metrics": "metrics",
 }
 """By the function that asks; one that is not here ends the run."""

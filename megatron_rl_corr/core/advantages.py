@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.losses import ADVANTAGES, BY_TOKEN, WHITENED
+from megatron_rl_corr.reduce.collectives import collective
 
 STD_EPSILON = 1e-6
 VARIANCE_EPSILON = 1e-8
@@ -18,6 +19,7 @@ KINDS = tuple(kind for kind in ADVANTAGES if kind not in BY_TOKEN)
 """Those of a whole row; core/token_baseline.py has those of its tokens."""
 
 
+@collective
 def group_advantages(
     rewards: Tensor,
     group_ids: Tensor,
@@ -93,6 +95,7 @@ def group_advantages(
     return centred.float()
 
 
+@collective
 def whitened(values: Tensor, weights: Tensor, all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """(v - m) / sqrt(s^2 + 1e-8) of each row, [N] float32; m and s^2 are over the weights of
     the global batch.

@@ -25,15 +25,15 @@ from megatron_rl_corr.core.mismatch import (
 from megatron_rl_corr.core.ratios import Spans, SpanSums, TokenRatios
 from megatron_rl_corr.core.rejection import (
     Rejection,
-    all_reduce_second_moment_mask,
     passed_columns,
     reject,
+    second_moment_mask,
     span_columns,
     token_verdicts,
 )
 from megatron_rl_corr.core.segments import Columns, constant, padded_at
 from megatron_rl_corr.core.weights import ImportanceWeights, importance_weights
-from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 from megatron_rl_corr.reduce.metrics import Max, Metric
 
 
@@ -106,6 +106,7 @@ class Correction:
 
 
 @torch.no_grad()
+@collective
 def compute_correction(
     train_logprobs: Tensor,
     rollout_logprobs: Tensor,
@@ -153,15 +154,15 @@ def compute_correction(
 
     verdicts = token_verdicts(config, ratios)
     if config.rollout_m2_threshold is not None:
-        verdicts["m2"] = all_reduce_second_moment_mask(ratios, config.rollout_m2_threshold, groups)
-    sums = spans.all_reduce_sums(_columns(config, ratios, verdicts), groups)
+        verdicts["m2"] = second_moment_mask(ratios, config.rollout_m2_threshold, groups)
+    sums = spans.whole_unit_sums(_columns(config, ratios, verdicts), groups)
     weights = importance_weights(config, ratios, spans, sums)
     rejection = reject(config, ratios, spans, sums, verdicts)
     ratios.free_rows()
 
     # all ranks of cp hold whole sequences: one of them counts them
     owner = groups is None or groups.cp_rank == 0
-    batch = _all_reduce_batch_totals(config, ratios, sums, weights, rejection, groups, owner)
+    batch = _totals_of_batch(config, ratios, sums, weights, rejection, groups, owner)
     final = None if weights is None else weights.tokens
     if batch.weight_scale is not None:
         final = final * batch.weight_scale
@@ -202,7 +203,8 @@ class BatchTotals:
     """Factor that makes the mean weight of a unit 1; None without batch normalisation."""
 
 
-def _all_reduce_batch_totals(
+@collective
+def _totals_of_batch(
     config: RolloutCorrectionConfig,
     ratios: TokenRatios,
     sums: SpanSums,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.core.segments import Columns, constant, segment_sums, turn_segments
-from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 
 LOG_CLAMP = 20.0
 """exp(+-20) = 4.9e8 and 2.1e-9: beyond it float32 sums lose every other token (verl's bound too)."""
@@ -176,7 +176,8 @@ class Spans:
         """U."""
         return self.num_sequences * self.num_turns
 
-    def all_reduce_sums(self, columns: Columns, groups: ParallelGroups | None) -> SpanSums:
+    @collective
+    def whole_unit_sums(self, columns: Columns, groups: ParallelGroups | None) -> SpanSums:
         """Sums of columns [T] over each whole unit: one all-reduce over cp, however many columns."""
         by_unit = segment_sums(columns, self.unit_ids, self.num_units)
         if groups is not None:

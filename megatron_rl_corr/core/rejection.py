@@ -18,7 +18,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RejectionRule
 from megatron_rl_corr.core.ratios import Spans, SpanSums, TokenRatios
 from megatron_rl_corr.core.segments import Columns, segment_sums
-from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 
 M2_BINS = 4096
 M2_LOWEST, M2_OCTAVES = -40.0, 54.0
@@ -186,7 +186,8 @@ def _square_bin_edges(device: torch.device) -> Tensor:
     return torch.tensor(edges, dtype=torch.float64, device=device)
 
 
-def all_reduce_second_moment_mask(ratios: TokenRatios, bound: float, groups: ParallelGroups | None) -> Tensor:
+@collective
+def second_moment_mask(ratios: TokenRatios, bound: float, groups: ParallelGroups | None) -> Tensor:
     """M2PO's mask, bool [T]: drop the tokens of largest D^2 until the mean of D^2 over the others is
     within the bound.
 

@@ -80,7 +80,7 @@ def correct(
     metrics = _token_metrics(train, rollout, correction)
     if not args.use_tis or config.diagnostics_only:
         return pg_loss, loss_masks, metrics
-    keep = _all_reduce_keep(correction.mask, places.index, len(whole_mask), cp_group)
+    keep = _whole_keep_mask(correction.mask, places.index, len(whole_mask), cp_group)
     kept = [mask * part.to(mask) for mask, part in zip(loss_masks, keep.split(response_lengths), strict=True)]
     return torch.where(correction.mask, pg_loss, 0.0) * correction.weights, kept, metrics
 
@@ -161,7 +161,7 @@ def _cp_group(parallel_state: Any) -> ProcessGroup | None:
     return megatrons.get_context_parallel_group() if megatrons.get_context_parallel_world_size() > 1 else None
 
 
-def _all_reduce_keep(keep: Tensor, index: Tensor, size: int, cp_group: ProcessGroup | None) -> Tensor:
+def _whole_keep_mask(keep: Tensor, index: Tensor, size: int, cp_group: ProcessGroup | None) -> Tensor:
     """The keep mask of the whole responses, [R] float32: every rank has its tokens, and zero
     for the others'.
     """

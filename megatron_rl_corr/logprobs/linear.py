@@ -19,7 +19,7 @@ from megatron_rl_corr.logprobs.products import multiply, pieces
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.logprobs.vocab import backend, check_sampled, check_settings, vocab_columns
-from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 
 WIDER_ROWS = 8192
 """Rows of the weight at a time where logits are wider than it: then it, or their gradient, is copied."""
@@ -156,7 +156,7 @@ class _LinearLogProbs(torch.autograd.Function):
             if weight_needed and not direct:
                 grad_weight[some] = rows if ctx.parameter is None else grad_weight[some] + rows
         if hidden_needed:
-            grad_hidden = _all_reduce_hidden_gradient(grad_hidden, hidden, ctx.sampled, ctx.reduced)
+            grad_hidden = _whole_hidden_gradient(grad_hidden, hidden, ctx.sampled, ctx.reduced)
         if weight_needed and ctx.parameter is not None:
             grad_weight = _without_meaning(ctx.parameter)
         return grad_hidden, grad_weight, *[None] * 7
@@ -190,7 +190,8 @@ def _tiles(
         yield some, replace(columns, first=columns.first + start, limit=limit), logits
 
 
-def _all_reduce_hidden_gradient(
+@collective
+def _whole_hidden_gradient(
     share: Tensor, hidden: Tensor, sampled: SampledRows | None, group: ProcessGroup | None
 ) -> Tensor:
     """The gradient [T, H] of the ranks' shares [N, H] in one exchange; without a group this rank's share."""

@@ -19,6 +19,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import CONFIG_NAME, METRICS_NAME
 from megatron_rl_corr.moe.statistics import FILE_NAME as EXPERTS_NAME
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.abandoned import drop_files, drop_rows, move_files
@@ -28,7 +29,8 @@ _BEGUN: set[Path] = set()
 """Folders in which this process has begun: what is there at a later start is its own."""
 
 
-def all_reduce_clear_folders(options: RunConfig, layout: Layout, iteration: int) -> None:
+@collective
+def clear_abandoned_folders(options: RunConfig, layout: Layout, iteration: int) -> None:
     """Remove what an earlier attempt wrote of the steps after `iteration`; every rank calls it, as the
     last of a start.
 

@@ -20,7 +20,7 @@ from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.mcore.packing import PackLimits
 from megatron_rl_corr.mcore.replicas import broadcast_to_replica
-from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout
@@ -213,10 +213,11 @@ class RolloutBatch:
         host["version_lags"], host["rewards"] = torch.tensor(lags, dtype=torch.float32), rewards.float()
         return replace(whole, **{name: value.to(whole.tokens.device) for name, value in host.items()})
 
+    @collective
     def broadcast(self, layout: Layout, *, num_turns: int | None = None) -> RolloutBatch:
         """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
 
-        Every rank passes a batch of the same lengths (`broadcast_lengths`); only the leader's values count.
+        Every rank passes a batch of the same lengths (`with_shared_lengths`); only the leader's values count.
         """
         # The lag of a sampled label travels with the mask: 0 where it was not sampled, else 1 + its lag.
         integers = [self.tokens, self.labels, self.loss_mask * (1 + self.token_lags)]
@@ -330,7 +331,8 @@ class RolloutBatch:
         starts = self.host_starts
         return np.concatenate([np.arange(starts[sample], starts[sample + 1]) for sample in samples])
 
-    def all_gather_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
+    @collective
+    def whole_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:
         """Values [K, T] of each context-parallel rank's tokens -> [K, S, longest sequence]; 0
         behind the ends.
         """
@@ -365,7 +367,8 @@ def _real_length(sample: Trajectory, length: int) -> int:
     return max(ids - 1, 1)
 
 
-def broadcast_lengths(
+@collective
+def with_shared_lengths(
     batch: RolloutBatch | None, sequences: int, layout: Layout, *, multiple: int
 ) -> RolloutBatch:
     """The leader's batch, or on other ranks (None) an empty one of its lengths; every rank of a

@@ -21,11 +21,12 @@ from megatron_rl_corr.core.segments import segment_sums
 from megatron_rl_corr.core.token_baseline import reward_sums, token_advantages
 from megatron_rl_corr.mcore.batch import RolloutBatch, in_baseline, trained_tokens
 from megatron_rl_corr.mcore.user_functions import own_advantages
-from megatron_rl_corr.reduce.collectives import ParallelGroups, all_gather_stacked
+from megatron_rl_corr.reduce.collectives import ParallelGroups, all_gather_stacked, collective
 from megatron_rl_corr.reduce.context import SequenceChunks
 
 
-def all_reduce_advantages(
+@collective
+def advantages_of_batch(
     batch: RolloutBatch,
     config: RolloutCorrectionConfig,
     groups: ParallelGroups,
@@ -51,10 +52,10 @@ def all_reduce_advantages(
     kept = None if correction is None else in_baseline(batch, correction.kept_sequences)
     tokens = None
     if kind in WHITENED or is_own(kind):
-        tokens = _all_reduce_sampled(batch, groups) if correction is None else correction.lengths.tokens
+        tokens = _sampled_token_counts(batch, groups) if correction is None else correction.lengths.tokens
     if is_own(kind):
         kept = torch.ones_like(batch.rewards, dtype=torch.bool) if kept is None else kept
-        return _all_gather_own(kind, batch, kept, tokens, groups, group_size)
+        return _users_advantages(kind, batch, kept, tokens, groups, group_size)
 
     def all_reduce_rows(table: Tensor) -> Tensor:
         # Context-parallel ranks share whole sequences: one of them counts.
@@ -74,7 +75,8 @@ def all_reduce_advantages(
     )
 
 
-def all_reduce_token_advantages(
+@collective
+def token_advantages_of_batch(
     batch: RolloutBatch,
     correction: Correction,
     energies: Tensor,
@@ -106,7 +108,7 @@ def all_reduce_token_advantages(
         weights = torch.where(for_baseline, 1.0, weights)
     own = torch.where(counted, weights.double().square() * energies, 0.0)
     chunks = SequenceChunks.of(batch.host_starts, batch.seq_ids, groups)
-    number, energy = chunks.all_reduce_running_sums(torch.stack([sampled.double(), own]), groups).unbind()
+    number, energy = chunks.running_sums_of_sequences(torch.stack([sampled.double(), own]), groups).unbind()
     # Sums of ones are whole: a token that was sampled is at least the first.
     position = number.long() - 1
     cells = torch.where(counted, batch.spread(batch.group_ids) * seq_length + position, 0)
@@ -119,7 +121,8 @@ def all_reduce_token_advantages(
     return token_advantages(rewards, sums, counted, cells, length=seq_length)
 
 
-def _all_reduce_sampled(batch: RolloutBatch, groups: ParallelGroups) -> Tensor:
+@collective
+def _sampled_token_counts(batch: RolloutBatch, groups: ParallelGroups) -> Tensor:
     """Tokens of each whole sequence that may be trained, [S] float64."""
     mask = trained_tokens(batch)
     [tokens] = groups.all_reduce_cp(
@@ -128,7 +131,8 @@ def _all_reduce_sampled(batch: RolloutBatch, groups: ParallelGroups) -> Tensor:
     return tokens
 
 
-def _all_gather_own(
+@collective
+def _users_advantages(
     spec: str,
     batch: RolloutBatch,
     kept: Tensor,

@@ -13,13 +13,14 @@ from dataclasses import replace
 import torch
 
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_lengths
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, with_shared_lengths
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics
-from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
+from megatron_rl_corr.mcore.deal import Scored, deal_out
 from megatron_rl_corr.mcore.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.reward_parts import RewardParts
 from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.moe.routes import Routes
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_results, communication_device
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Metric
@@ -123,7 +124,8 @@ class BatchCollector(ABC):
         """Where the samples of a group come from; None where nobody asks."""
 
     @abstractmethod
-    def all_gather_cursor(self, batches: int, *, with_last: bool) -> SavedCursor | None:
+    @collective
+    def cursor_of_all_replicas(self, batches: int, *, with_last: bool) -> SavedCursor | None:
         """What a checkpoint keeps of the place in the prompts, on rank 0; every rank calls it."""
 
     @abstractmethod
@@ -131,18 +133,20 @@ class BatchCollector(ABC):
         """Stop what gives samples."""
 
     @abstractmethod
-    def _all_reduce_failed(self) -> None:
+    @collective
+    def _share_failures(self) -> None:
         """Look at what failed since the previous batch, and at names of rewards that are new;
         every rank calls it.
         """
 
+    @collective
     def collect(self, number: int) -> RolloutBatch:
         """This rank's share of a batch; every rank calls it. number: also the version of the
         trainer's weights.
         """
-        counted = self._all_reduce_taken(number)
-        self._all_reduce_failed()
-        batch, counted[COUNTED.index("moved_bytes")] = self._all_reduce_dealt(number)
+        counted = self._take_groups(number)
+        self._share_failures()
+        batch, counted[COUNTED.index("moved_bytes")] = self._deal_and_lay_out(number)
         counted = torch.cat([counted, self._parts.counts()]).to(self.device)
         broadcast_to_replica([counted], self._layout)
         # Of the ranks that share a replica's rows, one contributes what is counted once.
@@ -162,7 +166,7 @@ class BatchCollector(ABC):
         if not self._by_lag:
             whole = replace(whole, token_lags=None)
         if self.engines:
-            whole = replace(whole, engine_ids=self._broadcast_engine_ids(), engines=self.engines)
+            whole = replace(whole, engine_ids=self._share_engine_ids(), engines=self.engines)
         own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
         parts, self._sampling_masks = self._sampling_masks, None
         own = self._with_masks(own, parts)
@@ -177,7 +181,8 @@ class BatchCollector(ABC):
         aside, self._aside = self._aside, []
         return aside
 
-    def all_reduce_batch_of(
+    @collective
+    def lay_out_others(
         self, samples: Sequence[Trajectory], count: int, version: int
     ) -> tuple[RolloutBatch, list[int]]:
         """This rank's share of other samples, and where each begins in the whole; every rank calls it.
@@ -207,6 +212,7 @@ class BatchCollector(ABC):
         own = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
         return self._with_masks(own, masks), whole.cu_seqlens.tolist()
 
+    @collective
     def _with_masks(self, own: RolloutBatch, parts: list | None) -> RolloutBatch:
         """This rank's share of a batch with its part of the sampling masks, which the leader has cut."""
         if not self.sampling.truncated:
@@ -214,7 +220,8 @@ class BatchCollector(ABC):
         masks = scatter_sampling_masks(parts, len(own.tokens), layout=self._layout)
         return replace(own, sampling_masks=masks)
 
-    def _broadcast_engine_ids(self) -> torch.Tensor:
+    @collective
+    def _share_engine_ids(self) -> torch.Tensor:
         """Which of `engines` each of the batch's samples came from, [S] int64 on every
         rank of its replica.
         """
@@ -226,12 +233,14 @@ class BatchCollector(ABC):
         broadcast_to_replica([ids], self._layout)
         return ids
 
+    @collective
     def _broadcast(self, batch: RolloutBatch | None, rows: int) -> RolloutBatch:
         """The leader's batch (None on others) of so many samples, on every rank of its replica."""
-        batch = broadcast_lengths(batch, rows, self._layout, multiple=self._multiple)
+        batch = with_shared_lengths(batch, rows, self._layout, multiple=self._multiple)
         return batch.broadcast(self._layout, num_turns=self._num_turns)
 
-    def _all_reduce_dealt(self, version: int) -> tuple[RolloutBatch | None, int]:
+    @collective
+    def _deal_and_lay_out(self, version: int) -> tuple[RolloutBatch | None, int]:
         """The batch of the samples that this replica trains, and the bytes that its leader sent;
         (None, 0) on others.
 
@@ -245,7 +254,7 @@ class BatchCollector(ABC):
         layout, batch, error = self._layout, None, None
         (scored, self._scored), sent = (self._scored, None), 0
         if self._packing is not None and layout.pp_rank == 0 and layout.tp_group.rank() == 0:
-            scored, sent = all_gather_dealt(scored, self._rows, self._packing, layout)
+            scored, sent = deal_out(scored, self._rows, self._packing, layout)
         if scored is not None:
             try:
                 batch = RolloutBatch.from_trajectories(
@@ -265,7 +274,8 @@ class BatchCollector(ABC):
         all_reduce_failure(error)
         return batch, sent
 
-    def _all_reduce_taken(self, step: int) -> torch.Tensor:
+    @collective
+    def _take_groups(self, step: int) -> torch.Tensor:
         """What a leader counts of the groups that it took, zeros on other ranks; returns when every
         leader has its own.
 

@@ -16,12 +16,14 @@ from pathlib import Path
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folders_to_load, put_in
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, broadcast_made
 from megatron_rl_corr.rollout.cursor import SavedCursor
 
 FILE_NAME = "rollout_cursor.json"
 
 
+@collective
 def broadcast_saved(args: argparse.Namespace) -> SavedCursor | None:
     """The cursor of the checkpoint that Megatron has loaded, on every rank; None at iteration
     0, or without one.

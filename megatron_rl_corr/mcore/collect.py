@@ -20,6 +20,7 @@ from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.moe.routes import Routes
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, meeting_interval_s
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -146,7 +147,8 @@ class Collector(BatchCollector):
         that were replaced.
         """
 
-    def all_gather_cursor(self, batches: int, *, with_last: bool) -> SavedCursor | None:
+    @collective
+    def cursor_of_all_replicas(self, batches: int, *, with_last: bool) -> SavedCursor | None:
         """The place of all replicas in the prompts, on rank 0; every rank calls it, while no
         batch is collected.
 
@@ -195,7 +197,8 @@ class Collector(BatchCollector):
             self._filter.passes, options.group_filter_limit, refills, options.oversampling, aside, choose
         )
 
-    def _all_reduce_failed(self) -> None:
+    @collective
+    def _share_failures(self) -> None:
         """Sum all replicas' failures since the previous batch; too many end the run on all ranks.
 
         So all ranks also learn whether a leader has new names of rewards.
@@ -210,11 +213,12 @@ class Collector(BatchCollector):
             raises = knows or (not knowing and dist.get_rank() == 0)
             all_reduce_failure(self._failures.too_many(*exceeded) if raises else None)
         if replaced:
-            self._all_gather_failed_prompts()
+            self._share_failed_prompts()
         if new_parts:
-            self._parts.all_gather_names()
+            self._parts.share_names()
 
-    def _all_gather_failed_prompts(self) -> None:
+    @collective
+    def _share_failed_prompts(self) -> None:
         """Leaders learn which prompts failed on other replicas: each epoch deals a prompt to
         another replica.
         """

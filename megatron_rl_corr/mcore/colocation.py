@@ -20,10 +20,11 @@ from megatron.core import __version__ as megatron_version
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.versions import release
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, communication_device
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.export import StageExporter
-from megatron_rl_corr.weight_sync.update import all_reduce_released
+from megatron_rl_corr.weight_sync.update import release_servers
 
 OFFLOAD_SINCE = (0, 17)
 """Megatron's optimizer and DDP free GPU memory for inference, as its own RL loop has them do."""
@@ -135,15 +136,16 @@ class Colocation:
     trains: bool = True
     """It is the trainer's turn, as at the start."""
 
-    def all_reduce_train(self) -> None:
+    @collective
+    def begin_training_turn(self) -> None:
         """The servers' turn ends: they free their memory, then the trainer takes its own back.
 
         Raises:
-            RolloutError: as `all_reduce_released`, on one rank.
+            RolloutError: as `release_servers`, on one rank.
             PeerFailure: then, on the other ranks.
         """
         assert not self.trains, "the trainer has its turn already"
-        all_reduce_released(self.exporter, self.servers)
+        release_servers(self.exporter, self.servers)
         self.trains = True
         self.trainer.take_back()
 
@@ -151,7 +153,8 @@ class Colocation:
         """The trainer's turn ends: it frees memory that the servers get by the push which follows."""
         self.trainer.free()
 
-    def broadcast_pushed(self) -> dict[str, float]:
+    @collective
+    def begin_serving_turn(self) -> dict[str, float]:
         """The servers' turn begins. Their seconds of getting memory back, which rank 0
         knows, on every rank.
         """
@@ -164,6 +167,7 @@ class Colocation:
 
 
 @contextmanager
+@collective
 def trainers_turn(colocation: Colocation | None, push: Callable[[int], Any], version: int) -> Iterator[None]:
     """Within, the trainer has its memory, as for a checkpoint; then the push gives servers theirs
     back; on all ranks.
@@ -175,7 +179,7 @@ def trainers_turn(colocation: Colocation | None, push: Callable[[int], Any], ver
     if colocation is None or colocation.trains:  # it trains where the run leaves within a step
         yield
         return
-    colocation.all_reduce_train()
+    colocation.begin_training_turn()
     yield
     with compat.gathered_parameters(colocation.trainer.model, colocation.trainer.optimizer):
         push(version)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.packing import PackLimits, karmarkar_karp
-from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.sample_file import Origin
@@ -56,7 +56,8 @@ def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[l
     return [found[replica * share : (replica + 1) * share] for replica in range(replicas)]
 
 
-def all_gather_dealt(
+@collective
+def deal_out(
     samples: list[Scored] | None, share: int, limits: PackLimits, layout: Layout
 ) -> tuple[list[Scored] | None, int]:
     """(this replica's samples after dealing, the bytes that its leader sent); (None, 0) on ranks
@@ -96,19 +97,20 @@ def all_gather_dealt(
     ]
     ranks = {other: dist.get_global_rank(group, other * layout.cp_size) for other in range(layout.dp_size)}
     sizes = {other: torch.zeros(1, dtype=torch.int64, device=device) for other in sources}
-    _all_gather_from(
+    _exchange_samples(
         sizes, {other: torch.tensor([len(x)]).to(device) for other, x in parts.items()}, ranks, layout
     )
     come = {other: torch.empty(int(size), dtype=torch.uint8, device=device) for other, size in sizes.items()}
     sent = {other: torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for other, x in parts.items()}
-    _all_gather_from(come, sent, ranks, layout)
+    _exchange_samples(come, sent, ranks, layout)
     own = [one for one, to in zip(samples, goes[layout.dp_rank], strict=True) if to == layout.dp_rank]
     for other in sources:
         own += pickle.loads(come[other].cpu().numpy().tobytes())
     return own, sum(map(len, parts.values()))
 
 
-def _all_gather_from(
+@collective
+def _exchange_samples(
     come: dict[int, torch.Tensor], go: dict[int, torch.Tensor], ranks: dict[int, int], layout: Layout
 ) -> None:
     """Receive a tensor from some leaders and send one to some, all at once."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.core.ratios import k3
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Mean
 
@@ -55,7 +56,8 @@ class Decision:
         return cls(**counted)
 
     @classmethod
-    def broadcast_found(
+    @collective
+    def agreed_decision(
         cls, found: Decision, layout: Layout, device: torch.device | str, *, agreed: bool = False
     ) -> Decision:
         """The last stage's, on every rank, which all call; a host read.

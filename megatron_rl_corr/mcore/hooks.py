@@ -138,7 +138,7 @@ class CorrectedTraining:
             all_reduce_startup(lambda: self._check_start(settings))
             if not self._options.pad_sequences:
                 set_packed(settings)
-            memory = serving.all_reduce_released_at_start(self._options, self._opened)
+            memory = serving.release_servers_at_start(self._options, self._opened)
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))
             megatron = session.MegatronRun(settings, model, optimizer, memory)
@@ -203,7 +203,7 @@ class CorrectedTraining:
             step.reference.check_live("saved")
             # A batch whose first update ends the run is still there; within one, nobody else saves.
             batches, lost = step.updates.batches(iteration), step.training is not None
-            cursor = step.collector.all_gather_cursor(batches, with_last=lost)
+            cursor = step.collector.cursor_of_all_replicas(batches, with_last=lost)
             reference = reference_checkpoint.saved_with(
                 iteration, step.reference, training.get_args(), source
             )

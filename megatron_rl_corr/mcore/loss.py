@@ -21,17 +21,18 @@ from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.token_baseline import gradient_energies
 from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
-from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages, all_reduce_token_advantages
+from megatron_rl_corr.mcore.batch_advantages import advantages_of_batch, token_advantages_of_batch
 from megatron_rl_corr.mcore.decision import mean_k3
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
 from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
 from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.mcore.user_functions import loss_of
-from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 from megatron_rl_corr.reduce.metrics import Metric, Sum
 
 
+@collective
 def make_loss_inputs(
     batch: RolloutBatch,
     old_logprobs: Tensor,
@@ -60,7 +61,7 @@ def make_loss_inputs(
     inputs = {}
     for name in config.needed_inputs:
         if name == "advantages":
-            inputs[name] = batch.spread(all_reduce_advantages(batch, config, groups, group_size=group_size))
+            inputs[name] = batch.spread(advantages_of_batch(batch, config, groups, group_size=group_size))
         else:
             inputs[name] = routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
     correction = compute_correction(
@@ -75,16 +76,17 @@ def make_loss_inputs(
         **inputs,
     )
     if not config.advantage_by_token:
-        by_row = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=correction)
+        by_row = advantages_of_batch(batch, config, groups, group_size=group_size, correction=correction)
         return _loss_inputs(batch, correction, batch.spread(by_row), config, old_logprobs=old_logprobs)
     energies = gradient_energies(old_logprobs, collisions)
-    advantages = all_reduce_token_advantages(
+    advantages = token_advantages_of_batch(
         batch, correction, energies, groups, group_size=group_size, seq_length=seq_length
     )
     made = _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
     return replace(made, energies=energies)
 
 
+@collective
 def make_bypass_loss_inputs(
     batch: RolloutBatch,
     config: RolloutCorrectionConfig,
@@ -106,7 +108,7 @@ def make_bypass_loss_inputs(
         config=RolloutCorrectionConfig(),
         groups=groups,
     )
-    advantages = all_reduce_advantages(batch, config, groups, group_size=group_size, correction=whole)
+    advantages = advantages_of_batch(batch, config, groups, group_size=group_size, correction=whole)
     return _loss_inputs(batch, replace(whole, metrics={}), batch.spread(advantages), config)
 
 
@@ -243,6 +245,7 @@ class CorrectedLoss:
             return inputs.rollout_logprobs
         return current if self.updates == 1 else inputs.old_logprobs
 
+    @collective
     def _correct(self, micro: Microbatch, current: Tensor) -> Correction:
         """The current policy against pi_rollout, over one microbatch."""
         inputs = micro.loss_inputs

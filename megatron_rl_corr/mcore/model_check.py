@@ -19,6 +19,7 @@ from megatron_rl_corr.models.architectures import CODE_OF
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.settings import computed
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -26,6 +27,7 @@ from megatron_rl_corr.weight_sync.updatable import is_interrupted
 from megatron_rl_corr.weight_sync.verify import shortened
 
 
+@collective
 def check_models(options: RunConfig, client: RolloutClient, loop: LoopThread) -> None:
     """Compare what each server tells of its model with the checkpoint; from rank 0, every rank calls it.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import communication_device
 
 
@@ -177,7 +178,8 @@ def balanced_packs(lengths: Sequence[int], count: int, limits: PackLimits) -> li
     return sorted(packs)
 
 
-def all_reduce_pack_count(needed: int, limits: PackLimits, group: ProcessGroup) -> int:
+@collective
+def common_pack_count(needed: int, limits: PackLimits, group: ProcessGroup) -> int:
     """The number of packs that every replica makes: the most that one needs, and a multiple of
     limits.count_multiple.
 

@@ -19,8 +19,9 @@ from torch import Tensor
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, chunk_multiple
 from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
-from megatron_rl_corr.mcore.packing import all_reduce_pack_count, balanced_packs, first_fit
+from megatron_rl_corr.mcore.packing import balanced_packs, common_pack_count, first_fit
 from megatron_rl_corr.moe.padding import PackedShare
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Max, Mean, Metric
 
@@ -43,7 +44,8 @@ class Packs:
     are_rows: bool = False
 
     @classmethod
-    def all_reduce(cls, batch: RolloutBatch, shape: BatchShape, layout: Layout) -> Packs:
+    @collective
+    def balanced(cls, batch: RolloutBatch, shape: BatchShape, layout: Layout) -> Packs:
         """The microbatches of a batch, the same number on every replica.
 
         Packs take one all-reduce over data-parallel ranks, rows none.
@@ -58,7 +60,7 @@ class Packs:
             return cls.of_rows(batch, shape.micro_batch_size, shape.seq_length)
         lengths = np.diff(batch.cu_seqlens).tolist()
         needed = len(first_fit(lengths, limits.max_tokens))
-        count = all_reduce_pack_count(needed, limits, layout.dp_cp_group)
+        count = common_pack_count(needed, limits, layout.dp_cp_group)
         packs = balanced_packs(lengths, count, limits)
         return cls(
             batch, tuple(map(tuple, packs)), shape.seq_length, chunk_multiple(cp) * layout.tp_group.size()
@@ -101,7 +103,8 @@ class Packs:
         made = {"real_fraction": Mean(real), "microbatches": Max(count), "tokens_max": Max(most)}
         return {f"packing/{name}": metric for name, metric in made.items()}
 
-    def all_reduce_share(self, layout: Layout, *, known: int) -> PackedShare:
+    @collective
+    def real_token_share(self, layout: Layout, *, known: int) -> PackedShare:
         """How routers' own losses weigh microbatches: by their real tokens. One all-reduce over
         data-parallel ranks.
 

@@ -25,7 +25,7 @@ from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards
 from megatron_rl_corr.moe.routes import Routes
-from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 from megatron_rl_corr.reduce.metrics import Mean, Metric
 from megatron_rl_corr.weight_sync.export import StageExporter
 
@@ -248,6 +248,7 @@ class LocalReference(Reference):
             self.reset_after = number
 
 
+@collective
 def less_reference_kl(
     batch: RolloutBatch,
     logprobs: Tensor,

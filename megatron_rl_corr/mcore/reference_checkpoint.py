@@ -21,6 +21,7 @@ from megatron_rl_corr.files import refuse_link, write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
 from megatron_rl_corr.mcore.reference import Reference
 from megatron_rl_corr.models.hf_folder import copy_model_files, write_index
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
     StartupError,
     all_reduce_failure,
@@ -33,6 +34,7 @@ FOLDER = "rollout_reference"
 STATE = "reference.json"
 
 
+@collective
 def broadcast_saved(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
     """(the reference's folder in the checkpoint that Megatron has loaded, the batch after
     which it was reset).
@@ -84,6 +86,7 @@ def _read(args: argparse.Namespace, *, resets: bool) -> tuple[Path | None, int]:
 
 
 @contextlib.contextmanager
+@collective
 def saved_with(iteration: int, reference: Reference, args: argparse.Namespace, source: str) -> Iterator[None]:
     """Within, Megatron saves this iteration; a reference that is reset is written first.
     Every rank enters it.

@@ -20,6 +20,7 @@ from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.first_step import HALF_KL
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, ReferenceWeights
 from megatron_rl_corr.mcore.replicas import broadcast_to_replica
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_results, communication_device
 from megatron_rl_corr.reduce.layout import Layout
@@ -45,10 +46,11 @@ class ServedReference(Reference):
         self._scorer, self._loop, self._layout, self.weights = scorer, loop, layout, start
         self._measured = False
 
+    @collective
     def log_probs(self, forward: ReferencePass) -> Tensor | None:
-        served = self._all_reduce_scores(forward)
+        served = self._share_scores(forward)
         if not self._measured:
-            self._all_reduce_floor(forward, served)
+            self._measure_floor(forward, served)
             self._measured, self.weights = True, None
         return served if self._layout.is_last_stage else None
 
@@ -75,7 +77,8 @@ class ServedReference(Reference):
             )
         return scores
 
-    def _all_reduce_scores(self, forward: ReferencePass) -> Tensor:
+    @collective
+    def _share_scores(self, forward: ReferencePass) -> Tensor:
         """The servers' log-probs of this rank's tokens, [T]; NaN for a response that was not scored.
 
         Raises:
@@ -102,7 +105,8 @@ class ServedReference(Reference):
             return values
         return values[zigzag_positions(layout.cp_group.rank(), layout.cp_size, boundaries, values.device)]
 
-    def _all_reduce_floor(self, forward: ReferencePass, served: Tensor) -> None:
+    @collective
+    def _measure_floor(self, forward: ReferencePass, served: Tensor) -> None:
         """Measure the k3 of the start's weights against the servers, and print it on the job's last rank."""
         with forward.gathered():
             if self.weights is None:

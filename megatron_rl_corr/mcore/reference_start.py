@@ -21,6 +21,7 @@ from megatron_rl_corr.mcore.reference_server import ServedReference
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_startup
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -30,7 +31,8 @@ from megatron_rl_corr.weight_sync.export import StageExporter
 HEALTHY_WITHIN_S = 60.0
 
 
-def broadcast_reference(
+@collective
+def make_reference(
     config: RolloutCorrectionConfig,
     options: RunConfig,
     args: argparse.Namespace,
@@ -63,7 +65,7 @@ def broadcast_reference(
         return Reference()
     all_reduce_startup(lambda: check_start_known(options, args))
     if options.reference_urls:
-        return _broadcast_served(options, args, parameters, layout, loop, vocab_size)
+        return _make_served_reference(options, args, parameters, layout, loop, vocab_size)
     saved, reset_after = broadcast_saved(args, resets=resets)
     weights = all_reduce_startup(lambda: _weights(options, args, parameters, layout.shard, saved))
     exporter = None
@@ -87,7 +89,8 @@ def broadcast_reference(
     )
 
 
-def _broadcast_served(
+@collective
+def _make_served_reference(
     options: RunConfig,
     args: argparse.Namespace,
     parameters: Sequence[LocalParameter],

@@ -16,6 +16,7 @@ from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.mcore.first_step import HALF_KL, FirstStep
 from megatron_rl_corr.moe.routes import Routes
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import meeting_interval_s
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout import versions
@@ -91,7 +92,8 @@ class ReplayCollector(BatchCollector):
             if batch is not None:
                 self._first = (batches[0], *self._read(batches[0]))
 
-    def broadcast_first_step(self, given: float | None) -> FirstStep | None:
+    @collective
+    def bound_first_step(self, given: float | None) -> FirstStep | None:
         """The bound of the KL in the first step; every rank calls it.
 
         None where no sample of that step is of its own weights, as in the middle of a run that sampled ahead.
@@ -112,19 +114,21 @@ class ReplayCollector(BatchCollector):
             return None
         return FirstStep(iteration, HALF_KL if given is None else given)
 
-    def all_gather_cursor(self, batches: int, *, with_last: bool) -> None:
+    @collective
+    def cursor_of_all_replicas(self, batches: int, *, with_last: bool) -> None:
         """Nothing: a replay draws no prompts."""
 
     def close(self) -> None:
         """Stop reading."""
         self._reader.shutdown(cancel_futures=True)
 
-    def _all_reduce_failed(self) -> None:
+    @collective
+    def _share_failures(self) -> None:
         """No sample fails; but every rank must know the names of the rewards."""
         new = torch.tensor(float(self._new_parts), dtype=torch.float64, device=self.device)
         dist.all_reduce(new)
         if new.item():
-            self._parts.all_gather_names()
+            self._parts.share_names()
 
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
         return self._reader.submit(self._taken, number)

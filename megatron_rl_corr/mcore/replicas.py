@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.layout import Layout
 
 
+@collective
 def broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:
     """Send tensors from the first rank of the first stage to its stage, and from there
     down every pipeline.
@@ -17,6 +19,7 @@ def broadcast_to_replica(tensors: list[Tensor], layout: Layout) -> None:
     _broadcast_from_first(tensors, layout.pp_group)
 
 
+@collective
 def _broadcast_from_first(tensors: list[Tensor], group: dist.ProcessGroup) -> None:
     if group.size() > 1:
         source = dist.get_process_group_ranks(group)[0]

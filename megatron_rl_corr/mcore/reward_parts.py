@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.metrics import Mean, Metric
 
 MOST = 64
@@ -36,7 +37,8 @@ class RewardParts:
                 own[0], own[1] = own[0] + value, own[1] + 1
         return len(self._sums.keys() - set(self.names))
 
-    def all_gather_names(self) -> None:
+    @collective
+    def share_names(self) -> None:
         """Make the names of all leaders known to every rank, which all call it.
 
         Raises:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout
@@ -23,6 +24,7 @@ Part = tuple[Tensor, Tensor]
 """(how many ids each token has [T] int32, the ids int32)."""
 
 
+@collective
 def scatter_sampling_masks(parts: list[Part] | None, tokens: int, *, layout: Layout) -> SamplingMasks | None:
     """The sampling masks of each rank's tokens on the last stage; None on other stages, which
     never see an id.
@@ -114,12 +116,14 @@ def _checked_lengths(sample: Trajectory) -> np.ndarray:
     return lengths.numpy()
 
 
+@collective
 def _send(part: Part, device: torch.device, to: int, group: dist.ProcessGroup) -> None:
     for tensor in part:
         if tensor.numel():
             dist.send(tensor.to(device), to, group=group)
 
 
+@collective
 def _receive(tokens: int, device: torch.device, source: int, group: dist.ProcessGroup) -> Part:
     """The lengths come first: their sum is the number of ids that follow."""
     lengths = torch.empty(tokens, dtype=torch.int32, device=device)
@@ -131,6 +135,7 @@ def _receive(tokens: int, device: torch.device, source: int, group: dist.Process
     return lengths, ids
 
 
+@collective
 def _broadcast_from_first(
     part: Part | None, tokens: int, device: torch.device, group: dist.ProcessGroup
 ) -> SamplingMasks:

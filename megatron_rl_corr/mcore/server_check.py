@@ -15,6 +15,7 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.feature import FurtherSampling
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
 from megatron_rl_corr.mcore.number_types import trains_quantized
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure, broadcast_made
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -25,6 +26,7 @@ samples can be used.
 """
 
 
+@collective
 def check_servers(
     kind: str,
     sampling: SamplingParams,
@@ -77,7 +79,8 @@ def _sampling_problem(
     return None if problem is None else StartupError(problem)
 
 
-def broadcast_first_step(
+@collective
+def bound_first_step(
     given: float | None,
     args: argparse.Namespace,
     client: RolloutClient,

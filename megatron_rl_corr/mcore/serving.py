@@ -24,11 +24,12 @@ from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.feature import Feature
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.reference import Reference
-from megatron_rl_corr.mcore.server_check import broadcast_first_step, check_servers
+from megatron_rl_corr.mcore.server_check import bound_first_step, check_servers
 from megatron_rl_corr.mcore.source_check import check_source
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.quantization import BlockFP8
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
     WATCH,
     StartupError,
@@ -92,13 +93,14 @@ class WeightPush:
         if self.colocation is not None:
             self.colocation.before_push()
         push_weights(self.exporter, self.servers, version=name, bucket_bytes=self.bucket_bytes)
-        numbers = {} if self.colocation is None else self.colocation.broadcast_pushed()
+        numbers = {} if self.colocation is None else self.colocation.begin_serving_turn()
         for one in self.features:
             numbers |= one.after_push(self, name)
         return numbers
 
 
-def all_reduce_released_at_start(options: RunConfig, opened: ExitStack) -> ServerMemory | None:
+@collective
+def release_servers_at_start(options: RunConfig, opened: ExitStack) -> ServerMemory | None:
     """Colocated servers free their memory before the model is made; None without --rollout-colocate.
 
     Every rank calls it.
@@ -151,6 +153,7 @@ def _release(options: RunConfig, memory: ServerMemory) -> None:
     )
 
 
+@collective
 def reach_servers(
     options: RunConfig,
     exporter: StageExporter,
@@ -167,7 +170,7 @@ def reach_servers(
 
     Args:
         trainer: what it frees while colocated servers sample.
-        memory: what `all_reduce_released_at_start` knows of the servers' memory, if they are colocated.
+        memory: what `release_servers_at_start` knows of the servers' memory, if they are colocated.
         mtp_layers: of the model that predict further tokens, which are sent where servers draft with them.
 
     Raises:
@@ -177,11 +180,11 @@ def reach_servers(
     """
     client, loop = source.client, source.loop
     _print_at_start(f"reaching the servers: {', '.join(options.urls)}")
-    run_id = _broadcast_reached(client, loop)
+    run_id = _reach_from_first_rank(client, loop)
     _print_at_start(f"{len(client.base_urls)} servers answer, and get the weights next")
     all_reduce_startup(lambda: _raise_descriptor_limit(options, client) if layout.is_data_leader else None)
-    quantization = _broadcast_quantization(options, client, loop)
-    drafts = _broadcast_drafts(options, client, loop, quantization) if mtp_layers else NO_DRAFTS
+    quantization = _find_quantization(options, client, loop)
+    drafts = _find_drafts(options, client, loop, quantization) if mtp_layers else NO_DRAFTS
     servers = _weight_servers(
         options, exporter, client, loop, quantization, drafts, memory, samples=layout.is_data_leader
     )
@@ -191,7 +194,8 @@ def reach_servers(
     )
 
 
-def broadcast_checked(
+@collective
+def check_servers_and_prompts(
     options: RunConfig,
     args: argparse.Namespace,
     sampling: SamplingParams,
@@ -204,15 +208,16 @@ def broadcast_checked(
     Every rank calls it.
 
     Raises:
-        StartupError, RolloutError: as `check_servers`, `check_source` and `broadcast_first_step`.
+        StartupError, RolloutError: as `check_servers`, `check_source` and `bound_first_step`.
     """
     further = [sampled for one in features for sampled in one.samplings()]
     check_servers(options.server_check, sampling, source.client, source.loop, further)
     check_source(options.server_check, source, layout)
     rounded = options.push_rounding != "none" or push.servers.quantization is not None
-    return broadcast_first_step(options.max_first_step_kl, args, source.client, source.loop, rounded=rounded)
+    return bound_first_step(options.max_first_step_kl, args, source.client, source.loop, rounded=rounded)
 
 
+@collective
 def _weight_servers(
     options: RunConfig,
     exporter: StageExporter,
@@ -259,7 +264,8 @@ def _weight_servers(
     return servers
 
 
-def _broadcast_quantization(options: RunConfig, client: RolloutClient, loop: LoopThread) -> BlockFP8 | None:
+@collective
+def _find_quantization(options: RunConfig, client: RolloutClient, loop: LoopThread) -> BlockFP8 | None:
     """How all servers have their weights quantised, which rank 0 finds out; None: they have not.
 
     Raises:
@@ -281,10 +287,11 @@ def _broadcast_quantization(options: RunConfig, client: RolloutClient, loop: Loo
             )
         return found
 
-    return _broadcast_asked(ask)
+    return _ask_from_first_rank(ask)
 
 
-def _broadcast_drafts(
+@collective
+def _find_drafts(
     options: RunConfig, client: RolloutClient, loop: LoopThread, quantization: BlockFP8 | None
 ) -> DraftLayers:
     """Whether all servers draft with the trained layers that predict further tokens, which rank 0 finds out.
@@ -294,11 +301,14 @@ def _broadcast_drafts(
         PeerFailure: then, on the other ranks.
     """
     config = read_model(options.hf_checkpoint)
-    sent = _broadcast_asked(lambda: loop.call(find_drafting(client.control(client.base_urls), quantization)))
+    sent = _ask_from_first_rank(
+        lambda: loop.call(find_drafting(client.control(client.base_urls), quantization))
+    )
     return DraftLayers(NameTable(config, padded_vocab_size=config["vocab_size"]).is_of_mtp, sent=sent)
 
 
-def _broadcast_asked[Found](ask: Callable[[], Found]) -> Found:
+@collective
+def _ask_from_first_rank[Found](ask: Callable[[], Found]) -> Found:
     """What rank 0 learns of the servers, on every rank; an answer that is none ends the start with
     the server's URL.
     """
@@ -312,7 +322,8 @@ def _broadcast_asked[Found](ask: Callable[[], Found]) -> Found:
     return broadcast_made(asked)
 
 
-def _broadcast_reached(client: RolloutClient, loop: LoopThread) -> str:
+@collective
+def _reach_from_first_rank(client: RolloutClient, loop: LoopThread) -> str:
     """Check from rank 0 that every server answers: failing here is cheaper than in the middle of a step.
 
     The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of

@@ -19,7 +19,7 @@ from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
-from megatron_rl_corr.mcore.abandoned_steps import all_reduce_clear_folders
+from megatron_rl_corr.mcore.abandoned_steps import clear_abandoned_folders
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.batch_collector import BatchCollector
 from megatron_rl_corr.mcore.collect import Collector, SampleSource
@@ -32,10 +32,10 @@ from megatron_rl_corr.mcore.packing import pack_limits
 from megatron_rl_corr.mcore.policy_check import check_model
 from megatron_rl_corr.mcore.prompt_checks import training_prompts
 from megatron_rl_corr.mcore.reference import Reference
-from megatron_rl_corr.mcore.reference_start import broadcast_reference
+from megatron_rl_corr.mcore.reference_start import make_reference
 from megatron_rl_corr.mcore.replay_collect import ReplayCollector
 from megatron_rl_corr.mcore.scoring import describe_start
-from megatron_rl_corr.mcore.serving import WeightPush, broadcast_checked, reach_servers
+from megatron_rl_corr.mcore.serving import WeightPush, check_servers_and_prompts, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.updates import Updates
@@ -137,7 +137,7 @@ def start(
     )
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
-    reference = broadcast_reference(
+    reference = make_reference(
         config, options, args, parts.parameters, layout, loop=parts.loop, vocab_size=parts.vocab_size
     )
     opened.callback(reference.close)
@@ -153,7 +153,7 @@ def start(
         one.start(run)
     if parts.source is None:
         push = _no_push(reference)
-        first_step = collector.broadcast_first_step(options.max_first_step_kl)
+        first_step = collector.bound_first_step(options.max_first_step_kl)
     else:
         push = reach_servers(
             options,
@@ -172,7 +172,7 @@ def start(
         with compat.gathered_parameters(*megatron.trained):
             push(updates.batches(args.iteration))
         try:
-            first_step = broadcast_checked(
+            first_step = check_servers_and_prompts(
                 options, args, collector.sampling, parts.source, push, layout, features
             )
         except BaseException:
@@ -193,7 +193,7 @@ def start(
         reference=reference,
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
-    all_reduce_clear_folders(options, layout, args.iteration)
+    clear_abandoned_folders(options, layout, args.iteration)
     if dist.get_rank() == 0:
         _print_start(config, step)
     return Session(step, features, parts)
@@ -299,8 +299,7 @@ def collector_of(
     how["origins"] = any(one.needs_origins for one in features)
 
     def make() -> Collector:
-        rows = shape.rows(settings.layout.dp_size)
-        how["aside"] = sum(one.samples_aside(rows) for one in features)
+        how["aside"] = sum(one.samples_aside(shape.rows(settings.layout.dp_size)) for one in features)
         return Collector(settings.options, settings.layout, shape, source, **how)
 
     collector = problems.check("collector", make, needs=["prompts"])

@@ -11,6 +11,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.client import RolloutClient
@@ -21,6 +22,7 @@ PROMPTS = 8
 _NOT_FOUND = 404
 
 
+@collective
 def check_source(kind: str, source: SampleSource, layout: Layout) -> None:
     """That all replicas draw from the same data, and that servers and prompts have one tokenizer;
     every rank calls it.
@@ -37,7 +39,7 @@ def check_source(kind: str, source: SampleSource, layout: Layout) -> None:
         StartupError: replicas have other data, or a server makes other ids.
         RolloutError: a server does not answer.
     """
-    tokenizer, error = source.tokenizer, _all_gather_difference(source.prompts, layout)
+    tokenizer, error = source.tokenizer, _difference_between_replicas(source.prompts, layout)
     if error is None and kind != "off" and tokenizer is not None and dist.get_rank() == 0:
         try:
             error = source.loop.call(_difference(source.client, texts_of(tokenizer, source.prompts)))
@@ -46,7 +48,8 @@ def check_source(kind: str, source: SampleSource, layout: Layout) -> None:
     all_reduce_failure(error)
 
 
-def _all_gather_difference(prompts: PromptDataset | None, layout: Layout) -> StartupError | None:
+@collective
+def _difference_between_replicas(prompts: PromptDataset | None, layout: Layout) -> StartupError | None:
     """What tells another replica's data from those of the first: hosts may have different
     files at one path.
     """

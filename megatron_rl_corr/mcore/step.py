@@ -32,11 +32,11 @@ from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import Reference, ReferencePass, less_reference_kl
 from megatron_rl_corr.mcore.scoring import scoring_reasons
 from megatron_rl_corr.mcore.step_metrics import StepTimes, batch_metrics
-from megatron_rl_corr.mcore.updates import BatchInTraining, UpdatePart, Updates, all_reduce_update_inputs
+from megatron_rl_corr.mcore.updates import BatchInTraining, UpdatePart, Updates, inputs_of_update
 from megatron_rl_corr.moe.padding import set_packed_share
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.moe.statistics import token_values
-from megatron_rl_corr.reduce.collectives import all_reduce_metrics, merge
+from megatron_rl_corr.reduce.collectives import all_reduce_metrics, collective, merge
 from megatron_rl_corr.reduce.failure import all_reduce_failure
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Metric
@@ -89,6 +89,7 @@ class CorrectedStep:
             routes=self.routes.needs_scoring,
         )
 
+    @collective
     def run(
         self, train_step: Callable, iteration: int, model: list, optimizer: Any, per_token: bool
     ) -> tuple:
@@ -96,10 +97,10 @@ class CorrectedStep:
         times = self.times = StepTimes()
         number, update = self.updates.batches(iteration), iteration % self.updates.count
         if update == 0:
-            self.training = self._all_reduce_batch(number, iteration, model, optimizer, times)
+            self.training = self._collect_and_correct(number, iteration, model, optimizer, times)
         whole, numbers = self.training, {}
         if whole.left_out is None:
-            part = self._all_reduce_part(whole, update)
+            part = self._samples_of_update(whole, update)
             result = self._train(train_step, whole, part, iteration, model, optimizer, per_token, numbers)
             if compat.is_leaving(result) and update > 0 and compat.asks_for_checkpoint(result):
                 # A checkpoint cannot resume in the middle of a batch.
@@ -122,7 +123,8 @@ class CorrectedStep:
         self._report(iteration, whole, numbers, result, times)
         return result
 
-    def _all_reduce_batch(
+    @collective
+    def _collect_and_correct(
         self, number: int, iteration: int, model: list, optimizer: Any, times: StepTimes
     ) -> BatchInTraining:
         """Collect a batch, score it if need be, correct it: what its updates share."""
@@ -133,19 +135,19 @@ class CorrectedStep:
         )
         times.mark("collect")
         if self.colocation is not None:
-            self.colocation.all_reduce_train()
+            self.colocation.begin_training_turn()
             times.mark("release")
         packs = self._packs(batch)
         forward = ReferencePass(model, optimizer, packs, self.logprobs, self.collector.trajectories)
         reference = self.reference.log_probs(forward)
         times.mark("reference")
-        inputs, metrics = self._all_reduce_loss_inputs(packs, model, optimizer, reference)
+        inputs, metrics = self._correct_batch(packs, model, optimizer, reference)
         found = ScoredBatch(number, iteration, batch, inputs, forward, self.routes, has_old_logprobs=scored)
         for one in self.features:
             metrics |= one.after_scoring(found)
         if scored:
-            metrics |= self._all_reduce_agreement(batch, iteration)
-            metrics |= self._all_gather_expert_statistics(inputs, iteration)
+            metrics |= self._routing_agreement(batch, iteration)
+            metrics |= self._write_expert_statistics(inputs, iteration)
         times.mark("score")
         for one in self.features:
             if one.save_batch(found):
@@ -154,7 +156,8 @@ class CorrectedStep:
             number, batch, packs, inputs, metrics | self.collector.metrics | self.reference.metrics
         )
 
-    def _all_reduce_part(self, whole: BatchInTraining, update: int) -> UpdatePart:
+    @collective
+    def _samples_of_update(self, whole: BatchInTraining, update: int) -> UpdatePart:
         """The samples of one update, with denominators and packs of their own."""
         batch, inputs = whole.batch, whole.inputs
         samples = self.updates.samples(whole.number, update, batch.num_sequences, self.layout.dp_rank)
@@ -163,11 +166,10 @@ class CorrectedStep:
             return UpdatePart(batch, whole.packs, inputs)
         part, places = batch.part(samples), whole.places_of(samples)
         if inputs is not None:
-            inputs = all_reduce_update_inputs(
-                inputs, part, samples, places[:-1], self.config, self.layout.groups
-            )
+            inputs = inputs_of_update(inputs, part, samples, places[:-1], self.config, self.layout.groups)
         return UpdatePart(part, self._packs(part), inputs, places)
 
+    @collective
     def _train(
         self,
         train_step: Callable,
@@ -190,17 +192,17 @@ class CorrectedStep:
         )
         if not packs.are_rows:
             known = part.batch.num_sequences // self.shape.micro_batch_size
-            set_packed_share(model, packs.all_reduce_share(self.layout, known=known))
+            set_packed_share(model, packs.real_token_share(self.layout, known=known))
         routers = compat.RouterState(model)
 
         def step_factor() -> float:
             # Exchange metrics here: behind the backward pass, when all are known, and before the update.
-            agreement = {} if scored else self._all_reduce_agreement(whole.batch, iteration)
-            numbers.update(self._all_gather_numbers(metrics | agreement, loss))
+            agreement = {} if scored else self._routing_agreement(whole.batch, iteration)
+            numbers.update(self._global_numbers(metrics | agreement, loss))
             found = Decision.pop_from(numbers)
             if inputs is not None and scored:  # the whole batch may have been filtered out
                 found = replace(found, kept=min(found.kept, float(inputs.correction.kept_tokens)))
-            factor = self._broadcast_step_factor(found, iteration, whole)
+            factor = self._agree_on_step_factor(found, iteration, whole)
             if not factor:
                 routers.zero_attention_logits()
             elif self.updates.ess_step_scale:
@@ -215,10 +217,12 @@ class CorrectedStep:
             whole.left_out = compat.without_losses(result)
         return result
 
+    @collective
     def _packs(self, batch: RolloutBatch) -> Packs:
-        return Packs.all_reduce(batch, self.shape, self.layout)
+        return Packs.balanced(batch, self.shape, self.layout)
 
-    def _all_reduce_loss_inputs(
+    @collective
+    def _correct_batch(
         self,
         packs: Packs,
         model: list,
@@ -238,9 +242,9 @@ class CorrectedStep:
                     routes=self.routes,
                     with_collision=self.config.advantage_by_token,
                 )
-            self.routes.all_reduce_recorded()
+            self.routes.share_recorded()
             if "routing" in inputs_of(self.config.rollout_rs):
-                routing = self.routes.all_reduce_disagreement()
+                routing = self.routes.measure_disagreement()
         if not self.layout.is_last_stage:
             return None, {}
         # In bypass mode pi_rollout.
@@ -264,15 +268,17 @@ class CorrectedStep:
             batch, inputs.correction, entropy, groups
         ) | kl
 
-    def _all_reduce_agreement(self, batch: RolloutBatch, iteration: int) -> dict[str, Metric]:
-        return self.routes.all_reduce_agreement(iteration + 1, batch.name_of)
+    @collective
+    def _routing_agreement(self, batch: RolloutBatch, iteration: int) -> dict[str, Metric]:
+        return self.routes.measure_agreement(iteration + 1, batch.name_of)
 
-    def _all_gather_expert_statistics(self, inputs: LossInputs | None, iteration: int) -> dict[str, Metric]:
+    @collective
+    def _write_expert_statistics(self, inputs: LossInputs | None, iteration: int) -> dict[str, Metric]:
         values = None
         if inputs is not None:
             correction, log_ratio = inputs.correction, inputs.old_logprobs - inputs.rollout_logprobs
             values = token_values(correction.valid, log_ratio, correction.weights, correction.mask)
-        return self.routes.all_gather_statistics(iteration + 1, values)
+        return self.routes.write_statistics(iteration + 1, values)
 
     def _loss(self, part: UpdatePart, per_token: bool, iteration: int) -> CorrectedLoss:
         scale = LossScale(
@@ -295,7 +301,8 @@ class CorrectedStep:
     def _is_first(self, iteration: int) -> bool:
         return self.first_step is not None and self.first_step.iteration == iteration
 
-    def _broadcast_step_factor(self, found: Decision, iteration: int, whole: BatchInTraining) -> float:
+    @collective
+    def _agree_on_step_factor(self, found: Decision, iteration: int, whole: BatchInTraining) -> float:
         """The factor of the update, 0 for none; where the KL to pi_old is too large, the batch ends here.
 
         Raises:
@@ -303,7 +310,7 @@ class CorrectedStep:
             PeerFailure: then, on the other ranks.
         """
         bounded, scales = self.updates.bounds_kl(iteration), self.updates.ess_step_scale
-        decision = Decision.broadcast_found(
+        decision = Decision.agreed_decision(
             found, self.layout, self.collector.device, agreed=bounded or scales
         )
         if self._is_first(iteration):
@@ -315,7 +322,8 @@ class CorrectedStep:
         whole.ends_early = left_out is not None
         return 0.0
 
-    def _all_gather_numbers(self, metrics: dict[str, Metric], loss: CorrectedLoss) -> dict[str, float]:
+    @collective
+    def _global_numbers(self, metrics: dict[str, Metric], loss: CorrectedLoss) -> dict[str, float]:
         """The step's metrics over the global batch, by their logged names, on the last
         stage; {} on others.
         """

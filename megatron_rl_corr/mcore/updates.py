@@ -22,7 +22,7 @@ from megatron_rl_corr.mcore.batch import RolloutBatch
 from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.step_scale import sequences_ess
-from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Metric
 from megatron_rl_corr.rollout.cursor import SavedCursor
@@ -182,7 +182,8 @@ class UpdatePart:
 
 
 @torch.no_grad()
-def all_reduce_update_inputs(
+@collective
+def inputs_of_update(
     whole: LossInputs,
     part: RolloutBatch,
     samples: np.ndarray,

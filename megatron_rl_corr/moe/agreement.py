@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.engines.routes import has_routes
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError
 from megatron_rl_corr.reduce.metrics import Mean, Metric
 
@@ -159,6 +160,7 @@ class RouteAgreement:
         )
         return (gates * ~(own[..., None] == given[..., None, :]).any(dim=-1)).sum(dim=-1)
 
+    @collective
     def all_reduce(self, group: ProcessGroup | None) -> None:
         """Sum over the ranks that hold other tokens of the same samples: one collective."""
         if group is not None and group.size() > 1:

@@ -29,6 +29,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from megatron_rl_corr.moe.routers import takes_padding_mask
+from megatron_rl_corr.reduce.collectives import collective
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class PackedShare:
     """
     cp_size: int
 
-    def all_reduce_factors(self, real: Tensor, router: TopKRouter) -> tuple[Tensor, Tensor]:
+    @collective
+    def loss_factors(self, real: Tensor, router: TopKRouter) -> tuple[Tensor, Tensor]:
         """(factor of the logged loss, factor of its gradient) of a microbatch.
 
         With --calculate-per-token-loss Megatron multiplies by the microbatch's tokens, and divides the
@@ -178,6 +180,7 @@ class MaskedRouter(TopKRouter):
     _factors: tuple[Tensor, Tensor] | None = None
     """With packed_share: `PackedShare.factors` of the microbatch in this pass."""
 
+    @collective
     def routing(
         self, logits: Tensor, padding_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -188,9 +191,10 @@ class MaskedRouter(TopKRouter):
             assert padding_mask.shape[0] == logits.shape[0], "a mask of other rows"
         self._factors = None
         if self.packed_share is not None and self.training and torch.is_grad_enabled():
-            self._factors = self.packed_share.all_reduce_factors(~padding_mask.reshape(-1), self)
+            self._factors = self.packed_share.loss_factors(~padding_mask.reshape(-1), self)
         return super().routing(logits, padding_mask=padding_mask, **kwargs)
 
+    @collective
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Rescale the logits [T, E] so that Megatron's mean over T equals the mean over real tokens
         (mask [T] False).
@@ -212,6 +216,7 @@ class MaskedRouter(TopKRouter):
         # Megatron attaches the loss to its result, which must stay in the graph without changing the logits.
         return logits + 0 * super().apply_z_loss(weighted)
 
+    @collective
     def _all_reduce_count(self, real: Tensor) -> Tensor:
         """Real tokens of the microbatch, over all ranks that have a part of its rows."""
         count = real.sum()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megatron_rl_corr.engines.routes import ExpertShape, has_routes
 from megatron_rl_corr.models.hybrid import layers_per_block
 from megatron_rl_corr.moe.routers import check_choice, flag_of, moe_routers, remedy
-from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout
 
@@ -159,14 +159,14 @@ class ReplayedRouters:
                 self.softmax = router.score_function == "softmax" and not router.config.moe_router_pre_softmax
         self.layers = tuple(layers)
         """This rank's L layers, by their number in the whole model from 0, in the order of its chunks."""
-        self.stage_layers = _all_gather_layers(self.layers, num_layers, layout)
+        self.stage_layers = _layers_of_stages(self.layers, num_layers, layout)
         """The layers of each pipeline stage, in the stage's order."""
         every = sorted(layer for stage in self.stage_layers for layer in stage)
         if not every:
             raise ValueError(
                 f"{flag_of(kind)} has no effect on a model without experts; {remedy(kind, watch)}"
             )
-        top_k, experts = _all_reduce_sizes(self.layers and (self._top_k, self._experts), layout)
+        top_k, experts = _agree_on_sizes(self.layers and (self._top_k, self._experts), layout)
         self.shape = ExpertShape(num_layers, tuple(every), top_k, experts)
         self._phase, self._tp = "", layout.tp_group
         self._cut = layout.sequence_parallel and self._tp.size() > 1
@@ -197,7 +197,8 @@ class ReplayedRouters:
         with self._passes("score", given, observe):
             yield
 
-    def all_reduce_recorded(self) -> None:
+    @collective
+    def share_recorded(self) -> None:
         """Give R2 what the tensor-parallel ranks' routers chose in `scoring`, where each saw other tokens.
 
         In training a rank's routers may see those of another: microbatches are not the same.
@@ -276,7 +277,8 @@ class ReplayedRouters:
         return [router for pairs in self._routers.values() for _, router in pairs]
 
 
-def _all_gather_layers(own: tuple[int, ...], num_layers: int, layout: Layout) -> tuple[tuple[int, ...], ...]:
+@collective
+def _layers_of_stages(own: tuple[int, ...], num_layers: int, layout: Layout) -> tuple[tuple[int, ...], ...]:
     """Each stage's layers in its order: one collective over the pipeline."""
     padded = torch.full((num_layers,), -1, dtype=torch.int64)
     padded[: len(own)] = torch.tensor(own, dtype=torch.int64)
@@ -284,7 +286,8 @@ def _all_gather_layers(own: tuple[int, ...], num_layers: int, layout: Layout) ->
     return tuple(tuple(layer for layer in stage if layer >= 0) for stage in gathered)
 
 
-def _all_reduce_sizes(own: tuple[int, int] | tuple, layout: Layout) -> tuple[int, int]:
+@collective
+def _agree_on_sizes(own: tuple[int, int] | tuple, layout: Layout) -> tuple[int, int]:
     """(K, E), which a stage of dense layers learns from the others."""
     sizes = torch.tensor(own or (0, 0), dtype=torch.int64, device=communication_device())
     if layout.pp_size > 1:

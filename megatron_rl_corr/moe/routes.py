@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from megatron_rl_corr.engines.routes import ExpertShape, pack
 from megatron_rl_corr.moe.agreement import RouteAgreement, RoutesRefused, agreement_metrics, judge
 from megatron_rl_corr.moe.scatter import scatter_routed_experts
-from megatron_rl_corr.moe.statistics import COLUMNS, ExpertLog, all_gather_expert_table, means, summary
+from megatron_rl_corr.moe.statistics import COLUMNS, ExpertLog, expert_table, means, summary
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Metric, Sum
@@ -59,7 +60,7 @@ class Routes:
             positions: [T] int64, where it stands in its sample.
             samples: S.
             compare_in_training: there is no pass for old log-probs, so the training pass compares, and the
-                update waits for `all_reduce_agreement`.
+                update waits for `measure_agreement`.
         """
 
     def begin_update(self) -> None:
@@ -98,10 +99,12 @@ class Routes:
             places: [C, b] int64, where the microbatch's tokens stand among the T; T for one that is no token.
         """
 
-    def all_reduce_recorded(self) -> None:
+    @collective
+    def share_recorded(self) -> None:
         """With R2, call it on every rank after `scoring`: one all-reduce over ranks that see other tokens."""
 
-    def all_reduce_agreement(self, step: int, name_of: Callable[[int], str]) -> dict[str, Metric]:
+    @collective
+    def measure_agreement(self, step: int, name_of: Callable[[int], str]) -> dict[str, Metric]:
         """Metrics of how far the servers' experts are Megatron's own choice; every rank calls it
         after that pass.
 
@@ -121,7 +124,8 @@ class Routes:
         """
         return {}
 
-    def all_reduce_disagreement(self) -> Tensor | None:
+    @collective
+    def measure_disagreement(self) -> Tensor | None:
         """[T]: share of each token's experts that only the server chose. None without experts of servers.
 
         Every rank calls it, where a rule needs it: one all-reduce over tensor ranks that see other tokens,
@@ -129,7 +133,8 @@ class Routes:
         """
         return None
 
-    def all_gather_statistics(self, step: int, values: Tensor | None) -> dict[str, Metric]:
+    @collective
+    def write_statistics(self, step: int, values: Tensor | None) -> dict[str, Metric]:
         """--expert-statistics: write the experts' tables, return their curves on the last stage;
         every rank calls it.
 
@@ -171,6 +176,7 @@ class ReplayedRoutes(Routes):
         self._compare_in_training = False
         self._agreement: RouteAgreement | None = None
 
+    @collective
     def scatter(self, samples: Sequence[Tensor | None] | None, boundaries: Sequence[int]) -> None:
         if self.server_shape is None:
             return
@@ -232,10 +238,12 @@ class ReplayedRoutes(Routes):
     def before_forward(self, chunk: nn.Module, places: Tensor) -> None:
         self.routers.before_forward(chunk, places)
 
-    def all_reduce_recorded(self) -> None:
-        self.routers.all_reduce_recorded()
+    @collective
+    def share_recorded(self) -> None:
+        self.routers.share_recorded()
 
-    def all_reduce_agreement(self, step: int, name_of: Callable[[int], str]) -> dict[str, Metric]:
+    @collective
+    def measure_agreement(self, step: int, name_of: Callable[[int], str]) -> dict[str, Metric]:
         if self._agreement is None:
             return {}
         self._agreement.all_reduce(self._layout.router_group)
@@ -256,7 +264,8 @@ class ReplayedRoutes(Routes):
             by_layer = torch.zeros_like(by_layer)
         return agreement_metrics(by_layer, self.routers.shape.layers, self.routers.shape.top_k)
 
-    def all_reduce_disagreement(self) -> Tensor | None:
+    @collective
+    def measure_disagreement(self) -> Tensor | None:
         if self._agreement is None:
             return None
         apart, layout = self._agreement.apart, self._layout
@@ -266,13 +275,14 @@ class ReplayedRoutes(Routes):
             dist.all_reduce(apart, group=layout.pp_group)
         return apart / (len(self.routers.shape.layers) * self.routers.shape.top_k)
 
-    def all_gather_statistics(self, step: int, values: Tensor | None) -> dict[str, Metric]:
+    @collective
+    def write_statistics(self, step: int, values: Tensor | None) -> dict[str, Metric]:
         if not self.routers.watch:
             return {}
         layout, shape = self._layout, self.routers.shape
         if values is None:
             values = torch.empty(self._tokens, len(COLUMNS), device=communication_device())
-        table = all_gather_expert_table(
+        table = expert_table(
             values,
             self.routers.chosen[:-1],
             self.routers.seen[:-1],

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout
 
 
+@collective
 def scatter_routed_experts(
     packed: Tensor | None,
     boundaries: Sequence[int],

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.files import open_to_append
-from megatron_rl_corr.reduce.experts import all_gather_experts, all_reduce_scatter_experts, expert_sums
+from megatron_rl_corr.reduce.collectives import collective
+from megatron_rl_corr.reduce.experts import expert_sums, scatter_expert_sums, whole_expert_sums
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Metric, Sum
 
@@ -43,7 +44,8 @@ def token_values(valid: Tensor, log_ratio: Tensor, weights: Tensor, mask: Tensor
     return torch.stack([torch.where(valid, column, 0).float() for column in columns], dim=1)
 
 
-def all_gather_expert_table(
+@collective
+def expert_table(
     values: Tensor,
     chosen: Tensor,
     seen: Tensor,
@@ -78,8 +80,8 @@ def all_gather_expert_table(
         # Without sequence parallelism tensor ranks see the same tokens.
         mine = seen if layout.sequence_parallel or layout.tp_group.rank() == 0 else torch.zeros_like(seen)
         sums = expert_sums(chosen, torch.where(mine[:, None], values, 0), num_experts)
-        own = all_reduce_scatter_experts(sums, layout.expert_groups)
-        table[list(layers)] = all_gather_experts(own, layout.expert_groups)
+        own = scatter_expert_sums(sums, layout.expert_groups)
+        table[list(layers)] = whole_expert_sums(own, layout.expert_groups)
     if layout.pp_size > 1:
         dist.all_reduce(table, group=layout.pp_group)
     return table

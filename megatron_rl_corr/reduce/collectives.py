@@ -5,7 +5,7 @@ K columns, U sequences or turns, R ranks, M microbatches, P packed values of met
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,16 @@ try:
     from torch.distributed import all_gather_single
 except ImportError:  # before torch 2.14; from then on the old name warns on every rank
     from torch.distributed import all_gather_into_tensor as all_gather_single
+
+
+def collective[Function: Callable](function: Function) -> Function:
+    """Mark a function that exchanges something between ranks: all of them call it, in the same order.
+
+    Its docstring says which ranks. What calls it is collective too and is marked, which
+    tests/conventions/test_collectives.py checks. A rank that leaves a call out makes the others wait.
+    """
+    function.is_collective = True
+    return function
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,7 @@ class ParallelGroups:
         """This rank's place among them."""
         return 0 if self.cp is None else self.cp.rank()
 
+    @collective
     def all_reduce_cp(self, sums: Tensor) -> Tensor:
         """Sums [K, U] over tokens -> over whole sequences: one collective, in place.
 
@@ -51,11 +62,13 @@ class ParallelGroups:
         """
         return all_reduce(sums, self.cp)
 
+    @collective
     def all_reduce_dp_cp(self, totals: Tensor) -> Tensor:
         """A small tensor summed over the global batch: one collective, in place."""
         return all_reduce(totals, self.dp_cp)
 
 
+@collective
 def all_reduce(values: Tensor, group: ProcessGroup | None, op: dist.ReduceOp = dist.ReduceOp.SUM) -> Tensor:
     """Reduce over the group, in place: one collective; without a group, or alone in it, none."""
     if group is not None and group.size() > 1:
@@ -63,6 +76,7 @@ def all_reduce(values: Tensor, group: ProcessGroup | None, op: dist.ReduceOp = d
     return values
 
 
+@collective
 def all_gather_stacked(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """[...] on each of R ranks -> [R, ...] on all, in rank order: one collective; alone, a view."""
     if group is None or group.size() == 1:
@@ -95,6 +109,7 @@ def merge(parts: Iterable[dict[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
+@collective
 def all_reduce_metrics(metrics: dict[str, Metric], group: ProcessGroup | None) -> dict[str, float]:
     """Every metric as a number over the group, exact whatever its reduction: two all-reduces
     and one host read.

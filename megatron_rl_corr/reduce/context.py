@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 
 
 def zigzag_positions(
@@ -90,7 +90,8 @@ class SequenceChunks:
         numbers = seq_ids * (2 * size) + torch.where(in_second, 2 * size - 1 - rank, rank)
         return cls(numbers, torch.where(in_second, first + half, first), count, 2 * size, longest)
 
-    def all_reduce_running_sums(self, values: Tensor, groups: ParallelGroups) -> Tensor:
+    @collective
+    def running_sums_of_sequences(self, values: Tensor, groups: ParallelGroups) -> Tensor:
         """Sums of values [K, T] float64 over each token's sequence up to it, it too: [K, T].
 
         One all-reduce over cp of K numbers a chunk; alone none.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.layout import ExpertGroups
 
 
@@ -34,7 +34,8 @@ def expert_sums(expert_ids: Tensor, values: Tensor, num_experts: int) -> Tensor:
     return table
 
 
-def all_reduce_scatter_experts(table: Tensor, groups: ExpertGroups) -> Tensor:
+@collective
+def scatter_expert_sums(table: Tensor, groups: ExpertGroups) -> Tensor:
     """[L, E, V] sums over this rank's own tokens -> [L, E / ep, V] over the stage's: one collective a group.
 
     A rank whose tokens another rank holds too passes zeros.
@@ -52,6 +53,7 @@ def all_reduce_scatter_experts(table: Tensor, groups: ExpertGroups) -> Tensor:
     return mine
 
 
-def all_gather_experts(own: Tensor, groups: ExpertGroups) -> Tensor:
+@collective
+def whole_expert_sums(own: Tensor, groups: ExpertGroups) -> Tensor:
     """[L, E / ep, V] of each expert-parallel rank -> [L, E, V] on all: one collective."""
     return all_gather_stacked(own, groups.expert).transpose(0, 1).flatten(1, 2)

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup, TCPStore
 
 from megatron_rl_corr.config.problems import problems_of
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.reduce.collectives import collective
 
 MEETING_INTERVAL_S = 60.0
 """Longest time between two collectives of ranks that wait for a slow result, where a collective may wait
@@ -76,6 +77,7 @@ def communication_device() -> torch.device:
     return torch.device("cpu")
 
 
+@collective
 def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None = None) -> None:
     """Return if no rank of the group has an error; else raise on every rank.
 
@@ -88,6 +90,7 @@ def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None =
     all_reduce_done(True, error, group)
 
 
+@collective
 def all_reduce_first_rank(write: Callable[[], None]) -> None:
     """Rank 0 writes, and every rank learns whether it could; every rank calls it, one
     collective of two numbers.
@@ -105,6 +108,7 @@ def all_reduce_first_rank(write: Callable[[], None]) -> None:
     all_reduce_failure(error)
 
 
+@collective
 def broadcast_made[Made](make: Callable[[], Made]) -> Made:
     """What make() returns on rank 0, which alone calls it, on every rank; every rank calls this.
 
@@ -124,6 +128,7 @@ def broadcast_made[Made](make: Callable[[], Made]) -> Made:
     return made[0]
 
 
+@collective
 def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
     """Whether every rank of the group is done: one collective of two numbers; every rank of the
     group must call it.
@@ -147,6 +152,7 @@ def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup
     return bool(all_done)
 
 
+@collective
 def all_reduce_startup[Prepared](prepare: Callable[[], Prepared]) -> Prepared:
     """prepare() on every rank; every rank calls it.
 
@@ -170,6 +176,7 @@ def wait_for(future: Future) -> bool:
     return bool(concurrent.futures.wait([future], meeting_interval_s()).done)
 
 
+@collective
 def all_reduce_results[Result, Used](
     future: Future[Result] | None,
     use: Callable[[Result], Used],

@@ -20,6 +20,7 @@ from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.quantization import SCALE, BlockFP8
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, communication_device
 from megatron_rl_corr.weight_sync.verify import shortened
 
@@ -69,7 +70,8 @@ class Coverage:
             else:
                 self._foreign.append(name)
 
-    def all_reduce_check(self) -> None:
+    @collective
+    def check_all_sent(self) -> None:
         """Add up the counts of all ranks and check them; every rank calls it once all stages have sent.
 
         One collective of 4 bytes for each tensor of the checkpoint.
@@ -108,7 +110,7 @@ class Coverage:
         return None
 
     def check_servers(self, servers: Sequence[ServerChecksums], engine: Engine) -> None:
-        """Compare the servers' parameters with what was sent; rank 0 calls it after all_reduce_check.
+        """Compare the servers' parameters with what was sent; rank 0 calls it after check_all_sent.
 
         Args:
             servers: what each server has.

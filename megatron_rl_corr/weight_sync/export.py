@@ -18,7 +18,7 @@ from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.models.hf_folder import FILE_BYTES, write_weights
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
-from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.layout import StageGroups
 
 
@@ -76,6 +76,7 @@ class StageExporter:
         self._in_expert = _holds(groups.expert, groups.sender, rank)
         self._expert_places = self._gather_places() if self._in_expert else []
 
+    @collective
     def _gather_places(self) -> list[tuple[int, int]]:
         """(expert-parallel rank, expert-tensor-parallel rank) of each member of the expert group."""
         place = (self._ranks.ep_rank, self._ranks.expert_tp_rank)
@@ -85,6 +86,7 @@ class StageExporter:
         dist.all_gather_object(places, place, group=self._groups.expert)
         return places
 
+    @collective
     def units(self, after_parameter: Callable[[], None] = lambda: None) -> Iterator[list[NamedTensor]]:
         """Lists of (Hugging Face name, whole tensor) that one request must bring together;
         most have one entry.
@@ -132,6 +134,7 @@ class StageExporter:
         return shapes
 
     @torch.no_grad()
+    @collective
     def _tensors(self, after_parameter: Callable[[], None]) -> Iterator[tuple[ParameterRule, NamedTensor]]:
         for parameter in self._parameters:
             rule = parameter.rule(self._ranks.ep_rank)
@@ -148,6 +151,7 @@ class StageExporter:
             elif self._in_expert:
                 yield from self._expert_tensors(parameter)
 
+    @collective
     def _expert_tensors(self, parameter: LocalParameter) -> Iterator[tuple[ParameterRule, NamedTensor]]:
         gathered = all_gather_stacked(parameter.tensor.detach(), self._groups.expert)
         for ep_rank in sorted({ep for ep, _ in self._expert_places}):
@@ -158,6 +162,7 @@ class StageExporter:
                 yield rule, named
 
 
+@collective
 def write_stage(folder: Path, exporter: StageExporter) -> OSError | None:
     """Write a stage's weights as safetensors; every rank of the stage calls it, and its sending rank writes.
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, may_pass
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
     WATCH,
     PeerFailure,
@@ -45,6 +46,7 @@ PARAMETERS_BETWEEN_MEETINGS = 8
 logger = logging.getLogger(__name__)
 
 
+@collective
 def push_weights(exporter: StageExporter, servers: WeightServers, *, version: str, bucket_bytes: int) -> None:
     """Send the current weights to every server that answers; every rank calls it.
 
@@ -66,7 +68,7 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
         OSError: on the rank that saw it, for a folder or a process group.
         PeerFailure: on every other rank.
     """
-    _broadcast_servers(exporter, servers)
+    _use_reachable_servers(exporter, servers)
     repeated = False
     while True:
         try:
@@ -74,7 +76,7 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
             return
         except (*_FAILURES, PeerFailure) as error:
             before = set(servers.urls)
-            passes = _broadcast_servers_again(exporter, servers, error)
+            passes = _use_servers_that_answer(exporter, servers, error)
             gone = before - set(servers.urls)
             if passes is None or not (gone or (passes and not repeated)):
                 _abandon(exporter, servers, error)
@@ -88,32 +90,34 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
             raise
 
 
+@collective
 def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int) -> None:
     transport, coverage = servers.transport, servers.coverage
-    _all_reduce_led(exporter, partial(servers.start, version))
+    _led_by_first_rank(exporter, partial(servers.start, version))
     if servers.planned is None and transport.in_session:
-        servers.planned = servers.drafts.planned(_all_gather_planned(exporter))
+        servers.planned = servers.drafts.planned(_tensors_of_all_stages(exporter))
     if transport.in_session:
-        _all_reduce_led(exporter, servers.begin)
+        _led_by_first_rank(exporter, servers.begin)
     for stage in range(exporter.num_stages):
-        _all_reduce_sent(exporter, servers, version, bucket_bytes, stage)
+        _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage)
     if coverage is not None:
-        coverage.all_reduce_check()
+        coverage.check_all_sent()
     if not transport.in_session:
-        _all_reduce_led(exporter, servers.begin)
+        _led_by_first_rank(exporter, servers.begin)
     if isinstance(servers, ColocatedServers):
         # the ranks meet once more before rank 0 has servers take memory for their caches
         servers.free_cached()
-    _all_reduce_led(exporter, partial(transport.deliver, version))
-    _all_reduce_led(exporter, partial(servers.end, version))
+    _led_by_first_rank(exporter, partial(transport.deliver, version))
+    _led_by_first_rank(exporter, partial(servers.end, version))
     if servers.verifiers:
-        _broadcast_and_compare(exporter, servers)
+        _compare_checksums(exporter, servers)
     servers.expect(version)
     all_reduce_failure(None)  # every rank expects the new version before a server samples with it
-    _all_reduce_led(exporter, servers.resume)
+    _led_by_first_rank(exporter, servers.resume)
 
 
-def all_reduce_released(exporter: StageExporter, servers: ColocatedServers) -> None:
+@collective
+def release_servers(exporter: StageExporter, servers: ColocatedServers) -> None:
     """Let every server free its memory for the trainer on its GPUs; every rank calls it, once none
     samples any more.
 
@@ -125,10 +129,11 @@ def all_reduce_released(exporter: StageExporter, servers: ColocatedServers) -> N
     """
     servers.expect_release()
     all_reduce_failure(None)  # on every rank, before the first server is asked
-    _all_reduce_led(exporter, servers.release_memory)
+    _led_by_first_rank(exporter, servers.release_memory)
 
 
-def _all_gather_planned(exporter: StageExporter) -> dict[str, list[int]]:
+@collective
+def _tensors_of_all_stages(exporter: StageExporter) -> dict[str, list[int]]:
     """Names and shapes of all tensors of all stages, which servers check before the first
     byte; once a run.
     """
@@ -137,7 +142,8 @@ def _all_gather_planned(exporter: StageExporter) -> dict[str, list[int]]:
     return {name: shape for stage in stages for name, shape in stage.items()}
 
 
-def _all_reduce_led(exporter: StageExporter, call: Callable[[], None]) -> None:
+@collective
+def _led_by_first_rank(exporter: StageExporter, call: Callable[[], None]) -> None:
     """Rank 0 makes the call, however long it takes; its failure is raised on every rank.
 
     The ranks meet while they wait: servers may read a folder of a terabyte, or hash all of their weights,
@@ -163,7 +169,8 @@ def _in_thread(call: Callable[[], None]) -> Future[None]:
     return future
 
 
-def _broadcast_servers(exporter: StageExporter, servers: WeightServers) -> None:
+@collective
+def _use_reachable_servers(exporter: StageExporter, servers: WeightServers) -> None:
     """Every rank updates the servers that rank 0 reaches: one without a stage's weights must not
     be sampled from.
     """
@@ -179,26 +186,28 @@ def _broadcast_servers(exporter: StageExporter, servers: WeightServers) -> None:
     servers.use(shared.tolist())
 
 
-def _broadcast_servers_again(
+@collective
+def _use_servers_that_answer(
     exporter: StageExporter, servers: WeightServers, error: Exception
 ) -> bool | None:
     """After a failure: use the servers that answer now. Whether the failure may pass; None: the
     push can't go on.
     """
     try:
-        passes = _all_reduce_causes(servers, error)
+        passes = _judge_failures(servers, error)
         # A protocol error is that of a server, or of its proxy, whose other answers are no better:
         # or it comes again.
         of_server = isinstance(error, (RolloutServerError, RolloutProtocolError, PeerFailure))
         can_go_on = of_server and not servers.transport.broken
         all_reduce_failure(None if can_go_on else error)
-        _broadcast_servers(exporter, servers)
+        _use_reachable_servers(exporter, servers)
     except (*_FAILURES, PeerFailure):
         return None
     return passes
 
 
-def _all_reduce_causes(servers: WeightServers, error: Exception) -> bool:
+@collective
+def _judge_failures(servers: WeightServers, error: Exception) -> bool:
     """True if the failure of a rank may pass; and each learns that one's transport is broken.
 
     Servers may be waiting in what that rank began, and rank 0 must send them no more requests then.
@@ -211,7 +220,8 @@ def _all_reduce_causes(servers: WeightServers, error: Exception) -> bool:
     return passes
 
 
-def _all_reduce_sent(
+@collective
+def _send_stage_by_stage(
     exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, stage: int
 ) -> None:
     """One stage sends; its failure is raised on every rank.
@@ -232,6 +242,7 @@ def _all_reduce_sent(
     all_reduce_failure(_send_stage(exporter, servers, version, bucket_bytes, meet))
 
 
+@collective
 def _send_stage(
     exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, meet: Callable[[], None]
 ) -> Exception | None:
@@ -247,14 +258,15 @@ def _send_stage(
     return error
 
 
-def _broadcast_and_compare(exporter: StageExporter, servers: WeightServers) -> None:
+@collective
+def _compare_checksums(exporter: StageExporter, servers: WeightServers) -> None:
     """The servers compute checksums once, and each stage's sender compares those of its own weights."""
     checksums: list[Any] = [None]
 
     def read() -> None:
         checksums[0] = servers.checksums()
 
-    _all_reduce_led(exporter, read)
+    _led_by_first_rank(exporter, read)
     dist.broadcast_object_list(checksums, src=0, device=communication_device())
     compare = partial(servers.compare, checksums[0])
     all_reduce_failure(_failure_of(compare) if exporter.sends else None)

@@ -45,18 +45,6 @@ FLOORS = [
 """A folder imports only from itself and from those before it; no files import each other in a circle."""
 
 MOST_LINES = 80
-PHASES = {
-    "start",
-    "after_scoring",
-    "save_batch",
-    "settle",
-    "before_push",
-    "after_push",
-    "end_step",
-    "after_step",
-}
-"""Methods of mcore/feature.Feature that may be collective."""
-
 KNOWN_CLIMBS: set[tuple[str, str]] = set()
 KNOWN_CIRCLES: list[set[str]] = []
 
@@ -261,21 +249,6 @@ def unsafe_yaml(module: str, text: str) -> list[str]:
     return wrong
 
 
-def hidden_collectives(module: str, text: str) -> list[str]:
-    """Functions that talk to other ranks under a name that does not say so."""
-    wrong = []
-    collective = re.compile(r"(^|\.)(dist|distributed)\.(all_|broadcast|reduce|barrier|gather|scatter)")
-    for function in functions(text):
-        if re.search(r"all_reduce|gather|broadcast|scatter", function.name):
-            continue
-        if function.name in (PHASES if place(module) == "features" else ("forward", "backward")):
-            continue
-        for node in ast.walk(function):
-            if isinstance(node, ast.Call) and collective.search(ast.unparse(node.func)):
-                wrong.append(f"{module}:{node.lineno} {function.name} hides {ast.unparse(node.func)}")
-    return wrong
-
-
 def guessed_arguments(module: str, text: str) -> list[str]:
     """getattr(args, "x", default): an argument that does not exist would pass for one that is off."""
     return [
@@ -321,7 +294,6 @@ EVERYWHERE = [
     wrong_frameworks,
     broad_excepts,
     unsafe_yaml,
-    hidden_collectives,
     guessed_arguments,
     vague_names,
     too_long,
@@ -456,9 +428,6 @@ CORE, MCORE = "megatron_rl_corr/core/x.py", "megatron_rl_corr/mcore/x.py"
         (unsafe_yaml, CORE, "import yaml\nyaml.load(f)"),
         (unsafe_yaml, CORE, "import yaml\nyaml.load(f, Loader=yaml.Loader)"),
         (unsafe_yaml, CORE, "import yaml\nyaml.unsafe_load(f)"),
-        (hidden_collectives, MCORE, "def count(x):\n    dist.all_reduce(x)"),
-        (hidden_collectives, MCORE, "def wait():\n    torch.distributed.barrier()"),
-        (hidden_collectives, "megatron_rl_corr/features/x/feature.py", "def close(x):\n    dist.barrier()"),
         (guessed_arguments, MCORE, "x = getattr(args, 'seq_length', 0)"),
         (vague_names, "megatron_rl_corr/core/utils.py", ""),
         (vague_names, "megatron_rl_corr/helpers/x.py", ""),
@@ -487,7 +456,6 @@ def test_rule_when_broken_then_it_says_so(rule, module, text):
         (broad_excepts, CORE, "try:\n    f()\nexcept BaseException:\n    g()\n    raise"),
         (broad_excepts, CORE, "try:\n    f()\nexcept RolloutError:\n    pass"),
         (unsafe_yaml, CORE, "class L(yaml.SafeLoader): pass\nyaml.load(f, Loader=L)\nyaml.safe_load(f)"),
-        (hidden_collectives, MCORE, "def all_reduce_count(x):\n    dist.all_reduce(x)"),
         (machine_traces, "README.md", "https://example.org/work/x and ./data/x and $HOME/data/x"),
     ],
 )

@@ -6,7 +6,7 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.ratios import TokenRatios
-from megatron_rl_corr.core.rejection import all_reduce_second_moment_mask
+from megatron_rl_corr.core.rejection import second_moment_mask
 
 NAN = float("nan")
 # D^2 = 0.09, 0.01, 1, 0.04 at the valid tokens; running means from the smallest: 0.01, 0.025,
@@ -75,7 +75,7 @@ def test_second_moment_when_tokens_are_on_two_ranks_then_one_cut():
 
     def kept(log_ratio, bound, groups):
         ratios = TokenRatios.of(torch.tensor(log_ratio) - 1, torch.full((2,), -1.0), torch.ones(2), {})
-        return all_reduce_second_moment_mask(ratios, bound, groups).tolist()
+        return second_moment_mask(ratios, bound, groups).tolist()
 
     for half in halves:
         kept(half, 0.05, Recording())

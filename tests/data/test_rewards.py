@@ -213,7 +213,8 @@ def test_reward_when_plain_then_scored_in_processes_of_their_own_that_are_replac
         await until_set_up(2 + 10 + 1)
         left = Workers.alive()
         assert len(left) == 2 and not left & workers
-        assert memory_of(left) < 1.1 * memory and len(os.listdir("/proc/self/fd")) == descriptors
+        # Fewer descriptors are open where the loop had not closed all when they were counted.
+        assert memory_of(left) < 1.1 * memory and len(os.listdir("/proc/self/fd")) <= descriptors
 
     run(scenario, f"{file}:reward", workers=2, limit_s=1.0)
     assert (printed + capfd.readouterr().out).count("set up in") == 2 + 10 + 1

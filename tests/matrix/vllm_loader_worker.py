@@ -82,7 +82,7 @@ def push(worker, folder):
     coverage.count(list(sent.items()))
     server = ENGINE.checksums("http://a", {}, {"results": [answered(worker.rl_corr_checksums())]})
     try:
-        coverage.all_reduce_check()
+        coverage.check_all_sent()
         coverage.check_servers([server], ENGINE)
         return {"proven": verifier.compare([server]), "held": len(server.ranks[0][1])}
     except RolloutError as error:

@@ -132,11 +132,11 @@ def dense_stage(rank, port):
         with torch.no_grad(), routes.scoring():
             routes.before_forward(model, PLACES)
             forward(model, rank)
-        metrics = routes.all_reduce_agreement(1, str)
-        apart = routes.all_reduce_disagreement()
+        metrics = routes.measure_agreement(1, str)
+        apart = routes.measure_disagreement()
         tables = []
-        with keeping(routes_module, "all_gather_expert_table", tables.append):
-            routes.all_gather_statistics(1, values)
+        with keeping(routes_module, "expert_table", tables.append):
+            routes.write_statistics(1, values)
         [table] = tables
         results[kind] = {
             "layers": replay.layers,

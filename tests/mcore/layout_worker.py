@@ -34,8 +34,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, broadcast_lengths, chunk_multiple
-from megatron_rl_corr.mcore.deal import Scored, all_gather_dealt
+from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, chunk_multiple, with_shared_lengths
+from megatron_rl_corr.mcore.deal import Scored, deal_out
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs, make_loss_inputs
 from megatron_rl_corr.mcore.packing import PackLimits
@@ -220,7 +220,7 @@ def packed_batch(trajectories, rewards, samples, layout):
     if layout.is_data_leader:
         scored = list(map(Scored, trajectories, rewards.tolist()))
     if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
-        scored, sent = all_gather_dealt(scored, len(trajectories), PackLimits(0, 0.01), layout)
+        scored, sent = deal_out(scored, len(trajectories), PackLimits(0, 0.01), layout)
         assert scored is None or sent > 0 or layout.dp_size == 1, "nothing moved"
     if layout.is_data_leader:
         trajectories, rewards = (
@@ -231,7 +231,7 @@ def packed_batch(trajectories, rewards, samples, layout):
         batch = RolloutBatch.from_trajectories(
             trajectories, rewards, length=LENGTH, version=0, multiple=multiple, mask_truncated=True
         )
-    batch = broadcast_lengths(batch, len(trajectories), layout, multiple=multiple)
+    batch = with_shared_lengths(batch, len(trajectories), layout, multiple=multiple)
     whole = batch.broadcast(layout)
     if layout.dp_size > 1:
         groups = len(samples) // GROUP_SIZE
@@ -252,7 +252,7 @@ def packed_batch(trajectories, rewards, samples, layout):
 def packs_of(batch, layout, spec, microbatches):
     """The batch's microbatches; of padded rows so many."""
     rows = batch.num_sequences // microbatches
-    return Packs.all_reduce(batch, BatchShape(0, GROUP_SIZE, rows, LENGTH, packing=limits_of(spec)), layout)
+    return Packs.balanced(batch, BatchShape(0, GROUP_SIZE, rows, LENGTH, packing=limits_of(spec)), layout)
 
 
 def limits_of(spec):

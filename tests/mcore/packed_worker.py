@@ -94,7 +94,7 @@ def run(model_dir, reference, spec):
                 routes=routes,
                 with_collision=any(CONFIGS[case].advantage_by_token for case in spec["runs"]),
             )
-        agreement = routes.all_reduce_agreement(1, str)
+        agreement = routes.measure_agreement(1, str)
         by_sample = {} if scored is None else labelled(batch, scored, layout)
         for case in spec["runs"]:
             once = case.startswith("once")
@@ -122,7 +122,7 @@ def run(model_dir, reference, spec):
 def labelled(batch, scored, layout):
     """{the sample's labels: [K, sampled tokens] of the K values a token} of this replica's samples."""
     values = torch.stack([x.float() for x in (batch.labels, batch.loss_mask)] + list(scored))
-    ids, mask, *values = batch.all_gather_rows(values, layout.cp_group)
+    ids, mask, *values = batch.whole_rows(values, layout.cp_group)
     found = {}
     for row, sampled in enumerate(mask.bool()):
         if not sampled.any():
@@ -140,7 +140,7 @@ def replaying(model, batch, layout, layers):
     routers = ReplayedRouters("R3", model, layout, num_layers=layers)
     routes, shape = ReplayedRoutes(routers, layout, min_agreement=-1.0), routers.shape
     values = torch.stack([x.float() for x in (batch.tokens, batch.loss_mask)])
-    ids, mask = batch.all_gather_rows(values, layout.cp_group)
+    ids, mask = batch.whole_rows(values, layout.cp_group)
     drawn = []
     for row, sampled in enumerate(mask.bool()):
         tokens = ids[row, : int(sampled.nonzero().max()) + 1 if sampled.any() else 0].long()

@@ -85,7 +85,7 @@ def learned(model_dir, spec):
         packs = Packs(batch, packs.samples, spec["length"], multiple)
     scored = compute_log_probs(model, packs, logprobs, routes=Routes())
     if "packed" in spec:
-        padding.set_packed_share(model, packs.all_reduce_share(layout, known=spec.get("known", packs.count)))
+        padding.set_packed_share(model, packs.real_token_share(layout, known=spec.get("known", packs.count)))
     get_moe_metrics_tracker().clear()
     step(model, layout, RolloutCorrectionConfig(), packs, scored, logprobs, config)
     logged = {name: metric.values.sum() for name, metric in get_moe_metrics_tracker().metrics.items()}

@@ -22,7 +22,7 @@ from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.features.push_probe.judge import Asked
-from megatron_rl_corr.features.push_probe.probe import broadcast_probe
+from megatron_rl_corr.features.push_probe.probe import make_probe
 from megatron_rl_corr.features.push_probe.texts import round_texts
 from megatron_rl_corr.mcore.batch import BatchShape
 from megatron_rl_corr.mcore.feature import RunParts, RunSettings
@@ -92,9 +92,9 @@ def probed(model_dir, arguments, spec):
             logprobs=settings,
             reports=None,
         )
-        probe = broadcast_probe(parts)
+        probe = make_probe(parts)
         texts = tuple(round_texts(source.prompts, 0, (), length - 1))
-        own, rounded = probe._all_reduce_simulated(Asked(texts, 2e-3))
+        own, rounded = probe._simulate_rounding(Asked(texts, 2e-3))
         probe.before_push()
         if "sent" in spec:  # what the first push brings
             if dist.get_rank() == 0:
@@ -103,7 +103,7 @@ def probed(model_dir, arguments, spec):
         try:
             quantization = BlockFP8("float32") if spec.get("fp8") else None
             servers = SimpleNamespace(urls=client.base_urls, loaded={}, quantization=quantization)
-            found = probe.all_reduce_compared(servers, version)
+            found = probe.compare_servers(servers, version)
         except (RolloutError, PeerFailure) as error:
             found = f"{type(error).__name__}: {error}"
         after = state(model)

@@ -145,7 +145,7 @@ def one_run(
             keeping(
                 step_module, "make_loss_inputs", lambda inputs: tables.update(values=values_of(inputs, rows))
             ),
-            keeping(routes_module, "all_gather_expert_table", lambda table: tables.update(table=table)),
+            keeping(routes_module, "expert_table", lambda table: tables.update(table=table)),
         ):
             for update in range(parts):
                 for router in (

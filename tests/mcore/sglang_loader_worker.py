@@ -40,7 +40,7 @@ def count(path, shown, *requests):
     coverage = make_coverage(path)
     for bucket in requests:
         coverage.count(bucket)
-    return told(coverage.all_reduce_check) or told(lambda: coverage.check_servers([shown], ENGINE))
+    return told(coverage.check_all_sent) or told(lambda: coverage.check_servers([shown], ENGINE))
 
 
 def judge(path):

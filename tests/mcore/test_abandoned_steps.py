@@ -27,7 +27,7 @@ def start(tmp_path, monkeypatch):
         if not same_process:
             abandoned_steps._BEGUN.clear()
         named = dict.fromkeys(vars(options), one_folder) if one_folder else vars(options)
-        abandoned_steps.all_reduce_clear_folders(types.SimpleNamespace(**named), LEADER, iteration)
+        abandoned_steps.clear_abandoned_folders(types.SimpleNamespace(**named), LEADER, iteration)
 
     return start
 

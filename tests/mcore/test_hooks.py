@@ -257,7 +257,8 @@ def gathered(batches, *, with_last):
 class Step:
     close = staticmethod(lambda: None)
     features = (types.SimpleNamespace(settle=lambda: asked.append("settled")),)
-    step = types.SimpleNamespace(collector=types.SimpleNamespace(all_gather_cursor=gathered), training=None,
+    collector = types.SimpleNamespace(cursor_of_all_replicas=gathered)
+    step = types.SimpleNamespace(collector=collector, training=None,
                                  reference=Reference(), updates=Updates(parts=2, earlier=5), colocation=None,
                                  push=None)
 prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
@@ -415,7 +416,7 @@ step = CorrectedStep(
     config=RolloutCorrectionConfig(),
     layout=None,
     shape=None,
-    collector=types.SimpleNamespace(all_gather_cursor=lambda *args, **named: None),
+    collector=types.SimpleNamespace(cursor_of_all_replicas=lambda *args, **named: None),
     logprobs=None,
     push=push,
     report=None,
@@ -1077,7 +1078,7 @@ with contextlib.redirect_stderr(io.StringIO()):
     collector._layout = types.SimpleNamespace(dp_cp_group=dist.group.WORLD)
     for number in range(3):  # of the only row: the third time it is left out, for this epoch and the next
         collector._failures.dropped(source.prompts.at(number), number, [])
-        collector._all_gather_failed_prompts()
+        collector._share_failed_prompts()
 saved = SavedCursor.of([Drawn(0)], source.prompts, FailedPrompts(1), 1, [{"ended": 90.0, "refused": 40.0}])
 others = dataclasses.replace(source, prompts=None)  # on a rank that draws none
 judged = [

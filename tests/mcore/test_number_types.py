@@ -34,5 +34,5 @@ def test_trainer_when_it_multiplies_in_fewer_bits_than_its_parameters_have_then_
     control = SimpleNamespace(server_info=lambda: [{"dtype": "bfloat16"}], base_urls=["a"])
     client = SimpleNamespace(control=lambda: control, engine_of=lambda url: load_engine("sglang"))
     monkeypatch.setattr(server_check, "broadcast_made", lambda made: made())
-    found = server_check.broadcast_first_step(None, args, client, SimpleNamespace(call=lambda infos: infos))
+    found = server_check.bound_first_step(None, args, client, SimpleNamespace(call=lambda infos: infos))
     assert found.max_kl == bound

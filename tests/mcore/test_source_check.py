@@ -8,7 +8,12 @@ import pytest
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
-from megatron_rl_corr.mcore.source_check import _all_gather_difference, _difference, fingerprint, texts_of
+from megatron_rl_corr.mcore.source_check import (
+    _difference,
+    _difference_between_replicas,
+    fingerprint,
+    texts_of,
+)
 from megatron_rl_corr.rollout import Prompt, PromptDataset, RolloutClient
 
 PROMPTS = PromptDataset([Prompt(0, [1, 67, 1]), Prompt(1, [], text="2+2=")])
@@ -129,7 +134,7 @@ def test_replicas_when_a_host_has_other_data_then_the_run_is_refused(monkeypatch
 
         monkeypatch.setattr("torch.distributed.all_gather_object", gather)
         group = SimpleNamespace(size=lambda: 2 + len(others))
-        error = _all_gather_difference(mine, SimpleNamespace(dp_rank=0, dp_cp_group=group))
+        error = _difference_between_replicas(mine, SimpleNamespace(dp_rank=0, dp_cp_group=group))
         return None if error is None else str(error)
 
     assert difference() is None and difference(mine, mine) is None

@@ -232,7 +232,7 @@ def orders(parts, epochs, batch, replica):
     drawn = [updates.samples(batch, update, 16, replica) for update in range(updates.count)]
     return [None if samples is None else samples.tolist() for samples in drawn]
 places = ((0, 0), (0, 0), (1, 0), (0, 1))
-print(json.dumps([[orders(*parts, *at) for at in places] for parts in ((1, 3), (4, 0), (2, 3))]))
+print(json.dumps([[orders(*parts, *at) for at in places] for parts in ((1, 3), (4, 1), (2, 3))]))
 """
 
 
@@ -242,7 +242,7 @@ def test_samples_of_updates_then_each_epoch_has_all_of_them_once_in_an_order_of_
     whole, *found = json.loads(run_megatron(script).stdout.splitlines()[-1])
     assert whole == [[None] * 3] * 4
     for (parts, epochs), (first, same, other_batch, other_replica) in zip(
-        ((4, 0), (2, 3)), found, strict=True
+        ((4, 1), (2, 3)), found, strict=True
     ):
         assert first == same != other_batch and first != other_replica
         orders = [sum(first[epoch * parts : (epoch + 1) * parts], []) for epoch in range(epochs)]

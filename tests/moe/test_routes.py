@@ -17,9 +17,9 @@ def test_routes_when_nothing_is_asked_of_the_routers_then_every_call_of_a_step_d
     routes.begin_step(nothing, nothing, samples=0, compare_in_training=True)
     with routes.scoring(), routes.training():
         routes.before_forward(torch.nn.Linear(1, 1), nothing[:, None])
-    routes.all_reduce_recorded()
-    assert routes.all_reduce_agreement(1, str) == {} and routes.all_reduce_disagreement() is None
-    assert routes.all_gather_statistics(1, None) == {}
+    routes.share_recorded()
+    assert routes.measure_agreement(1, str) == {} and routes.measure_disagreement() is None
+    assert routes.write_statistics(1, None) == {}
 
 
 def test_token_values_when_a_token_is_not_valid_then_all_are_0_whatever_its_log_ratio_is():

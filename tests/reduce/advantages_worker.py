@@ -18,7 +18,7 @@ import torch.multiprocessing as mp
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.advantages import KINDS
-from megatron_rl_corr.mcore.batch_advantages import all_reduce_advantages
+from megatron_rl_corr.mcore.batch_advantages import advantages_of_batch
 from megatron_rl_corr.reduce.collectives import ParallelGroups
 from tests.reduce.worker import Collectives
 
@@ -72,7 +72,7 @@ def main(rank: int, folder: str, own: str) -> None:
                 config = RolloutCorrectionConfig(advantage=kind)
                 for rejecting in (False, True):
                     with Collectives() as collectives:
-                        advantages = all_reduce_advantages(
+                        advantages = advantages_of_batch(
                             batch,
                             config,
                             groups,

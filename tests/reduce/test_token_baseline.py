@@ -90,7 +90,7 @@ def test_chunks_of_a_rank_then_those_of_the_zigzag():
     alone = SequenceChunks.of(np.array([0, 4, 6]), seq_ids, groups)
     assert alone.numbers.tolist() == [0, 0, 0, 0, 1, 1] and alone.firsts.tolist() == [0, 0, 0, 0, 4, 4]
     values = torch.tensor([[1.0, 2.0, 0.0, 4.0, 5.0, 6.0]], dtype=torch.float64)
-    assert alone.all_reduce_running_sums(values, groups).tolist() == [[1.0, 3.0, 3.0, 7.0, 5.0, 11.0]]
+    assert alone.running_sums_of_sequences(values, groups).tolist() == [[1.0, 3.0, 3.0, 7.0, 5.0, 11.0]]
 
     class SecondOfTwo(ParallelGroups):
         cp_size, cp_rank = 2, 1
@@ -104,7 +104,7 @@ def test_running_sums_when_one_number_dwarfs_the_others_then_each_sequence_and_c
     ids, starts = torch.tensor([0, 1, 1, 2, 2, 2]), np.array([0, 1, 3, 6])
     values = torch.tensor([[2.4e17, 0.5, 0.25, 0.75, 0.125, 1.0]], dtype=torch.float64)
     alone = SequenceChunks.of(starts, ids, ParallelGroups())
-    assert alone.all_reduce_running_sums(values, ParallelGroups()).tolist() == [
+    assert alone.running_sums_of_sequences(values, ParallelGroups()).tolist() == [
         [2.4e17, 0.5, 0.75, 0.75, 0.875, 1.875]
     ]
 
@@ -117,4 +117,4 @@ def test_running_sums_when_one_number_dwarfs_the_others_then_each_sequence_and_c
     groups = FirstOfTwo()
     cut = SequenceChunks.of(np.array([0, 4]), torch.zeros(4, dtype=torch.int64), groups)
     values = torch.tensor([[1.0, 2.0, 0.5, 2.4e17]], dtype=torch.float64)
-    assert cut.all_reduce_running_sums(values, groups).tolist() == [[1.0, 3.0, 4.25, 2.4e17]]
+    assert cut.running_sums_of_sequences(values, groups).tolist() == [[1.0, 3.0, 4.25, 2.4e17]]

@@ -17,7 +17,7 @@ import torch.multiprocessing as mp
 
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.mcore.batch import RolloutBatch, chunk_multiple, trained_tokens
-from megatron_rl_corr.mcore.batch_advantages import all_reduce_token_advantages
+from megatron_rl_corr.mcore.batch_advantages import token_advantages_of_batch
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics
 from tests.reduce.worker import Collectives, init_gloo
 
@@ -81,7 +81,7 @@ def run(places: list[int], batch, made: dict, groups: ParallelGroups) -> tuple:
     correction = SimpleNamespace(mask=mask, weights=torch.where(mask, of_tokens["weights"], 0.0))
     assert not (mask & ~trained_tokens(batch)).any()
     with Collectives() as collectives:
-        advantages = all_reduce_token_advantages(
+        advantages = token_advantages_of_batch(
             batch, correction, of_tokens["energies"], groups, group_size=GROUP, seq_length=LENGTH
         )
     present = torch.tensor([bool(made["mask"][place].any()) for place in places])

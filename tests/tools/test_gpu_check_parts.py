@@ -15,7 +15,7 @@ from megatron_rl_corr.logprobs import torch_backend
 from megatron_rl_corr.models.hf_folder import copy_model_files
 from megatron_rl_corr.weight_sync import rounding
 from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport
-from megatron_rl_corr.weight_sync.update import all_reduce_released
+from megatron_rl_corr.weight_sync.update import release_servers
 from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer, run_preloaded
 from tests.tiers import long, matrix
@@ -303,7 +303,7 @@ def test_colocation_when_the_server_can_release_nothing_then_named(pushed_to):
             model,
             pushes.changed(model, "float32"),
             "cpu",
-            before=lambda servers: all_reduce_released(SimpleNamespace(leads=True), servers),
+            before=lambda servers: release_servers(SimpleNamespace(leads=True), servers),
         )
 
 

@@ -51,7 +51,7 @@ def coverage(*names, **config):
 def sent(counted, *names):
     counted.clear()
     counted.count([(name, X) for name in names])
-    counted.all_reduce_check()
+    counted.check_all_sent()
     return counted
 
 

@@ -27,7 +27,7 @@ from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.memory import ServerMemory
-from megatron_rl_corr.weight_sync.update import all_reduce_released
+from megatron_rl_corr.weight_sync.update import release_servers
 from tests.hf_truth import assert_is_truth
 from tests.preloaded import PreloadedServer
 from tests.server_load import wait_until_sampling
@@ -103,7 +103,7 @@ class Colocated(Pushing):
         )
 
     def release(self):
-        all_reduce_released(SimpleNamespace(leads=True), self.servers)
+        release_servers(SimpleNamespace(leads=True), self.servers)
 
     def ask(self, make, *arguments):
         """The answer to one request of the engine's, sent as it is, in whatever order."""

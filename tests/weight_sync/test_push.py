@@ -14,7 +14,7 @@ WORKER = Path(__file__).with_name("push_worker.py")
 ROOT = WORKER.parents[2]
 OPEN = ["start v", "begin"]
 DONE = ["deliver v", "end v", "checksums"]
-COUNT = "all_reduce_check"
+COUNT = "check_all_sent"
 
 
 CASES = ("right", "late", "dies", "refuses", "breaks", "full", "lost", "slow", "long", "page", "pages")

@@ -21,11 +21,11 @@ def check(device: str) -> Outcome:
 
     def release(servers) -> None:
         from megatron_rl_corr.reduce.failure import all_reduce_failure
-        from megatron_rl_corr.weight_sync.update import all_reduce_released
+        from megatron_rl_corr.weight_sync.update import release_servers
 
         all_reduce_failure(None)  # NCCL takes memory at the first collective
         free.append(free_bytes(device))
-        all_reduce_released(SimpleNamespace(leads=True), servers)
+        release_servers(SimpleNamespace(leads=True), servers)
         free.append(free_bytes(device))
 
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:

@@ -175,7 +175,7 @@ def step(
     ).repeat_interleave(length)
     if config.advantage_by_token:
         # needs more than torch
-        from megatron_rl_corr.mcore.batch_advantages import all_reduce_token_advantages
+        from megatron_rl_corr.mcore.batch_advantages import token_advantages_of_batch
 
         batch = SimpleNamespace(
             loss_mask=flat_mask,
@@ -190,7 +190,7 @@ def step(
             in_loss=torch.ones(rows, dtype=torch.bool, device=device),
         )
         energies = gradient_energies(old, collision)
-        advantages = all_reduce_token_advantages(
+        advantages = token_advantages_of_batch(
             batch, correction, energies, ParallelGroups(), group_size=2, seq_length=length
         )
         total_power(

@@ -11,9 +11,11 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.ppo_clip import clipped_surrogate
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs, as_exponent, inside, moved_log_ratio
 from megatron_rl_corr.core.segments import segment_sums
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.metrics import Metric
 
 
+@collective
 def gspo(
     inputs: PolicyLossInputs,
     config: RolloutCorrectionConfig,

@@ -12,7 +12,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import KL_TYPES
 from megatron_rl_corr.core.losses.ratio import K3_CLAMP, as_exponent, bounded_log_ratio, inside
 from megatron_rl_corr.core.segments import segment_sums
-from megatron_rl_corr.reduce.collectives import ParallelGroups
+from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 
 
 def kl_estimate(d: Tensor, kind: str) -> Tensor:
@@ -93,6 +93,7 @@ def sampler_kl(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, kind: s
 
 
 @torch.no_grad()
+@collective
 def reward_kl(
     logprobs: Tensor,
     ref_logprobs: Tensor,

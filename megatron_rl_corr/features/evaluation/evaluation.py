@@ -28,6 +28,7 @@ from megatron_rl_corr.features.evaluation.options import EvaluationSet
 from megatron_rl_corr.features.evaluation.pass_at_k import pass_at_k, powers_up_to
 from megatron_rl_corr.mcore.collect import PROGRESS_EVERY_S, SampleSource
 from megatron_rl_corr.mcore.feature import RunSettings
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_results, communication_device, meeting_interval_s
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.sampling import sampling_of_row
@@ -199,6 +200,7 @@ class RunningEvaluation:
     failed: int = 0
     begun: float = field(default_factory=time.monotonic)
 
+    @collective
     def all_reduce_metrics(self) -> dict[str, float]:
         """Metrics of all sets, once every replica has its samples: on every rank, which all call."""
         own = all_reduce_results(self.future, lambda totals: totals, self._has_ended)

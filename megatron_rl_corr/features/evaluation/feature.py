@@ -27,6 +27,7 @@ from megatron_rl_corr.mcore.feature import (
     number_of_steps,
 )
 from megatron_rl_corr.mcore.step_reports import StepReports
+from megatron_rl_corr.reduce.collectives import collective
 
 SAMPLED = ("temperature", "top_p", "top_k", "max_new_tokens")
 """Options of sampling that an evaluation has its own of."""
@@ -87,7 +88,7 @@ class EvaluationFeature(Feature):
         self._running = self.evaluation.start(ended.number)
         self._reports.hold()
         if not ended.ahead:
-            self._all_reduce_settled(waited=True)
+            self._wait_for_evaluation(waited=True)
 
     def settle(self) -> bool:
         """Wait for the evaluation that is running, and write its step's numbers; False: none was.
@@ -95,9 +96,10 @@ class EvaluationFeature(Feature):
         Raises:
             RolloutError: the servers failed; on other ranks PeerFailure.
         """
-        return self._all_reduce_settled(waited=False)
+        return self._wait_for_evaluation(waited=False)
 
-    def _all_reduce_settled(self, *, waited: bool) -> bool:
+    @collective
+    def _wait_for_evaluation(self, *, waited: bool) -> bool:
         """waited: the seconds of the evaluation are among the numbers of its step."""
         if self._running is None:
             return False

@@ -58,8 +58,8 @@ class FilteredMismatchFeature(Feature):
         wanted = self.samples_aside(shape.rows(layout.dp_size))
         count = -(-wanted // unit) * unit
         samples = [*samples, *[_nothing()] * (count - len(samples))] if layout.is_data_leader else samples
-        batch, boundaries = collector.all_reduce_batch_of(samples, count, scored.number)
-        packs = Packs.all_reduce(batch, shape, layout)
+        batch, boundaries = collector.lay_out_others(samples, count, scored.number)
+        packs = Packs.balanced(batch, shape, layout)
         experts = [sample.routed_experts for sample in samples] if layout.is_data_leader else None
         with (
             forward.gathered(),

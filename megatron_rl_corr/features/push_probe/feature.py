@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.features.push_probe.probe import PushProbe, broadcast_probe
+from megatron_rl_corr.features.push_probe.probe import PushProbe, make_probe
 from megatron_rl_corr.mcore.feature import Feature, RunParts
 from megatron_rl_corr.mcore.serving import WeightPush
 
@@ -25,13 +25,13 @@ class PushProbeFeature(Feature):
         return options.probe_push == "on"
 
     def start(self, run: RunParts) -> None:
-        self.probe = broadcast_probe(run)
+        self.probe = make_probe(run)
 
     def before_push(self) -> None:
         self.probe.before_push()
 
     def after_push(self, push: WeightPush, version: str) -> dict[str, float]:
-        found = self.probe.all_reduce_compared(push.servers, version)
+        found = self.probe.compare_servers(push.servers, version)
         if push.colocation is not None:
             push.colocation.servers.free_cached()  # of the probe's forward pass
         if self._is_first:

@@ -24,6 +24,7 @@ from megatron_rl_corr.mcore.number_types import trained_type
 from megatron_rl_corr.mcore.packing import microbatch_multiple
 from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.reference import ReferencePass
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
     all_reduce_failure,
     all_reduce_results,
@@ -58,7 +59,8 @@ class PushProbe:
         if self.judge is not None:
             self.judge.ask_earlier()
 
-    def all_reduce_compared(self, servers: WeightServers, version: str) -> dict[str, float]:
+    @collective
+    def compare_servers(self, servers: WeightServers, version: str) -> dict[str, float]:
         """The distance of the worst server, by the names of verdict.METRICS, on every rank.
 
         Every rank calls it, with whole and current weights.
@@ -75,7 +77,7 @@ class PushProbe:
         judge = self.judge
         asked = broadcast_made(lambda: judge.begin(servers, version))
         answers = None if judge is None else judge.ask(0)
-        own, moved = self._all_reduce_simulated(asked)  # while the servers compute
+        own, moved = self._simulate_rounding(asked)  # while the servers compute
         all_reduce_results(answers, lambda found: judge.screen(found, own, moved))
         for number in range(1, ROUNDS + 1):
             if not broadcast_made(lambda: judge.goes_on):
@@ -83,24 +85,26 @@ class PushProbe:
             answers = None if judge is None else judge.ask(number)
             all_reduce_results(answers, lambda found: judge.take(found))
             asked = broadcast_made(lambda: judge.asked)
-            own, moved = self._all_reduce_simulated(asked)
+            own, moved = self._simulate_rounding(asked)
             all_reduce_failure(None if judge is None else judge.judge(own, moved))
-        return _broadcast_numbers({} if judge is None else judge.numbers)
+        return _share_numbers({} if judge is None else judge.numbers)
 
-    def _all_reduce_simulated(self, asked: Asked) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    @collective
+    def _simulate_rounding(self, asked: Asked) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Each text's log-probs by the trainer [T], and how far simulated rounding moves them [R, T], on
         every rank.
         """
-        own = self._all_reduce_logprobs(asked.texts)
+        own = self._logprobs_of_texts(asked.texts)
         if not asked.relative_error:
             return own, []
         others = []
         for draw in range(1, SIMULATIONS + 1):
             with simulated_rounding(self.model, asked.relative_error, draw):
-                others.append(self._all_reduce_logprobs(asked.texts, simulates=True))
+                others.append(self._logprobs_of_texts(asked.texts, simulates=True))
         return own, [np.stack([other[i] for other in others]) - own[i] for i in range(len(own))]
 
-    def _all_reduce_logprobs(self, texts: Texts, *, simulates: bool = False) -> list[np.ndarray]:
+    @collective
+    def _logprobs_of_texts(self, texts: Texts, *, simulates: bool = False) -> list[np.ndarray]:
         """Each text's log-probs [T] float64 at temperature 1 under the current weights, on every rank.
 
         Every replica computes them, because experts may be spread over replicas; the first one's are
@@ -125,6 +129,7 @@ class PushProbe:
         dist.all_reduce(own)
         return np.split(own.cpu().numpy(), starts[1:-1])
 
+    @collective
     def _passes(
         self, texts: Texts, settings: LogprobSettings
     ) -> Iterator[tuple[Sequence[int], ReferencePass]]:
@@ -132,7 +137,7 @@ class PushProbe:
         if self.shape.packing is not None:
             places = [row % len(texts) for row in range(max(len(texts), self.shapes.multiple))]
             batch = self._batch(texts, places, self.shape.seq_length, chunk_multiple(self.layout.cp_size))
-            packs = Packs.all_reduce(batch, self.shape, self.layout)
+            packs = Packs.balanced(batch, self.shape, self.layout)
             yield places, ReferencePass(self.model, self.optimizer, packs, settings)
             return
         for rows in self.shapes.rows([len(text) for text in texts]):
@@ -168,7 +173,8 @@ def _trajectory(text: tuple[int, ...]) -> Trajectory:
     )
 
 
-def broadcast_probe(run: RunParts) -> PushProbe:
+@collective
+def make_probe(run: RunParts) -> PushProbe:
     """The probe of a run; every rank calls it.
 
     Args:
@@ -196,7 +202,8 @@ def broadcast_probe(run: RunParts) -> PushProbe:
     return PushProbe(run.model, run.optimizer, layout, shape, run.logprobs, shapes, judge)
 
 
-def _broadcast_numbers(found: dict[str, float]) -> dict[str, float]:
+@collective
+def _share_numbers(found: dict[str, float]) -> dict[str, float]:
     """Rank 0's numbers on every rank; {} where it has none."""
     names = [spec.name for spec in verdict.METRICS]
     values = torch.full((len(names),), torch.nan, dtype=torch.float64, device=communication_device())

@@ -68,7 +68,7 @@ class SavedSamplesFeature(Feature):
             values = torch.stack([known[name].float() for name in names])
         if self._layout.pp_size > 1:
             dist.broadcast(values, self._layout.last_stage_rank, group=self._layout.pp_group)
-        rows = dict(zip(names, batch.all_gather_rows(values, self._layout.cp_group).unbind(), strict=True))
+        rows = dict(zip(names, batch.whole_rows(values, self._layout.cp_group).unbind(), strict=True))
         if with_train:
             rows["loss_mask"] = rows["loss_mask"] > 0
         error = None
