@@ -31,7 +31,15 @@ setup(
     extras_require={
         "report": ["matplotlib>=3.8"],
         "math": ["math-verify[antlr4_13_2]>=0.8"],
-        "dev": ["pytest>=8", "pytest-xdist>=3.5", "hypothesis>=6", "psutil>=5.9", "ruff>=0.6"],
+        "dev": [
+            "pytest>=8",
+            "pytest-xdist>=3.5",
+            "hypothesis>=6",
+            "psutil>=5.9",
+            "ruff>=0.6",
+            "matplotlib>=3.8",
+            "math-verify[antlr4_13_2]>=0.8",
+        ],
         "gpu": ["transformer-engine[pytorch]>=2"],
         "sglang": ["sglang==0.5.23"],
     },

@@ -269,7 +269,7 @@ class BatchCollector(ABC):
                     self._sampling_masks = cut_sampling_masks(
                         self.trajectories, batch.cu_seqlens, layout.cp_size
                     )
-            except ValueError as failure:
+            except Exception as failure:  # noqa: BLE001  raised on all ranks, whatever it is
                 error = failure
         all_reduce_failure(error)
         return batch, sent

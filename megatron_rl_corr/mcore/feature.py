@@ -148,7 +148,8 @@ class Feature:
         """ValueError for data that is wrong, where a run can't be prepared for other reasons."""
 
     def samples_aside(self, rows: int) -> int:
-        """Samples of filtered groups that a replica's leader keeps aside a step, for `take_aside`.
+        """Samples of filtered groups that a replica's leader keeps aside a step, for `take_aside` of this
+        feature; no other one may have some.
 
         Args:
             rows: samples of a batch on a replica.

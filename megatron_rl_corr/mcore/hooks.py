@@ -71,7 +71,15 @@ SET_UP = Hook(
 TRAIN_STEP = Hook(
     training,
     "train_step",
-    ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
+    (
+        "forward_step_func",
+        "data_iterator",
+        "model",
+        "optimizer",
+        "opt_param_scheduler",
+        "config",
+        "forward_backward_func",
+    ),
     "collect, score if need be; then the original with our forward step, batch and corrected loss; then the "
     "push",
 )

@@ -299,7 +299,9 @@ def collector_of(
     how["origins"] = any(one.needs_origins for one in features)
 
     def make() -> Collector:
-        how["aside"] = sum(one.samples_aside(shape.rows(settings.layout.dp_size)) for one in features)
+        wanted = [one.samples_aside(shape.rows(settings.layout.dp_size)) for one in features]
+        assert sum(map(bool, wanted)) <= 1, "take_aside gives all to one feature"
+        how["aside"] = sum(wanted)
         return Collector(settings.options, settings.layout, shape, source, **how)
 
     collector = problems.check("collector", make, needs=["prompts"])

@@ -61,6 +61,7 @@ HOST_READS = {
 BROAD_EXCEPTIONS = {
     ("data/reward_worker.py", "attempt"): "the trainer counts it, and shows the traceback",
     ("data/worker_pool.py", "_run"): "raised where the call is awaited",
+    ("mcore/batch_collector.py", "_deal_and_lay_out"): "all_reduce_failure raises it on all ranks",
     ("reduce/failure.py", "all_reduce_results"): "all_reduce_done raises it once the other ranks know",
     ("reduce/failure.py", "broadcast_made"): "all_reduce_failure raises it once the other ranks know",
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",

@@ -12,6 +12,8 @@ from megatron_rl_corr.config.fields import Between, Options, option
 class FilteredMismatchConfig(Options):
     """Filtered groups: their mismatch, which no batch shows."""
 
+    acts_in_replay = False
+
     group_filter_measured: Annotated[float | None, Between(0, 1)] = option(
         None, metavar="X", needs="group_filter", usual=0.0625
     )
