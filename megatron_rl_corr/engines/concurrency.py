@@ -118,8 +118,8 @@ async def poll_until[Found](
 ) -> Found:
     """Call `attempt` until it succeeds or the time is over; the last failure is raised then, with a note.
 
-    Where a last attempt of less than pause_s has run out of time, the failure before it is raised,
-    which tells more.
+    Where a last attempt of at most pause_s has run out of time, the failure before it is raised, which
+    tells more.
 
     Args:
         attempt: called with the seconds that it may take, from 0.1 to longest_attempt_s.
@@ -151,13 +151,14 @@ async def _poll[Found](
         try:
             return await attempt(limit_s)
         except RolloutError as error:
-            if not retry(error):
-                raise
             now = time.monotonic()
             left_s = deadline - now
+            cut_short = left_s <= 0 and limit_s <= pause_s and now - begun > 0.9 * limit_s
+            tells_less = cut_short and before is not None
+            if not retry(error) and not tells_less:
+                raise
             if left_s <= 0:
-                cut_short = limit_s < pause_s and now - begun > 0.9 * limit_s
-                failure = before if cut_short and before is not None else error
+                failure = before if tells_less else error
                 failure.add_note(f"waited {timeout_s:g} s for {wait.waited_for}")
                 raise failure from failure.__cause__
             before, wait.why = error, error.detail

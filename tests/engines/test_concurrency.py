@@ -69,7 +69,10 @@ def test_poll_when_a_server_answers_in_the_last_half_second_then_that_is_the_ans
     assert attempts[-1][0] == 3.2 and error is None
 
 
-def test_poll_when_the_last_attempt_is_cut_short_then_the_answer_before_it_is_the_error(clock):
+@pytest.mark.parametrize("silence_is_tried_again", [True, False])
+def test_poll_when_the_last_attempt_is_cut_short_then_the_answer_before_it_is_the_error(
+    clock, silence_is_tried_again
+):
     loading = RolloutServerError("http://a:1", "/health", 503, "loading")
 
     async def attempt(limit_s):  # a server that takes 0.15 s to say that it is not ready
@@ -84,7 +87,7 @@ def test_poll_when_the_last_attempt_is_cut_short_then_the_answer_before_it_is_th
                 timeout_s=1.2,
                 pause_s=0.5,
                 longest_attempt_s=2.0,
-                retry=lambda error: True,
+                retry=lambda error: error is loading or silence_is_tried_again,
                 waited_for="a server",
             )
         )

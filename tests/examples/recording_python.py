@@ -6,11 +6,13 @@ says that one came.
 Everything else, as the reading of columns and `megatron-rl-corr`, is run as it is.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -32,10 +34,18 @@ ENDING = Path(os.environ["RECORD"]).with_suffix(".ending")
 """Process id of the server at PORT_THAT_ENDS, which ends as another server is asked."""
 
 
+def end(pid):
+    """Kill it, and wait until it has ended: a signal takes effect a moment later."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # its parent has waited for it
+        while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+            time.sleep(0.01)
+
+
 class Health(BaseHTTPRequestHandler):
     def do_GET(self):
         if os.environ.get("PORT_THAT_ENDS") not in (None, str(self.server.server_port)):
-            os.kill(int(ENDING.read_text()), signal.SIGKILL)
+            end(int(ENDING.read_text()))
         self.send_response(200 if self.path == "/health" else 404)
         self.end_headers()
 
