@@ -29,8 +29,8 @@ test test-matrix test-faults: export PYTHONDONTWRITEBYTECODE :=
 test: setup-vllm ## Run every test; TESTS=path or TESTS="-k name" for some of them
 	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 4 --durations=10 --record=runs/tests)
 
-test-fast: setup-vllm ## Run the tests that start no process, in 2 minutes; TESTS= chooses
-	$(PYTHON) -m pytest --fast -q -r fE -n 4 $(TESTS)
+test-fast: setup-vllm ## Run the tests that start no process, in about 2 minutes; TESTS= chooses
+	$(PYTHON) -m pytest --fast -q -r fE -n 3 --ignore=tests/matrix $(TESTS)
 
 test-matrix: setup-vllm ## Run what make test leaves out: every release of megatron-core (fetches five wheels once), layouts, sizes; MEGATRON_CHECKOUT= adds one
 	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 -m matrix $(TESTS)
