@@ -78,7 +78,10 @@ CASES["missing"] = REFUSAL.format(change="del training.train_step")
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("other parameters", f"does not take optimizer, opt_param_scheduler, config: {CHANGED}"),
+        (
+            "other parameters",
+            f"does not take optimizer, opt_param_scheduler, config, forward_backward_func: {CHANGED}",
+        ),
         ("missing", f"megatron.training.training of megatron-core 0.19.2 has no train_step: {CHANGED}"),
     ],
 )
