@@ -105,15 +105,15 @@ class SyntheticCollector(Collector):
 
     def _sample(self, prompt: int, generator: torch.Generator) -> Trajectory:
         """A prompt of one token, and a response that fills its row."""
-        ids = torch.randint(0, VOCAB, (self._length + 1,), generator=generator)
+        ids = torch.randint(0, VOCAB, (self._shape.seq_length + 1,), generator=generator)
         return Trajectory(
             prompt_index=prompt,
             sample_index=0,
             prompt_ids=ids[:1],
             output_ids=ids[1:],
-            rollout_logprobs=-3.0 - torch.rand(self._length, generator=generator),
+            rollout_logprobs=-3.0 - torch.rand(self._shape.seq_length, generator=generator),
             finish_reason="stop",
-            weight_versions=(VersionSpan("0", 0, self._length),),
+            weight_versions=(VersionSpan("0", 0, self._shape.seq_length),),
             cached_tokens=0,
             server="",
         )

@@ -58,8 +58,7 @@ class BatchCollector(ABC):
         by_lag: bool = False,
     ):
         self._rows = shape.rows(layout.dp_size)
-        self._layout, self._length, self._packing = layout, shape.seq_length, shape.packing
-        self._shape = shape
+        self._layout, self._shape = layout, shape
         self._groups, self.sampling, self._num_turns = self._rows // shape.group_size, sampling, num_turns
         self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
@@ -155,13 +154,13 @@ class BatchCollector(ABC):
         self.metrics = self._parts.metrics(parts) | collection_metrics(
             own,
             with_routes=self._routes.server_shape is not None,
-            packed=self._packing is not None,
+            packed=self._shape.packing is not None,
             filtered=self.filtered,
             oversampled=self.oversampled,
             truncated_samples=self._truncated_samples,
         )
         whole = self._broadcast(batch, self._rows)
-        if self._packing is not None and self._layout.dp_size > 1:
+        if self._shape.packing is not None and self._layout.dp_size > 1:
             whole = replace(whole, parted_groups=self._groups * self._layout.dp_size)
         if not self._by_lag:
             whole = replace(whole, token_lags=None)
@@ -198,7 +197,7 @@ class BatchCollector(ABC):
         """
         layout, batch, masks, error = self._layout, None, None, None
         if layout.is_data_leader:
-            given = {"length": self._length, "version": version, "num_turns": self._num_turns}
+            given = {"length": self._shape.seq_length, "version": version, "num_turns": self._num_turns}
             try:
                 batch = RolloutBatch.from_trajectories(
                     samples, torch.zeros(count), multiple=self._multiple, **given
@@ -253,13 +252,13 @@ class BatchCollector(ABC):
         """
         layout, batch, error = self._layout, None, None
         (scored, self._scored), sent = (self._scored, None), 0
-        if self._packing is not None and layout.pp_rank == 0 and layout.tp_group.rank() == 0:
-            scored, sent = deal_out(scored, self._rows, self._packing, layout)
+        if self._shape.packing is not None and layout.pp_rank == 0 and layout.tp_group.rank() == 0:
+            scored, sent = deal_out(scored, self._rows, self._shape.packing, layout)
         if scored is not None:
             try:
                 batch = RolloutBatch.from_trajectories(
                     *self._kept(scored),
-                    length=self._length,
+                    length=self._shape.seq_length,
                     version=version,
                     multiple=self._multiple,
                     num_turns=self._num_turns,
@@ -289,7 +288,7 @@ class BatchCollector(ABC):
             self.traces = [group.trace for group in taken.groups if group.trace is not None]
             self.taken_at, self._aside = clock(), taken.aside
             # Numbers of prompts are those of the step where a prompt's samples may go to several replicas.
-            first = 0 if self._packing is None else self._layout.dp_rank * self._groups
+            first = 0 if self._shape.packing is None else self._layout.dp_rank * self._groups
             self._scored = self._numbered(taken, first)
             self._new_parts = self._parts.count(
                 parts or {} for group in taken.groups for parts in group.reward_parts

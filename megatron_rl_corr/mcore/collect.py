@@ -188,7 +188,7 @@ class Collector(BatchCollector):
         if self._filter is None:
             return Selection(oversampling=options.oversampling)
         refills = options.group_filter_exhausted == "take"
-        longest = self._length + 1  # the last token is a label only
+        longest = self._shape.seq_length + 1  # the last token is a label only
 
         def choose(group: Group) -> Trajectory | None:
             return chosen_sample(group.trajectories, group.number, longest)

@@ -59,7 +59,7 @@ class ReplayCollector(BatchCollector):
         vocab_size: int,
         routes: Routes,
     ):
-        self._folder, self._updates, self._shape = Path(options.replay), options.updates_of_batch, shape
+        self._folder, self._updates = Path(options.replay), options.updates_of_batch
         self._vocab_size, self._files = vocab_size, folder_files(self._folder)
         self._begin = batches[0], iteration
         steps = [self._step(number) for number in range(*batches)]
@@ -260,7 +260,7 @@ class ReplayCollector(BatchCollector):
                 f"{who} has the id {highest}, and the vocabulary of --rollout-hf-checkpoint "
                 f"{self._vocab_size}; give the model that it was sampled from"
             )
-        if row.prompt_ids.numel() + row.output_ids.numel() - 1 > self._length:
+        if row.prompt_ids.numel() + row.output_ids.numel() - 1 > self._shape.seq_length:
             raise ValueError(
                 f"{who} has {row.prompt_ids.numel() + row.output_ids.numel()} tokens; use --seq-length "
                 f"{row.prompt_ids.numel() + row.output_ids.numel() - 1} or more"

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.matrix.engine_pair import check_samples, pair, run, steps_of
-from tests.matrix.releases import OVERLAID, chosen
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 STEPS = 4
 ROUNDING = 0.1  # nats of one token
 

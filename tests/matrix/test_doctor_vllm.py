@@ -8,12 +8,11 @@ import pytest
 
 from megatron_rl_corr import cli
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
-from tests.matrix.releases import OVERLAID, chosen
 from tests.preloaded import PreloadedServer
+from tests.tiers import long
 from tools.cpu import environment, gpu_available, vllm_arguments
 
 pytestmark = pytest.mark.skipif(gpu_available(), reason="make setup-vllm installs vLLM without a GPU only")
-in_matrix = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 PROCESSED = "start the server with --logprobs-mode processed_logprobs, or train with "
 
 
@@ -98,7 +97,7 @@ def test_doctor_when_the_run_samples_at_temperature_1_then_the_same_server_is_ri
     assert answer.rows["temperature"]["status"] == answer.rows["top-p"]["status"] == "note"
 
 
-@in_matrix
+@long
 def test_doctor_when_the_v2_runner_returns_routed_experts_then_they_are_of_the_models_shape(
     tiny_moe_dir, tmp_path_factory, doctor
 ):
@@ -117,7 +116,7 @@ def test_doctor_when_the_v2_runner_returns_routed_experts_then_they_are_of_the_m
     assert row["status"] == "ok" and row["numbers"]["ids"] == 47 * 4 * 2
 
 
-@in_matrix
+@long
 def test_doctor_when_the_server_returns_masks_then_what_it_refuses_is_named_and_the_mask_is_right(
     vllm_v2_server_fp32, doctor
 ):

@@ -6,9 +6,9 @@ from tests.doctor.test_real_server import (  # noqa: F401
     test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples,
     vocab_size,
 )
-from tests.matrix.releases import OVERLAID, chosen
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import pytest
 
 from tests.faults.drills import drill
 from tests.matrix.engine_pair import ARGUMENTS, check_samples, pair, run, samples_of, steps_of
-from tests.matrix.releases import OVERLAID, chosen
 from tests.server_load import wait_until_sampling
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 STEPS = 10
 FLAGS = [
     "--rollout-max-concurrency",

@@ -12,13 +12,13 @@ from megatron_rl_corr.models.block_fp8 import dequantise_blockwise, quantise_blo
 from megatron_rl_corr.models.hf_folder import copy_model_files
 from megatron_rl_corr.models.quantization import BlockFP8
 from tests.matrix.engine_pair import EXACT, distance, run, samples_of, steps_of
-from tests.matrix.releases import OVERLAID, chosen
 from tests.preloaded import PreloadedServer, address
+from tests.tiers import long
 from tests.weight_sync.fp8_models import CONFIG, SPARED, make_fp8, make_model
 from tools.cpu import environment, gpu_available, sglang_arguments
 
 pytestmark = [
-    pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it"),
+    long,
     pytest.mark.skipif(gpu_available(), reason="a GPU's kernels quantise activations too"),
 ]
 STEPS = 2

@@ -8,10 +8,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.launched import launch, replayed, untimed_steps
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 SCRIPT = Path(__file__).resolve().parent / "pretrain_any.py"
 OWN = Path(__file__).resolve().parents[1] / "mcore/own_functions.py"
 # Of four samples of eight tokens, about every third group has no spread.

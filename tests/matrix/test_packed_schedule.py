@@ -4,13 +4,11 @@ microbatches are.
 
 import re
 
-import pytest
-
 from tests.matrix.patched import unchanged
-from tests.matrix.releases import OVERLAID, chosen
 from tests.matrix.test_reference import REPLICAS, launch, steps_of
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 STEPS = 10
 SCHEDULE = [
     "--train-iters",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_corr.observability.metrics_file import read_metrics
+from tests.tiers import long
 
 ROOT = Path(__file__).resolve().parents[2]
 ARMS = (
@@ -58,7 +59,7 @@ def test_study_when_two_steps_an_arm_then_every_arm_trains_and_is_in_the_table(t
         assert ("rollout_corr/ess" in rows[1]) == weighed, arm
 
 
-@pytest.mark.skipif(os.environ.get("MEGATRON_RELEASES") != "all", reason="make test-matrix runs it")
+@long
 def test_study_of_a_task_with_turns_when_one_arm_cannot_start_then_the_others_are_reported(tmp_path):
     """--router-replay-effect-every is refused without R3, so by every arm but one."""
     out, example = tmp_path / "study", ROOT / "examples/tool_use"
@@ -100,7 +101,7 @@ def test_study_of_a_task_with_turns_when_one_arm_cannot_start_then_the_others_ar
     assert all(mean > 0 for mean in found["r3"]["log_ratio_abs_mean"]["by_turn"])
 
 
-@pytest.mark.skipif(os.environ.get("MEGATRON_RELEASES") != "all", reason="make test-matrix runs it")
+@long
 def test_calibration_when_one_batch_a_serving_then_numerics_grow_with_rounding(tmp_path):
     out = tmp_path / "calibration"
     done = subprocess.run(

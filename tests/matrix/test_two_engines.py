@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.matrix.engine_pair import SCRIPT, check_samples, pair, run, steps_of
-from tests.matrix.releases import OVERLAID, chosen
 from tests.server_load import OPENER
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 STEPS = 6
 JSON = {"content-type": "application/json"}
 AHEAD = ["--rollout-max-lag", 1]

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_rl_corr.models.architectures import CODE_OF
-from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.tiny_models import MODELS, SHAPE, name_type
 from tests.preloaded import run_preloaded
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 WORKER = Path(__file__).with_name("vllm_loader_worker.py")
 # vLLM's kernels for the CPU take multiples of 32.
 WIDE = {

@@ -4,7 +4,6 @@ of tests/rollout.
 
 import pytest
 
-from tests.matrix.releases import OVERLAID, chosen
 from tests.rollout.test_failed_samples_real_server import (  # noqa: F401
     test_step_when_the_reward_fails_for_every_sample_then_the_run_ends_with_its_traceback,
     test_steps_when_rewards_sleep_raise_and_hang_then_none_is_lost_and_counts_are_those_planted,
@@ -14,8 +13,9 @@ from tests.rollout.test_groups_real_server import (  # noqa: F401
     test_steps_when_the_users_filter_fails_for_some_rows_then_their_groups_are_lost_and_counted,
     test_take_when_surplus_runs_at_the_server_then_it_is_idle_when_the_step_has_its_groups,
 )
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,6 @@
 group of its own.
 """
 
-import pytest
-
 from megatron_rl_corr.observability.metrics_file import read_metrics
 from tests.examples.test_quickstart import (
     FORKED,
@@ -13,9 +11,9 @@ from tests.examples.test_quickstart import (
     left_of,
     saved_samples,
 )
-from tests.matrix.releases import OVERLAID, chosen
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 
 
 def test_quickstart_when_vllm_samples_in_float32_then_log_ratios_after_every_push_are_below_1e_4(tmp_path):

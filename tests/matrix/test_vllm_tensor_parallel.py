@@ -7,14 +7,14 @@ from safetensors.torch import load_file
 
 from megatron_rl_corr.rollout import RolloutServerError
 from tests.hf_truth import assert_is_truth
-from tests.matrix.releases import OVERLAID, chosen
+from tests.tiers import long
 from tests.weight_sync.test_push_real_servers import TRANSPORTS, Pushing, model_of, noisy
 from tools.cpu import environment, vllm_arguments
 from tools.local_server import LocalServer
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
-    pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it"),
+    long,
 ]
 WHOLE = 37
 """Parameters of 39 that are compared: the vocabulary of 83 is padded before it is cut."""

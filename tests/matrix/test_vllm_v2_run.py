@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from tests.matrix.engine_pair import run, samples_of, steps_of
-from tests.matrix.releases import OVERLAID, chosen
 from tests.preloaded import PreloadedServer, address
+from tests.tiers import long
 from tools.cpu import environment, vllm_arguments
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 SHORT = ["--rollout-temperature", 1.5, "--rollout-top-k", 20]
 
 

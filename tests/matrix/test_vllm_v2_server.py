@@ -6,14 +6,13 @@ import json
 import urllib.request
 
 import numpy
-import pytest
 import torch
 
-from tests.matrix.releases import OVERLAID, chosen
 from tests.preloaded import run_preloaded
+from tests.tiers import long
 from tools.cpu.process_environment import environment, replacements
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 PROMPT, TOP_K = [3, 67, 4, 71], 5
 
 

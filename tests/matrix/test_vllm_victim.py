@@ -8,7 +8,6 @@ import pytest
 
 from tests.conftest import running_victim
 from tests.matrix.patched import unchanged
-from tests.matrix.releases import OVERLAID, chosen
 from tests.rollout.test_failover_real_servers import (  # noqa: F401
     client,
     model,
@@ -30,8 +29,9 @@ from tests.rollout.test_silence_real_servers import (  # noqa: F401
     test_generate_when_answers_take_many_times_the_bound_and_wait_in_the_queue_then_they_arrive,
     test_generate_when_the_scheduler_alone_is_stopped_then_left_out_within_the_bound_and_back_when_it_goes_on,
 )
+from tests.tiers import long
 
-pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
+pytestmark = long
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import running_victim
 from tests.matrix.patched import unchanged
-from tests.matrix.releases import OVERLAID, chosen
+from tests.tiers import long
 from tests.weight_sync.test_push_real_servers import (  # noqa: F401
     pushing,
     test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_weights_and_sample,
@@ -16,7 +16,7 @@ from tests.weight_sync.test_push_real_servers import (  # noqa: F401
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),
-    pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it"),
+    long,
 ]
 
 
