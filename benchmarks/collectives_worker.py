@@ -36,9 +36,9 @@ from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat, forward_only, step
-from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.collect import COUNTED, Collector, SampleSource
-from megatron_rl_corr.mcore.deal import Scored
+from megatron_rl_corr.mcore.batch.deal import Scored
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
+from megatron_rl_corr.mcore.batch.server_collector import COUNTED, Collector, SampleSource
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.reduce.layout import Layout
 from tools.local_server import free_port

@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> None:
 
     from benchmarks.correction import machine_name
     from megatron_rl_corr.mcore import compat
-    from megatron_rl_corr.mcore.packing import PackLimits
+    from megatron_rl_corr.mcore.batch.packing import PackLimits
 
     megatron_process.start()
     model, config = build(options)
@@ -101,7 +101,7 @@ def measure(options: argparse.Namespace) -> None:
 
 def imbalance(lengths: list[int], limits, ranks: int) -> dict[str, float]:
     """Cost of the busiest rank over the mean, less 1."""
-    from megatron_rl_corr.mcore.deal import destinations
+    from megatron_rl_corr.mcore.batch.deal import destinations
 
     share = len(lengths) // ranks
     rows = [lengths[rank * share : (rank + 1) * share] for rank in range(ranks)]
@@ -186,7 +186,7 @@ def build(options: argparse.Namespace):
 def some_batch(lengths: list[int], options: argparse.Namespace, kind: str):
     """Random samples of these lengths."""
     from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
-    from megatron_rl_corr.mcore.batch import RolloutBatch
+    from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 
     generator, samples = torch.Generator().manual_seed(1), []
     for index, length in enumerate(lengths):
@@ -217,7 +217,7 @@ def one_step(model: list, batch, limits, layout, options: argparse.Namespace) ->
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-    from megatron_rl_corr.mcore.batch import BatchShape
+    from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
     from megatron_rl_corr.mcore.forward import LogprobSettings
     from megatron_rl_corr.mcore.step import CorrectedStep
 

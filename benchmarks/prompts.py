@@ -96,7 +96,7 @@ def measured(path: Path, draws: int) -> dict[str, float]:
     """Seconds, milliseconds and megabytes of one process; memory is beyond that of its imports."""
     from megatron_rl_corr.data.prompt_files import open_prompts
     from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
-    from megatron_rl_corr.mcore.prompt_checks import check_rows
+    from megatron_rl_corr.mcore.checks.prompt_checks import check_rows
 
     before = memory()
     times = [time.perf_counter()]

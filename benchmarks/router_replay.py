@@ -171,7 +171,7 @@ def build(options: argparse.Namespace):
 def some_batch(options: argparse.Namespace):
     """Random samples of full length, a sixteenth of it prompt."""
     from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
-    from megatron_rl_corr.mcore.batch import RolloutBatch
+    from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 
     prompt = options.length // 16
     output, samples = options.length + 1 - prompt, []
@@ -207,7 +207,7 @@ def encoded_choice(options: argparse.Namespace) -> str:
 def corrected_step(routes, layout, options: argparse.Namespace, scored: bool):
     """scored: with a rule that keeps every sample, and needs the scoring pass."""
     from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
-    from megatron_rl_corr.mcore.batch import BatchShape
+    from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
     from megatron_rl_corr.mcore.forward import LogprobSettings
     from megatron_rl_corr.mcore.step import CorrectedStep
 

@@ -75,7 +75,7 @@ def _check(script: str, arguments: list[str], install: plugin.Install) -> int:
     try:
         install()
         from megatron_rl_corr.config.flags import parse
-        from megatron_rl_corr.mcore import check_only
+        from megatron_rl_corr.mcore.checks import check_only
 
         check_only.install(*parse(arguments))
     except UnsupportedMegatron as error:

@@ -68,7 +68,7 @@ def prepare(
         # Another host may have other files at a path: there, they are looked at when one message
         # can speak for all.
         if for_all_ranks or rank == _number("LOCAL_RANK", rank):
-            from megatron_rl_corr.mcore.early_checks import EarlyChecks
+            from megatron_rl_corr.mcore.checks.early_checks import EarlyChecks
 
             EarlyChecks(config, options, script_folder, only_checked=for_all_ranks).collect(problems)
 

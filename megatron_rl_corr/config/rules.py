@@ -33,7 +33,7 @@ class RuleInput:
     """What it holds; errors and docs show it."""
 
     of_batch: Callable[[Any], Tensor] | None = None
-    """Makes it [T] from the trainer's batch (mcore/batch.py); None: the trainer computes it itself."""
+    """Makes it [T] from the batch (mcore/batch/rollout_batch.py); None: the trainer computes it itself."""
 
     in_bypass: bool = False
     """Whether bypass mode, which corrects inside the loss, has it too."""

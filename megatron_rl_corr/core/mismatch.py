@@ -169,7 +169,7 @@ def engine_metrics(ratios: TokenRatios, engine_ids: Tensor, engines: Sequence[st
 
 
 FILTERED = "rollout/by_fate/filtered_"
-"""Before the names of metrics of groups that the filter left out; mcore/collect_metrics.py
+"""Before the names of metrics of groups that the filter left out; mcore/batch/collect_metrics.py
 says what they mean.
 """
 

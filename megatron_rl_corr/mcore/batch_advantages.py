@@ -19,7 +19,7 @@ from megatron_rl_corr.core.advantages import group_advantages
 from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.segments import segment_sums
 from megatron_rl_corr.core.token_baseline import reward_sums, token_advantages
-from megatron_rl_corr.mcore.batch import RolloutBatch, in_baseline, trained_tokens
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch, in_baseline, trained_tokens
 from megatron_rl_corr.mcore.user_functions import own_advantages
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_gather_stacked, collective
 from megatron_rl_corr.reduce.context import SequenceChunks

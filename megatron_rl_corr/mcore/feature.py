@@ -19,12 +19,12 @@ from megatron_rl_corr.config.run import RunConfig
 if TYPE_CHECKING:  # a feature's settings are read without Megatron
     from megatron_rl_corr.data.tokenizer import Tokenizer
     from megatron_rl_corr.engines.trajectory import SamplingParams
-    from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
-    from megatron_rl_corr.mcore.batch_collector import BatchCollector
-    from megatron_rl_corr.mcore.collect import SampleSource
+    from megatron_rl_corr.mcore.batch.collector import BatchCollector
+    from megatron_rl_corr.mcore.batch.microbatch import LossInputs
+    from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
+    from megatron_rl_corr.mcore.batch.server_collector import SampleSource
     from megatron_rl_corr.mcore.forward import LogprobSettings
-    from megatron_rl_corr.mcore.microbatch import LossInputs
-    from megatron_rl_corr.mcore.reference import ReferencePass
+    from megatron_rl_corr.mcore.reference.policy import ReferencePass
     from megatron_rl_corr.mcore.step_metrics import StepTimes
     from megatron_rl_corr.mcore.step_reports import StepReports
     from megatron_rl_corr.moe.routes import Routes

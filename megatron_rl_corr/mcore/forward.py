@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from megatron_rl_corr.logprobs.sampling_mask import sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
+from megatron_rl_corr.mcore.batch.microbatch import Microbatch
+from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.forward_only import run_forward_only
-from megatron_rl_corr.mcore.microbatch import Microbatch
 from megatron_rl_corr.mcore.mtp import mtp_arguments
 from megatron_rl_corr.mcore.output_processor import (
     LogprobSettings,
@@ -24,7 +25,6 @@ from megatron_rl_corr.mcore.output_processor import (
     label_logprobs_of_layer,
     split_output,
 )
-from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe.padding import padding_arguments
 from megatron_rl_corr.moe.routes import Routes
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from megatron_rl_corr.mcore.packs import Packs
+from megatron_rl_corr.mcore.batch.packs import Packs
 
 
 @torch.no_grad()

@@ -24,20 +24,12 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import add_flags
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.mcore import (
-    checkpoint_cursor,
-    checkpoint_files,
-    compat,
-    reference_checkpoint,
-    run_flags,
-    serving,
-    session,
-    start_checks,
-    versions,
-)
+from megatron_rl_corr.mcore import checkpoint_cursor, checkpoint_files, compat, serving, session, versions
+from megatron_rl_corr.mcore.checks import run_flags, start_checks
+from megatron_rl_corr.mcore.checks.packed_flags import set_packed
 from megatron_rl_corr.mcore.colocation import trainers_turn
 from megatron_rl_corr.mcore.feature import EndedStep
-from megatron_rl_corr.mcore.packed_flags import set_packed
+from megatron_rl_corr.mcore.reference import checkpoint as reference_checkpoint
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.supervision import Supervision
 from megatron_rl_corr.models.megatron_flags import add_missing_flags

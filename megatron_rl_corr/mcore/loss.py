@@ -20,12 +20,12 @@ from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.token_baseline import gradient_energies
-from megatron_rl_corr.mcore.batch import RolloutBatch, trained_tokens
+from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch, trained_tokens
 from megatron_rl_corr.mcore.batch_advantages import advantages_of_batch, token_advantages_of_batch
 from megatron_rl_corr.mcore.decision import mean_k3
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
-from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
 from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.mcore.user_functions import loss_of
 from megatron_rl_corr.reduce.collectives import ParallelGroups, collective

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megatron_rl_corr.mcore.microbatch import Microbatch
+from megatron_rl_corr.mcore.batch.microbatch import Microbatch
 from megatron_rl_corr.mcore.versions import SUPPORTS_MTP, release
 from megatron_rl_corr.models.mtp import num_mtp_layers
 

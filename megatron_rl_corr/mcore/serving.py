@@ -18,14 +18,14 @@ from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
 from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_descriptor_limit
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.batch.server_collector import SampleSource
+from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore.checks.server_check import bound_first_step, check_servers
+from megatron_rl_corr.mcore.checks.source_check import check_source
 from megatron_rl_corr.mcore.colocation import Colocation, TrainerMemory
-from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.feature import Feature
 from megatron_rl_corr.mcore.first_step import FirstStep
-from megatron_rl_corr.mcore.reference import Reference
-from megatron_rl_corr.mcore.server_check import bound_first_step, check_servers
-from megatron_rl_corr.mcore.source_check import check_source
+from megatron_rl_corr.mcore.reference.policy import Reference
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.quantization import BlockFP8

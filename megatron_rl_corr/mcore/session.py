@@ -20,20 +20,20 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
 from megatron_rl_corr.mcore.abandoned_steps import clear_abandoned_folders
-from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.batch_collector import BatchCollector
-from megatron_rl_corr.mcore.collect import Collector, SampleSource
+from megatron_rl_corr.mcore.batch.collector import BatchCollector
+from megatron_rl_corr.mcore.batch.packing import pack_limits
+from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
+from megatron_rl_corr.mcore.batch.server_collector import Collector, SampleSource
+from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore.checks.model_check import check_models
+from megatron_rl_corr.mcore.checks.policy_check import check_model
+from megatron_rl_corr.mcore.checks.prompt_checks import training_prompts
 from megatron_rl_corr.mcore.colocation import TrainerMemory
-from megatron_rl_corr.mcore.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.feature import Feature, RunParts, RunSettings, features_of
 from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.mcore.model_check import check_models
-from megatron_rl_corr.mcore.packing import pack_limits
-from megatron_rl_corr.mcore.policy_check import check_model
-from megatron_rl_corr.mcore.prompt_checks import training_prompts
-from megatron_rl_corr.mcore.reference import Reference
-from megatron_rl_corr.mcore.reference_start import make_reference
-from megatron_rl_corr.mcore.replay_collect import ReplayCollector
+from megatron_rl_corr.mcore.reference.policy import Reference
+from megatron_rl_corr.mcore.reference.start import make_reference
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.serving import WeightPush, check_servers_and_prompts, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep

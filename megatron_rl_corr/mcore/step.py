@@ -14,8 +14,10 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import inputs_of
 from megatron_rl_corr.core.token_baseline import variance_proxies
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch
-from megatron_rl_corr.mcore.batch_collector import BatchCollector
+from megatron_rl_corr.mcore.batch.collector import BatchCollector
+from megatron_rl_corr.mcore.batch.microbatch import LossInputs
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.colocation import Colocation
 from megatron_rl_corr.mcore.decision import Decision
 from megatron_rl_corr.mcore.feature import Feature, ScoredBatch
@@ -27,9 +29,7 @@ from megatron_rl_corr.mcore.loss import (
     make_bypass_loss_inputs,
     make_loss_inputs,
 )
-from megatron_rl_corr.mcore.microbatch import LossInputs
-from megatron_rl_corr.mcore.packs import Packs
-from megatron_rl_corr.mcore.reference import Reference, ReferencePass, less_reference_kl
+from megatron_rl_corr.mcore.reference.policy import Reference, ReferencePass, less_reference_kl
 from megatron_rl_corr.mcore.scoring import scoring_reasons
 from megatron_rl_corr.mcore.step_metrics import StepTimes, batch_metrics
 from megatron_rl_corr.mcore.updates import BatchInTraining, UpdatePart, Updates, inputs_of_update

@@ -16,7 +16,7 @@ from megatron_rl_corr.reduce.collectives import ParallelGroups
 from megatron_rl_corr.reduce.metrics import Max, Mean, Metric, Min, Std
 
 if TYPE_CHECKING:
-    from megatron_rl_corr.mcore.batch import RolloutBatch
+    from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 
 
 @dataclass

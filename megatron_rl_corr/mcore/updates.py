@@ -18,9 +18,9 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.token_baseline import total_power
-from megatron_rl_corr.mcore.batch import RolloutBatch
-from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
-from megatron_rl_corr.mcore.packs import Packs
+from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 from megatron_rl_corr.reduce.layout import Layout

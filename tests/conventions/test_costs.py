@@ -28,7 +28,7 @@ USE_RULE = """
 from megatron_rl_corr import RolloutCorrectionConfig, compute_correction
 from megatron_rl_corr.config.rules import RejectionRule, check_trainer_inputs
 from megatron_rl_corr.integrations.settings import check_settings
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.loss import make_loss_inputs
 from megatron_rl_corr.reduce.collectives import ParallelGroups
 

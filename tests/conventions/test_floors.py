@@ -61,7 +61,7 @@ HOST_READS = {
 BROAD_EXCEPTIONS = {
     ("data/reward_worker.py", "attempt"): "the trainer counts it, and shows the traceback",
     ("data/worker_pool.py", "_run"): "raised where the call is awaited",
-    ("mcore/batch_collector.py", "_deal_and_lay_out"): "all_reduce_failure raises it on all ranks",
+    ("mcore/batch/collector.py", "_deal_and_lay_out"): "all_reduce_failure raises it on all ranks",
     ("reduce/failure.py", "all_reduce_results"): "all_reduce_done raises it once the other ranks know",
     ("reduce/failure.py", "broadcast_made"): "all_reduce_failure raises it once the other ranks know",
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",
@@ -412,7 +412,11 @@ CORE, MCORE = "megatron_rl_corr/core/x.py", "megatron_rl_corr/mcore/x.py"
     "rule, module, text",
     [
         (wrong_floors, CORE, "from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs"),
-        (wrong_floors, CORE, "if TYPE_CHECKING:\n    from megatron_rl_corr.mcore.batch import RolloutBatch"),
+        (
+            wrong_floors,
+            CORE,
+            "if TYPE_CHECKING:\n    from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch",
+        ),
         (wrong_floors, CORE, "def f():\n    import megatron_rl_corr.rollout.client"),
         (wrong_floors, "megatron_rl_corr/config/x.py", "from megatron_rl_corr.core import correction"),
         (wrong_floors, "megatron_rl_corr/reduce/x.py", "from megatron_rl_corr.rollout import client"),

@@ -16,7 +16,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 RUNS_CODE = {
     # a file of functions that the user names, read once, before anything is asked for
     "data/loading.py": {"exec"},
-    "mcore/deal.py": {"pickle.loads"},  # samples from another rank of the run
+    "mcore/batch/deal.py": {"pickle.loads"},  # samples from another rank of the run
     "config/yaml_file.py": {"yaml.load"},  # by a subclass of SafeLoader
 }
 """Calls that can run what they read."""

@@ -147,7 +147,7 @@ def test_command_of_a_page_then_runs(page, command, tmp_path):
             return
         script = words.index("megatron_rl_corr.launch") + 1
         code = (  # its files are the reader's own
-            "import sys; from megatron_rl_corr.mcore.early_checks import EarlyChecks; "
+            "import sys; from megatron_rl_corr.mcore.checks.early_checks import EarlyChecks; "
             "EarlyChecks.collect = lambda *_: None; from megatron_rl_corr.plugin import prepare; "
             "prepare(sys.argv[1:])"
         )

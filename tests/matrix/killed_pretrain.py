@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from megatron_rl_corr.mcore import reference_checkpoint
-from megatron_rl_corr.mcore.reference import ReferencePass
+from megatron_rl_corr.mcore.reference import checkpoint as reference_checkpoint
+from megatron_rl_corr.mcore.reference.policy import ReferencePass
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 MOMENT, _, NUMBER = os.environ["KILL_AT"].partition(":")

@@ -17,8 +17,8 @@ from megatron.core import __version__
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch.multiprocessing import start_processes
 
+from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.session import start  # noqa: F401  what the launcher uses can be imported too
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics

@@ -14,11 +14,11 @@ from torch.multiprocessing import start_processes
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.batch.microbatch import LossInputs
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
+from megatron_rl_corr.mcore.batch.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.mcore.loss import make_loss_inputs
-from megatron_rl_corr.mcore.microbatch import LossInputs
-from megatron_rl_corr.mcore.packs import Packs
-from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.mcore.step_metrics import batch_metrics
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics
 from tools.local_server import free_port

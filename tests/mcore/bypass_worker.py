@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs
-from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.reduce.collectives import ParallelGroups, merge
 from tests.mcore.layout_cases import OWN
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.features.evaluation.evaluation import Evaluation
-from megatron_rl_corr.mcore.batch_collector import BatchCollector
+from megatron_rl_corr.mcore.batch.collector import BatchCollector
 from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from tests.faults import killing

@@ -24,7 +24,7 @@ import torch
 from torch.distributed import TCPStore
 
 from megatron_rl_corr import launch, plugin
-from megatron_rl_corr.mcore import collect as collection
+from megatron_rl_corr.mcore.batch import server_collector as collection
 from megatron_rl_corr.mcore.loss import CorrectedLoss
 from megatron_rl_corr.observability.run_log import RunLog
 from megatron_rl_corr.weight_sync.export import StageExporter

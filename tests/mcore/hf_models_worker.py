@@ -36,7 +36,7 @@ from tiny_models import LENGTH, ROWS, VOCAB
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.reference import ReferenceWeights
+from megatron_rl_corr.mcore.reference.policy import ReferenceWeights
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
 from megatron_rl_corr.models.names import NameTable

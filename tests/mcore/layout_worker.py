@@ -34,14 +34,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, chunk_multiple, with_shared_lengths
-from megatron_rl_corr.mcore.deal import Scored, deal_out
+from megatron_rl_corr.mcore.batch.deal import Scored, deal_out
+from megatron_rl_corr.mcore.batch.packing import PackLimits
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import (
+    BatchShape,
+    RolloutBatch,
+    chunk_multiple,
+    with_shared_lengths,
+)
+from megatron_rl_corr.mcore.batch.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs, make_loss_inputs
-from megatron_rl_corr.mcore.packing import PackLimits
-from megatron_rl_corr.mcore.packs import Packs
-from megatron_rl_corr.mcore.reference import less_reference_kl
-from megatron_rl_corr.mcore.sampling_masks import cut_sampling_masks, scatter_sampling_masks
+from megatron_rl_corr.mcore.reference.policy import less_reference_kl
 from megatron_rl_corr.mcore.step_metrics import batch_metrics
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable

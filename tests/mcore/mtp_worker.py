@@ -31,8 +31,8 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
-from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hf_folder import UnfinishedFolder
 from megatron_rl_corr.models.names import NameTable

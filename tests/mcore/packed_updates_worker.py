@@ -16,7 +16,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore import loss as loss_module
-from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.moe.routes import Routes

@@ -20,8 +20,8 @@ from layout_cases import CONFIGS
 from layout_worker import gradient_error, limits_of, packs_of, replica_batch, set_up, step, whole_gradients
 
 from megatron_rl_corr.engines.routes import no_routes
+from megatron_rl_corr.mcore.batch.packing import first_fit
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.packing import first_fit
 from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics

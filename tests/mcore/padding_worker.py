@@ -16,9 +16,9 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import chunk_multiple
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import chunk_multiple
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.moe import padding
 from megatron_rl_corr.moe.routers import moe_routers
 from megatron_rl_corr.moe.routes import Routes

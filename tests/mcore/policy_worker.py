@@ -24,7 +24,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from megatron.training.argument_utils import core_transformer_config_from_args
 
 from megatron_rl_corr.config.flags import add_flags
-from megatron_rl_corr.mcore import compat, mtp, policy_check, policy_flags, run_flags, session
+from megatron_rl_corr.mcore import compat, mtp, session
+from megatron_rl_corr.mcore.checks import policy_check, policy_flags, run_flags
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.names import NameTable

@@ -24,7 +24,7 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.features.push_probe.judge import Asked
 from megatron_rl_corr.features.push_probe.probe import make_probe
 from megatron_rl_corr.features.push_probe.texts import round_texts
-from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.feature import RunParts, RunSettings
 from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.reduce.failure import PeerFailure

@@ -21,8 +21,8 @@ from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.reference import LocalReference, ReferencePass, ReferenceWeights
-from megatron_rl_corr.mcore.reference_checkpoint import FOLDER, saved_with
+from megatron_rl_corr.mcore.reference.checkpoint import FOLDER, saved_with
+from megatron_rl_corr.mcore.reference.policy import LocalReference, ReferencePass, ReferenceWeights
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics

@@ -16,10 +16,10 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
-from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics

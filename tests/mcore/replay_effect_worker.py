@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_t
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.features.replay_effect.feature import ReplayEffectFeature
-from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.moe.replay import ReplayedRouters

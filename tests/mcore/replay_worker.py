@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.mcore import step as step_module
-from megatron_rl_corr.mcore.batch import BatchShape
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.moe import routes as routes_module

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from megatron_rl_corr.config import flags
 from megatron_rl_corr.config.problems import Problems
-from megatron_rl_corr.mcore.early_checks import EarlyChecks
+from megatron_rl_corr.mcore.checks.early_checks import EarlyChecks
 from tests.test_launch import REQUIRED, write_inputs
 
 

@@ -12,7 +12,9 @@ START = """
 import json, sys, types
 from megatron_rl_corr.config.flags import parse
 from megatron.training import arguments, checkpointing, training
-from megatron_rl_corr.mcore import hooks, run_flags, scoring, session, start_checks, versions
+from megatron_rl_corr.mcore import hooks, scoring, session, versions
+from megatron_rl_corr.mcore.checks import run_flags
+from megatron_rl_corr.mcore.checks import start_checks
 FLAGS = ["--rollout-url", "http://127.0.0.1:9", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p",
          "--rollout-reward-function", "r.py:r", "--rollout-pad-sequences"]
 def install():
@@ -246,7 +248,7 @@ CASES["cursor"] = """
 import json, pathlib, tempfile
 from megatron.training import checkpointing
 from megatron_rl_corr.mcore import checkpoint_cursor
-from megatron_rl_corr.mcore.reference import Reference
+from megatron_rl_corr.mcore.reference.policy import Reference
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 from megatron_rl_corr.rollout.failures import FailedPrompts
@@ -400,8 +402,8 @@ def test_folders_to_load_when_a_checkpoint_is_non_persistent_then_ours_are_looke
 CASES["reference in place"] = """
 import pathlib, tempfile, torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.mcore import reference_checkpoint
-from megatron_rl_corr.mcore.reference import LocalReference, ReferenceInPlace, ReferenceWeights
+from megatron_rl_corr.mcore.reference import checkpoint as reference_checkpoint
+from megatron_rl_corr.mcore.reference.policy import LocalReference, ReferenceInPlace, ReferenceWeights
 from megatron_rl_corr.mcore import serving
 from megatron_rl_corr.mcore.serving import WeightPush
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -715,7 +717,7 @@ def test_checkpoint_when_its_layers_name_their_norms_otherwise_then_refused_with
 
 
 CASES["start"] = """
-from megatron_rl_corr.mcore import reference_start
+from megatron_rl_corr.mcore.reference import start as reference_start
 def said(**given):
     options = types.SimpleNamespace(reference_checkpoint=given.get("reference_checkpoint"))
     args = types.SimpleNamespace(pretrained_checkpoint=given.get("pretrained_checkpoint"))
@@ -769,7 +771,8 @@ def test_per_token_loss_when_half_precision_or_32_bits_could_not_hold_it_then_re
 
 
 CASES["packed"] = """
-from megatron_rl_corr.mcore import compat, packed_flags
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.checks import packed_flags
 
 
 def said(**given):
@@ -1040,9 +1043,9 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.features.evaluation.options import EvaluationSet
 from megatron_rl_corr.features.evaluation import evaluation
-from megatron_rl_corr.mcore import collect
-from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.batch import server_collector as collect
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
+from megatron_rl_corr.mcore.batch.server_collector import SampleSource
 from megatron_rl_corr.observability.catalogue import spec_of
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 from megatron_rl_corr.rollout.cursor import Drawn, SavedCursor

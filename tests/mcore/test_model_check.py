@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_rl_corr.engines import load_engine
-from megatron_rl_corr.mcore.model_check import difference
+from megatron_rl_corr.mcore.checks.model_check import difference
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 
 CONFIG = {

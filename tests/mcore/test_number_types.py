@@ -8,7 +8,7 @@ import torch
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.features.push_probe.evidence import ROUNDINGS
-from megatron_rl_corr.mcore import server_check
+from megatron_rl_corr.mcore.checks import server_check
 from megatron_rl_corr.mcore.number_types import trained_type
 
 FP8, FP4 = {"fp8": "hybrid"}, {"fp4": "e2m1"}

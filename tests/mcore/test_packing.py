@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_rl_corr.mcore.deal import destinations
-from megatron_rl_corr.mcore.packing import (
+from megatron_rl_corr.mcore.batch.deal import destinations
+from megatron_rl_corr.mcore.batch.packing import (
     PackLimits,
     attention_share,
     balanced_packs,

@@ -80,7 +80,7 @@ def test_refused_flags_when_one_is_given_then_training_has_other_log_probs_than_
 
 def tables():
     """Table -> its flags, from the package; pytest's own process never imports Megatron."""
-    from megatron_rl_corr.mcore import policy_flags
+    from megatron_rl_corr.mcore.checks import policy_flags
 
     ignored = {f"ignored, {why}": set(flags) for why, flags in policy_flags.IGNORED.items()}
     return {

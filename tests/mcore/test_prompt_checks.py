@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl_corr.config.flags import parse
 from megatron_rl_corr.features.evaluation.held_out import held_out_prompts
-from megatron_rl_corr.mcore.prompt_checks import CHECKED_ROWS, check_rows, training_prompts
+from megatron_rl_corr.mcore.checks.prompt_checks import CHECKED_ROWS, check_rows, training_prompts
 from megatron_rl_corr.rollout import Prompt, PromptDataset
 from tests.data.test_prompts import Rows
 

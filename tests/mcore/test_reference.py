@@ -81,9 +81,9 @@ def test_kl_penalties_in_every_layout_then_gradients_equal_hf_autograd_and_weigh
 UNKNOWN = """
 import dataclasses, json, torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.loss import make_loss_inputs
-from megatron_rl_corr.mcore.reference import less_reference_kl
+from megatron_rl_corr.mcore.reference.policy import less_reference_kl
 from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 # A group of three samples of two tokens. What the reference has of the last one is not known.

@@ -9,8 +9,8 @@ from megatron_rl_corr.doctor import Finding
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.features.evaluation.feature import EvaluationFeature
+from megatron_rl_corr.mcore.checks.server_check import check_servers, judge
 from megatron_rl_corr.mcore.first_step import FirstStep, first_step_bound
-from megatron_rl_corr.mcore.server_check import check_servers, judge
 from megatron_rl_corr.reduce.failure import StartupError
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 

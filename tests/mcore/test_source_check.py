@@ -8,7 +8,7 @@ import pytest
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
-from megatron_rl_corr.mcore.source_check import (
+from megatron_rl_corr.mcore.checks.source_check import (
     _difference,
     _difference_between_replicas,
     fingerprint,

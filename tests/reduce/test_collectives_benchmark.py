@@ -12,7 +12,7 @@ import pytest
 from benchmarks.collectives import laws_of, seconds, totals
 from benchmarks.exchanges import bytes_sent
 from benchmarks.metric_exchanges import check_equal
-from megatron_rl_corr.mcore.collect_metrics import COUNTED
+from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED
 from megatron_rl_corr.rollout.failures import CAUSES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from benchmarks.packing import imbalance, some_lengths
-from megatron_rl_corr.mcore.packing import PackLimits
+from megatron_rl_corr.mcore.batch.packing import PackLimits
 from tests.tiers import long, matrix
 
 pytestmark = matrix

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from megatron_rl_corr.core.token_baseline import total_power
-from megatron_rl_corr.mcore.batch import RolloutBatch, chunk_multiple, trained_tokens
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch, chunk_multiple, trained_tokens
 from megatron_rl_corr.mcore.batch_advantages import token_advantages_of_batch
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics
 from tests.reduce.worker import Collectives, init_gloo

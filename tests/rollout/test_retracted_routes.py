@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from megatron_rl_corr.engines.routes import ExpertShape, has_routes
 from megatron_rl_corr.engines.sglang.routed_experts import decode
 from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.mcore.collect_metrics import count_samples
+from megatron_rl_corr.mcore.batch.collect_metrics import count_samples
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.queue import Group, Taken
 from megatron_rl_corr.weight_sync.servers import WeightServers

@@ -351,7 +351,7 @@ MEGATRON_PARSER = """
 from megatron.training import arguments
 from megatron_rl_corr.config.flags import add_flags
 from megatron_rl_corr.models.megatron_flags import add_missing_flags
-from megatron_rl_corr.mcore.run_flags import check_megatron_arguments
+from megatron_rl_corr.mcore.checks.run_flags import check_megatron_arguments
 
 check_megatron_arguments(arguments.parse_args(lambda parser: add_flags(add_missing_flags(parser))))
 """

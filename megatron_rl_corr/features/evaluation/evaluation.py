@@ -26,7 +26,7 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.features.evaluation.held_out import evaluation_sampling, held_out_prompts
 from megatron_rl_corr.features.evaluation.options import EvaluationSet
 from megatron_rl_corr.features.evaluation.pass_at_k import pass_at_k, powers_up_to
-from megatron_rl_corr.mcore.collect import PROGRESS_EVERY_S, SampleSource
+from megatron_rl_corr.mcore.batch.server_collector import PROGRESS_EVERY_S, SampleSource
 from megatron_rl_corr.mcore.feature import RunSettings
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_results, communication_device, meeting_interval_s

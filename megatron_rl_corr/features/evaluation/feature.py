@@ -17,7 +17,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.features.evaluation.evaluation import Evaluation, RunningEvaluation
 from megatron_rl_corr.features.evaluation.held_out import held_out_prompts
-from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.batch.server_collector import SampleSource
 from megatron_rl_corr.mcore.feature import (
     EndedStep,
     Feature,

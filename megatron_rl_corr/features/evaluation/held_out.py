@@ -12,7 +12,7 @@ from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.mcore.prompt_checks import check_rows, naming_flag, prompt_limits
+from megatron_rl_corr.mcore.checks.prompt_checks import check_rows, naming_flag, prompt_limits
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.sampling import training_sampling
 

@@ -14,9 +14,9 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.mismatch import filtered_metrics
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.feature import Feature, RunParts, ScoredBatch
 from megatron_rl_corr.mcore.forward import compute_log_probs
-from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.reduce.metrics import Metric
 from megatron_rl_corr.rollout.group_filter import measured_samples
 

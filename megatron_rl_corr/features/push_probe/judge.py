@@ -51,7 +51,7 @@ from megatron_rl_corr.features.push_probe.verdict import (
     error_of,
     judge_decoded,
 )
-from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.batch.server_collector import SampleSource
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.updatable import is_interrupted
 

@@ -17,13 +17,13 @@ from megatron_rl_corr.features.push_probe import verdict
 from megatron_rl_corr.features.push_probe.judge import ROUNDS, Asked, PushJudge
 from megatron_rl_corr.features.push_probe.rows import RANK_TOKENS, RowShapes, keeps_shape
 from megatron_rl_corr.features.push_probe.simulated_rounding import simulated_rounding
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, chunk_multiple
+from megatron_rl_corr.mcore.batch.packing import microbatch_multiple
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch, chunk_multiple
 from megatron_rl_corr.mcore.feature import RunParts
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.number_types import trained_type
-from megatron_rl_corr.mcore.packing import microbatch_multiple
-from megatron_rl_corr.mcore.packs import Packs
-from megatron_rl_corr.mcore.reference import ReferencePass
+from megatron_rl_corr.mcore.reference.policy import ReferencePass
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
     all_reduce_failure,

@@ -10,10 +10,10 @@ from torch import Tensor
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.features.replay_effect.metrics import effect_metrics
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.batch.microbatch import Microbatch
 from megatron_rl_corr.mcore.feature import Feature, ScoredBatch
 from megatron_rl_corr.mcore.forward import label_logprobs, make_forward_step
 from megatron_rl_corr.mcore.forward_only import run_forward_only
-from megatron_rl_corr.mcore.microbatch import Microbatch
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.metrics import Metric
 

@@ -16,9 +16,9 @@ from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.batch_collector import BatchCollector
-from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
+from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, count_samples
+from megatron_rl_corr.mcore.batch.collector import BatchCollector
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, meeting_interval_s

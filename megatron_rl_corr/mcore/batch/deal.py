@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.mcore.packing import PackLimits, karmarkar_karp
+from megatron_rl_corr.mcore.batch.packing import PackLimits, karmarkar_karp
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout

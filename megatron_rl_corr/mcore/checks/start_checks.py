@@ -8,8 +8,9 @@ from collections.abc import Callable
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.mcore import file_checks, run_flags, session
-from megatron_rl_corr.mcore.prompt_checks import prompt_limits
+from megatron_rl_corr.mcore import session
+from megatron_rl_corr.mcore.checks import file_checks, run_flags
+from megatron_rl_corr.mcore.checks.prompt_checks import prompt_limits
 from megatron_rl_corr.mcore.user_functions import check_user_functions
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
-from megatron_rl_corr.mcore.packing import PackLimits
-from megatron_rl_corr.mcore.replicas import broadcast_to_replica
+from megatron_rl_corr.mcore.batch.packing import PackLimits
+from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import communication_device

@@ -17,9 +17,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, chunk_multiple
-from megatron_rl_corr.mcore.microbatch import LossInputs, Microbatch
-from megatron_rl_corr.mcore.packing import balanced_packs, common_pack_count, first_fit
+from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
+from megatron_rl_corr.mcore.batch.packing import balanced_packs, common_pack_count, first_fit
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch, chunk_multiple
 from megatron_rl_corr.moe.padding import PackedShare
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.layout import Layout

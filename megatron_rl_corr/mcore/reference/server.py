@@ -17,9 +17,9 @@ from megatron_rl_corr.core.losses.kl import kl_estimate
 from megatron_rl_corr.core.losses.ratio import inside
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.first_step import HALF_KL
-from megatron_rl_corr.mcore.reference import Reference, ReferencePass, ReferenceWeights
-from megatron_rl_corr.mcore.replicas import broadcast_to_replica
+from megatron_rl_corr.mcore.reference.policy import Reference, ReferencePass, ReferenceWeights
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_results, communication_device

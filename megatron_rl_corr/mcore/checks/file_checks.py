@@ -13,7 +13,7 @@ from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.files import check_writable
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.early_checks import naming_checkpoint, refuse_links
+from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint, refuse_links
 from megatron_rl_corr.mcore.feature import feature_classes
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 

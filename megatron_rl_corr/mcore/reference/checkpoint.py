@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron_rl_corr.files import refuse_link, write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folder_of, folders_to_load, put_in
-from megatron_rl_corr.mcore.reference import Reference
+from megatron_rl_corr.mcore.reference.policy import Reference
 from megatron_rl_corr.models.hf_folder import copy_model_files, write_index
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (

@@ -19,9 +19,9 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_rl_corr.config.flags import warn
-from megatron_rl_corr.mcore.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore.checks.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
 from megatron_rl_corr.mcore.mtp import mtp_problems
-from megatron_rl_corr.mcore.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
 from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.models.megatron_flags import add_missing_flags, flags_despite_settings
 from megatron_rl_corr.models.settings import not_trained

@@ -14,10 +14,10 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.errors import RolloutError
-from megatron_rl_corr.mcore.early_checks import naming_checkpoint
-from megatron_rl_corr.mcore.reference import LocalReference, Reference, ReferenceWeights
-from megatron_rl_corr.mcore.reference_checkpoint import broadcast_saved
-from megatron_rl_corr.mcore.reference_server import ServedReference
+from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore.reference.checkpoint import broadcast_saved
+from megatron_rl_corr.mcore.reference.policy import LocalReference, Reference, ReferenceWeights
+from megatron_rl_corr.mcore.reference.server import ServedReference
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks

@@ -19,9 +19,10 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import name_flags
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.mcore import file_checks, hooks, session, start_checks
-from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore import hooks, session
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
+from megatron_rl_corr.mcore.checks import file_checks, start_checks
+from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.feature import RunSettings, features_of
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.moe.routes import Routes

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.mcore.batch import BatchShape
-from megatron_rl_corr.mcore.batch_collector import BatchCollector
-from megatron_rl_corr.mcore.collect_metrics import COUNTED, count_samples
+from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, count_samples
+from megatron_rl_corr.mcore.batch.collector import BatchCollector
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.first_step import HALF_KL, FirstStep
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective

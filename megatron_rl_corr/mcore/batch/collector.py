@@ -13,12 +13,12 @@ from dataclasses import replace
 import torch
 
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.mcore.batch import BatchShape, RolloutBatch, with_shared_lengths
-from megatron_rl_corr.mcore.collect_metrics import COUNTED, collection_metrics
-from megatron_rl_corr.mcore.deal import Scored, deal_out
-from megatron_rl_corr.mcore.replicas import broadcast_to_replica
-from megatron_rl_corr.mcore.reward_parts import RewardParts
-from megatron_rl_corr.mcore.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
+from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, collection_metrics
+from megatron_rl_corr.mcore.batch.deal import Scored, deal_out
+from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
+from megatron_rl_corr.mcore.batch.reward_parts import RewardParts
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch, with_shared_lengths
+from megatron_rl_corr.mcore.batch.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_results, communication_device

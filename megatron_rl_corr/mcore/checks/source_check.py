@@ -10,7 +10,7 @@ from megatron_rl_corr.data.rows import BadRow
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.types import UnsupportedByEngine
-from megatron_rl_corr.mcore.collect import SampleSource
+from megatron_rl_corr.mcore.batch.server_collector import SampleSource
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
 from megatron_rl_corr.reduce.layout import Layout

@@ -19,9 +19,9 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.kl import reward_kl
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch import RolloutBatch
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
-from megatron_rl_corr.mcore.packs import Packs
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards
 from megatron_rl_corr.moe.routes import Routes

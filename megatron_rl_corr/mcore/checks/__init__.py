@@ -1,0 +1,1 @@
+"""What would keep a run from starting, found before or while it starts."""
