@@ -198,7 +198,7 @@ def run(case: Case, layout: Layout, names: dict[str, str]) -> dict:
         layout=layout,
         collector=collector,
         push=lambda version: {},
-        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB),
+        logprob_settings=LogprobSettings(layout.tp_group, 1.0, VOCAB),
         report=lambda numbers: None,
         shape=shape,
     )

@@ -249,7 +249,7 @@ def one_step(model: list, batch, limits, layout, options: argparse.Namespace) ->
     step = CorrectedStep(
         config=RolloutCorrectionConfig(),
         layout=layout,
-        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
+        logprob_settings=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
         collector=collector,
         push=lambda version: {},
         report=lambda metrics: None,

@@ -215,7 +215,7 @@ def corrected_step(routes, layout, options: argparse.Namespace, scored: bool):
     return CorrectedStep(
         config=RolloutCorrectionConfig(rollout_rs=rules),
         layout=layout,
-        logprobs=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
+        logprob_settings=LogprobSettings(layout.tp_group, 1.0, VOCAB_SIZE),
         collector=SimpleNamespace(device=DEVICE, metrics={}, trajectories=[]),
         push=lambda version: {},
         report=lambda metrics: None,

@@ -16,7 +16,7 @@ def package_without(folder, *names):
     )
     listed = folder / "megatron_rl_corr/config/features.py"
     left = tuple(name for name in FEATURES if name not in names)
-    text, changed = re.subn(r"^FEATURES = .*$", f"FEATURES = {left!r}", listed.read_text(), flags=re.M)
+    text, changed = re.subn(r"(?ms)^FEATURES = \(.*?^\)$", f"FEATURES = {left!r}", listed.read_text())
     assert changed == 1
     listed.write_text(text)
     for name in names:

@@ -1,6 +1,6 @@
 """What the correction does: frozen, checked when it is made, the same from Python, YAML and flags.
 
-rho = pi_train / pi_rollout everywhere; every bound is one end of a closed interval on rho.
+rho = pi_train / pi_rollout everywhere; every bound is one end of a closed interval.
 """
 
 from __future__ import annotations
@@ -188,6 +188,12 @@ class RolloutCorrectionConfig(LossSettings):
                 "loss; drop it, or `bypass_mode`"
                 for setting in given
             )
+
+    @property
+    def decided_by_turn(self) -> list[str]:
+        """The rules and weights that look at turns, as an error names them."""
+        weights = ["`rollout_is` turn"] if self.rollout_is == "turn" else []
+        return [rule.name for rule in self.rollout_rs if rule.level == "turn_mean"] + weights
 
     @property
     def needed_inputs(self) -> dict[str, str]:

@@ -37,8 +37,7 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 
 def _check_turns(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for what looks at turns where there is one in every rollout."""
-    by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
-    by_turn += ["`rollout_is` turn"] if config.rollout_is == "turn" else []
+    by_turn = config.decided_by_turn
     if by_turn and not run.environment and not run.replay:
         raise ValueError(
             f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a "
@@ -167,24 +166,24 @@ def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> N
         )
 
 
-def _check_gamma(config: RolloutCorrectionConfig, run: RunConfig) -> None:
-    """ValueError for VESPO's weights of pi_old, which stay what they are while a loss
-    without a ratio trains.
+def _check_later_updates(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for several updates a batch with a loss that would take each for the first.
+
+    Weights and rules are of pi_old against pi_rollout, made once a batch. A loss without a ratio to pi_old
+    does not follow the policy from there: from the second update on its samples are another policy's.
     """
     follows = config.kind.has_ratio or config.kind.pulls_to_old or is_own(config.loss)
-    if (
-        config.rollout_is_mode == "gamma"
-        and not config.bypass_mode
-        and run.updates_of_batch > 1
-        and not follows
-    ):
-        raise ValueError(
-            f"`rollout_is_mode` gamma with {run.updates_of_batch} updates a batch: its weights are of pi_old "
-            f"against pi_rollout, made once a batch, and `loss` {config.loss} has no ratio that follows the "
-            "policy from there. Add `bypass_mode`, where each update's weights are of the current policy, "
-            "as in VESPO, or use `loss` ppo_clip, whose ratio is clipped around pi_old, or one update a "
-            "batch"
-        )
+    if run.updates_of_batch == 1 or follows or (config.bypass_mode and config.rollout_is is not None):
+        return
+    what = f"`loss` {config.loss} with {run.updates_of_batch} updates a batch"
+    if config.rollout_is_mode == "gamma":
+        what = f"`rollout_is_mode` gamma, {what}"
+    raise ValueError(
+        f"{what}: it has no ratio that follows the policy from one update to the next, so all but the first "
+        "would train on samples of another policy, uncorrected. Add `bypass_mode` with `rollout_is` token, "
+        "sequence or turn, whose weights are then of the policy as it is in each update, or use `loss` "
+        "ppo_clip, whose ratio is clipped around pi_old, or one update a batch"
+    )
 
 
 def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
@@ -210,7 +209,7 @@ _TOGETHER = (
     _check_inputs,
     _check_statistics,
     _check_step_scale,
-    _check_gamma,
+    _check_later_updates,
     _check_recorded_routes,
     _check_age,
     _check_groups,

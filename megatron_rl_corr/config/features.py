@@ -1,14 +1,22 @@
 """The optional parts of a run by name, and their options: a folder of megatron_rl_corr/features each.
 
-Without the folder and its name here the house starts and trains, and does not know the flags.
+Without the folder and its name here a run starts and trains, and does not know the flags.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 
-FEATURES = ("replay_effect", "filtered_mismatch", "samples", "export", "trace", "push_probe", "evaluation")
-"""In the order in which all ranks ask them."""
+FEATURES = (
+    "router_replay_effect",
+    "filtered_mismatch",
+    "samples",
+    "export",
+    "trace",
+    "push_probe",
+    "evaluation",
+)
+"""In the order in which all ranks call them."""
 
 
 def feature_options() -> tuple[type, ...]:

@@ -54,8 +54,8 @@ class LossKind:
     whole_sequences: bool = False
     """Needs seq_ids and num_sequences."""
 
-    soft_clip: bool = False
-    """pi_theta / pi_old is in it, behind a gate and no clip."""
+    unclipped_ratio: bool = False
+    """pi_theta / pi_old is in it, and no clip bounds it."""
 
     pulls_to_old: bool = False
     """It has a gradient towards pi_old, also where the advantage is 0."""
@@ -63,7 +63,7 @@ class LossKind:
     @property
     def has_ratio(self) -> bool:
         """True if pi_theta / pi_old is part of the formula, as far as is known."""
-        return (self.clip is not None or self.soft_clip) and self is not OWN_LOSS
+        return (self.clip is not None or self.unclipped_ratio) and self is not OWN_LOSS
 
 
 LOSS_KINDS: dict[str, LossKind] = {
@@ -107,7 +107,7 @@ LOSS_KINDS: dict[str, LossKind] = {
         "the ratio behind a soft gate, whose temperatures take the place of a clip",
         None,
         "seq-mean-token-mean",
-        soft_clip=True,
+        unclipped_ratio=True,
     ),
     "dro": LossKind("dro", "log-prob times advantage, and a squared pull to pi_old", pulls_to_old=True),
     "reinforce": LossKind("reinforce", "log-prob times advantage"),

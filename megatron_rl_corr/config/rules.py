@@ -33,7 +33,9 @@ class RuleInput:
     """What it holds; errors and docs show it."""
 
     of_batch: Callable[[Any], Tensor] | None = None
-    """Makes it [T] from the batch (mcore/batch/rollout_batch.py); None: the trainer computes it itself."""
+    """Makes it [T] from the batch (mcore/batch/rollout_batch.py); None only for those that mcore/loss.py
+    knows: advantages and routing.
+    """
 
     in_bypass: bool = False
     """Whether bypass mode, which corrects inside the loss, has it too."""

@@ -288,7 +288,7 @@ REJECTION = in_group(
     "Rejection",
     MetricSpec(
         "rollout_corr/kept_fraction",
-        "tokens that are trained: finite on both sides, and rejected by no rule",
+        "tokens that the rules keep: finite on both sides, and rejected by none",
         "kept tokens / tokens of the loss mask",
         "kept",
         column=Column(6, "{:.1%}".format),

@@ -74,8 +74,8 @@ class Correction:
     """float64 scalar: kept tokens of the global batch; 0 if the batch filter takes the whole batch."""
 
     lengths: Lengths
-    """Lengths for means over sequences: of kept tokens where the loss_denominator is kept,
-    else of valid ones.
+    """Lengths for means over sequences: of kept tokens where the loss_denominator is kept and the
+    aggregation takes such means, else of valid ones.
     """
 
     sequence_ratios: Tensor
@@ -86,10 +86,16 @@ class Correction:
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Device-side partials of this rank's share, by name."""
 
+    valid_lengths: Tensor | None = None
+    """float64 [S]: valid tokens of each whole sequence, which whitened advantages weigh it by, whatever
+    `lengths` counts; `compute_correction` always gives them.
+    """
+
     def at(self, places: Tensor, padding: int) -> Correction:
         """Weights and masks of the tokens at these places [T'], then `padding` masked entries.
 
-        For a microbatch: counts and lengths stay those of the batch, metrics do not.
+        For a microbatch: what is by sequence, counts and lengths stay those of the batch, whose numbers of
+        sequences are not the microbatch's; metrics are left out.
         """
         weights, mask, valid = (padded_at(x, places, padding) for x in (self.weights, self.mask, self.valid))
         return replace(self, weights=weights, mask=mask, valid=valid, metrics={})
@@ -146,7 +152,7 @@ def compute_correction(
     _check_inputs(config, (train_logprobs, rollout_logprobs, loss_mask, seq_ids), turn_ids, num_turns, inputs)
     needed = {name: inputs[name] for name in config.needed_inputs}
     ratios = TokenRatios.of(train_logprobs, rollout_logprobs, loss_mask, needed)
-    spans = Spans(seq_ids, num_sequences, turn_ids, num_turns if _by_turn(config) else 1)
+    spans = Spans(seq_ids, num_sequences, turn_ids, num_turns if config.decided_by_turn else 1)
 
     by_engine = {} if engine_ids is None else engine_metrics(ratios, engine_ids, engines)
     # First, while nothing else is held: its rows are the largest.
@@ -282,13 +288,18 @@ def _finish(
     if config.diagnostics_only:
         weights, mask, kept, kept_tokens = None, valid, sums.present, valid_tokens
     weights = valid.float() if weights is None else weights.float()
-    return Correction(weights, mask, valid, kept, valid_tokens, kept_tokens, lengths, sums.products, metrics)
-
-
-def _by_turn(config: RolloutCorrectionConfig) -> list[str]:
-    """Names of the rules and weights that are decided by turns."""
-    by_turn = ["turn weights"] if config.rollout_is == "turn" else []
-    return [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"] + by_turn
+    return Correction(
+        weights=weights,
+        mask=mask,
+        valid=valid,
+        kept_sequences=kept,
+        valid_tokens=valid_tokens,
+        kept_tokens=kept_tokens,
+        lengths=lengths,
+        sequence_ratios=sums.products,
+        metrics=metrics,
+        valid_lengths=sums.by_sequence["tokens"],
+    )
 
 
 def _check_inputs(
@@ -311,7 +322,7 @@ def _check_inputs(
             raise ValueError(
                 f"compute_correction takes no {name!r}; the inputs of rules are {', '.join(RULE_INPUTS)}"
             )
-    by_turn = _by_turn(config)
+    by_turn = config.decided_by_turn
     if by_turn and (turn_ids is None or num_turns is None):
         raise ValueError(
             f"{by_turn[0]} needs turn_ids and num_turns, above every one of them; pass both, or use another "

@@ -4,7 +4,10 @@ from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 
 METRICS = in_group(
     "Loss and gradient",
-    MetricSpec("loss/policy", "policy loss; its level says little, jumps do"),
+    MetricSpec(
+        "loss/policy",
+        "policy loss, mean over kept tokens whatever the aggregation; its level says little",
+    ),
     MetricSpec("loss/clip_fraction", "tokens whose policy ratio was clipped", "clipped tokens / kept tokens"),
     MetricSpec(
         "loss/dual_clip_fraction",

@@ -15,7 +15,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.ratios import LOG_CLAMP, PRODUCT_LOG_CLAMP, Spans, SpanSums, TokenRatios
 from megatron_rl_corr.core.segments import constant
 
-GOOD, BAD = (2.0, 3.0), (3.0, 2.0)
+K_L_POSITIVE, K_L_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
 """VESPO's (k, l) for advantages that are not negative, and for negative ones."""
 LEAST_GAMMA = float(torch.finfo(torch.float32).tiny)
 """1.2e-38: a smaller weight trains nothing in float32, and from 1e-162 its square is no longer a float64."""
@@ -42,9 +42,9 @@ def importance_weights(
 ) -> ImportanceWeights | None:
     """w = rho of the token, or the product (sequence, turn) or geometric mean of rho over its unit, bounded.
 
-    The exponent is clamped to +-20; that of a product which the batch's mean divides, to +-340. Else a batch
-    whose products are all below e^-20 would have weights of e^-20 alone, and of 1 after normalisation:
-    uncorrected. None without weights (rollout_is None).
+    The exponent is clamped to +-20; that of a product which the batch's mean divides, to +-340: clamped to
+    +-20, products that are all below e^-20 would be alike, and normalisation would make each of them 1.
+    None without weights (rollout_is None).
 
     Args:
         config: the weights' level, mode and bounds.
@@ -64,6 +64,8 @@ def importance_weights(
     if config.rollout_is == "token":
         weights, outside = bounded(config, ratios.rho_less_one + 1, ratios.valid)
         return ImportanceWeights(weights, outside, weights, shared=False)
+    if config.rollout_is not in ("sequence", "geometric", "turn"):
+        raise ValueError(f"rollout_is {config.rollout_is!r} has no formula here")
     by_turn = config.rollout_is == "turn"
     of_units, ids = (sums.by_unit, spans.unit_ids) if by_turn else (sums.by_sequence, spans.seq_ids)
     exponent = sums.sequence_means["log_ratio"] if config.rollout_is == "geometric" else of_units["log_ratio"]
@@ -93,7 +95,9 @@ def gamma_weights(log_ratios: Tensor, advantages: Tensor, present: Tensor) -> Te
     log_w = log_ratios.clamp(-LOG_CLAMP, LOG_CLAMP)
     good = advantages >= 0
     k, rate = (
-        torch.where(good, *(constant(pair[i], torch.float64, good.device) for pair in (GOOD, BAD)))
+        torch.where(
+            good, *(constant(pair[i], torch.float64, good.device) for pair in (K_L_POSITIVE, K_L_NEGATIVE))
+        )
         for i in (0, 1)
     )
     weights = functional.threshold((k * log_w - rate * log_w.expm1()).exp_(), LEAST_GAMMA, 0.0)
@@ -119,6 +123,8 @@ def bounded(config: RolloutCorrectionConfig, weights: Tensor, present: Tensor) -
     inside = present & (rounded.clamp(lower, upper) == rounded)
     del rounded
     kept = inside
-    if config.rollout_is_mode != "mask":
+    if config.rollout_is_mode in ("truncate", "clip"):
         kept, weights = present, weights.clamp(lower, upper)
+    elif config.rollout_is_mode != "mask":
+        raise ValueError(f"rollout_is_mode {config.rollout_is_mode!r} has no formula here")
     return torch.where(kept, weights, constant(0.0, torch.float64, weights.device)), present ^ inside

@@ -49,9 +49,7 @@ def check_settings(config: RolloutCorrectionConfig, trainer: str) -> None:
 
 
 def _check_turns(config: RolloutCorrectionConfig, trainer: str) -> None:
-    by_turn = [rule.name for rule in config.rollout_rs if rule.level == "turn_mean"]
-    by_turn += ["rollout_is turn"] if config.rollout_is == "turn" else []
-    if by_turn:
+    if by_turn := config.decided_by_turn:
         raise ValueError(
             f"{by_turn[0]}: {trainer} do not tell turns; use a token, sequence or geometric level"
         )

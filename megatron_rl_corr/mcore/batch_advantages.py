@@ -37,7 +37,7 @@ def advantages_of_batch(
     """The advantage of each sequence, [S] float32.
 
     Over dp x cp: one all-reduce of the groups' sums, where groups are parted; one of three numbers for a kind
-    that is whitened; for the user's function one all-gather of five numbers a sequence. Without a correction,
+    that is whitened; for the user's function one all-gather of four numbers a sequence. Without a correction,
     one all-reduce over cp for the last two.
 
     Args:
@@ -52,7 +52,7 @@ def advantages_of_batch(
     kept = None if correction is None else in_baseline(batch, correction.kept_sequences)
     tokens = None
     if kind in WHITENED or is_own(kind):
-        tokens = _sampled_token_counts(batch, groups) if correction is None else correction.lengths.tokens
+        tokens = _sampled_token_counts(batch, groups) if correction is None else correction.valid_lengths
     if is_own(kind):
         kept = torch.ones_like(batch.rewards, dtype=torch.bool) if kept is None else kept
         return _users_advantages(kind, batch, kept, tokens, groups, group_size)

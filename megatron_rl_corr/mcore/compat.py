@@ -148,15 +148,15 @@ def _gather(model: list, optimizer: Any) -> None:
 
 
 @contextlib.contextmanager
-def asked_before_update(optimizer: Any, step_factor: Callable[[], float]) -> Iterator[None]:
-    """Within, optimizer.step() first calls step_factor(), which its learning rates are multiplied by.
+def asked_before_update(optimizer: Any, decide_update: Callable[[], float]) -> Iterator[None]:
+    """Within, optimizer.step() first calls decide_update(), which its learning rates are multiplied by.
 
     If it is 0 the step changes nothing and reports an overflow.
     """
     update, bound = optimizer.step, "step" in vars(optimizer)  # as --optimizer-cuda-graph binds it
 
     def step() -> tuple:
-        factor = step_factor()
+        factor = decide_update()
         if not factor:
             return False, None, None
         with contextlib.nullcontext() if factor == 1 else scaled_learning_rates(optimizer, factor):

@@ -20,7 +20,8 @@ from megatron_rl_corr.reduce.metrics import Mean
 NO_TOKEN = (
     "no token of this step is left: no update. See rollout_corr/rejected_fraction/* for the rule that took "
     "them, and widen its --rollout-rs-threshold; or the step's train-infer KL was above "
-    "--rollout-batch-filter-kl (rollout_corr/batch_filtered)"
+    "--rollout-batch-filter-kl (rollout_corr/batch_filtered), no token had a log-prob on both sides "
+    "(rollout_corr/nonfinite_tokens), or every sample was cut short (--rollout-truncated-samples mask)"
 )
 NO_GRADIENT = (
     "no token of this step has a gradient, as every advantage or weight is 0: no update. If the rewards of "
@@ -58,7 +59,7 @@ class Decision:
     @classmethod
     @collective
     def agreed_decision(
-        cls, found: Decision, layout: Layout, device: torch.device | str, *, agreed: bool = False
+        cls, found: Decision, layout: Layout, device: torch.device | str, *, take_largest: bool = False
     ) -> Decision:
         """The last stage's, on every rank, which all call; a host read.
 
@@ -66,18 +67,18 @@ class Decision:
             found: of the last stage; others give any.
             layout: this rank's process groups.
             device: for the exchange.
-            agreed: the largest of all ranks, as a bound may divide tensor-parallel ranks that round
-                otherwise, and a factor would let the weights that they hold in common drift apart.
+            take_largest: take the largest value of all ranks. Tensor-parallel ranks may round differently,
+                so that a bound would divide them, and a factor let the weights that they share drift apart.
         """
         values = torch.tensor(astuple(found), dtype=torch.float64, device=device)
         if layout.pp_size > 1:
             dist.broadcast(values, layout.last_stage_rank, group=layout.pp_group)
-        if agreed:
+        if take_largest:
             dist.all_reduce(values, dist.ReduceOp.MAX)
         return cls(*values.tolist())
 
     @property
-    def updates(self) -> bool:
+    def makes_update(self) -> bool:
         """Without a token, or without a gradient, all must skip the update.
 
         Adam's momentum and weight decay, or MoE's auxiliary losses, would still move the weights.

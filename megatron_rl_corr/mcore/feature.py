@@ -1,8 +1,20 @@
-"""When a run asks its optional parts: the protocol of megatron_rl_corr/features.
+"""The protocol of megatron_rl_corr/features, the optional parts of a run, and when it calls them.
 
-A run is checked, prepared and started; then come its steps, each of which ends with a push. The kernel
-knows no feature by name: it asks those of config/features.FEATURES, in their order, on all ranks, so that
-a method may be collective where it says so.
+    once        check_arguments, intervals, check_folders   run_flags.py, file_checks.py: every feature
+                check_data, samples_aside, prepare          session.collector_of
+                open, start                                 session.start, before the servers are reached
+                samplings                                   serving.check_servers_and_prompts
+    a batch     after_scoring, save_batch                   step.py, corrected and not trained yet
+    an update   settle                                      step.py, before the push of the batch's last one
+                before_push, after_push                     serving.WeightPush, the start's push too
+                end_step, after_step                        hooks.py, behind the push
+    else        settle                                      hooks.py, before a checkpoint and when leaving
+                close                                       when the run has ended or failed
+
+A batch is collected, corrected and pushed once; it makes --rollout-updates-per-batch x
+--rollout-epochs-per-batch updates, and each update is a step, which is an iteration of Megatron. mcore/
+imports no feature: it calls those of config/features.FEATURES in their order, on all ranks, so that a method
+may be collective where it says so.
 """
 
 from __future__ import annotations
@@ -23,8 +35,7 @@ if TYPE_CHECKING:  # a feature's settings are read without Megatron
     from megatron_rl_corr.mcore.batch.microbatch import LossInputs
     from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
     from megatron_rl_corr.mcore.batch.server_collector import SampleSource
-    from megatron_rl_corr.mcore.forward import LogprobSettings
-    from megatron_rl_corr.mcore.reference.policy import ReferencePass
+    from megatron_rl_corr.mcore.forward import BatchForward, LogprobSettings
     from megatron_rl_corr.mcore.step_metrics import StepTimes
     from megatron_rl_corr.mcore.step_reports import StepReports
     from megatron_rl_corr.moe.routes import Routes
@@ -45,8 +56,10 @@ class RunSettings:
 
 
 @dataclass(frozen=True)
-class ScoredBatch:
-    """A batch with its samples and, as far as they are known before it trains, its corrections."""
+class CorrectedBatch:
+    """A batch with its samples and, as far as they are known before it trains, its corrections; also where
+    there was no pass for old log-probs.
+    """
 
     number: int
     """Number of the batch, from 0."""
@@ -56,8 +69,8 @@ class ScoredBatch:
     """This rank's tokens."""
     inputs: LossInputs | None
     """On the last stage."""
-    forward: ReferencePass
-    """A pass over the whole batch, under the current weights."""
+    forward: BatchForward
+    """Runs a pass over the whole batch, under the current weights."""
     routes: Routes
     """With the servers' experts of the batch."""
     has_old_logprobs: bool
@@ -77,7 +90,7 @@ class EndedStep:
 
 @dataclass(frozen=True)
 class RunParts:
-    """What a run is made of when its servers are reached next."""
+    """What a run is made of, just before its servers are reached."""
 
     settings: RunSettings
     model: list
@@ -88,7 +101,7 @@ class RunParts:
     exporter: StageExporter
     collector: BatchCollector
     shape: BatchShape
-    logprobs: LogprobSettings
+    logprob_settings: LogprobSettings
     reports: StepReports
 
 
@@ -128,28 +141,28 @@ class Feature:
 
     @classmethod
     def is_asked_for(cls, options: RunConfig) -> bool:
-        """True if a run has it."""
-        return True
+        """True if a run has it, by its flags."""
+        raise NotImplementedError(f"{cls.__name__} must say which flags ask for it")
 
     @classmethod
     def check_arguments(cls, args: argparse.Namespace) -> None:
-        """ValueError for flags of Megatron that do not go with it."""
+        """ValueError for flags of Megatron that do not go with it; called whether it is asked for or not."""
 
     @classmethod
     def intervals(cls, args: argparse.Namespace) -> Mapping[str, int | None]:
-        """Flag -> iterations, which must be whole batches."""
+        """Flag -> iterations, which must be whole batches; called whether it is asked for or not."""
         return {}
 
     @classmethod
     def check_folders(cls, options: RunConfig, args: argparse.Namespace) -> None:
-        """ValueError for a folder that is another's too."""
+        """ValueError for a folder that is another's too; called whether it is asked for or not."""
 
     def check_data(self, settings: RunSettings, tokenizer: Tokenizer) -> None:
         """ValueError for data that is wrong, where a run can't be prepared for other reasons."""
 
     def samples_aside(self, rows: int) -> int:
-        """Samples of filtered groups that a replica's leader keeps aside a step, for `take_aside` of this
-        feature; no other one may have some.
+        """Samples of filtered groups that a replica's leader keeps for this feature in each batch, and gives
+        by `BatchCollector.take_aside`. Only one feature may ask for them.
 
         Args:
             rows: samples of a batch on a replica.
@@ -164,27 +177,30 @@ class Feature:
         return ()
 
     def open(self, run: RunParts) -> None:
-        """Take what the run is made of, and open files; the servers are reached next. In a replay too.
+        """Take what the run is made of, and open files. In a run from saved samples too.
 
         Raises:
             OSError: a folder can't be made.
         """
 
     def start(self, run: RunParts) -> None:
-        """Begin; all are open. May be collective. In a replay too."""
+        """Begin; all features are open, and the servers are reached next. May be collective. In a run from
+        saved samples too.
+        """
 
-    def after_scoring(self, scored: ScoredBatch) -> dict[str, Metric]:
+    def after_scoring(self, scored: CorrectedBatch) -> dict[str, Metric]:
         """This rank's share of metrics of a batch before it trains. May be collective."""
         return {}
 
-    def save_batch(self, scored: ScoredBatch) -> bool:
+    def save_batch(self, scored: CorrectedBatch) -> bool:
         """Write what is kept of a batch before it trains; False: nothing is. May be collective."""
         return False
 
     def settle(self) -> bool:
-        """Wait for what needs the servers' present weights, or must be in a checkpoint; False: for nothing.
+        """Wait for what is under way and needs the servers' present weights, or ends the numbers of a step;
+        False: for nothing. A feature has no state of its own in checkpoints.
 
-        Before a push, a save and the end. May be collective.
+        May be collective.
         """
         return False
 
@@ -206,10 +222,12 @@ class Feature:
         return {}
 
     def end_step(self, ended: EndedStep) -> None:
-        """Write what is kept of a step that has ended. May be collective. In a replay too."""
+        """Write what is kept of a step that has ended. May be collective. In a run from saved samples too."""
 
     def after_step(self, ended: EndedStep) -> None:
-        """What begins between two steps, before the step's numbers are written. May be collective."""
+        """Begin what goes on beside the next step, before this step's numbers are written. May be
+        collective.
+        """
 
     def close(self) -> None:
         """Give up what is under way: the run has ended or failed. From any thread, on this rank alone."""

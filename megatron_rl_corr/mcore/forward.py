@@ -7,15 +7,20 @@ vocabulary columns, tp tensor-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import sampling_mask_logprobs
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
+from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch.microbatch import Microbatch
 from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.forward_only import run_forward_only
 from megatron_rl_corr.mcore.mtp import mtp_arguments
 from megatron_rl_corr.mcore.output_processor import (
@@ -108,6 +113,38 @@ def compute_log_probs(
     if not results:
         return None
     return tuple(packs.join(parts) for parts in zip(*results, strict=True))
+
+
+@dataclass(frozen=True)
+class BatchForward:
+    """A forward-only pass of the model over a batch, under whatever weights it has then."""
+
+    model: list
+    optimizer: Any
+    packs: Packs
+    settings: LogprobSettings
+    samples: Sequence[Trajectory] = ()
+    """The batch's, on the replica's data leader."""
+
+    @property
+    def batch(self) -> RolloutBatch:
+        """This rank's tokens."""
+        return self.packs.batch
+
+    def gathered(self) -> AbstractContextManager:
+        """Context in which every rank holds whole, current parameters."""
+        return compat.gathered_parameters(self.model, self.optimizer)
+
+    def run(self) -> Tensor | None:
+        """Log-probs of the labels [T] on the last stage, of the distribution that was sampled;
+        None on the others.
+
+        Routers choose by themselves, whatever --router-replay says: the weights may be the reference
+        policy's, which would not choose the experts that the servers' policy chose.
+        """
+        with compat.attention_logits_kept(self.model):
+            scored = compute_log_probs(self.model, self.packs, self.settings, routes=Routes())
+        return None if scored is None else scored[0]
 
 
 def label_logprobs(

@@ -26,6 +26,7 @@ from megatron_rl_corr.mcore.batch_advantages import advantages_of_batch, token_a
 from megatron_rl_corr.mcore.decision import mean_k3
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.forward import LogprobSettings, label_logprobs
+from megatron_rl_corr.mcore.scoring import OldPass
 from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.mcore.user_functions import loss_of
 from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
@@ -35,13 +36,11 @@ from megatron_rl_corr.reduce.metrics import Metric, Sum
 @collective
 def make_loss_inputs(
     batch: RolloutBatch,
-    old_logprobs: Tensor,
+    old: OldPass,
     config: RolloutCorrectionConfig,
     groups: ParallelGroups,
     *,
     group_size: int,
-    routing: Tensor | None = None,
-    collisions: Tensor | None = None,
     seq_length: int | None = None,
 ) -> LossInputs:
     """Correct pi_old against pi_rollout, then take advantages over the sequences that were not rejected.
@@ -50,22 +49,20 @@ def make_loss_inputs(
 
     Args:
         batch: this rank's tokens.
-        old_logprobs: [T], log pi_old.
+        old: log pi_old, and what else its pass found.
         config: the correction.
         groups: the ranks of the batch.
         group_size: samples of a prompt.
-        routing: [T], share of a token's experts that only the server chose; for a rule by routing.
-        collisions: [T], sum p^2 of pi_old's distributions; for an advantage of each token.
-        seq_length: the longest that a sequence may be; for such an advantage too.
+        seq_length: the longest that a sequence may be; for an advantage of each token.
     """
     inputs = {}
     for name in config.needed_inputs:
         if name == "advantages":
             inputs[name] = batch.spread(advantages_of_batch(batch, config, groups, group_size=group_size))
         else:
-            inputs[name] = routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
+            inputs[name] = old.routing if name == "routing" else RULE_INPUTS[name].of_batch(batch)
     correction = compute_correction(
-        old_logprobs,
+        old.logprobs,
         batch.rollout_logprobs,
         trained_tokens(batch),
         batch.seq_ids,
@@ -77,17 +74,17 @@ def make_loss_inputs(
     )
     if not config.advantage_by_token:
         by_row = advantages_of_batch(batch, config, groups, group_size=group_size, correction=correction)
-        return _loss_inputs(batch, correction, batch.spread(by_row), config, old_logprobs=old_logprobs)
-    energies = gradient_energies(old_logprobs, collisions)
+        return _loss_inputs(batch, correction, batch.spread(by_row), config, old_logprobs=old.logprobs)
+    energies = gradient_energies(old.logprobs, old.collisions)
     advantages = token_advantages_of_batch(
         batch, correction, energies, groups, group_size=group_size, seq_length=seq_length
     )
-    made = _loss_inputs(batch, correction, advantages, config, old_logprobs=old_logprobs)
+    made = _loss_inputs(batch, correction, advantages, config, old_logprobs=old.logprobs)
     return replace(made, energies=energies)
 
 
 @collective
-def make_bypass_loss_inputs(
+def make_unscored_loss_inputs(
     batch: RolloutBatch,
     config: RolloutCorrectionConfig,
     groups: ParallelGroups,
@@ -180,7 +177,7 @@ class CorrectedLoss:
     """The schedule's loss of each microbatch of one step; keeps the metrics of all."""
 
     config: RolloutCorrectionConfig
-    logprobs: LogprobSettings
+    logprob_settings: LogprobSettings
     scale: LossScale
     scored: bool
     """A pass for old log-probs has made the batch's correction; else each microbatch's is made here."""
@@ -207,7 +204,9 @@ class CorrectedLoss:
         LossScale has it.
         """
         config, inputs = self.config, micro.loss_inputs
-        logprobs, entropy = label_logprobs(output, micro, self.logprobs, with_entropy=self.with_entropy)
+        logprobs, entropy = label_logprobs(
+            output, micro, self.logprob_settings, with_entropy=self.with_entropy
+        )
         current, correction = logprobs.detach(), inputs.correction
         corrected: dict[str, Metric] = {}
         metrics: dict[str, Metric] = {}
@@ -309,7 +308,7 @@ class CorrectedLoss:
         if not self.scored and config.rollout_rs:
             decision["ess"] = sequences_ess(correction, self.groups or ParallelGroups())
         if self.first_step is not None:
-            own, most = inputs.own_weights, self.first_step.most
+            own, most = inputs.from_current_weights, self.first_step.most
             decision["first_step_kl"] = mean_k3(current, inputs.rollout_logprobs, own, most)
         if self.bounds_kl:
             decision["kl_to_old"] = mean_k3(current, old, correction.mask)

@@ -1,10 +1,26 @@
-"""Whether a batch has a pass for old log-probs before it trains, and why."""
+"""The scoring pass: whether a batch has a pass for old log-probs before it trains, why, and what it finds."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import idle_clips
 from megatron_rl_corr.config.flags import name_flags
+
+
+@dataclass(frozen=True)
+class OldPass:
+    """A batch under the weights that its updates begin with, pi_old, on the last stage: [T] float32 each."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    collisions: Tensor | None = None
+    """sum p^2 of each distribution; for an advantage of each token."""
+    routing: Tensor | None = None
+    """Share of a token's experts that only the server chose; for a rule by routing."""
 
 
 def scoring_reasons(

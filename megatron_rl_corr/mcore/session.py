@@ -187,7 +187,7 @@ def start(
         report=reports.numbers.update,
         routes=routes,
         updates=updates,
-        logprobs=logprobs,
+        logprob_settings=logprobs,
         features=features,
         first_step=first_step,
         reference=reference,
@@ -316,7 +316,7 @@ def batch_shape(options: RunConfig, args: argparse.Namespace) -> BatchShape:
     return BatchShape(
         group_size=options.group_size,
         packing=pack_limits(args),
-        updates=options.updates_per_batch,
+        updates_per_batch=options.updates_per_batch,
         global_batch_size=args.global_batch_size,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,

@@ -20,17 +20,17 @@ from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.colocation import Colocation
 from megatron_rl_corr.mcore.decision import Decision
-from megatron_rl_corr.mcore.feature import Feature, ScoredBatch
+from megatron_rl_corr.mcore.feature import CorrectedBatch, Feature
 from megatron_rl_corr.mcore.first_step import FirstStep
-from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
+from megatron_rl_corr.mcore.forward import BatchForward, LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import (
     CorrectedLoss,
     LossScale,
-    make_bypass_loss_inputs,
     make_loss_inputs,
+    make_unscored_loss_inputs,
 )
-from megatron_rl_corr.mcore.reference.policy import Reference, ReferencePass, less_reference_kl
-from megatron_rl_corr.mcore.scoring import scoring_reasons
+from megatron_rl_corr.mcore.reference.policy import Reference, less_reference_kl
+from megatron_rl_corr.mcore.scoring import OldPass, scoring_reasons
 from megatron_rl_corr.mcore.step_metrics import StepTimes, batch_metrics
 from megatron_rl_corr.mcore.updates import BatchInTraining, UpdatePart, Updates, inputs_of_update
 from megatron_rl_corr.moe.padding import set_packed_share
@@ -54,9 +54,11 @@ class CorrectedStep:
     layout: Layout
     shape: BatchShape
     collector: BatchCollector
-    logprobs: LogprobSettings
+    logprob_settings: LogprobSettings
     push: Callable[[int], dict[str, float]]
-    """push(version): send the current weights; every rank calls it. What a probe of the servers found."""
+    """push(version): send the current weights; every rank calls it. Returns numbers of the step: the
+    features' and the memory's.
+    """
     report: Callable[[dict[str, float]], None]
     """Takes a step's numbers, on the job's last rank."""
     updates: Updates = field(default_factory=Updates)
@@ -130,7 +132,7 @@ class CorrectedStep:
         """Collect a batch, score it if need be, correct it: what its updates share."""
         scored = bool(self.scoring_reasons)
         batch = self.collector.collect(number)
-        self.routes.begin_step(
+        self.routes.begin_batch(
             batch.seq_ids, batch.positions, samples=batch.num_sequences, compare_in_training=not scored
         )
         times.mark("collect")
@@ -138,11 +140,14 @@ class CorrectedStep:
             self.colocation.begin_training_turn()
             times.mark("release")
         packs = self._packs(batch)
-        forward = ReferencePass(model, optimizer, packs, self.logprobs, self.collector.trajectories)
+        forward = BatchForward(model, optimizer, packs, self.logprob_settings, self.collector.trajectories)
         reference = self.reference.log_probs(forward)
         times.mark("reference")
-        inputs, metrics = self._correct_batch(packs, model, optimizer, reference)
-        found = ScoredBatch(number, iteration, batch, inputs, forward, self.routes, has_old_logprobs=scored)
+        old = self._score(packs, model, optimizer)
+        inputs, metrics = self._correct(batch, old, reference)
+        found = CorrectedBatch(
+            number, iteration, batch, inputs, forward, self.routes, has_old_logprobs=scored
+        )
         for one in self.features:
             metrics |= one.after_scoring(found)
         if scored:
@@ -188,28 +193,28 @@ class CorrectedStep:
         metrics = ({} if iteration % self.updates.count else whole.metrics) | part.metrics(self.layout)
         iterators = [RerunDataIterator(part.microbatches()) for _ in model]
         forward_step = make_forward_step(
-            loss, self.logprobs, with_entropy=loss.with_entropy, routes=self.routes
+            loss, self.logprob_settings, with_entropy=loss.with_entropy, routes=self.routes
         )
         if not packs.are_rows:
             known = part.batch.num_sequences // self.shape.micro_batch_size
             set_packed_share(model, packs.real_token_share(self.layout, known=known))
         routers = compat.RouterState(model)
 
-        def step_factor() -> float:
-            # Exchange metrics here: behind the backward pass, when all are known, and before the update.
+        def decide_update() -> float:
+            # Called within optimizer.step: behind the backward pass, when all metrics are known.
             agreement = {} if scored else self._routing_agreement(whole.batch, iteration)
             numbers.update(self._global_numbers(metrics | agreement, loss))
             found = Decision.pop_from(numbers)
             if inputs is not None and scored:  # the whole batch may have been filtered out
                 found = replace(found, kept=min(found.kept, float(inputs.correction.kept_tokens)))
-            factor = self._agree_on_step_factor(found, iteration, whole)
+            factor = self._agree_on_update(found, iteration, whole)
             if not factor:
                 routers.zero_attention_logits()
             elif self.updates.ess_step_scale:
                 numbers["step_scale"] = factor
             return factor
 
-        with compat.asked_before_update(optimizer, step_factor), self.routes.training():
+        with compat.asked_before_update(optimizer, decide_update), self.routes.training():
             result = train_step(forward_step, iterators if len(model) > 1 else iterators[0], packs.count)
         if compat.was_skipped(result):
             routers.restore()
@@ -222,51 +227,43 @@ class CorrectedStep:
         return Packs.balanced(batch, self.shape, self.layout)
 
     @collective
-    def _correct_batch(
-        self,
-        packs: Packs,
-        model: list,
-        optimizer: Any,
-        reference: Tensor | None,
+    def _score(self, packs: Packs, model: list, optimizer: Any) -> OldPass | None:
+        """The pass for old log-probs, if anything needs it; None without one, and on stages but the last."""
+        if not self.scoring_reasons:
+            return None
+        with compat.gathered_parameters(model, optimizer), self.routes.scoring():
+            columns = compute_log_probs(
+                model,
+                packs,
+                self.logprob_settings,
+                routes=self.routes,
+                with_collision=self.config.advantage_by_token,
+            )
+        self.routes.share_recorded()
+        by_routing = "routing" in inputs_of(self.config.rollout_rs)
+        routing = self.routes.measure_disagreement() if by_routing else None
+        return None if columns is None else OldPass(*columns, routing=routing)
+
+    @collective
+    def _correct(
+        self, batch: RolloutBatch, old: OldPass | None, reference: Tensor | None
     ) -> tuple[LossInputs | None, dict[str, Metric]]:
         """What the loss needs, and the batch's metrics, on the last stage; (None, {}) on others,
         which call it too.
         """
-        batch, groups, scored, routing = packs.batch, self.layout.groups, None, None
-        if self.scoring_reasons:
-            with compat.gathered_parameters(model, optimizer), self.routes.scoring():
-                scored = compute_log_probs(
-                    model,
-                    packs,
-                    self.logprobs,
-                    routes=self.routes,
-                    with_collision=self.config.advantage_by_token,
-                )
-            self.routes.share_recorded()
-            if "routing" in inputs_of(self.config.rollout_rs):
-                routing = self.routes.measure_disagreement()
         if not self.layout.is_last_stage:
             return None, {}
-        # In bypass mode pi_rollout.
-        old_logprobs, entropy, *collisions = scored or (batch.rollout_logprobs, None)
-        lowered, kl = less_reference_kl(batch, old_logprobs, reference, self.config, groups)
-        size = self.shape.group_size
-        if scored is None:
-            inputs = make_bypass_loss_inputs(lowered, self.config, groups, group_size=size)
+        config, groups, size = self.config, self.layout.groups, self.shape.group_size
+        logprobs = batch.rollout_logprobs if old is None else old.logprobs
+        lowered, kl = less_reference_kl(batch, logprobs, reference, config, groups)
+        if old is None:
+            inputs = make_unscored_loss_inputs(lowered, config, groups, group_size=size)
         else:
             inputs = make_loss_inputs(
-                lowered,
-                old_logprobs,
-                self.config,
-                groups,
-                group_size=size,
-                routing=routing,
-                collisions=collisions[0] if collisions else None,
-                seq_length=self.shape.seq_length,
+                lowered, old, config, groups, group_size=size, seq_length=self.shape.seq_length
             )
-        return replace(inputs, ref_logprobs=reference), batch_metrics(
-            batch, inputs.correction, entropy, groups
-        ) | kl
+        metrics = batch_metrics(batch, inputs.correction, None if old is None else old.entropy, groups)
+        return replace(inputs, ref_logprobs=reference), metrics | kl
 
     @collective
     def _routing_agreement(self, batch: RolloutBatch, iteration: int) -> dict[str, Metric]:
@@ -289,7 +286,7 @@ class CorrectedStep:
         )
         return CorrectedLoss(
             self.config,
-            self.logprobs,
+            self.logprob_settings,
             scale,
             scored=bool(self.scoring_reasons),
             groups=self.layout.groups,
@@ -302,7 +299,7 @@ class CorrectedStep:
         return self.first_step is not None and self.first_step.iteration == iteration
 
     @collective
-    def _agree_on_step_factor(self, found: Decision, iteration: int, whole: BatchInTraining) -> float:
+    def _agree_on_update(self, found: Decision, iteration: int, whole: BatchInTraining) -> float:
         """The factor of the update, 0 for none; where the KL to pi_old is too large, the batch ends here.
 
         Raises:
@@ -311,12 +308,12 @@ class CorrectedStep:
         """
         bounded, scales = self.updates.bounds_kl(iteration), self.updates.ess_step_scale
         decision = Decision.agreed_decision(
-            found, self.layout, self.collector.device, agreed=bounded or scales
+            found, self.layout, self.collector.device, take_largest=bounded or scales
         )
         if self._is_first(iteration):
             all_reduce_failure(self.first_step.judge(decision.first_step_kl))
         left_out = self.updates.too_far(iteration, decision.kl_to_old) if bounded else None
-        if decision.updates and left_out is None:
+        if decision.makes_update and left_out is None:
             return decision.step_scale if scales else 1.0
         decision.print_why_not(self.layout, left_out)
         whole.ends_early = left_out is not None

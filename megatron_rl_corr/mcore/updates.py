@@ -222,6 +222,7 @@ def inputs_of_update(
         valid_tokens=valid,
         kept_tokens=kept,
         kept_sequences=correction.kept_sequences[rows],
+        valid_lengths=correction.valid_lengths[rows],
         sequence_ratios=correction.sequence_ratios[rows],
         lengths=replace(lengths, tokens=tokens, sequences=sequences),
     )

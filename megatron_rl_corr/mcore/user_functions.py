@@ -35,8 +35,9 @@ def own_advantages(spec: str, rewards: Tensor, kept: Tensor, tokens: Tensor) -> 
         spec: the function.
         rewards: [P, G] float64, less the KL to a reference where `kl_reward_coef` is given; a row is a
             prompt's group, in no order.
-        kept: [P, G] bool: has tokens, and no sequence-level rule rejected it.
-        tokens: [P, G] float64, tokens that are trained.
+        kept: [P, G] bool: counts in baselines: no sequence-level rule rejected it, and it has tokens, or was
+            cut short and is left out of the loss alone.
+        tokens: [P, G] float64, sampled tokens with finite log-probs.
 
     Raises:
         ValueError: it returns anything but a floating-point tensor [P, G] on the inputs' device.

@@ -275,7 +275,7 @@ CODE_OF = {"kimi_k2": "deepseek_v3"}
 """`model_type` that transformers does not know -> the one by whose code it is loaded. Code that comes with a
 checkpoint is never run."""
 
-SWITCHES: dict[tuple[str, Part], str] = {
+PARTS_BY_SETTING: dict[tuple[str, Part], str] = {
     ("glm4_moe", qkv_bias): "attention_bias",
     ("glm4_moe", qk_norms): "use_qk_norm",
     ("qwen2_moe", qkv_bias): "qkv_bias",
@@ -310,7 +310,7 @@ def parts_of(config: Config) -> tuple[Part, ...]:
             f"a model of one of these{remedy}"
         )
     switched_off = {
-        part for (family, part), key in SWITCHES.items() if family == kind and not config.get(key)
+        part for (family, part), key in PARTS_BY_SETTING.items() if family == kind and not config.get(key)
     }
     return tuple(part for part in FAMILIES[kind] if part not in switched_off)
 

@@ -48,7 +48,7 @@ class Routes:
             boundaries: [S + 1] where each sample begins in the whole batch: `cu_seqlens`.
         """
 
-    def begin_step(
+    def begin_batch(
         self, seq_ids: Tensor, positions: Tensor, *, samples: int, compare_in_training: bool
     ) -> None:
         """Start a step.
@@ -189,7 +189,7 @@ class ReplayedRoutes(Routes):
             layout=self._layout,
         )
 
-    def begin_step(
+    def begin_batch(
         self, seq_ids: Tensor, positions: Tensor, *, samples: int, compare_in_training: bool
     ) -> None:
         self._tokens, self._compare_in_training = len(seq_ids), compare_in_training

@@ -880,14 +880,30 @@ def test_preset_when_a_flag_does_not_go_with_its_settings_then_it_is_named_with_
     assert "prime_rl" not in refusal(*REQUIRED, "--rollout-correction-preset", "prime_rl", *given)
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--rollout-loss", "reinforce"],
+        ["--rollout-loss", "rloo", "--rollout-is", "token", "--rollout-is-threshold", "2"],
+        ["--rollout-loss", "reinforce", "--rollout-bypass-mode"],
+    ],
+)
+def test_later_updates_when_the_loss_has_no_ratio_to_follow_then_refused(flags):
+    for several in (["--rollout-updates-per-batch", "4"], ["--rollout-epochs-per-batch", "4"]):
+        refused = refusal(*REQUIRED, *flags, *several)
+        assert refused.startswith(f"--rollout-loss {flags[1]} with 4 updates a batch: it has no ratio")
+        # Its remedies.
+        parse([*REQUIRED, *flags])
+        parse([*REQUIRED, *several, "--rollout-loss", "ppo_clip"])
+        weights = ["--rollout-is", "token", "--rollout-is-threshold", "2"]
+        parse([*REQUIRED, *several, *flags[:2], "--rollout-bypass-mode", *weights])
+
+
 def test_gamma_weights_of_pi_old_when_a_loss_without_a_ratio_makes_several_updates_then_refused():
     vespo, several = ["--rollout-correction-preset", "vespo"], ["--rollout-updates-per-batch", "4"]
     three = [*vespo, "--no-rollout-bypass-mode"]
     refused = refusal(*REQUIRED, *three, *several)
-    assert refused.startswith(
-        "--rollout-is-mode gamma with 4 updates a batch: its weights are of pi_old against pi_ro"
-    )
-    assert "--rollout-loss reinforce has no ratio" in refused
+    assert refused.startswith("--rollout-is-mode gamma, --rollout-loss reinforce with 4 updates a batch: ")
     # Its remedies.
     assert parse([*REQUIRED, *vespo, *several])[0].bypass_mode
     assert not parse([*REQUIRED, *three])[0].bypass_mode

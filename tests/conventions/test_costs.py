@@ -30,6 +30,7 @@ from megatron_rl_corr.config.rules import RejectionRule, check_trainer_inputs
 from megatron_rl_corr.integrations.settings import check_settings
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.loss import make_loss_inputs
+from megatron_rl_corr.mcore.scoring import OldPass
 from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 config = RolloutCorrectionConfig.from_dict(
@@ -47,7 +48,7 @@ batch = dataclasses.replace(
     rollout_logprobs=logprobs,
     rewards=torch.tensor([0.0, 1.0]),
 )
-trained = make_loss_inputs(batch, logprobs, config, ParallelGroups(), group_size=2).correction
+trained = make_loss_inputs(batch, OldPass(logprobs), config, ParallelGroups(), group_size=2).correction
 shown = {
     "help": help_text(),
     "docs": generate_docs.rules_page(),

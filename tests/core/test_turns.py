@@ -132,7 +132,7 @@ def test_outlier_when_in_the_first_turn_then_the_later_ones_keep_their_digits():
 def test_turn_parts_when_turn_ids_or_their_bound_are_missing_then_refused():
     rule = RolloutCorrectionConfig(rollout_rs=(RejectionRule("turn_mean", "k3", upper=0.1),))
     weights = RolloutCorrectionConfig(rollout_is="turn", rollout_is_upper=2.0)
-    for config, name in ((rule, "turn_mean_k3"), (weights, "turn weights")):
+    for config, name in ((rule, "turn_mean_k3"), (weights, "`rollout_is` turn")):
         for missing in ({"turn_ids": None}, {"num_turns": None}):
             with pytest.raises(ValueError, match=f"{name} needs turn_ids and num_turns, above every"):
                 correct(config, **missing)

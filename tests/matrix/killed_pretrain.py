@@ -15,13 +15,13 @@ from pathlib import Path
 
 import psutil
 
+from megatron_rl_corr.mcore.forward import BatchForward
 from megatron_rl_corr.mcore.reference import checkpoint as reference_checkpoint
-from megatron_rl_corr.mcore.reference.policy import ReferencePass
 from megatron_rl_corr.weight_sync.servers import WeightServers
 
 MOMENT, _, NUMBER = os.environ["KILL_AT"].partition(":")
 reached = dict.fromkeys(("pass", "written", "moving", "moved", "bucket"), 0)
-run, finish, move, send = ReferencePass.run, reference_checkpoint._finish, shutil.move, WeightServers.send
+run, finish, move, send = BatchForward.run, reference_checkpoint._finish, shutil.move, WeightServers.send
 
 
 def reach(moment):
@@ -64,6 +64,6 @@ def killed_send(self, bucket, version):
         reach("bucket")
 
 
-ReferencePass.run, reference_checkpoint._finish, WeightServers.send = killed_pass, killed_finish, killed_send
+BatchForward.run, reference_checkpoint._finish, WeightServers.send = killed_pass, killed_finish, killed_send
 reference_checkpoint.shutil.move = killed_move
 runpy.run_path(str(Path(__file__).with_name("pretrain_any.py")), run_name="__main__")

@@ -19,6 +19,7 @@ from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.batch.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.mcore.loss import make_loss_inputs
+from megatron_rl_corr.mcore.scoring import OldPass
 from megatron_rl_corr.mcore.step_metrics import batch_metrics
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics
 from tools.local_server import free_port
@@ -120,7 +121,7 @@ def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
     )
     groups = ParallelGroups(cp=cp, dp_cp=cp)
     old = batch.rollout_logprobs + log_ratio[batch.seq_ids, batch.positions]
-    targets = make_loss_inputs(batch, old, config, groups, group_size=2)
+    targets = make_loss_inputs(batch, OldPass(old), config, groups, group_size=2)
     return {
         "batch": fields(batch),
         "weights": targets.correction.weights.view(4, -1),
@@ -223,7 +224,7 @@ def targets(batch: RolloutBatch) -> dict:
     config = RolloutCorrectionConfig(
         rollout_rs=(RejectionRule("seq_mean", "ratio", 0.5, 2.0),), advantage="group_mean"
     )
-    made = make_loss_inputs(batch, old, config, ParallelGroups(), group_size=2)
+    made = make_loss_inputs(batch, OldPass(old), config, ParallelGroups(), group_size=2)
     entropy = torch.arange(20, dtype=torch.float32)
     metrics = batch_metrics(batch, made.correction, entropy, ParallelGroups())
     return {

@@ -11,7 +11,7 @@ from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionC
 from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import LogprobSettings
-from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs
+from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_unscored_loss_inputs
 from megatron_rl_corr.reduce.collectives import ParallelGroups, merge
 from tests.mcore.layout_cases import OWN
 
@@ -95,7 +95,7 @@ def main(path: str) -> None:
         rows_of = replace(batch, turn_ids=turn_ids.view(-1), num_turns=3) if name == "turns" else batch
         if config.loss.startswith(str(OWN)) or name.endswith("without rewards"):
             rows_of = replace(batch, rewards=torch.zeros(rows))
-        targets = make_bypass_loss_inputs(rows_of, config, groups, group_size=2)
+        targets = make_unscored_loss_inputs(rows_of, config, groups, group_size=2)
         scale = LossScale(num_microbatches=2, dp_size=1, per_token=False, global_positions=rows * length)
         loss = CorrectedLoss(config, LogprobSettings(None, 1.0, vocab), scale, scored=False, groups=groups)
         leaf = logits.clone().requires_grad_()

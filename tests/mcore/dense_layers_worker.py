@@ -128,7 +128,7 @@ def dense_stage(rank, port):
         routes = ReplayedRoutes(replay, layout, min_agreement=-1.0)
         routes.scatter(list(packed) if rank == 0 else None, [0, LENGTH, 2 * LENGTH])
         seq_ids, positions = torch.arange(ROWS).repeat_interleave(LENGTH), torch.arange(LENGTH).repeat(ROWS)
-        routes.begin_step(seq_ids, positions, samples=ROWS, compare_in_training=False)
+        routes.begin_batch(seq_ids, positions, samples=ROWS, compare_in_training=False)
         with torch.no_grad(), routes.scoring():
             routes.before_forward(model, PLACES)
             forward(model, rank)

@@ -45,8 +45,9 @@ from megatron_rl_corr.mcore.batch.rollout_batch import (
 )
 from megatron_rl_corr.mcore.batch.sampling_masks import cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
-from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_bypass_loss_inputs, make_loss_inputs
+from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_loss_inputs, make_unscored_loss_inputs
 from megatron_rl_corr.mcore.reference.policy import less_reference_kl
+from megatron_rl_corr.mcore.scoring import OldPass
 from megatron_rl_corr.mcore.step_metrics import batch_metrics
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.names import NameTable
@@ -378,18 +379,17 @@ def step(
     in_loss = in_loss or correction.bypass_mode
     batch, inputs, metrics = packs.batch, None, {}
     if scored is not None and in_loss:
-        inputs = make_bypass_loss_inputs(batch, correction, groups, group_size=GROUP_SIZE)
+        inputs = make_unscored_loss_inputs(batch, correction, groups, group_size=GROUP_SIZE)
         metrics = batch_metrics(batch, inputs.correction, None, groups)
     elif scored is not None:
         lowered, kl = less_reference_kl(batch, scored[0], reference, correction, groups)
         collisions = scored[2] if correction.advantage_by_token else None
         inputs = make_loss_inputs(
             lowered,
-            scored[0],
+            OldPass(scored[0], collisions=collisions),
             correction,
             groups,
             group_size=GROUP_SIZE,
-            collisions=collisions,
             seq_length=LENGTH,
         )
         inputs = replace(inputs, ref_logprobs=reference)

@@ -91,7 +91,7 @@ def trained(model, parameters, layout, batch, settings, optimizer, spec, case, k
     corrected = CorrectedStep(
         config=BYPASS if case == "bypass" else config_of(case),
         layout=layout,
-        logprobs=settings,
+        logprob_settings=settings,
         routes=routes,
         push=lambda version: {},
         report=reports.append,
@@ -102,7 +102,7 @@ def trained(model, parameters, layout, batch, settings, optimizer, spec, case, k
             ROWS,
             LENGTH,
             packing=limits_of(spec) if kind == "packed" else None,
-            updates=parts,
+            updates_per_batch=parts,
         ),
         updates=Updates(parts, epochs, None, SEED),
     )

@@ -83,7 +83,7 @@ def run(model_dir, reference, spec):
     for kind, batch, shift in (("rows", rows, rows_shift), ("packed", packed, packed_shift)):
         packs = packs_of(batch, layout, spec if kind == "packed" else {}, ROWS)
         routes = replaying(model, batch, layout, config.num_layers) if spec.get("replay") else Routes()
-        routes.begin_step(
+        routes.begin_batch(
             batch.seq_ids, batch.positions, samples=batch.num_sequences, compare_in_training=False
         )
         with routes.scoring():

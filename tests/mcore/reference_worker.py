@@ -20,9 +20,9 @@ from layout_worker import gradient_error, packs_of, set_up, step, whole_gradient
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.mcore.forward import compute_log_probs
+from megatron_rl_corr.mcore.forward import BatchForward, compute_log_probs
 from megatron_rl_corr.mcore.reference.checkpoint import FOLDER, saved_with
-from megatron_rl_corr.mcore.reference.policy import LocalReference, ReferencePass, ReferenceWeights
+from megatron_rl_corr.mcore.reference.policy import LocalReference, ReferenceWeights
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics
@@ -42,7 +42,7 @@ CONFIGS = {
 MICROBATCHES = 4
 
 
-class Ungathered(ReferencePass):
+class Ungathered(BatchForward):
     """Without Megatron's optimizer, whose gathers tests/matrix/test_reference.py has."""
 
     def gathered(self):

@@ -85,7 +85,7 @@ def corrected_step(config, layout, logprobs, collect, reports, **others):
     return CorrectedStep(
         config=config,
         layout=layout,
-        logprobs=logprobs,
+        logprob_settings=logprobs,
         push=lambda version: reports.append({"pushed": version}) or {},
         report=reports.append,
         collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),

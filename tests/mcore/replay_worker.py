@@ -107,7 +107,7 @@ def one_run(
     corrected = CorrectedStep(
         config=config,
         layout=layout,
-        logprobs=logprobs,
+        logprob_settings=logprobs,
         push=lambda version: {},
         report=reports.append,
         routes=routed,
@@ -118,7 +118,7 @@ def one_run(
             micro_batch_size=ROWS,
             seq_length=LENGTH,
             packing=limits_of(spec),
-            updates=parts,
+            updates_per_batch=parts,
         ),
         updates=Updates(parts),
     )

@@ -422,7 +422,7 @@ step = CorrectedStep(
     layout=None,
     shape=None,
     collector=types.SimpleNamespace(cursor_of_all_replicas=lambda *args, **named: None),
-    logprobs=None,
+    logprob_settings=None,
     push=push,
     report=None,
     reference=reference,

@@ -83,6 +83,7 @@ import dataclasses, json, torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.loss import make_loss_inputs
+from megatron_rl_corr.mcore.scoring import OldPass
 from megatron_rl_corr.mcore.reference.policy import less_reference_kl
 from megatron_rl_corr.reduce.collectives import ParallelGroups
 
@@ -96,7 +97,7 @@ batch = dataclasses.replace(
 config = RolloutCorrectionConfig(kl_reward_coef=0.5, kl_reward_type="k1", advantage="group_mean")
 old, reference = torch.full((6,), -1.0), torch.tensor([-1.5, -1.5, -1.0, -1.0, torch.nan, torch.nan])
 lowered, metrics = less_reference_kl(batch, old, reference, config, ParallelGroups())
-inputs = make_loss_inputs(lowered, old, config, ParallelGroups(), group_size=3)
+inputs = make_loss_inputs(lowered, OldPass(old), config, ParallelGroups(), group_size=3)
 print(
     "RESULT",
     json.dumps(

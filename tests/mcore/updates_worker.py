@@ -131,12 +131,12 @@ def trained(
     corrected = CorrectedStep(
         config=config_of(loss),
         layout=layout,
-        logprobs=logprobs,
+        logprob_settings=logprobs,
         report=reports.append,
         push=lambda version: pushed.append(version) or {},
         routes=routes,
         collector=SimpleNamespace(device="cpu", collect=collect, metrics={}, trajectories=[]),
-        shape=BatchShape(16 // parts, 4, ROWS, LENGTH, packing=limits_of(spec), updates=parts),
+        shape=BatchShape(16 // parts, 4, ROWS, LENGTH, packing=limits_of(spec), updates_per_batch=parts),
         updates=Updates(parts, EPOCHS, max_kl, SEED, ess_step_scale=ess_step_scale),
     )
     results = []

@@ -14,7 +14,7 @@ def test_routes_when_nothing_is_asked_of_the_routers_then_every_call_of_a_step_d
     assert type(routes) is Routes and routes.server_shape is None and routes.needs_scoring == ()
     nothing = torch.zeros(0, dtype=torch.int64)
     routes.scatter(None, [0])
-    routes.begin_step(nothing, nothing, samples=0, compare_in_training=True)
+    routes.begin_batch(nothing, nothing, samples=0, compare_in_training=True)
     with routes.scoring(), routes.training():
         routes.before_forward(torch.nn.Linear(1, 1), nothing[:, None])
     routes.share_recorded()

@@ -15,7 +15,7 @@ from megatron_rl_corr.core.mismatch import filtered_metrics
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch.packs import Packs
-from megatron_rl_corr.mcore.feature import Feature, RunParts, ScoredBatch
+from megatron_rl_corr.mcore.feature import CorrectedBatch, Feature, RunParts
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.reduce.metrics import Metric
 from megatron_rl_corr.rollout.group_filter import measured_samples
@@ -36,7 +36,7 @@ class FilteredMismatchFeature(Feature):
     def open(self, run: RunParts) -> None:
         self._collector, self._shape, self._layout = run.collector, run.shape, run.settings.layout
 
-    def after_scoring(self, scored: ScoredBatch) -> dict[str, Metric]:
+    def after_scoring(self, scored: CorrectedBatch) -> dict[str, Metric]:
         """The mismatch of the samples that the leaders kept since the last batch.
 
         One forward-only pass in evaluation mode, under the weights that the batch is trained from, with the

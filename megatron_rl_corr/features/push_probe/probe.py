@@ -21,9 +21,8 @@ from megatron_rl_corr.mcore.batch.packing import microbatch_multiple
 from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch, chunk_multiple
 from megatron_rl_corr.mcore.feature import RunParts
-from megatron_rl_corr.mcore.forward import LogprobSettings
+from megatron_rl_corr.mcore.forward import BatchForward, LogprobSettings
 from megatron_rl_corr.mcore.number_types import trained_type
-from megatron_rl_corr.mcore.reference.policy import ReferencePass
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
     all_reduce_failure,
@@ -132,18 +131,18 @@ class PushProbe:
     @collective
     def _passes(
         self, texts: Texts, settings: LogprobSettings
-    ) -> Iterator[tuple[Sequence[int], ReferencePass]]:
+    ) -> Iterator[tuple[Sequence[int], BatchForward]]:
         """Forward passes that have each text once at least, and of each which texts its sequences are."""
         if self.shape.packing is not None:
             places = [row % len(texts) for row in range(max(len(texts), self.shapes.multiple))]
             batch = self._batch(texts, places, self.shape.seq_length, chunk_multiple(self.layout.cp_size))
             packs = Packs.balanced(batch, self.shape, self.layout)
-            yield places, ReferencePass(self.model, self.optimizer, packs, settings)
+            yield places, BatchForward(self.model, self.optimizer, packs, settings)
             return
         for rows in self.shapes.rows([len(text) for text in texts]):
             batch = self._batch(texts, rows.places, rows.length, rows.length)
             packs = Packs.of_rows(batch, rows.micro_batch_size, rows.length)
-            yield rows.places, ReferencePass(self.model, self.optimizer, packs, settings)
+            yield rows.places, BatchForward(self.model, self.optimizer, packs, settings)
 
     def _batch(self, texts: Texts, places: Sequence[int], length: int, multiple: int) -> RolloutBatch:
         """This rank's tokens of the texts at these places."""
@@ -199,7 +198,7 @@ def make_probe(run: RunParts) -> PushProbe:
     broadcast_made(lambda: judge.texts)
     unit = 0 if keeps_shape(args) else RANK_TOKENS * layout.cp_size * layout.tp_group.size()
     shapes = RowShapes(shape.seq_length, shape.micro_batch_size, microbatch_multiple(args), unit)
-    return PushProbe(run.model, run.optimizer, layout, shape, run.logprobs, shapes, judge)
+    return PushProbe(run.model, run.optimizer, layout, shape, run.logprob_settings, shapes, judge)
 
 
 @collective

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.mcore.feature import Feature, RunParts, ScoredBatch
+from megatron_rl_corr.mcore.feature import CorrectedBatch, Feature, RunParts
 from megatron_rl_corr.reduce.failure import all_reduce_failure
 from megatron_rl_corr.rollout.sample_file import (
     SavedBatch,
@@ -46,7 +46,7 @@ class SavedSamplesFeature(Feature):
         if layout.is_data_leader:
             self._folder.mkdir(parents=True, exist_ok=True)
 
-    def save_batch(self, scored: ScoredBatch) -> bool:
+    def save_batch(self, scored: CorrectedBatch) -> bool:
         """Write a batch's samples.
 
         The last stage knows pi_old's log-probs, the advantages and the mask, the leader writes: one exchange

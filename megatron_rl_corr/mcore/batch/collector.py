@@ -274,14 +274,14 @@ class BatchCollector(ABC):
         return batch, sent
 
     @collective
-    def _take_groups(self, step: int) -> torch.Tensor:
+    def _take_groups(self, number: int) -> torch.Tensor:
         """What a leader counts of the groups that it took, zeros on other ranks; returns when every
         leader has its own.
 
         All ranks meet at least every `meeting_interval_s`, however long the slowest leader waits
         for its samples.
         """
-        taking = self._submit_take(step) if self._layout.is_data_leader else None
+        taking = self._submit_take(number) if self._layout.is_data_leader else None
         since = time.monotonic()
 
         def read(taken: Taken) -> torch.Tensor:
@@ -293,9 +293,9 @@ class BatchCollector(ABC):
             self._new_parts = self._parts.count(
                 parts or {} for group in taken.groups for parts in group.reward_parts
             )
-            return torch.tensor(self._count(taken, step), dtype=torch.float64)
+            return torch.tensor(self._count(taken, number), dtype=torch.float64)
 
-        counted = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, step, since))
+        counted = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, number, since))
         return torch.zeros(len(COUNTED), dtype=torch.float64) if counted is None else counted
 
     def _kept(self, scored: list[Scored]) -> tuple[list[Trajectory], torch.Tensor]:

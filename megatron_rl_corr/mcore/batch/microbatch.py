@@ -24,7 +24,7 @@ class LossInputs:
     """[T] float32, log pi_rollout of the label; NaN where the server gave none."""
     loss_mask: Tensor
     """[T] bool: the label was sampled by the policy, in a sample of the loss, whatever its log-prob."""
-    own_weights: Tensor
+    from_current_weights: Tensor
     """[T] bool: sampled, and by the weights that the trainer has now, whether or not its
     sample is in the loss.
     """

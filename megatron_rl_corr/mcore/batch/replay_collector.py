@@ -173,10 +173,10 @@ class ReplayCollector(BatchCollector):
         if batch.masks_truncated != self._mask_truncated:
             was = "mask" if batch.masks_truncated else "train"
             raise ValueError(f"{where} was made with --rollout-truncated-samples {was}; give what it was")
-        if batch.replicas != self._layout.dp_size and self._shape.updates > 1:
+        if batch.replicas != self._layout.dp_size and self._shape.updates_per_batch > 1:
             raise ValueError(
                 f"{where} was written by {batch.replicas} data-parallel replicas, and this run has "
-                f"{self._layout.dp_size}: with --rollout-updates-per-batch {self._shape.updates} "
+                f"{self._layout.dp_size}: with --rollout-updates-per-batch {self._shape.updates_per_batch} "
                 "which samples an update takes depends on it; use as many"
             )
         if batch.num_turns != self._num_turns:
@@ -186,7 +186,7 @@ class ReplayCollector(BatchCollector):
             )
         samples = sum(pq.read_metadata(path).num_rows for path in files)
         if samples != self._shape.collected:
-            parts = self._shape.updates
+            parts = self._shape.updates_per_batch
             raise ValueError(
                 f"{where} and the other files of its step have {samples} samples, and a batch of this run "
                 f"{self._shape.collected} (--global-batch-size {self._shape.global_batch_size} x "

@@ -43,13 +43,13 @@ class BatchShape:
     """Positions of a whole row."""
     packing: PackLimits | None = None
     """How sequences are packed; None: microbatches are padded rows."""
-    updates: int = 1
+    updates_per_batch: int = 1
     """--rollout-updates-per-batch: parts that the collected samples are cut into."""
 
     @property
     def collected(self) -> int:
         """Samples of a batch, of all replicas."""
-        return self.global_batch_size * self.updates
+        return self.global_batch_size * self.updates_per_batch
 
     def sequence_multiple(self, cp_size: int) -> int:
         """A sequence is padded to a multiple of it: 2 * cp chunks of one token or more, or a whole row."""
@@ -64,7 +64,11 @@ class BatchShape:
         """
         share = self.collected // dp_size
         if self.global_batch_size % dp_size or share % self.group_size:
-            times = f" x --rollout-updates-per-batch {self.updates}" if self.updates > 1 else ""
+            times = (
+                f" x --rollout-updates-per-batch {self.updates_per_batch}"
+                if self.updates_per_batch > 1
+                else ""
+            )
             raise ValueError(
                 f"--global-batch-size {self.global_batch_size}{times} must be a multiple of "
                 f"--rollout-group-size {self.group_size} times the data-parallel size {dp_size}: a prompt's "

@@ -7,24 +7,19 @@ T tokens of this rank's batch, S sequences of this replica.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.kl import reward_kl
-from megatron_rl_corr.engines.trajectory import Trajectory
-from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
-from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
+from megatron_rl_corr.mcore.forward import BatchForward
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks, load_shards
-from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 from megatron_rl_corr.reduce.metrics import Mean, Metric
 from megatron_rl_corr.weight_sync.export import StageExporter
@@ -138,38 +133,6 @@ def _on_host(tensor: Tensor) -> Tensor:
     return kept.copy_(tensor.detach())
 
 
-@dataclass(frozen=True)
-class ReferencePass:
-    """A forward-only pass of the model over a batch, under whatever weights it has then."""
-
-    model: list
-    optimizer: Any
-    packs: Packs
-    settings: LogprobSettings
-    samples: Sequence[Trajectory] = ()
-    """The batch's, on the replica's data leader."""
-
-    @property
-    def batch(self) -> RolloutBatch:
-        """This rank's tokens."""
-        return self.packs.batch
-
-    def gathered(self) -> AbstractContextManager:
-        """Context in which every rank holds whole, current parameters."""
-        return compat.gathered_parameters(self.model, self.optimizer)
-
-    def run(self) -> Tensor | None:
-        """Log-probs of the labels [T] on the last stage, of the distribution that was sampled;
-        None on the others.
-
-        Routers choose by themselves, whatever --router-replay says: they are a part of the reference
-        policy, and the experts that the servers' policy chose are not those that it would choose.
-        """
-        with compat.attention_logits_kept(self.model):
-            scored = compute_log_probs(self.model, self.packs, self.settings, routes=Routes())
-        return None if scored is None else scored[0]
-
-
 class Reference:
     """The null form, without a KL penalty that needs a reference policy."""
 
@@ -197,7 +160,7 @@ class Reference:
                 "forward pass, and the trained ones wait on the host; call this before the pass or after it"
             )
 
-    def log_probs(self, forward: ReferencePass) -> Tensor | None:
+    def log_probs(self, forward: BatchForward) -> Tensor | None:
         """Log pi_ref of the batch's labels, [T] on the last stage, None on the others;
         every rank calls it.
         """
@@ -238,7 +201,7 @@ class LocalReference(Reference):
             exporter,
         )
 
-    def log_probs(self, forward: ReferencePass) -> Tensor | None:
+    def log_probs(self, forward: BatchForward) -> Tensor | None:
         with forward.gathered(), self.weights.in_place():
             return forward.run()
 

@@ -19,7 +19,8 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.first_step import HALF_KL
-from megatron_rl_corr.mcore.reference.policy import Reference, ReferencePass, ReferenceWeights
+from megatron_rl_corr.mcore.forward import BatchForward
+from megatron_rl_corr.mcore.reference.policy import Reference, ReferenceWeights
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_results, communication_device
@@ -47,7 +48,7 @@ class ServedReference(Reference):
         self._measured = False
 
     @collective
-    def log_probs(self, forward: ReferencePass) -> Tensor | None:
+    def log_probs(self, forward: BatchForward) -> Tensor | None:
         served = self._share_scores(forward)
         if not self._measured:
             self._measure_floor(forward, served)
@@ -78,7 +79,7 @@ class ServedReference(Reference):
         return scores
 
     @collective
-    def _share_scores(self, forward: ReferencePass) -> Tensor:
+    def _share_scores(self, forward: BatchForward) -> Tensor:
         """The servers' log-probs of this rank's tokens, [T]; NaN for a response that was not scored.
 
         Raises:
@@ -106,7 +107,7 @@ class ServedReference(Reference):
         return values[zigzag_positions(layout.cp_group.rank(), layout.cp_size, boundaries, values.device)]
 
     @collective
-    def _measure_floor(self, forward: ReferencePass, served: Tensor) -> None:
+    def _measure_floor(self, forward: BatchForward, served: Tensor) -> None:
         """Measure the k3 of the start's weights against the servers, and print it on the job's last rank."""
         with forward.gathered():
             if self.weights is None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.flags import parse
-from megatron_rl_corr.features.replay_effect.metrics import effect_metrics
+from megatron_rl_corr.features.router_replay_effect.metrics import effect_metrics
 from tests import tensor_files
 from tests.mcore.test_router_replay import EXPERTS, LAYERS, TOP_K, some_samples
 from tests.megatron_forks import run_megatron
@@ -85,7 +85,7 @@ def results(tiny_moe_dir, tmp_path_factory):
     def of_processes(processes):
         out, specs = folder / f"out{processes}.pt", list(map(json.dumps, LAYOUTS[processes]))
         arguments = [processes, tiny_moe_dir, folder / "samples.pt", out, *specs]
-        run = run_megatron(HERE / "replay_effect_worker.py", *arguments, timeout=600)
+        run = run_megatron(HERE / "router_replay_effect_worker.py", *arguments, timeout=600)
         assert run.returncode == 0, run.stderr[-4000:]
         return dict(zip(specs, tensor_files.load(out), strict=True))
 

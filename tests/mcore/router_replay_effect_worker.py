@@ -1,8 +1,8 @@
 """Two steps of Adam that replay routes, with and without measuring what replay removes; for
-test_replay_effect.py.
+test_router_replay_effect.py.
 
-replay_effect_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"tp": 2, "sp": true}' ...  saves, for each
-layout, a list of the ranks' results.
+router_replay_effect_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"tp": 2, "sp": true}' ...  saves,
+for each layout, a list of the ranks' results.
 """
 
 import sys
@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.features.replay_effect.feature import ReplayEffectFeature
+from megatron_rl_corr.features.router_replay_effect.feature import ReplayEffectFeature
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.forward import compute_log_probs
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -71,7 +71,7 @@ def two_steps(model_dir, samples, spec, every):
     step = CorrectedStep(
         config=RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0),
         layout=layout,
-        logprobs=logprobs,
+        logprob_settings=logprobs,
         push=lambda version: {},
         report=reports.append,
         routes=routes,

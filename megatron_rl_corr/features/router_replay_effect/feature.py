@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.features.replay_effect.metrics import effect_metrics
+from megatron_rl_corr.features.router_replay_effect.metrics import effect_metrics
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch.microbatch import Microbatch
-from megatron_rl_corr.mcore.feature import Feature, ScoredBatch
+from megatron_rl_corr.mcore.feature import CorrectedBatch, Feature
 from megatron_rl_corr.mcore.forward import label_logprobs, make_forward_step
 from megatron_rl_corr.mcore.forward_only import run_forward_only
 from megatron_rl_corr.moe.routes import Routes
@@ -25,7 +25,7 @@ class ReplayEffectFeature(Feature):
     def is_asked_for(cls, options: RunConfig) -> bool:
         return options.router_replay_effect_every is not None
 
-    def after_scoring(self, scored: ScoredBatch) -> dict[str, Metric]:
+    def after_scoring(self, scored: CorrectedBatch) -> dict[str, Metric]:
         """`effect_metrics` of the batch's first microbatch under the current weights.
 
         With virtual pipeline stages it is the first group of microbatches, as Megatron runs no fewer. Two
