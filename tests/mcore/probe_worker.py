@@ -89,7 +89,7 @@ def probed(model_dir, arguments, spec):
             exporter=None,
             collector=collector,
             shape=shape,
-            logprobs=settings,
+            logprob_settings=settings,
             reports=None,
         )
         probe = make_probe(parts)
