@@ -24,6 +24,7 @@ setup(
         "aiohttp>=3.9",
         "transformers>=4.51",
         "orjson>=3.9",
+        "pybase64>=1.3",
         "jinja2>=3.1",
         "pyarrow>=15",
         "safetensors>=0.4",

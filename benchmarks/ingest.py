@@ -1,20 +1,23 @@
 """Tokens a second from the bytes of a /generate answer to tensors, on one core, beside orjson
 and typed msgspec.
 
-python benchmarks/ingest.py [--lengths 128 1024 4096 32768] [--repeats 31]
+python benchmarks/ingest.py [--lengths 128 1024 4096 32768] [--repeats 31] [--routes]
 
-The answers have the form of SGLang 0.5.23, 44 bytes a token. All give the same tensors, and the
+With --routes: answers with routed experts, seconds an answer beside orjson, base64 and numpy, which check
+nothing. The answers have the form of SGLang 0.5.23, 44 bytes a token. All give the same tensors, and the
 run fails if not. Times are the thread's own, so that other work on the machine counts less; the
 least of the repeats.
 """
 
 import argparse
+import base64
 import datetime
 import platform
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,10 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name
 from benchmarks.quiet import only_tables
+from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.responses import parse_generate
 
 VOCAB_SIZE = 151_936
 PROMPT = torch.tensor([1, 2, 3])
+MODELS = {
+    "30B-A3B": ExpertShape(48, tuple(range(48)), 8, 128),
+    "235B-A22B": ExpertShape(94, tuple(range(94)), 8, 128),
+    "1T, first layer dense": ExpertShape(61, tuple(range(1, 61)), 8, 384),
+}
 
 
 def main() -> None:
@@ -38,12 +47,16 @@ def main() -> None:
     )
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 1024, 4096, 32768])
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--routes", action="store_true", help="answers with routed experts")
     options = parser.parse_args()
     torch.set_num_threads(1)
     versions = (
         f"Python {platform.python_version()}, orjson {orjson.__version__}, msgspec {msgspec.__version__}"
     )
     print(f"{datetime.date.today()}, {versions}, {machine_name('cpu')}\n")
+    if options.routes:
+        print_routes(options.lengths, options.repeats)
+        return
     print("| response | this package (M tokens/s) | orjson | msgspec, typed | ratio to orjson | to msgspec |")
     print("|---|---|---|---|---|---|")
     for text in (False, True):
@@ -57,6 +70,55 @@ def main() -> None:
                 f"| {length} tokens{', with their text' * text} | {our:.2f} | {by_orjson:.2f} | "
                 f"{by_msgspec:.2f} | {our / by_orjson:.2f}x | {our / by_msgspec:.2f}x |"
             )
+
+
+def print_routes(lengths: Sequence[int], repeats: int) -> None:
+    """A table of models and lengths."""
+    print("| model | response | MB | this package (ms) | orjson, base64, numpy, unchecked | ratio |")
+    print("|---|---|---|---|---|---|")
+    for name, shape in MODELS.items():
+        for length in lengths:
+            body, routes = routed_answer(length, shape)
+            check_equal([routed(body, shape)], [routes[:, list(shape.layers)]])
+            times = seconds([partial(routed, shape=shape), unchecked], body, repeats)
+            print(
+                f"| {name} | {length} tokens | {len(body) / 1e6:.1f} | {times[0] * 1e3:.1f} | "
+                f"{times[1] * 1e3:.1f} | {times[1] / times[0]:.2f}x |"
+            )
+
+
+def routed_answer(length: int, shape: ExpertShape) -> tuple[bytes, torch.Tensor]:
+    """An answer whose tokens went to random distinct experts, as SGLang writes it, and the routes."""
+    draw = np.random.default_rng(0)
+    rows = PROMPT.numel() + length - 1
+    start, step = draw.integers(shape.experts, size=(2, rows, shape.num_layers, 1))
+    # k distinct ids: an arithmetic progression modulo a number of experts, by an odd step.
+    ids = (start + (step | 1) * np.arange(shape.top_k)) % shape.experts
+    found = orjson.loads(answer(length, False))
+    found["meta_info"]["routed_experts"] = base64.b64encode(ids.astype("<i4").tobytes()).decode()
+    return orjson.dumps(found), torch.from_numpy(ids).to(shape.dtype)
+
+
+def routed(body: bytes, shape: ExpertShape) -> torch.Tensor:
+    """With all checks: that experts exist and are distinct, for each token and layer."""
+    trajectory = parse_generate(
+        body,
+        prompt_ids=PROMPT,
+        prompt_index=0,
+        sample_index=0,
+        server="http://127.0.0.1",
+        vocab_size=VOCAB_SIZE,
+        max_new_tokens=1 << 20,
+        experts=shape,
+    )
+    return trajectory.routed_experts
+
+
+def unchecked(body: bytes) -> np.ndarray:
+    """As a client decodes them that trusts the server: still int32, of every layer."""
+    found = orjson.loads(body)["meta_info"]
+    np.array([row[0] for row in found["output_token_logprobs"]], dtype=np.float32)
+    return np.frombuffer(base64.b64decode(found["routed_experts"]), "<i4")
 
 
 def ours(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -195,6 +195,19 @@ def test_benchmark_when_run_at_a_small_size_then_both_readings_agree_and_a_row_f
     ]
 
 
+def test_benchmark_when_with_routes_then_they_are_checked_and_a_row_for_each_model(monkeypatch, capsys):
+    from benchmarks import ingest
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr("sys.argv", ["ingest.py", "--lengths", "20", "--repeats", "1", "--routes"])
+    try:
+        ingest.main()
+    finally:
+        torch.set_num_threads(threads)
+    rows = capsys.readouterr().out.splitlines()[4:]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in ingest.MODELS]
+
+
 def test_benchmark_when_the_readings_differ_then_it_ends():
     from benchmarks import ingest
 

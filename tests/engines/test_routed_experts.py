@@ -12,7 +12,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_rl_corr.engines.routes import ExpertShape, has_routes, no_routes, pack
+from megatron_rl_corr.engines.routes import BLOCK, ExpertShape, cut_routes, has_routes, no_routes, pack
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.engines.sglang.responses import parse_generate
 from megatron_rl_corr.engines.sglang.routed_experts import decode
@@ -92,6 +92,15 @@ def test_decode_when_a_rule_is_broken_then_error_names_it(given, rule):
         decode(given, tokens=3, shape=SHAPE)
 
 
+def test_decode_when_ids_repeat_behind_a_block_then_the_first_such_token_is_named():
+    shape = ExpertShape(1, (0,), 3, 300)
+    rows = np.arange(3) + np.arange(BLOCK + 9)[:, None, None] % 297
+    assert decode(encoded(rows), tokens=BLOCK + 10, shape=shape).tolist() == rows.tolist()
+    rows[[BLOCK + 2, BLOCK + 7]] = [5, 7, 5]
+    with pytest.raises(ValueError, match=rf"experts \[5, 7, 5\] of token {BLOCK + 2} in layer 0"):
+        decode(encoded(rows), tokens=BLOCK + 10, shape=shape)
+
+
 @pytest.mark.parametrize(
     "experts, top_k, dtype",
     [(255, 1, torch.uint8), (256, 1, torch.int16), (256, 8, torch.uint8), (257, 8, torch.int16)],
@@ -104,6 +113,27 @@ def test_dtype_when_as_small_as_may_be_then_every_id_and_a_row_without_routes_ca
     last = torch.arange(experts - top_k, experts).view(1, 1, top_k)
     assert has_routes(last.to(dtype), experts).all() and (last.to(dtype) == last).all()
     assert not has_routes(no_routes(shape, 1), experts).any()
+
+
+def test_routes_when_cut_out_of_an_answer_then_the_rest_is_its_json_and_they_are_what_it_had():
+    body = orjson.dumps({"a": 'text with "routed_experts":"no"', "meta": {"routed_experts": "QUI/", "b": 1}})
+    rest, found = cut_routes(body)
+    assert bytes(found) == b"QUI/"
+    assert orjson.loads(rest) == orjson.loads(body) | {"meta": {"routed_experts": True, "b": 1}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"meta":{"routed_experts":null}}',
+        b'{"routed_experts":"AA","meta":{"routed_experts":"BB"}}',  # which of them is not known
+        b'{"meta":{"routed_experts":"AA\\/A"}}',  # a slash as some write it
+        b'{"meta":{"routed_experts":"AA',
+        json.dumps({"meta": {"routed_experts": "AA"}}).encode(),  # with a blank
+    ],
+)
+def test_routes_when_an_answer_is_written_otherwise_then_nothing_is_cut(body):
+    assert cut_routes(body) == (body, None)
 
 
 def test_pack_when_samples_are_unlike_long_or_have_none_then_no_routes_behind_their_end():
@@ -129,7 +159,7 @@ def answer(**meta):
 
 def parse(body, experts=SHAPE, **known):
     return parse_generate(
-        orjson.dumps(body),
+        body if isinstance(body, bytes) else orjson.dumps(body),
         prompt_ids=torch.tensor([1, 2]),
         prompt_index=0,
         sample_index=0,
@@ -138,6 +168,16 @@ def parse(body, experts=SHAPE, **known):
         max_new_tokens=9,
         **known,
     )
+
+
+def test_parse_when_routes_are_elsewhere_or_only_true_then_refused():
+    made = answer(routed_experts=encoded(ROWS))
+    assert parse(made).routed_experts.tolist() == [[[0, 1], [3, 2]], [[2, 0], [1, 3]]]
+    assert torch.equal(parse(json.dumps(made).encode()).routed_experts, parse(made).routed_experts)
+    with pytest.raises(RolloutProtocolError, match="rule presence"):
+        parse(answer() | {"other": {"routed_experts": encoded(ROWS)}})
+    with pytest.raises(RolloutProtocolError, match="rule base64: .* got bool"):
+        parse(answer(routed_experts=True))
 
 
 def test_generate_when_routes_are_asked_for_then_the_trajectory_has_them_and_only_then():

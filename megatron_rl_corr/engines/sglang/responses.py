@@ -12,7 +12,7 @@ import torch
 from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.answer_types import check_fields
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
-from megatron_rl_corr.engines.routes import ExpertShape, no_routes
+from megatron_rl_corr.engines.routes import ExpertShape, cut_routes, no_routes
 from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, FIELDS, SENTENCES
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
@@ -64,6 +64,7 @@ def parse_generate(
             token drawn from it, routes that break a rule of `decode` or `tokens_recomputed`.
     """
     with answers.reading(server, GENERATE):
+        body, encoded = cut_routes(body)
         answer, output_ids, values = read_flat(body) or (
             answers.json_object(body, server, GENERATE),
             None,
@@ -98,7 +99,14 @@ def parse_generate(
             server=server,
             support=support,
             routed_experts=_routes(
-                meta, versions, prompt_ids.numel(), output_ids.size, experts, known_routes, pushes_retract
+                meta,
+                versions,
+                encoded,
+                prompt_ids.numel(),
+                output_ids.size,
+                experts,
+                known_routes,
+                pushes_retract,
             ),
         )
 
@@ -156,6 +164,7 @@ def _truncated(meta: dict, output_ids: np.ndarray, vocab_size: int | None) -> tu
 def _routes(
     meta: dict,
     versions: tuple[VersionSpan, ...],
+    cut: memoryview | None,
     prompt: int,
     output: int,
     experts: ExpertShape | None,
@@ -169,6 +178,8 @@ def _routes(
     if known is None:
         known = no_routes(experts, 0)
     encoded = meta.get("routed_experts")
+    if encoded is True and cut is not None:
+        encoded = cut
     # Aborted while it waited, for the first time or to be computed anew: the server has no routes to give.
     if encoded is None and meta["finish_reason"]["type"] == "abort":
         return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
@@ -183,7 +194,7 @@ def _routes(
         raise ValueError(f"{error}; is it serving another model?") from None
     anew = tokens_recomputed(meta, versions, prompt=prompt, tokens=tokens, pushes_retract=pushes_retract)
     lost = max(0, anew - len(known))
-    return torch.cat([known, no_routes(experts, lost), own[lost:]])
+    return torch.cat([known, no_routes(experts, lost), own[lost:]]) if len(known) or lost else own
 
 
 def _finish_reason(meta: dict, server: str) -> str:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_rl_corr.engines import answers
-from megatron_rl_corr.engines.routes import ExpertShape, check_experts, decoded_base64
+from megatron_rl_corr.engines.routes import ExpertShape, checked_routes, decoded_base64
 from megatron_rl_corr.engines.trajectory import VersionSpan
 
 MOST_RETRACTIONS = 1 << 20
@@ -34,7 +33,7 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
     is taken as it is).
 
     Args:
-        encoded: base64 of int32 [T - 1 - first, H, k], C order.
+        encoded: base64, text or bytes, of int32 [T - 1 - first, H, k], C order.
         tokens: T.
         shape: the model's.
         first: the token that the rows begin with.
@@ -53,13 +52,8 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
             f"{shape.num_layers} layers x {shape.top_k} experts, where {tokens} tokens, prompt included, "
             f"have {rows}" + f" from token {first} on" * (first > 0)
         )
-    ids = ids.reshape(rows, shape.num_layers, shape.top_k)[:, shape.layers]
-    known = ids.any(axis=(1, 2))
-    check_experts(ids, shape, first=first, present=known)
-    routes = torch.from_numpy(ids.astype(np.int16)).to(shape.dtype)
-    if shape.top_k > 1:
-        routes[~torch.from_numpy(known)] = torch.iinfo(shape.dtype).max
-    return routes
+    ids = ids.reshape(rows, shape.num_layers, shape.top_k)
+    return checked_routes(ids, shape, first=first, zeros_are_none=True)
 
 
 def tokens_recomputed(

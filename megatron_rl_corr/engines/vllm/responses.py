@@ -15,7 +15,7 @@ import torch
 from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.answer_types import check_fields
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
-from megatron_rl_corr.engines.routes import ExpertShape, no_routes
+from megatron_rl_corr.engines.routes import ExpertShape, cut_routes, no_routes
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.engines.vllm.answer_fields import EMPTY, FIELDS
 from megatron_rl_corr.engines.vllm.requests import GENERATE
@@ -71,6 +71,7 @@ def parse_generate(
             break a rule of `decode`.
     """
     with answers.reading(server, GENERATE):
+        body, encoded = cut_routes(body)
         answer = answers.json_object(body, server, GENERATE)
         _raise_error(answer, server, GENERATE, 200)
         choice = _choice(answer)
@@ -91,7 +92,7 @@ def parse_generate(
             cached_tokens=_cached_tokens(usage, prompt_ids.numel()),
             server=server,
             support=_support(choice, ids, vocab_size) if truncated else None,
-            routed_experts=_routes(choice, prompt_ids.numel() + ids.size, experts, known_routes),
+            routed_experts=_routes(choice, encoded, prompt_ids.numel() + ids.size, experts, known_routes),
         )
 
 
@@ -187,7 +188,11 @@ def _support(choice: dict, ids: np.ndarray, vocab_size: int | None):
 
 
 def _routes(
-    choice: dict, tokens: int, experts: ExpertShape | None, known: torch.Tensor | None
+    choice: dict,
+    cut: memoryview | None,
+    tokens: int,
+    experts: ExpertShape | None,
+    known: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """[T - 1, M, k]: the known rows, and those of the answer behind them."""
     if experts is None:
@@ -195,6 +200,8 @@ def _routes(
     if known is None:
         known = no_routes(experts, 0)
     encoded = choice.get("routed_experts")
+    if encoded is True and cut is not None:
+        encoded = cut
     # before it ran: the server has no routes to give
     if encoded is None and choice["finish_reason"] == "abort":
         return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
@@ -205,7 +212,8 @@ def _routes(
             "where that runner is not the default)"
         )
     try:
-        return torch.cat([known, decode(encoded, tokens=tokens, shape=experts, first=len(known))])
+        own = decode(encoded, tokens=tokens, shape=experts, first=len(known))
+        return torch.cat([known, own]) if len(known) else own
     except MissingRoutes:
         raise
     except ValueError as error:

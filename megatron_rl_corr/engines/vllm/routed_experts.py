@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_rl_corr.engines.errors import shown
-from megatron_rl_corr.engines.routes import ExpertShape, check_experts, decoded_base64
+from megatron_rl_corr.engines.routes import ExpertShape, checked_routes, decoded_base64
 
 TYPES = {"|u1": "uint8", "<u2": "uint16", "<i4": "int32"}
 _HEAD = re.compile(
@@ -74,7 +73,7 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
     Nothing was computed for the last token, so it has no row.
 
     Args:
-        encoded: base64 of a .npy file of [T - 1 - first, H, k].
+        encoded: base64, text or bytes, of a .npy file of [T - 1 - first, H, k].
         tokens: T.
         shape: the model's.
         first: the token that the rows begin with.
@@ -98,6 +97,4 @@ def decode(encoded: object, *, tokens: int, shape: ExpertShape, first: int = 0) 
             + f", from token {first} on"
             * (first > 0)
         )
-    ids = ids[:, shape.layers].astype(np.int64)
-    check_experts(ids, shape, first=first)
-    return torch.from_numpy(ids).to(shape.dtype)
+    return checked_routes(ids, shape, first=first)
