@@ -36,7 +36,7 @@ from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat, forward_only, step
-from megatron_rl_corr.mcore.batch.deal import Scored
+from megatron_rl_corr.mcore.batch.deal import Rewarded
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import COUNTED, Collector, SampleSource
 from megatron_rl_corr.mcore.forward import LogprobSettings
@@ -96,10 +96,10 @@ def cases() -> Iterator[Case]:
 class SyntheticCollector(Collector):
     """Invents what the servers would answer; the exchange is the collector's."""
 
-    def _numbered(self, taken: None, first: int) -> list[Scored]:
+    def _numbered(self, taken: None, first: int) -> list[Rewarded]:
         generator = torch.Generator().manual_seed(first)
         return [
-            Scored(self._sample(first + number // GROUP_SIZE, generator), float(reward))
+            Rewarded(self._sample(first + number // GROUP_SIZE, generator), float(reward))
             for number, reward in enumerate(torch.rand(self._rows, generator=generator))
         ]
 

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.batch.deal import Scored, deal_out
+from megatron_rl_corr.mcore.batch.deal import Rewarded, deal_out
 from megatron_rl_corr.mcore.batch.packing import PackLimits
 from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.batch.rollout_batch import (
@@ -224,7 +224,7 @@ def packed_batch(trajectories, rewards, samples, layout):
     """As the collector makes it of this replica's trajectories: dealt out over replicas, then packed."""
     multiple, batch, scored = chunk_multiple(layout.cp_size), None, None
     if layout.is_data_leader:
-        scored = list(map(Scored, trajectories, rewards.tolist()))
+        scored = list(map(Rewarded, trajectories, rewards.tolist()))
     if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
         scored, sent = deal_out(scored, len(trajectories), PackLimits(0, 0.01), layout)
         assert scored is None or sent > 0 or layout.dp_size == 1, "nothing moved"

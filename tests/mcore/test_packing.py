@@ -106,3 +106,28 @@ def test_destinations_when_lengths_are_log_normal_then_ranks_differ_by_less_than
     before = [sum(map(limits.cost, row)) for row in lengths]
     mean = sum(costs) / 8
     assert max(costs) / mean < 1.05 < max(before) / mean
+
+
+def test_destinations_when_exchanges_of_pairs_balance_then_all_others_stay():
+    # 30 against 20, and 25: the first gives its 9 to the second for a 4.
+    lengths = [[9, 8, 7, 6], [4, 5, 5, 6], [7, 6, 6, 6]]
+    assert destinations(lengths, PackLimits(100)) == [[1, 0, 0, 0], [0, 1, 1, 1], [2, 2, 2, 2]]
+    assert destinations([[5, 5], [4, 6], [3, 7]], PackLimits(100)) == [[0, 0], [1, 1], [2, 2]]
+
+
+@pytest.mark.parametrize("replicas, samples, most_moved", [(16, 256, 0.04), (32, 64, 0.08), (256, 64, 0.08)])
+def test_destinations_when_batches_are_large_then_few_tokens_move_and_costs_are_within_a_half_percent(
+    replicas, samples, most_moved
+):
+    draw, limits = random.Random(replicas), PackLimits(65536, attention_share=3e-5)
+    lengths = [
+        [min(int(draw.lognormvariate(8.5, 0.9)), 65536) for _ in range(samples)] for _ in range(replicas)
+    ]
+    goes, costs, moved = destinations(lengths, limits), [0.0] * replicas, 0
+    for source, row in enumerate(lengths):
+        for length, target in zip(row, goes[source], strict=True):
+            costs[target] += limits.cost(length)
+            moved += length if target != source else 0
+    assert max(costs) <= 1.005 * sum(costs) / replicas
+    assert moved <= most_moved * sum(map(sum, lengths))
+    assert [sum(row.count(replica) for row in goes) for replica in range(replicas)] == [samples] * replicas

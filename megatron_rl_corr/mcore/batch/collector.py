@@ -14,7 +14,7 @@ import torch
 
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, collection_metrics
-from megatron_rl_corr.mcore.batch.deal import Scored, deal_out
+from megatron_rl_corr.mcore.batch.deal import Rewarded, deal_out
 from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.batch.reward_parts import RewardParts
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch, with_shared_lengths
@@ -62,7 +62,7 @@ class BatchCollector(ABC):
         self._groups, self.sampling, self._num_turns = self._rows // shape.group_size, sampling, num_turns
         self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
-        self._scored: list[Scored] | None = None
+        self._scored: list[Rewarded] | None = None
         """On a data leader its samples of the batch and their rewards, until they are dealt out."""
         self._routes = Routes() if routes is None else routes
         self.device = communication_device()
@@ -298,7 +298,7 @@ class BatchCollector(ABC):
         counted = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, number, since))
         return torch.zeros(len(COUNTED), dtype=torch.float64) if counted is None else counted
 
-    def _kept(self, scored: list[Scored]) -> tuple[list[Trajectory], torch.Tensor]:
+    def _kept(self, scored: list[Rewarded]) -> tuple[list[Trajectory], torch.Tensor]:
         """The batch's trajectories, which are remembered with what is known of them, and
         rewards [S] float32.
         """
@@ -306,10 +306,10 @@ class BatchCollector(ABC):
         self.reward_parts, self.origins = [one.parts for one in scored], [one.origin for one in scored]
         return self.trajectories, torch.tensor([one.reward for one in scored], dtype=torch.float32)
 
-    def _numbered(self, taken: Taken, first: int) -> list[Scored]:
+    def _numbered(self, taken: Taken, first: int) -> list[Rewarded]:
         """The samples and their rewards; prompts are numbered from `first`."""
         return [
-            Scored(replace(trajectory, prompt_index=place), reward, parts, origin)
+            Rewarded(replace(trajectory, prompt_index=place), reward, parts, origin)
             for place, group in enumerate(taken.groups, first)
             for origin in [self._origin(group)]
             for trajectory, reward, parts in zip(

@@ -6,6 +6,8 @@ R replicas, S samples of each, before and after.
 
 from __future__ import annotations
 
+import bisect
+import math
 import pickle
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,8 +22,13 @@ from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.sample_file import Origin
 
+SPREAD = 0.005
+"""A replica may have so much more to compute than the mean."""
+EXCHANGES = 8
+"""Most exchanges of pairs for each replica."""
 
-class Scored(NamedTuple):
+
+class Rewarded(NamedTuple):
     """A sample, its reward and the named parts of it, and where it comes from if somebody asks."""
 
     trajectory: Trajectory
@@ -34,20 +41,72 @@ def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[l
     """The replica that each sample goes to, [R][S]: equal numbers of samples, about equal cost,
     few tokens moved.
 
+    Samples stay where they are but for pairs that are exchanged, until no replica has more than SPREAD above
+    the mean. Where exchanges of pairs do not come so far, as with few samples, all are divided anew.
+
     Args:
         lengths: [R][S] tokens of the samples, by the replica that has them.
         limits: what a sequence costs.
     """
+    costs = [[limits.cost(length) for length in row] for row in lengths]
+    found, largest = _exchanged(costs)
+    if largest <= (1 + SPREAD) * sum(map(sum, costs)) / len(costs):
+        return found
+    anew = _divided_anew(lengths, costs)
+    loads = [0.0] * len(costs)
+    for row, goes in zip(costs, anew, strict=True):
+        for cost, replica in zip(row, goes, strict=True):
+            loads[replica] += cost
+    return anew if max(loads) < largest else found
+
+
+def _exchanged(costs: Sequence[Sequence[float]]) -> tuple[list[list[int]], float]:
+    """(the replica of each sample after exchanges of pairs, the largest cost that a replica then has).
+
+    In turn the heaviest replica gives one sample to the lightest for a cheaper one: the pair that brings
+    one of the two closest to the mean.
+    """
+    loads = [math.fsum(row) for row in costs]
+    mean = math.fsum(loads) / len(loads)
+    found = [[replica] * len(row) for replica, row in enumerate(costs)]
+    has = [sorted((cost, replica, i) for i, cost in enumerate(row)) for replica, row in enumerate(costs)]
+    for _ in range(EXCHANGES * len(costs)):
+        heavy = max(range(len(loads)), key=lambda replica: (loads[replica], replica))
+        light = min(range(len(loads)), key=lambda replica: (loads[replica], replica))
+        wanted = min(loads[heavy] - mean, mean - loads[light])
+        if loads[heavy] <= (1 + SPREAD) * mean:
+            break
+        pairs = [
+            (abs(one[0] - other[0] - wanted), one, other)
+            for one in has[heavy]
+            for place in [bisect.bisect(has[light], (one[0] - wanted, -1, -1))]
+            for other in has[light][max(0, place - 1) : place + 1]
+        ]
+        _, one, other = min(pairs)
+        gain = one[0] - other[0]
+        if not 0 < gain < loads[heavy] - loads[light]:
+            break
+        for taken, source, target in ((one, heavy, light), (other, light, heavy)):
+            has[source].remove(taken)
+            bisect.insort(has[target], taken)
+            found[taken[1]][taken[2]] = target
+        loads[heavy] -= gain
+        loads[light] += gain
+    return found, max(loads)
+
+
+def _divided_anew(lengths: Sequence[Sequence[int]], costs: Sequence[Sequence[float]]) -> list[list[int]]:
+    """Parts of all samples by `karmarkar_karp`, each laid where most of its tokens are."""
     replicas, share = len(lengths), len(lengths[0])
     flat = [length for row in lengths for length in row]
-    parts = karmarkar_karp([limits.cost(length) for length in flat], replicas, equal_sizes=True)
+    parts = karmarkar_karp([cost for row in costs for cost in row], replicas, equal_sizes=True)
     at_home = [
         (sum(flat[i] for i in part if i // share == replica), -number, -replica)
         for number, part in enumerate(parts)
         for replica in range(replicas)
     ]
     found, taken = [0] * len(flat), set()
-    for _, number, replica in sorted(at_home, reverse=True):  # the part goes where most of it is
+    for _, number, replica in sorted(at_home, reverse=True):
         if ("part", -number) in taken or ("replica", -replica) in taken:
             continue
         taken |= {("part", -number), ("replica", -replica)}
@@ -58,8 +117,8 @@ def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[l
 
 @collective
 def deal_out(
-    samples: list[Scored] | None, share: int, limits: PackLimits, layout: Layout
-) -> tuple[list[Scored] | None, int]:
+    samples: list[Rewarded] | None, share: int, limits: PackLimits, layout: Layout
+) -> tuple[list[Rewarded] | None, int]:
     """(this replica's samples after dealing, the bytes that its leader sent); (None, 0) on ranks
     that are no leader.
 
