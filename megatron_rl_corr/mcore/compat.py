@@ -102,7 +102,10 @@ def layout(*, sequence_parallel: bool = False) -> Layout:
             ep_rank=mpu.get_expert_model_parallel_rank(),
         ),
         stage_groups=StageGroups(
-            tp=mpu.get_tensor_model_parallel_group(), expert=expert_group, sender=min(stage_ranks)
+            tp=mpu.get_tensor_model_parallel_group(),
+            expert=expert_group,
+            sender=min(stage_ranks),
+            senders=mpu.get_pipeline_model_parallel_group(),
         ),
         expert_groups=ExpertGroups(
             mpu.get_expert_model_parallel_group(),

@@ -27,6 +27,8 @@ class StageGroups:
     """Expert tensor x expert parallel: together its ranks hold every expert of the stage once."""
     sender: int
     """Global rank of the stage's sender: tensor rank 0 of the first data-parallel replica."""
+    senders: ProcessGroup | None = None
+    """This rank and its like in all stages; a sender's are the senders. None: there is one stage."""
 
 
 @dataclass(frozen=True)

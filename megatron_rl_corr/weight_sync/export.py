@@ -70,7 +70,7 @@ class StageExporter:
         self.stage, self.num_stages = stage, num_stages
         self._parameters, self._ranks, self._groups = parameters, ranks, groups
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.sends = rank == groups.sender
+        self.sends, self.senders = rank == groups.sender, groups.senders
         self.leads = rank == 0
         self._in_tp = _holds(groups.tp, groups.sender, rank)
         self._in_expert = _holds(groups.expert, groups.sender, rank)

@@ -107,6 +107,7 @@ exporter = SimpleNamespace(
     sends=True,
     stage=rank,
     num_stages=2,
+    senders=dist.group.WORLD,
     units=lambda after_parameter: units(after_parameter),
 )
 told = {}
