@@ -29,9 +29,10 @@ class StepTimes:
     """(name, begin, end) of each part."""
 
     def mark(self, name: str) -> None:
-        """Count the time since the last mark as `name`."""
+        """Count the time since the last mark to `name`."""
         now = time.perf_counter()
-        self.seconds[f"time/{name}_s"] = now - self.last
+        key = f"time/{name}_s"
+        self.seconds[key] = self.seconds.get(key, 0.0) + now - self.last
         self.phases.append((name, self.last, now))
         self.last = now
 
@@ -168,7 +169,6 @@ SPEED = in_group(
         "time/score_s", "seconds from samples to training: advantages, and the log-prob pass if there is one"
     ),
     MetricSpec("time/reference_s", "seconds getting the reference policy's log-probs; 0 without one"),
-    MetricSpec("time/save_s", "seconds writing samples", only_with="--rollout-save-trajectories"),
     MetricSpec("time/train_s", "seconds in forward, backward and optimizer"),
     MetricSpec("time/push_s", "seconds sending weights to the servers"),
     MetricSpec(

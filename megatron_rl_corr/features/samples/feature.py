@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,11 +20,21 @@ from megatron_rl_corr.rollout.sample_file import (
 
 
 class SavedSamplesFeature(Feature):
-    """Writes FOLDER/step_000001_replica0.parquet and so on, from each replica's data leader."""
+    """Writes FOLDER/step_000001_replica0.parquet and so on, from each replica's data leader, while the
+    batch trains.
+    """
 
     waits_as = "save"
     needs_scoring = ("--rollout-save-trajectories",)
     needs_origins = True
+
+    def __init__(self, options: RunConfig):
+        super().__init__(options)
+        self._writer = ThreadPoolExecutor(1, "saved-samples")
+        self._writing = False
+        """Some leader's file may not be whole yet."""
+        self._file: Future | None = None
+        """The writing of this rank's."""
 
     @classmethod
     def is_asked_for(cls, options: RunConfig) -> bool:
@@ -47,13 +58,10 @@ class SavedSamplesFeature(Feature):
             self._folder.mkdir(parents=True, exist_ok=True)
 
     def save_batch(self, scored: CorrectedBatch) -> bool:
-        """Write a batch's samples.
+        """Begin to write a batch's samples.
 
         The last stage knows pi_old's log-probs, the advantages and the mask, the leader writes: one exchange
-        over the pipeline, one over cp, and one of whether all could write.
-
-        Raises:
-            OSError: where a leader could not write.
+        over the pipeline, and one over cp.
         """
         batch, inputs, samples = scored.batch, scored.inputs, self._samples
         with_train = scored.has_old_logprobs
@@ -71,20 +79,40 @@ class SavedSamplesFeature(Feature):
         rows = dict(zip(names, batch.whole_rows(values, self._layout.cp_group).unbind(), strict=True))
         if with_train:
             rows["loss_mask"] = rows["loss_mask"] > 0
-        error = None
+        self._writing = True
         if self._layout.is_data_leader:
             known = replace(self._batch, step=scored.iteration + 1)
+            written = samples_of_rows(
+                samples.trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
+            )
+            self._file = self._writer.submit(
+                write_trajectories,
+                self._folder / known.file_name,
+                written,
+                sampling=samples.sampling,
+                batch=known,
+            )
+        return True
+
+    def settle(self) -> bool:
+        """Wait until the batch's files are whole; one exchange of whether all could be written.
+
+        Raises:
+            OSError: where a leader could not write.
+        """
+        if not self._writing:
+            return False
+        self._writing, error = False, None
+        if self._file is not None:
             try:
-                written = samples_of_rows(
-                    samples.trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
-                )
-                write_trajectories(
-                    self._folder / known.file_name, written, sampling=samples.sampling, batch=known
-                )
+                self._file.result()
             except OSError as failure:
                 error = OSError(f"--rollout-save-trajectories {self._folder}: {failure}")
         all_reduce_failure(error)
         return True
+
+    def close(self) -> None:
+        self._writer.shutdown()
 
 
 FEATURE = SavedSamplesFeature
