@@ -546,6 +546,33 @@ def test_arguments_when_not_an_object_or_its_json_then_error_names_the_call(temp
         text(template, [USER, called(arguments), RESULT])
 
 
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"function": {"name": "f", "parameters": {"city": "Oslo"}}}, 'has "parameters", which templates'),
+        ({"function": {"name": "f", "input": '{"city": "Oslo"}'}}, 'has "input", which templates leave out'),
+        ({"function": {"name": "f"}, "arguments": {"city": "Oslo"}}, 'has "arguments", which templates'),
+        ({"function": {"name": "f", "arguments": {}}, "arguments": {"city": "Oslo"}}, 'has "arguments"'),
+        ({"function": {"name": "f", "arguments": {}, "id": "7"}}, 'has "id", .*; a call is {"id": ..., "type"'),
+        ({"function": "f", "arguments": {"city": "Oslo"}}, 'has "function", which templates leave out'),
+        ({"name": "f", "args": {"city": "Oslo"}}, 'has "args", which templates leave out'),
+        ({"name": "f", "function": {"name": "f", "arguments": {}}}, 'has "name", which templates leave out'),
+        ({"function": {"arguments": {"city": "Oslo"}}}, 'has no "name" of its function, got'),
+        ({"arguments": {"city": "Oslo"}}, 'has no "name" of its function, got'),
+    ],
+)
+@pytest.mark.parametrize("template", ["qwen3", "deepseek_v3"])
+def test_calls_when_a_part_is_where_templates_do_not_look_then_error_names_it(template, changed, message):
+    call = {"id": "call12345", "type": "function", **changed}
+    with pytest.raises(BadRow, match=f'p.jsonl:1: tool call 0 of message 1 of "messages" {message}'):
+        text(template, [USER, said("assistant", None, tool_calls=[call]), RESULT])
+
+
+def test_calls_when_without_a_function_of_their_own_then_read():
+    call = {"id": "call12345", "index": 0, "name": "f", "arguments": {"city": "Oslo"}}
+    assert "Oslo" in text("qwen2_5", [USER, said("assistant", None, tool_calls=[call]), RESULT])
+
+
 def test_calls_when_not_a_list_of_objects_then_error_names_them():
     for calls in ("[]", [3], {"name": "f"}):
         with pytest.raises(BadRow, match='"tool_calls" of message 1 of "messages" must be a list of objects'):
