@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from megatron_rl_corr.data.math_names import has_several_values
 from megatron_rl_corr.data.math_numbers import percentages, plain_numbers
 from megatron_rl_corr.data.math_signs import plain_signs
 from megatron_rl_corr.data.math_units import CURRENCIES, NO_UNITS, POWERS, SINGLE, SPACED, canonical, is_known
@@ -189,6 +190,20 @@ _UNIT = re.compile(
 )
 _CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s*(?=[\d\\$(\w-])(?!\\c[ua]p|\\times|\\cdot|\\in)(.+)")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|csc|sec|cot)(?![A-Za-z])")
+_BEFORE_BRACKET = re.compile(
+    r"(?:\\(?:pi|theta|alpha|beta|lambda)|(?<![A-Za-z\\])[A-Za-z]*[a-eh-z]\^\{[^{}]*\}|\d[a-eh-z])\s*(?=\()"
+)
+"""What a bracket behind it multiplies, and does not make a function of: \\pi(3), x^2(3), 5x(2)."""
+_CALLED = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+(?:_\w|_\{\w+\})?\s*\(\s*-?\s*\d[\d./]*\s*\)(?!\s*=)")
+_DIVISOR = re.compile(rf"/ ?\d+(?:\.\d+)?( ?)(?=[A-Za-z]|\\(?:{'|'.join(FUNCTIONS)}|frac|binom)(?![A-Za-z]))")
+"""One with a factor behind it."""
+_UNCERTAIN = (
+    re.compile(r"-?(?:\\[dt]?frac(?![a-z])|[\d.,/{}%\\])+\s+\((?:\\[dt]?frac(?![a-z])|[-\d./^*%{}\\ ])+\)"),
+    re.compile(r"\d+(?:\.\d+)?(?:-\d+(?:\.\d+)?)+"),
+    re.compile(r"\d+(?:\.\d+)?\s*-\s*\d+(?:\.\d+)?\s*(?:\\?%|percent)"),
+)
+"""8 (2^3) is a value that is given again, or a product; 2-4 a range, a telephone's number or a difference."""
+_ORDER = re.compile(r"(<|>|\\[lg](?:eq?|t)(?![A-Za-z]))")
 _MATRIX = re.compile(r"\\(?:begin|end)\s*\{[pbvBV]?matrix\}")
 _TOKEN = re.compile(
     rf"\\\\|\\[A-Za-z]+|\\[{{}}|%]|\d+(?:\.\d+)?|[A-Za-z]+|{OPEN}[^{CLOSE}]*{CLOSE}"
@@ -244,7 +259,7 @@ def label_reading(text: str) -> Reading:
     """
     found = list(dict.fromkeys(one for one in readings(text) if not one.loose))
     if not found:
-        raise Unreadable(f"{text.strip()[:40]!r} may mean several things")
+        raise Unreadable(f"{text.strip()[:40]!r} may mean several things; write it so that it means one")
     if len(found) > 1:
         ways = " or ".join(repr(one.latex if one.words is None else one.words) for one in found[:2])
         raise Unreadable(f"it can be read as {ways}; write which")
@@ -270,12 +285,20 @@ def _variants(text: str) -> list[tuple[str, bool]]:
         return [(about[1], True)]
     if (ratio := re.fullmatch(r"(\d+)\s*(?:to|\\text\s*\{\s*to\s*\})\s*(\d+)", text)) is not None:
         return [(f"{ratio[1]}:{ratio[2]}", True)]
+    if any(form.fullmatch(_SIZES.sub("", text)) for form in _UNCERTAIN):
+        return [(text, True)]
+    if (date := re.fullmatch(r"\d{4}([-/])\d\d?\1\d\d?|\d\d?/\d\d?/\d{4}", text)) is not None:
+        raise Unreadable(f"{date[0]!r} may be a date")
     euler = re.fullmatch(r"(-?\d+)e([+-]\d)", text)
     if euler and euler[1].lstrip("-") != "1":  # 5e-3 is 0.005, or 5e - 3
         return [(text.replace("e", "E"), False), (f"{euler[1]} e {euler[2]}", False)]
     comma = re.fullmatch(r"(-?\d+),(\d+)", text)
+    if re.fullmatch(r"-?\d+,\d+[eE][-+]?\d+", text):
+        raise Unreadable(f"{text!r} may be a list or a decimal")
     if comma and not re.fullmatch(r"-?[1-9]\d{0,2},\d{3}", text):  # 3,14 is a list, or a decimal
         decimal = f"{comma[1]}.{comma[2]}"
+        if re.match(r"0\d", comma[2]):
+            return [(decimal, True)]
         return [(f"{comma[1]}, {comma[2]}", False), (decimal, comma[1].lstrip("-") != "0")]
     if re.fullmatch(r"-?[1-9]\d{0,2}(?:,\d{3})+", text):  # 100,200 is a number; in an answer perhaps a list
         return [(text, False), (text.replace(",", ", "), True)]
@@ -338,7 +361,7 @@ def _with_words(text: str) -> str:
     def marked(match: re.Match) -> str:
         inner = match[1].strip()
         if re.fullmatch(r",?\s*(?:and|or)\s*,?", inner):
-            return " and "
+            return f" {inner.strip(' ,')} "
         if inner in FUNCTIONS:
             return f"\\{inner} "
         if re.fullmatch(r"[A-Za-z]", inner) and inner not in SINGLE or re.fullmatch(r"[A-Z][.):]", inner):
@@ -372,7 +395,12 @@ def _read(text: str) -> list[Reading]:
         if unit is not None and own is not None:
             own = f"{unit}/{own.removeprefix('/')}" if own.startswith("/") else None if own == unit else own
         latex = _latex(value)
-        found.append(Reading(latex, unit=own or unit, loose=loose))
+        if has_several_values(latex):
+            raise Unreadable("a name has several values beside that of another; write (1, 2), (2, 1)")
+        latex = _DIVISOR.sub(lambda match: match[0] + (r"\cdot " if match[1] else ""), latex)  # half of x
+        apart = _DIVISOR.sub(r"\g<0> \\cdot ", latex)  # 1/2x: half of x, or of its inverse
+        loose = loose or apart != latex
+        found += [Reading(one, unit=own or unit, loose=loose) for one in dict.fromkeys((latex, apart))]
     return found
 
 
@@ -418,10 +446,62 @@ def _named_functions(text: str) -> str:
     text = re.sub(rf"(?<![\\A-Za-z])({'|'.join(FUNCTIONS)})(?![A-Za-z])", r"\\\1 ", text)
     text = re.sub(r"(?<![\\A-Za-z])(?:infinity|infty|inf|oo)(?![A-Za-z])", r"\\infty ", text)
     text = re.sub(r"(?<=[\])])\s*(?:U|union)\s*(?=[\[(])", r"\\cup ", text)
-    text = re.sub(r"(?:\s*,)?\s+(?:and|or)\s+(?:,\s*)?", ", ", text)
     for plain, command in (("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), ("==", "="), ("**", "^")):
         text = text.replace(plain, command)
-    return text
+    return _without_joins(text)
+
+
+def _without_joins(text: str) -> str:
+    r"""The text with commas in the place of "and" and "or"; inequalities are joined to one.
+
+    Example: "1 or 2" becomes "1, 2", and "x < 1 or x > 3" becomes r"x \in (-\infty, 1) \cup (3, \infty)".
+
+    Raises:
+        Unreadable: what the words join is not certain.
+    """
+    parts = re.split(r"(?:\s*,)?\s+(and|or)\s+(?:,\s*)?", text)
+    sides, words = parts[::2], set(parts[1::2])
+    if sides[-1].strip() == "so" and words:
+        raise Unreadable("'or so' makes it no certain value")
+    if not words or not (_ORDER.search(text) or "or" in words and re.search(r"\\neq?(?![A-Za-z])", text)):
+        return ", ".join(sides)
+    found = [_bounds(side) for side in sides]
+    if len(words) > 1 or None in found or len({name for name, *_ in found}) > 1:
+        raise Unreadable(
+            f"what {' and '.join(map(repr, sorted(words)))} joins in {text[:40]!r} is not certain"
+        )
+    if words == {"or"}:
+        intervals = [
+            f"{'[' if closed[0] else '('}{low}, {high}{']' if closed[1] else ')'}"
+            for _, low, high, closed in found
+        ]
+        return rf"{found[0][0]} \in " + r" \cup ".join(intervals)
+    lows = [(low, closed[0]) for _, low, _, closed in found if low != r"-\infty"]
+    highs = [(high, closed[1]) for _, _, high, closed in found if high != r"\infty"]
+    if len(lows) != 1 or len(highs) != 1:
+        raise Unreadable(f"which bounds {text[:40]!r} leaves is not certain; write them as one interval")
+    signs = ["\\le" if closed else "<" for _, closed in (*lows, *highs)]
+    return f"{lows[0][0]} {signs[0]} {found[0][0]} {signs[1]} {highs[0][0]}"
+
+
+def _bounds(inequality: str) -> tuple[str, str, str, list[bool]] | None:
+    r"""("x", "1", r"\infty", [True, False]) of x \ge 1: the name, both ends, and which of them belong to it.
+
+    None where it bounds not one name alone.
+    """
+    parts = [part.strip() for part in _ORDER.split(inequality)]
+    if len({sign.startswith((">", r"\g")) for sign in parts[1::2]}) != 1:
+        return None
+    parts = parts if parts[1].startswith(("<", r"\l")) else parts[::-1]
+    if len(parts) == 3:
+        parts = (
+            [r"-\infty", "<", *parts]
+            if len(parts[0]) == 1 and parts[0].isalpha()
+            else [*parts, "<", r"\infty"]
+        )
+    if len(parts) != 5 or len(parts[2]) != 1 or not parts[2].isalpha() or set(inequality) & set(",="):
+        return None
+    return parts[2], parts[0], parts[4], ["e" in sign for sign in parts[1::2]]
 
 
 def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
@@ -484,6 +564,7 @@ def _latex(text: str) -> str:
     if "°" in text:
         raise Unreadable("degrees within a formula are left out by math-verify")
     text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text)
+    text = re.sub(r"(?<!matrix\})\^\s*(?:T|\{\s*T\s*\})", "^{(T)}", text)  # ^T alone would be left out
     text = re.sub(r"\s*,\s*", ", ", text.strip())
     bare, place, previous = _MATRIX.sub("", text), 0, ""
     while place < len(bare):
@@ -506,10 +587,19 @@ def _latex(text: str) -> str:
 
 
 def _products(text: str) -> str:
-    r"""The text with \cdot before a bracket, or a binomial, behind a number or a bracket: else
-    they would be added.
+    r"""The text with \cdot before a bracket, or a binomial, behind a number or a bracket, and behind a
+    binomial: else they would be added.
     """
     text = re.sub(r"(?<=[\d)}!])\s*(?=\\binom)", r" \\cdot ", text)
+    text = _BEFORE_BRACKET.sub(r"\g<0> \\cdot ", text)
+    start = text.rfind("=") + 1
+    if (called := _CALLED.search(text, start)) is not None:
+        raise Unreadable(f"{called[0]!r} may be a product or the value of a function")
+    for found in reversed(list(re.finditer(r"\\binom\s*(?=\{)", text))):
+        end = group_end(text, found.end())
+        end = group_end(text, end) if end is not None and text[end : end + 1] == "{" else None
+        if end is not None and re.match(r"\s*(?:\(|\\frac)", text[end:]):
+            text = f"{text[:end]} \\cdot {text[end:]}"
     for found in reversed(list(re.finditer(r"(?<=[\d)!])\s*(?=\()", text))):
         end = group_end(text, found.end())
         before = text[: found.start()]

@@ -187,7 +187,7 @@ def _tool_call(call: Mapping[str, Any], what: str, *, fills_nulls: bool) -> dict
 
 
 def _check_keys(call: Mapping[str, Any], function: Mapping[str, Any], what: str) -> None:
-    """ValueError for a key that templates leave out, such as arguments by another name or at another place."""
+    """ValueError for a key that templates leave out, such as arguments by another name or elsewhere."""
     whole = isinstance(call.get("function"), dict)
     other = sorted(call.keys() - _OF_CALL - ({"function"} if whole else _OF_FUNCTION))
     if other := other or sorted(function.keys() - _OF_FUNCTION if whole else ()):

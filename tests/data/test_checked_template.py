@@ -553,7 +553,10 @@ def test_arguments_when_not_an_object_or_its_json_then_error_names_the_call(temp
         ({"function": {"name": "f", "input": '{"city": "Oslo"}'}}, 'has "input", which templates leave out'),
         ({"function": {"name": "f"}, "arguments": {"city": "Oslo"}}, 'has "arguments", which templates'),
         ({"function": {"name": "f", "arguments": {}}, "arguments": {"city": "Oslo"}}, 'has "arguments"'),
-        ({"function": {"name": "f", "arguments": {}, "id": "7"}}, 'has "id", .*; a call is {"id": ..., "type"'),
+        (
+            {"function": {"name": "f", "arguments": {}, "id": "7"}},
+            'has "id", .*; a call is {"id": ..., "type"',
+        ),
         ({"function": "f", "arguments": {"city": "Oslo"}}, 'has "function", which templates leave out'),
         ({"name": "f", "args": {"city": "Oslo"}}, 'has "args", which templates leave out'),
         ({"name": "f", "function": {"name": "f", "arguments": {}}}, 'has "name", which templates leave out'),
