@@ -14,7 +14,16 @@ from dataclasses import dataclass, replace
 from megatron_rl_corr.data.math_names import has_several_values
 from megatron_rl_corr.data.math_numbers import percentages, plain_numbers
 from megatron_rl_corr.data.math_signs import plain_signs
-from megatron_rl_corr.data.math_units import CURRENCIES, NO_UNITS, POWERS, SINGLE, SPACED, canonical, is_known
+from megatron_rl_corr.data.math_units import (
+    COUNTS,
+    CURRENCIES,
+    NO_UNITS,
+    POWERS,
+    SINGLE,
+    canonical,
+    is_known,
+    is_spaced,
+)
 from megatron_rl_corr.data.unreadable import Unreadable
 
 OPEN, CLOSE = "\x01", "\x02"
@@ -203,6 +212,8 @@ _UNCERTAIN = (
     re.compile(r"\d+(?:\.\d+)?\s*-\s*\d+(?:\.\d+)?\s*(?:\\?%|percent)"),
 )
 """8 (2^3) is a value that is given again, or a product; 2-4 a range, a telephone's number or a difference."""
+_ROMAN = re.compile(r"(?<![A-Za-z])(?:[ivx]{2,}|[IVX]{2,})(?![A-Za-z])")
+_ROMANS = re.compile(r"\(?[IVXivx]+\)?(?:(?:\s*,\s*|\s+(?:and|or)\s+|\s*,\s*(?:and|or)\s+)\(?[IVXivx]+\)?)*")
 _ORDER = re.compile(r"(<|>|\\[lg](?:eq?|t)(?![A-Za-z]))")
 _MATRIX = re.compile(r"\\(?:begin|end)\s*\{[pbvBV]?matrix\}")
 _TOKEN = re.compile(
@@ -362,6 +373,8 @@ def _with_words(text: str) -> str:
         inner = match[1].strip()
         if re.fullmatch(r",?\s*(?:and|or)\s*,?", inner):
             return f" {inner.strip(' ,')} "
+        if _ROMANS.fullmatch(inner):
+            return f" {inner} "
         if inner in FUNCTIONS:
             return f"\\{inner} "
         if re.fullmatch(r"[A-Za-z]", inner) and inner not in SINGLE or re.fullmatch(r"[A-Z][.):]", inner):
@@ -378,12 +391,18 @@ def _with_words(text: str) -> str:
 
 def _read(text: str) -> list[Reading]:
     """Readings of a text that means one thing, but for units."""
-    if "matrix" not in text:
+    if "matrix" in text:
+        text = re.sub(
+            r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\]", r"\\\\", text
+        )  # space between rows
+    else:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = plain_numbers(_UNIT_TEXT.sub(_word_by_word, text))  # it needs to see \, and the like
     text = _with_words(text.replace(r"\$", "$"))
     if (words := _words(text)) is not None:
         return [words]
+    if _ROMANS.fullmatch(text) and _ROMAN.search(text):  # as products I, III and (iv), (vi) would have others
+        text = re.sub(r"[IVXivx]+", rf"{OPEN}\g<0>{CLOSE}", text)
     text = _PERCENT.sub(r"\%", re.sub(r"^(?:minus|negative)\s+(?=[\d.\\])", "-", text))
     text = _named_functions(_ORDINAL.sub("", _DEGREES.sub("°", text)))
     text = percentages(plain_numbers(text))  # those that words had hidden
@@ -417,6 +436,7 @@ def _words(text: str) -> Reading | None:
         Unreadable: it is a sentence.
     """
     bare = text.replace(OPEN, " ").replace(CLOSE, " ").strip()
+    bare = re.sub(r"^\(\s*([ivx]{2,}|[IVX]{2,})\s*\)$", r"\1", bare)
     single = re.fullmatch(r"\(?\s*([A-Za-z])\s*\)?\.?", bare)
     if single:
         return Reading(single[1], words=single[1].lower())
@@ -425,8 +445,11 @@ def _words(text: str) -> Reading | None:
     plain = re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", text)
     joined = " ".join(bare.rstrip(".").split()).casefold()
     runs = re.findall(r"[^\W\d_]+", plain)
-    if len(bare) > 1 and bare.isalpha() and bare.isupper():
+    if len(bare) > 1 and bare.isalpha() and (bare.isupper() or _ROMAN.fullmatch(bare)):
         return Reading(None, words=joined)  # IV and BAC are names: as products they would be VI and ABC
+    short = bare.isascii() and bare.isalpha() and len(bare) < LONG_WORD and bare not in FUNCTIONS
+    if short and _looks_like_a_word(bare.lower()) and not set(bare) <= set("abc"):
+        return Reading(None, words=joined)  # tea is not eat
     if OPEN not in text and joined not in SHORT_WORDS and not any(len(run) >= LONG_WORD for run in runs):
         return (
             Reading(bare, words=joined)
@@ -526,8 +549,7 @@ def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
     )
     of_words = spaced and any(len(word) >= LONG_WORD for word in plain)  # 5 red apples
     plain = [word for word in plain if not (of_words and len(word) > 1)]
-    units = SPACED if spaced else frozenset()
-    if not all(_may_be_unit(word, with_others) or word.casefold() in units for word in plain):
+    if not all(_may_be_unit(word, with_others) or spaced and is_spaced(word) for word in plain):
         if spaced and all(len(word) > 1 for word in plain) and any(map(_looks_like_a_word, plain)):
             raise Unreadable(f"the words {words!r} may be a unit, or letters that are multiplied")
         return [(text, None, False)]
@@ -542,7 +564,11 @@ def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
 def _may_be_unit(word: str, with_others: bool) -> bool:
     if not word.isascii() or is_known(word) and (len(word) > 1 or with_others):
         return True
-    return len(word) >= LONG_WORD or word in ("per", *POWERS, *NO_UNITS) or (with_others and word in SINGLE)
+    return (
+        len(word) >= LONG_WORD
+        or word in ("per", *POWERS, *NO_UNITS, *COUNTS)
+        or (with_others and word in SINGLE)
+    )
 
 
 def _looks_like_a_word(letters: str) -> bool:

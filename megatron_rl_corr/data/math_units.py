@@ -159,11 +159,24 @@ NO_UNITS = frozenset(
     )
 )
 """Words behind a number that say something else of it, so that the number alone is not what was meant."""
+_COUNTS = """
+halve fourth fifth sixth seventh eighth ninth tenth eleventh twelfth sixteenth twentieth hundredth
+thousandth millionth billionth trillionth
+zero two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty
+seventy eighty ninety
+quadrillion quintillion googol lakh crore gross score
+doubled tripled halved fewer larger smaller true false wrong
+"""
+COUNTS = frozenset(_COUNTS.split())
+"""Further such words where they end a unit, in the singular: 3 tenths, not 3 tenth graders."""
 
 _CANONICAL = {word: line.split()[0] for line in (_SAME + _SHORT).splitlines() for word in line.split()}
 KNOWN = frozenset(word for line in _SAME.splitlines() for word in line.split())
 SPACED = frozenset(_CANONICAL) - KNOWN | {f"{word}s" for word in _SHORT.split()}
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_CAPITAL = re.compile(r"\b(?:(?=[GT]b(?:ps)?\b)|M(?=(?:W|Hz|Pa|m|g|J|V|L|eV|b|bps)\b))")
+"""Before a symbol whose capitals tell it from another: MW from mW, Gb from GB."""
+_SYMBOL = re.compile(r"[kmMGT](?:W|Hz|Pa|J|eV|bps)|[km][AVN]")
 _FACTOR = re.compile(r"(?P<name>[^\d^{}\s]+)\s*\^?\s*\{?(?P<power>-?\d)?\}?")
 MOST_WORDS = 4
 
@@ -173,6 +186,11 @@ def is_known(word: str) -> bool:
     return _singular(word.casefold()) in KNOWN
 
 
+def is_spaced(word: str) -> bool:
+    """True if a word is a unit where it stands behind a number and a space."""
+    return word.casefold() in SPACED or _SYMBOL.fullmatch(word) is not None
+
+
 def canonical(text: str) -> str | None:
     """One way to write a unit, for all that mean the same; None where the words are not a unit.
 
@@ -180,6 +198,7 @@ def canonical(text: str) -> str | None:
     hour") == "mi/h".
     """
     text = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", text)
+    text = _CAPITAL.sub("capital", text)
     words = re.sub(r"\s*(?:/|\bper\b)\s*", "/", text.casefold().replace("\\cdot", " ").replace("*", " "))
     words = re.sub(
         r"(?:degrees?|°)\s*(c|f)(?:elsius|ahrenheit)?\b", r"degree-\1", re.sub(r"\bus \$", "us$", words)
@@ -205,9 +224,11 @@ def _factors(text: str) -> str | None:
             power = POWERS[word]
             continue
         factor = _FACTOR.fullmatch(word)
-        if factor is None or factor["name"] in NO_UNITS or factor["name"] in SCALES:
+        if factor is None:
             return None
         name = _singular(factor["name"].strip("."))
+        if factor["name"] in NO_UNITS or name in SCALES or name in COUNTS and text.endswith(word):
+            return None
         exponent = power or factor["power"]
         found.append(_CANONICAL.get(name, name) + (f"^{exponent}" if exponent else ""))
         power = None

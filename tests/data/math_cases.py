@@ -327,6 +327,27 @@ RIGHT = {
     # Dates, ranges and numbers of telephones.
     "-2": ["2-4", "2 - 4"],
     "7 - 2x": ["7-2x"],
+    # Words that make another number of the one before them.
+    "10 tenth graders": ["10"],
+    "7 points": ["7 pts"],
+    "8 bases": ["8", "8 bases"],
+    # Symbols that differ in their capitals alone.
+    "5 MW": ["5", r"5\text{ MW}", r"5\,\mathrm{MW}"],
+    "5 mW": ["5", r"5\text{ mW}"],
+    "2.4 GHz": ["2.4", "2.4 GHz"],
+    "3 kJ": ["3"],
+    # Short words and Roman numerals are no products.
+    "tea": ["tea", r"\text{tea}", "Tea"],
+    "Sam": ["sam"],
+    "iv": ["iv", "(iv)", "IV", r"\text{(iv)}"],
+    "(ii), (iv)": ["(iv), (ii)", r"\text{(ii) and (iv)}", "ii, iv"],
+    "I and III": ["I, III", "III and I", r"\text{I and III}"],
+    "abc": ["acb"],
+    # Space between the rows of a matrix.
+    r"#### \begin{pmatrix} 1 \\[4pt] 2 \end{pmatrix}": [
+        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        r"\begin{bmatrix} 1 \\ [0.5em] 2 \end{bmatrix}",
+    ],
 }
 
 WRONG = {
@@ -487,6 +508,45 @@ WRONG = {
     # Dates, ranges and numbers of telephones.
     "-2": ["2-5"],
     "15": ["10-20%"],
+    # Words that make another number of the one before them.
+    "7": [
+        "7 tenths",
+        "7 eighths",
+        "7 hundredths",
+        "7 tens",
+        "7 lakh",
+        "7 doubled",
+        "7 false",
+        r"7\text{ halves}",
+        "7 (six)",
+    ],
+    # Symbols that differ in their capitals alone.
+    "5 MW": ["5 mW", "5 kW", "5 W"],
+    "5 mW": ["5 MW"],
+    "5 MHz": ["5 mHz", "5 kHz"],
+    "5 mPa": ["5 MPa"],
+    "5 Mm": ["5 mm"],
+    "5 mg": ["5 Mg"],
+    "5 Gb": ["5 GB", "5 gb"],
+    "5 Mb": ["5 MB"],
+    # Short words and Roman numerals are no products.
+    "tea": ["eat", "ate", "aet"],
+    "cat": ["act"],
+    "act": ["cat"],
+    "rat": ["tar", "art"],
+    "Sam": ["mas"],
+    "iv": ["vi", "v", "i"],
+    "(iv)": ["(vi)"],
+    "ii": ["-1"],
+    "-1": ["ii"],
+    "(ii), (iv)": ["(ii), (vi)", "(ii)"],
+    "I and III": ["I and II", "III"],
+    "IX": ["xi"],
+    # Space between the rows of a matrix.
+    r"#### \begin{pmatrix} 1 \\[4pt] 2 \end{pmatrix}": [
+        r"\begin{pmatrix} 1 \\ 8 \end{pmatrix}",
+        r"\begin{pmatrix} 4 \\ 2 \end{pmatrix}",
+    ],
 }
 
 UNREADABLE = [
@@ -610,4 +670,14 @@ UNREADABLE = [
     "10-20%",
     "10 - 20 percent",
     "555-1234",
+    # Words that make another number of the one before them.
+    "3 tenths",
+    "3 fourths",
+    "2 halves",
+    "3 billionths",
+    "5 lakh",
+    "2 crore",
+    "4 tens",
+    "2 score",
+    r"5\text{ sixths}",
 ]
