@@ -54,6 +54,8 @@ class PromptFormat:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     sampling_key: str | None = None
     limits: PromptLimits = PromptLimits()
+    _unshown: set[str] = field(default_factory=set)
+    """What rows so far had beside their prompt for which a flag was not given."""
 
     @classmethod
     def of(cls, config: PromptsConfig, tokenizer: Tokenizer | None, limits: PromptLimits) -> PromptFormat:
@@ -104,14 +106,17 @@ class PromptFormat:
         except ValueError as error:
             raise BadRow(f"{where}: {error}") from None
 
-    def is_plain_text(self, prompt: Prompt) -> bool:
-        """True if the prompt is the row's text as it is, without a template."""
-        return prompt.text is not None and prompt.text == _at(prompt.metadata, self._key(prompt.metadata))
-
     @property
     def unread_keys(self) -> list[str]:
         """Keys of messages, beside those of every format, that have changed no prompt so far."""
         return [] if self.tokenizer is None else self._template.unread_keys
+
+    @property
+    def notes(self) -> list[str]:
+        """A line about each thing that the rows made so far have and the model does not see."""
+        names = ", ".join(self.unread_keys)
+        unread = f"messages have {names}, which the chat template does not show to the model"
+        return ([unread] if names else []) + sorted(self._unshown)
 
     def _label(self, row: Mapping[str, Any]) -> Any:
         return row.get("label") if self.label_key is None else _at(row, self.label_key)
@@ -221,6 +226,11 @@ class PromptFormat:
         if self.apply_chat_template:
             return self._rendered([{"role": "user", "content": text}], row, key, fills_nulls=fills_nulls)
         self._refuse_without_template(key, "text")
+        if self.tokenizer.has_template:
+            self._unshown.add(
+                "text is tokenised as it is, though the tokenizer has a chat template; `apply_chat_template` "
+                "makes a user's message of it"
+            )
         ids = self.tokenizer.encode(text)
         if not ids:
             raise ValueError(f'"{key}" has no tokens: {text[:100]!r}')
@@ -253,6 +263,8 @@ class PromptFormat:
         if self.tools_key is not None:
             tools = tools_of(_at(row, self.tools_key), self.tools_key, fills_nulls=fills_nulls)
             chat = replace(chat, tools=tools)
+        elif row.get("tools"):
+            self._unshown.add("rows have `tools`, which the model does not see; `tools_key` tools shows them")
         try:
             text = self._template.text(chat)
             ids = self.tokenizer.encode(text, special_tokens=False)  # the template writes its own

@@ -144,7 +144,7 @@ def test_label_when_not_read_whole_then_the_reason_is_named(math, label, part):
 def test_label_when_a_list_then_each_must_be_readable(math):
     assert math.label_problem([7, "7.0", "1 1/2"]) is None
     assert "nothing between the numbers '12' and '34'" in math.label_problem([7, "12 34"])
-    assert "use exact" in math.label_problem(True)
+    assert "use exact" in math.label_problem(True) and "use exact" in math.label_problem(["yes", True])
 
 
 @pytest.mark.parametrize(
