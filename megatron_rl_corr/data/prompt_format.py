@@ -4,7 +4,7 @@ a row a bad one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -79,7 +79,15 @@ class PromptFormat:
             limits,
         )
 
-    def prompt(self, row: dict[str, Any], index: int, where: str, *, fills_nulls: bool = False) -> Prompt:
+    def prompt(
+        self,
+        row: dict[str, Any],
+        index: int,
+        where: str,
+        *,
+        fills_nulls: bool = False,
+        left_out: Collection[str] = (),
+    ) -> Prompt:
         """The prompt of a row, which becomes its metadata.
 
         Args:
@@ -87,12 +95,14 @@ class PromptFormat:
             index: its number, `Prompt.index`.
             where: names it in messages, such as "p.jsonl:3".
             fills_nulls: as `Rows.fills_nulls`.
+            left_out: as `Rows.left_out`.
 
         Raises:
             BadRow: it has no prompt that can be used.
             LongPrompt: it is too long, and such rows are left out.
         """
         try:
+            _check_media(row, self._key(row), left_out)
             return self._with_settings(self._checked(self._made(row, index, fills_nulls)), row)
         except LongPrompt as error:
             raise LongPrompt(f"{where}: {error}") from None
@@ -125,7 +135,6 @@ class PromptFormat:
         key = self._key(row)
         value = _at(row, key)
         label = self._label(row)
-        _check_media(value, row, key)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             text, ids = self._rendered(value, row, key, fills_nulls=fills_nulls)
             return Prompt(index, ids, row, text, label)
@@ -315,12 +324,13 @@ def _at_or_null(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _check_media(value: Any, row: Mapping[str, Any], key: str) -> None:
+def _check_media(row: Mapping[str, Any], key: str, left_out: Collection[str]) -> None:
     """ValueError for a text with a place for an image, or the like, which the row has beside it."""
+    value = _at(row, key)
     parts = value if isinstance(value, list) else [value]
     texts = [one.get("content") if isinstance(one, dict) else one for one in parts]
     for place, names in _PLACEHOLDERS.items():
-        media = next((name for name in names if row.get(name)), None)
+        media = next((name for name in names if row.get(name) or name in left_out), None)
         if media is not None and any(isinstance(text, str) and place in text for text in texts):
             raise ValueError(
                 f'"{key}" has {place} for the row\'s "{media}", and prompts are text alone; leave such rows '
