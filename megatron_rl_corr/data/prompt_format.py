@@ -4,6 +4,7 @@ a row a bad one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,6 +25,8 @@ KEYS = ("input_ids", "prompt", "messages")
 """Where the prompt is, unless `input_key` says so."""
 _PLACEHOLDERS = {f"<{kind}>": (kind, f"{kind}s") for kind in ("image", "video", "audio")}
 """What stands in a text for something that the row has beside it, and that one's keys."""
+
+_PYTHON_MESSAGES = re.compile(r"\s*(?:\{\s*'messages'\s*:\s*)?\[?\s*\{\s*'(?:role|content)'\s*:")
 
 
 @dataclass(frozen=True)
@@ -230,8 +233,10 @@ class PromptFormat:
                 f'"{key}" is text and there is no tokenizer in --rollout-hf-checkpoint; put one there, or '
                 "give ids"
             )
-        if text.lstrip().startswith("[{") and _is_json_of_messages(text):
+        if _is_text_of_messages(text.strip()):
             raise ValueError(f'"{key}" is messages as JSON text; store the list itself')
+        if _PYTHON_MESSAGES.match(text):
+            raise ValueError(f'"{key}" is messages as Python writes them; store the list itself')
         if self.apply_chat_template:
             return self._rendered([{"role": "user", "content": text}], row, key, fills_nulls=fills_nulls)
         self._refuse_without_template(key, "text")
@@ -344,9 +349,16 @@ def _check_column(names: Mapping[str, Any], key: str) -> None:
         raise ValueError(f'no key "{key}"; the row has {sorted(names)}')
 
 
-def _is_json_of_messages(text: str) -> bool:
+def _is_text_of_messages(text: str) -> bool:
+    """True for JSON of a message, of a list of them, or of an object with such a list."""
     try:
-        value = orjson.loads(text)
+        value = orjson.loads(text) if text[:1] in ("[", "{") else None
     except orjson.JSONDecodeError:
         return False
-    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+    if isinstance(value, dict):
+        value = value.get("messages", [value])
+    return (
+        bool(value)
+        and isinstance(value, list)
+        and all(isinstance(one, dict) and "role" in one for one in value)
+    )

@@ -3,6 +3,7 @@ to be a bad row.
 """
 
 import json
+import types
 from pathlib import Path
 
 import pyarrow as pa
@@ -159,6 +160,32 @@ def test_prompt_when_the_users_code_changes_a_copy_then_the_row_stays(tokenizers
     )
 
 
+@pytest.mark.parametrize("text", ["[1, 2, 3]", '{"a": 1}', "[{", '[{"a": 1}]', '{"messages": 1}', "[]"])
+def test_prompt_when_text_is_other_json_then_it_is_the_text(text):
+    words = types.SimpleNamespace(
+        has_template=False, bos_id=None, eos_id=None, encode=lambda text, special_tokens=True: [1, 2]
+    )
+    assert prompt({"prompt": text}, words).text == text
+
+
+def test_prompt_when_the_tokenizer_has_no_id_for_a_part_of_it_then_bad_and_the_part_is_named():
+    from tokenizers import Tokenizer as Words
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Words(WordLevel({"<unk>": 0, "what": 1, "is": 2, "2": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    made = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"), "FOLDER")
+    assert prompt({"prompt": "what is 2"}, made).input_ids == [1, 2, 3]
+    assert prompt({"prompt": "what is <unk>"}, made).input_ids == [1, 2, 0]
+    with pytest.raises(
+        BadRow,
+        match="the tokenizer of FOLDER has no id for a part of 'SECRET', which would become <unk>; leave",
+    ):
+        prompt({"prompt": "what is SECRET 2"}, made)
+
+
 BAD = {
     "not JSON": ('{"input_ids": [1]', {}, "not JSON: "),
     "pretty JSON": ("{", {}, "not JSON: .*; write each row on one line"),
@@ -193,6 +220,23 @@ BAD = {
         {},
         '"prompt" is messages as JSON text; store the list',
     ),
+    **{
+        f"messages as text {number}": (
+            {"prompt": text},
+            {"apply_chat_template": True},
+            f'"prompt" is {what}; st',
+        )
+        for number, (text, what) in enumerate(
+            [
+                ('[ {"role": "user", "content": "a"}]', "messages as JSON text"),
+                (json.dumps([USER], indent=2), "messages as JSON text"),
+                (" " + json.dumps({"messages": [USER], "id": 1}), "messages as JSON text"),
+                (json.dumps(USER), "messages as JSON text"),
+                (str([USER]), "messages as Python writes them"),
+                (str({"messages": [USER]}), "messages as Python writes them"),
+            ]
+        )
+    },
     "no role": (
         {"messages": [{"from": "user"}]},
         {},
