@@ -16,7 +16,7 @@ from megatron_rl_corr.data.answers import TAIL, answer_of, last_formula
 from megatron_rl_corr.data.labels import math_texts
 from megatron_rl_corr.data.math_lists import counted, same_kind
 from megatron_rl_corr.data.math_names import cases_apart, function_values, without_names
-from megatron_rl_corr.data.math_text import Reading, label_reading, readings
+from megatron_rl_corr.data.math_text import MOST_WORDS, Reading, label_reading, readings
 from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.data.unreadable import Unreadable
 
@@ -163,7 +163,10 @@ def _answers(sample: RewardInput) -> Sequence[Reading]:
     if answer is None:
         return ()
     if answer == sample.response:
-        answer = last_formula(answer, cut=sample.finish_reason == "length")
+        cut = sample.finish_reason == "length"
+        answer = last_formula(answer, cut=cut)
+        if answer is None and not cut and len(sample.response.split()) <= MOST_WORDS:
+            answer = sample.response
     if answer is None or len(answer) > TAIL:
         return ()
     try:

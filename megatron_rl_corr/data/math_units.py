@@ -159,15 +159,18 @@ NO_UNITS = frozenset(
     )
 )
 """Words behind a number that say something else of it, so that the number alone is not what was meant."""
-_COUNTS = """
-halve fourth fifth sixth seventh eighth ninth tenth eleventh twelfth sixteenth twentieth hundredth
+_FRACTIONS = """
+halve third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth sixteenth twentieth hundredth
 thousandth millionth billionth trillionth
+"""
+_COUNTS = """
 zero two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty
 seventy eighty ninety
 quadrillion quintillion googol lakh crore gross score
 doubled tripled halved fewer larger smaller true false wrong
 """
-COUNTS = frozenset(_COUNTS.split())
+FRACTIONS = frozenset(f"{word}s" for word in _FRACTIONS.split())
+COUNTS = frozenset((*_FRACTIONS.split(), *_COUNTS.split()))
 """Further such words where they end a unit, in the singular: 3 tenths, not 3 tenth graders."""
 
 _CANONICAL = {word: line.split()[0] for line in (_SAME + _SHORT).splitlines() for word in line.split()}
