@@ -28,128 +28,23 @@ from megatron_rl_corr.data.unreadable import Unreadable
 
 OPEN, CLOSE = "\x01", "\x02"
 """Around the words of a \\text{...}, once it is known that they are words."""
-FUNCTIONS = (
-    "arcsin",
-    "arccos",
-    "arctan",
-    "arccsc",
-    "arcsec",
-    "arccot",
-    "sinh",
-    "cosh",
-    "tanh",
-    "sin",
-    "cos",
-    "tan",
-    "csc",
-    "sec",
-    "cot",
-    "log",
-    "ln",
-    "exp",
-    "sqrt",
-    "pi",
-    "theta",
-    "alpha",
-    "beta",
-    "gamma",
-    "lambda",
-    "gcd",
-    "lcm",
-)
-COMMANDS = frozenset(
-    (
-        *FUNCTIONS,
-        "frac",
-        "binom",
-        "infty",
-        "cdot",
-        "times",
-        "div",
-        "pm",
-        "le",
-        "leq",
-        "ge",
-        "geq",
-        "lt",
-        "gt",
-        "ne",
-        "neq",
-        "in",
-        "notin",
-        "cup",
-        "cap",
-        "setminus",
-        "emptyset",
-        "varnothing",
-        "mathbb",
-        "lfloor",
-        "rfloor",
-        "lceil",
-        "rceil",
-        "lvert",
-        "rvert",
-        "vert",
-        "langle",
-        "rangle",
-        "text",
-        "max",
-        "min",
-        "det",
-        "sum",
-        "prod",
-        "int",
-        "lim",
-        "to",
-        "overline",
-        "vec",
-        "bar",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "upsilon",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Pi",
-        "Sigma",
-        "Upsilon",
-        "Phi",
-        "Psi",
-        "Omega",
-    )
-)
+_FUNCTIONS = """
+arcsin arccos arctan arccsc arcsec arccot sinh cosh tanh sin cos tan csc sec cot log ln exp sqrt pi theta
+alpha beta gamma lambda gcd lcm
+"""
+FUNCTIONS = tuple(_FUNCTIONS.split())
+_COMMANDS = """
+frac binom infty cdot times div pm le leq ge geq lt gt ne neq in notin cup cap setminus emptyset varnothing
+mathbb lfloor rfloor lceil rceil lvert rvert vert langle rangle text max min det sum prod int lim to
+overline vec bar delta epsilon varepsilon zeta eta vartheta iota kappa mu nu xi rho sigma tau upsilon phi
+varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
+"""
+COMMANDS = frozenset((*FUNCTIONS, *_COMMANDS.split()))
 """Commands that math-verify reads as what they mean."""
-SHORT_WORDS = frozenset(
-    (
-        "yes",
-        "no",
-        "odd",
-        "even",
-        "true",
-        "none",
-        "dne",
-        "red",
-    )
-)
+_SHORT_WORDS = """
+yes no odd even true none dne red
+"""
+SHORT_WORDS = frozenset(_SHORT_WORDS.split())
 MOST_WORDS = 3
 LONG_WORD = 4
 """Letters in a row from which on they are a word, not variables that are multiplied."""

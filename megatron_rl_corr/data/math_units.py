@@ -103,61 +103,12 @@ SCALES = {
     "亿": 10**8,
 }
 """Words that multiply the number before them."""
-NO_UNITS = frozenset(
-    (
-        "a",
-        "above",
-        "an",
-        "and",
-        "approximately",
-        "are",
-        "at",
-        "base",
-        "below",
-        "but",
-        "by",
-        "cubed",
-        "divided",
-        "equals",
-        "exactly",
-        "factorial",
-        "from",
-        "greater",
-        "half",
-        "if",
-        "infinite",
-        "is",
-        "least",
-        "less",
-        "minus",
-        "mod",
-        "modulo",
-        "more",
-        "most",
-        "negative",
-        "no",
-        "not",
-        "of",
-        "or",
-        "over",
-        "plus",
-        "point",
-        "positive",
-        "quarter",
-        "remainder",
-        "root",
-        "solution",
-        "solutions",
-        "squared",
-        "than",
-        "the",
-        "third",
-        "thirds",
-        "times",
-        "to",
-        "undefined",
-    )
-)
+_NO_UNITS = """
+a above an and approximately are at base below but by cubed divided equals exactly factorial from greater
+half if infinite is least less minus mod modulo more most negative no not of or over plus point positive
+quarter remainder root solution solutions squared than the third thirds times to undefined
+"""
+NO_UNITS = frozenset(_NO_UNITS.split())
 """Words behind a number that say something else of it, so that the number alone is not what was meant."""
 _FRACTIONS = """
 halve third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth sixteenth twentieth hundredth

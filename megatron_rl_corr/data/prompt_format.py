@@ -127,9 +127,14 @@ class PromptFormat:
     @property
     def notes(self) -> list[str]:
         """A line about each thing that the rows made so far have and the model does not see."""
-        names = ", ".join(self.unread_keys)
-        unread = f"messages have {names}, which the chat template does not show to the model"
-        return ([unread] if names else []) + sorted(self._unshown)
+        template = None if self.tokenizer is None else self._template
+        keys = {"messages": self.unread_keys, "tools": template.hidden_keys if template else []}
+        hidden = [
+            f"{what} have {', '.join(names)}, which the chat template does not show to the model"
+            for what, names in keys.items()
+            if names
+        ]
+        return hidden + sorted(self._unshown)
 
     def _label(self, row: Mapping[str, Any]) -> Any:
         return row.get("label") if self.label_key is None else _at(row, self.label_key)
