@@ -377,9 +377,7 @@ def _answer(message: Mapping[str, Any]) -> tuple[int, int]:
     if message["role"] != "assistant":
         return 0, len(content)
     begin = content.rfind("</think>")
-    begin = 0 if begin < 0 else begin + len("</think>")
-    unfinished = content.find("<think>", begin)
-    return begin, len(content) if unfinished < 0 else unfinished
+    return 0 if begin < 0 else begin + len("</think>"), len(content)
 
 
 def _shows(message: Mapping[str, Any], text: str) -> bool:

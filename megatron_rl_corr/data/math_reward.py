@@ -88,6 +88,9 @@ class MathReward:
         text = answer_of(label.rpartition("####")[2])
         if text is None:
             raise Unreadable("its box is not closed")
+        last = max((box.start() for box in re.finditer(r"\\(?:boxed|fbox)\s*\{", label)), default=0)
+        if re.search(r"\\(?:boxed|fbox)\s*\{", label[:last]) and answer_of(label[:last]) not in (None, text):
+            raise Unreadable("it has several boxes with different answers; keep one")
         reading = label_reading(text)
         if reading.latex is None:
             return reading

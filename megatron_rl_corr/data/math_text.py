@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from megatron_rl_corr.data.math_lists import elements
 from megatron_rl_corr.data.math_names import has_several_values
 from megatron_rl_corr.data.math_numbers import percentages, plain_numbers
 from megatron_rl_corr.data.math_signs import plain_signs
@@ -18,6 +19,7 @@ from megatron_rl_corr.data.math_units import (
     COUNTS,
     CURRENCIES,
     NO_UNITS,
+    NUMBERS,
     POWERS,
     SINGLE,
     canonical,
@@ -109,6 +111,10 @@ _UNCERTAIN = (
 """8 (2^3) is a value that is given again, or a product; 2-4 a range, a telephone's number or a difference."""
 _ROMAN = re.compile(r"(?<![A-Za-z])(?:[ivx]{2,}|[IVX]{2,})(?![A-Za-z])")
 _ROMANS = re.compile(r"\(?[IVXivx]+\)?(?:(?:\s*,\s*|\s+(?:and|or)\s+|\s*,\s*(?:and|or)\s+)\(?[IVXivx]+\)?)*")
+_ROWS = re.compile(r"\[\s*(?:\[[^\[\]]*\]\s*,\s*)+\[[^\[\]]*\]\s*\]")
+_BUILT = re.compile(
+    r"\\\{\s*(?P<name>[A-Za-z])\s*(?:\\in\s*(?P<of>\S+?)\s*)?(?::|\||\\mid(?![A-Za-z]))(?P<where>.+)\\\}"
+)
 _ORDER = re.compile(r"(<|>|\\[lg](?:eq?|t)(?![A-Za-z]))")
 _MATRIX = re.compile(r"\\(?:begin|end)\s*\{[pbvBV]?matrix\}")
 _TOKEN = re.compile(
@@ -166,6 +172,9 @@ def label_reading(text: str) -> Reading:
     found = list(dict.fromkeys(one for one in readings(text) if not one.loose))
     if not found:
         raise Unreadable(f"{text.strip()[:40]!r} may mean several things; write it so that it means one")
+    words = set(re.split("[- ]", found[0].words or ""))
+    if words & NUMBERS and words <= NUMBERS | {"a", "an", "and"}:
+        raise Unreadable(f"{text.strip()[:40]!r} is a number in words; write it in digits")
     if len(found) > 1:
         ways = " or ".join(repr(one.latex if one.words is None else one.words) for one in found[:2])
         raise Unreadable(f"it can be read as {ways}; write which")
@@ -292,6 +301,7 @@ def _read(text: str) -> list[Reading]:
         )  # space between rows
     else:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
+    text = _arranged(text)
     text = plain_numbers(_UNIT_TEXT.sub(_word_by_word, text))  # it needs to see \, and the like
     text = _with_words(text.replace(r"\$", "$"))
     if (words := _words(text)) is not None:
@@ -309,6 +319,10 @@ def _read(text: str) -> list[Reading]:
         if unit is not None and own is not None:
             own = f"{unit}/{own.removeprefix('/')}" if own.startswith("/") else None if own == unit else own
         latex = _latex(value)
+        if r"\ne" in latex and not all(
+            re.search(r"\\neq?(?![a-z])|[=<>]|\\[lgi]", one) for one in elements(latex)
+        ):
+            raise Unreadable("a value in a list with \\ne may be one that is left out, or one that is not")
         if has_several_values(latex):
             raise Unreadable("a name has several values beside that of another; write (1, 2), (2, 1)")
         latex = _DIVISOR.sub(lambda match: match[0] + (r"\cdot " if match[1] else ""), latex)  # half of x
@@ -316,6 +330,25 @@ def _read(text: str) -> list[Reading]:
         loose = loose or apart != latex
         found += [Reading(one, unit=own or unit, loose=loose) for one in dict.fromkeys((latex, apart))]
     return found
+
+
+def _arranged(text: str) -> str:
+    r"""The text with a matrix for [[1,2],[3,4]], a condition for \{x : x > 2\}, and units of \Omega and \mu.
+
+    Raises:
+        Unreadable: a set is given by what is no inequality.
+    """
+    text = re.sub(r"(?<=[\d}])(?:\\[,;: ]|~|\s)+\\Omega$", r"\\text{ ohm}", text)
+    text = re.sub(r"\\mu\s*\\(?:text|mathrm)\s*\{\s*([A-Za-z]+)\s*\}", r"\\text{ μ\1}", text)
+    rows = re.findall(r"\[([^\[\]]*)\]", text)
+    if _ROWS.fullmatch(text) and len({row.count(",") for row in rows}) == 1:
+        return r"\begin{pmatrix}" + r" \\ ".join(row.replace(",", " & ") for row in rows) + r"\end{pmatrix}"
+    if (built := _BUILT.fullmatch(_SIZES.sub("", text))) is not None:
+        of_real = built["of"] in (None, r"\mathbb{R}")
+        if not of_real or built["name"] not in built["where"] or not _ORDER.search(built["where"]):
+            raise Unreadable(f"{text[:40]!r} is a set by a condition, which math-verify can't read")
+        return built["where"]
+    return text
 
 
 def _word_by_word(unit: re.Match) -> str:
@@ -342,6 +375,8 @@ def _words(text: str) -> Reading | None:
     runs = re.findall(r"[^\W\d_]+", plain)
     if len(bare) > 1 and bare.isalpha() and (bare.isupper() or _ROMAN.fullmatch(bare)):
         return Reading(None, words=joined)  # IV and BAC are names: as products they would be VI and ABC
+    if re.fullmatch(r"[TF](?:\s*,\s*[TF])+", bare):
+        return Reading(None, words=re.sub(r"\s", "", bare).lower())  # a list would be of any order
     short = bare.isascii() and bare.isalpha() and len(bare) < LONG_WORD and bare not in FUNCTIONS
     if short and _looks_like_a_word(bare.lower()) and not set(bare) <= set("abc"):
         return Reading(None, words=joined)  # tea is not eat

@@ -44,6 +44,7 @@ pa pascal
 a amp ampere
 k kelvin
 mol mole
+ohm ω
 rad radian
 degree deg ° 度
 celsius degree-c
@@ -114,14 +115,17 @@ _FRACTIONS = """
 halve third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth sixteenth twentieth hundredth
 thousandth millionth billionth trillionth
 """
-_COUNTS = """
-zero two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty
-seventy eighty ninety
-quadrillion quintillion googol lakh crore gross score
-doubled tripled halved fewer larger smaller true false wrong
+_NAMES = """
+zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
 """
+_COUNTS = """
+quadrillion quintillion googol lakh crore gross score doubled tripled halved fewer larger smaller true false
+wrong
+"""
+NUMBERS = frozenset(("one", *_NAMES.split(), *SCALES))
 FRACTIONS = frozenset(f"{word}s" for word in _FRACTIONS.split())
-COUNTS = frozenset((*_FRACTIONS.split(), *_COUNTS.split()))
+COUNTS = frozenset((*_FRACTIONS.split(), *_NAMES.split(), *_COUNTS.split()))
 """Further such words where they end a unit, in the singular: 3 tenths, not 3 tenth graders."""
 
 _CANONICAL = {word: line.split()[0] for line in (_SAME + _SHORT).splitlines() for word in line.split()}

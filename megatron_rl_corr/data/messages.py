@@ -54,8 +54,8 @@ class Chat:
     """Messages before the row's own."""
 
     def with_system(self, text: str) -> Chat:
-        """With a system message, if it begins with none."""
-        if self.messages[0]["role"] in ("system", "developer"):
+        """With a system message, if it has none."""
+        if any(message["role"] in ("system", "developer") for message in self.messages):
             return self
         return replace(self, messages=[{"role": "system", "content": text}, *self.messages], added=1)
 

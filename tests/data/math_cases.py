@@ -348,6 +348,18 @@ RIGHT = {
         r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
         r"\begin{bmatrix} 1 \\ [0.5em] 2 \end{bmatrix}",
     ],
+    # Other arrangements: answers in an order, rows of numbers, sets by a condition, units in LaTeX.
+    "T,F,T": ["T, F, T", "T,F,T"],
+    "[[1,2],[3,4]]": [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "[[1, 2], [3, 4]]"],
+    r"\{x : x > 2\}": [
+        "x > 2",
+        r"(2, \infty)",
+        r"\{x \mid x > 2\}",
+        r"\left\{x \in \mathbb{R} | 2 < x\right\}",
+    ],
+    r"10\,\Omega": ["10", "10 Ω", "10 ohms"],
+    r"5\,\mu\text{m}": ["5", "5 μm", r"5~\mu\mathrm{m}"],
+    r"\boxed{5} so \boxed{5}": ["5"],
 }
 
 WRONG = {
@@ -547,6 +559,12 @@ WRONG = {
         r"\begin{pmatrix} 1 \\ 8 \end{pmatrix}",
         r"\begin{pmatrix} 4 \\ 2 \end{pmatrix}",
     ],
+    # Other arrangements: answers in an order, rows of numbers, sets by a condition, units in LaTeX.
+    "T,F,T": ["F,T,T", "T,F"],
+    "[[1,2],[3,4]]": ["[[1,3],[2,4]]", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"],
+    r"\{x : x > 2\}": ["x < 2", "2", r"\{x : x > 3\}"],
+    r"10\,\Omega": ["10 m", "11"],
+    r"5\,\mu\text{m}": ["5 m", "5 mm"],
 }
 
 UNREADABLE = [
@@ -680,4 +698,15 @@ UNREADABLE = [
     "4 tens",
     "2 score",
     r"5\text{ sixths}",
+    # Other arrangements: answers in an order, rows of numbers, sets by a condition, units in LaTeX.
+    r"\boxed{5} or \boxed{6}",
+    r"so \fbox{5}, thus \boxed{6}",
+    r"x \ne 1, 2",
+    r"\{x \in \mathbb{Z} : x > 2\}",
+    r"\{x | x^2=1\}",
+    "five",
+    "twenty-one",
+    "two million",
+    "a dozen",
+    r"\text{Two}",
 ]

@@ -576,6 +576,14 @@ def test_calls_when_without_a_function_of_their_own_then_read():
     assert "Oslo" in text("qwen2_5", [USER, said("assistant", None, tool_calls=[call]), RESULT])
 
 
+def test_answer_when_it_has_a_literal_mark_of_thoughts_that_does_not_end_then_all_of_it_must_show():
+    said_so = said("assistant", "The tag <think> opens thoughts.")
+    assert "opens thoughts" in text("qwen3", [USER, said_so, USER])
+    cut = "{% for m in messages %}[{{ m.role }}]{{ m.content.split('<think>')[0] }}{% endfor %}"
+    with pytest.raises(BadRow, match="leaves out message 1, whose role is .assistant"):
+        text(cut, [USER, said_so, USER])
+
+
 CUT = (
     "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description.split('\n')[0] }} "
     "{{ t.function.parameters.properties | list }}{% endfor %}"

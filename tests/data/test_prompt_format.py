@@ -133,6 +133,8 @@ def saved_rows():
 def test_prompt_when_a_system_prompt_is_given_then_only_messages_without_one_get_it(tokenizers):
     how = {"system_prompt": "be brief", "tokenizer": tokenizers["template"]}
     assert prompt({"messages": [USER]}, **how).text.startswith("<system>be brief#<user>1+1#")
+    late = [USER, {"role": "system", "content": "be brief, or not"}, USER]
+    assert prompt({"messages": late}, **how).text.startswith("<user>1+1#<system>be brief, or not#<user>")
     own = [{"role": "system", "content": "be brief, or not"}, USER]
     assert prompt({"messages": own}, **how).text.startswith("<system>be brief, or not#<user>")
 
@@ -412,6 +414,11 @@ def test_format_when_the_template_has_no_place_for_an_option_then_refused_at_the
     [
         ({"chat_template_kwargs": "{"}, "`chat_template_kwargs` is not JSON"),
         ({"chat_template_kwargs": "[1]"}, "`chat_template_kwargs` must be an object"),
+        ({"chat_template_kwargs": '{"a": 1, "a": 2}'}, 'is not JSON: the key "a" comes twice; keep one'),
+        (
+            {"chat_template_kwargs": '{"a": {"b": NaN}}'},
+            "is not JSON: NaN is not a number in JSON; write null",
+        ),
         (
             {"chat_template_kwargs": '{"tools": []}'},
             "`chat_template_kwargs` can't set tools; use `tools_key`",
@@ -428,11 +435,12 @@ def test_config_when_an_option_is_wrong_then_error(given, named):
         config(**given)
 
 
-def test_config_when_a_path_is_given_twice_then_error():
+@pytest.mark.parametrize("again", ["p", "./p", "q/../p"])
+def test_config_when_a_path_is_given_twice_then_error(again):
     with pytest.raises(
         ValueError, match="`prompts` names a path twice; to draw one more often, use `prompts_weights`"
     ):
-        PromptsConfig(prompts=("p", "q", "p"))
+        PromptsConfig(prompts=("p", "q", again))
 
 
 def test_tokenizer_when_it_comes_with_code_then_it_is_not_run(tmp_path):
