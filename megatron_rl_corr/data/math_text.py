@@ -48,6 +48,8 @@ yes no odd even true none dne red
 """
 SHORT_WORDS = frozenset(_SHORT_WORDS.split())
 MOST_WORDS = 3
+MOST_JOINED = 8
+"""Inequalities with "or" between them: sympy takes seconds for a union of dozens."""
 LONG_WORD = 4
 """Letters in a row from which on they are a word, not variables that are multiplied."""
 
@@ -419,7 +421,7 @@ def _without_joins(text: str) -> str:
     if not words or not (_ORDER.search(text) or "or" in words and re.search(r"\\neq?(?![A-Za-z])", text)):
         return ", ".join(sides)
     found = [_bounds(side) for side in sides]
-    if len(words) > 1 or None in found or len({name for name, *_ in found}) > 1:
+    if len(words) > 1 or None in found or len({name for name, *_ in found}) > 1 or len(found) > MOST_JOINED:
         raise Unreadable(
             f"what {' and '.join(map(repr, sorted(words)))} joins in {text[:40]!r} is not certain"
         )
