@@ -41,7 +41,8 @@ _GOES_ON = re.compile(
 )
 """What makes another value of the one before it."""
 _IS_WITHIN = re.compile(
-    rf"(?:{_COMMAND}(?:[_^]\{{?-?\w+\}}?)?[ \t]*[({{\[]?|[<>]=?|!=|\\(?:[lg]eq?|neq?)(?![A-Za-z]))[ \t]*$"
+    rf"(?:{_COMMAND}(?:[_^]\{{?-?\w+\}}?)?[ \t]*[({{\[]?|[<>!]=|(?:(?<![<\w/])\w+|[)}}\]])[ \t]*[<>]"
+    r"|\\(?:[lg]eq?|neq?)(?![A-Za-z]))[ \t]*$"
 )
 """What stands before a value of which it makes another, or a bound."""
 _MINUS = re.compile(

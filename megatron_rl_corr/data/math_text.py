@@ -102,7 +102,7 @@ _BEFORE_BRACKET = re.compile(
     r"(?:\\(?:pi|theta|alpha|beta|lambda)|(?<![A-Za-z\\])[A-Za-z]*[a-eh-z]\^\{[^{}]*\}|\d[a-eh-z])\s*(?=\()"
 )
 """What a bracket behind it multiplies, and does not make a function of: \\pi(3), x^2(3), 5x(2)."""
-_CALLED = re.compile(r"(?<![A-Za-z\\])[A-Za-z]+(?:_\w|_\{\w+\})?\s*\(\s*-?\s*\d[\d./]*\s*\)(?!\s*=)")
+_CALLED = re.compile(r"(?<![A-Za-z\\])(?!O\()[A-Za-z]+(?:_\w|_\{\w+\})?\s*\(\s*-?\s*\d[\d./]*\s*\)(?!\s*=)")
 _DIVISOR = re.compile(rf"/ ?\d+(?:\.\d+)?( ?)(?=[A-Za-z]|\\(?:{'|'.join(FUNCTIONS)}|frac|binom)(?![A-Za-z]))")
 """One with a factor behind it."""
 _UNCERTAIN = (
@@ -298,9 +298,8 @@ def _with_words(text: str) -> str:
 def _read(text: str) -> list[Reading]:
     """Readings of a text that means one thing, but for units."""
     if "matrix" in text:
-        text = re.sub(
-            r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\]", r"\\\\", text
-        )  # space between rows
+        # The space between rows would be multiplied in.
+        text = re.sub(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\]", r"\\\\", text)
     else:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = _arranged(text)

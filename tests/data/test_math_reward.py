@@ -62,6 +62,8 @@ FURTHER = [
     r"\frac{7}{2}\text{ or }3",
     r"2\lambda+1",
     r"\log_{10} 5",
+    "O(1)",
+    r"\zeta(3)",
 ]
 """Labels as data sets of competition mathematics have them."""
 READABLE = [label for label in (*RIGHT, *WRONG, *FURTHER) if "boxed" not in label and "####" not in label]
@@ -197,6 +199,10 @@ def test_formula_when_searched_in_a_sentence_then_the_whole_of_it(text, found):
         ("The answer is 5 and I am sure.", "5"),
         ("It costs $5/hour", "5"),
         ("I gave my cousin 5", "5"),
+        ("2 + 3 -> 5", "5"),
+        ("=> 5", "5"),
+        ("> 5 it is", "5"),
+        ("It is <b>5</b>.", "5"),
         ("B", "B"),
         ("**B**", "B"),
         ("Monday", "Monday"),
@@ -223,6 +229,7 @@ def test_response_when_without_a_mark_then_signs_and_words_belong_to_the_answer(
         ">=2",
         "≥ 2",
         "x > 2",
+        "(x+1) < 2",
         "2 and a half",
         "2 thirds",
         "2 halves",
