@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -94,7 +95,7 @@ class PromptsConfig(Options):
             raise ValueError("`prompts_weights` has no effect with one of `prompts`; drop it")
 
     def check_paths(self) -> None:
-        if len(set(self.prompts)) < len(self.prompts):
+        if len({os.path.realpath(path) for path in self.prompts}) < len(self.prompts):
             raise ValueError("`prompts` names a path twice; to draw one more often, use `prompts_weights`")
 
     def check_template_variables(self) -> None:
@@ -110,8 +111,12 @@ class PromptsConfig(Options):
         if self.chat_template_kwargs is None:
             return {}
         try:
-            variables = json.loads(self.chat_template_kwargs)
-        except json.JSONDecodeError as error:
+            variables = json.loads(
+                self.chat_template_kwargs,
+                parse_constant=_refuse_constant,
+                object_pairs_hook=_with_each_key_once,
+            )
+        except ValueError as error:
             raise ValueError(f"`chat_template_kwargs` is not JSON: {error}") from None
         if not isinstance(variables, dict) or not variables:
             raise ValueError(
@@ -128,6 +133,17 @@ class PromptsConfig(Options):
 
 
 _INSTEAD = {"messages": "rows have them", "tools": "use `tools_key`"}
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number in JSON; write null, or leave its key out")
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f'the key "{twice[0]}" comes twice; keep one')
+    return dict(pairs)
 
 
 def _is_weight(text: Any) -> bool:

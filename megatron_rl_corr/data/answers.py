@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from megatron_rl_corr.data.math_signs import plain_signs
-from megatron_rl_corr.data.math_units import POWERS, SCALES, is_known
+from megatron_rl_corr.data.math_units import FRACTIONS, POWERS, SCALES, is_known
 
 TAIL = 1000
 """Characters of a response without a marked answer that are searched for a formula, from its end."""
@@ -28,6 +28,25 @@ _FORMULA = re.compile(
 )
 _SUFFIX = re.compile(
     r"\s*(?:\\?%|\^\s*\{?\\circ\}?|°[CF]?)|[ \t]*[-~]?(?P<word>[A-Za-z]{2,}|[万亿])(?:/[A-Za-z]+|\^?\d)?"
+)
+_COMMAND = (
+    r"(?:\\(?:d?frac|pi|cdot|times|div|pm|binom)"
+    r"|(?<![A-Za-z])\\?(?:sqrt|log|ln|exp|(?:arc)?(?:sin|cos|tan)h?))(?![A-Za-z])"
+)
+_GOES_ON = re.compile(
+    rf"[ \t]*(?:{_COMMAND}|√|\^|[*/][ \t]*(?:[A-Za-z](?![A-Za-z])|[(\\]|{_COMMAND}))"
+    r"|[ \t]*[-+][ \t]*[b-hj-z](?![A-Za-z])"
+    r"|[ \t]+(?:(?:times|plus|minus|over|divided by|choose|mod|modulo|base)[ \t]+[-\d(\\$]|(?:squared|cubed"
+    rf"|or (?:more|less|fewer)|and (?:a|one) (?:half|third|quarter)|{'|'.join(sorted(FRACTIONS))})\b)"
+)
+"""What makes another value of the one before it."""
+_IS_WITHIN = re.compile(
+    rf"(?:{_COMMAND}(?:[_^]\{{?-?\w+\}}?)?[ \t]*[({{\[]?|[<>!]=|(?:(?<![<\w/])\w+|[)}}\]])[ \t]*[<>]"
+    r"|\\(?:[lg]eq?|neq?)(?![A-Za-z]))[ \t]*$"
+)
+"""What stands before a value of which it makes another, or a bound."""
+_MINUS = re.compile(
+    r"(?:(?:^|[^\d\s)]\s+)(?:minus|negative)\s+|(?:\b(?:is|are|be)|[:=])[ \t]*-[ \t]+)$", re.IGNORECASE
 )
 _SAYS = re.compile(
     r"answers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bbe\b|:|=)|答案[^.\n]{0,20}?(?:是|为|:|=)", re.IGNORECASE
@@ -91,14 +110,18 @@ def last_formula(response: str, *, cut: bool = False) -> str | None:
 
 
 def _complete(match: re.Match, text: str) -> str | None:
-    """What was found, with the percent sign, scale or unit behind it; None where the text ends in
-    the middle of it.
+    """What was found, with the sign before and the percent sign, scale or unit behind it; None where the
+    text ends in the middle of it, or what stands around makes another value of it.
     """
+    before = text[max(0, match.start() - NEAR) : match.start()]
+    sign = "-" if _MINUS.search(before) else ""
     if match.end() == len(text) and match["e"] is not None:
         return None
+    if _GOES_ON.match(text, match.end()) or _IS_WITHIN.search(before):
+        return None
     if match["e"] is None:
-        return match["a"] or match["b"] or match["c"] or match["d"]
-    found, end = match["e"].strip(), match.end()
+        return sign + (match["a"] or match["b"] or match["c"] or match["d"])
+    found, end = sign + match["e"].strip(), match.end()
     while found.count(")") > found.count("(") and found.endswith(")") and not found.startswith("["):
         found = found[:-1]
     while found.count("(") > found.count(")") and found.startswith("(") and not found.endswith("]"):

@@ -32,6 +32,8 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Keys of thoughts beside a content, which templates show for the last answer alone or not at all."""
 _USUAL = {"role", "content", "tool_calls", "tool_call_id", *_THOUGHTS}
 """Keys of messages that may have no effect by their meaning, or that are looked at by themselves."""
+_OF_SCHEMAS = {"type", "function", "name", "parameters", "properties", "required", "items", "strict"}
+"""Keys of tools that say nothing to the model by themselves."""
 _MARKED_ITEMS = 4
 """Items that are marked of a list in a call's arguments: a template shows all of them or none."""
 _NUMBER = 7310
@@ -75,6 +77,8 @@ class CheckedTemplate:
         self._found: OrderedDict[bytes, _Finding] = OrderedDict()
         self._reads: dict[str, bool] = {}
         """By key of messages whether the template has shown it anywhere."""
+        self._hidden: set[str] = set()
+        """Keys of tools of which it has left out a text or a name."""
 
     @property
     def unread_keys(self) -> list[str]:
@@ -82,6 +86,11 @@ class CheckedTemplate:
         of every format.
         """
         return sorted(name for name, is_read in self._reads.items() if not is_read)
+
+    @property
+    def hidden_keys(self) -> list[str]:
+        """Keys within tools of which a text or a name did not show, in the first LOOKED_AT kinds."""
+        return sorted(self._hidden)
 
     def text(self, chat: Chat) -> str:
         """The conversation as text, up to where the assistant begins.
@@ -95,7 +104,11 @@ class CheckedTemplate:
             losses = self._losses_one_by_one(chat, form, text)
         else:
             text = self._render(chat.in_form(found.form), chat.tools)
-            losses = found.losses or self._losses_within(chat, found.form, text, found.shortened)
+            losses = (
+                found.losses
+                or self._losses_within(chat, found.form, text, found.shortened)
+                or _losses_of_texts(chat, found.form, text)
+            )
         if losses:
             raise ValueError(f"the chat template leaves out {_named(losses[0], chat)}")
         return text
@@ -127,6 +140,9 @@ class CheckedTemplate:
 
     def _look_for_unread_keys(self, chat: Chat, form: Form) -> None:
         messages, text = chat.in_form(form), None
+        if chat.tools:
+            text = self._render(messages, chat.tools)
+            self._hidden |= _hidden(chat.tools, text)
         for name in sorted({name for one in messages for name in one} - _USUAL):
             if self._reads.get(name):
                 continue
@@ -361,17 +377,51 @@ def _answer(message: Mapping[str, Any]) -> tuple[int, int]:
     if message["role"] != "assistant":
         return 0, len(content)
     begin = content.rfind("</think>")
-    begin = 0 if begin < 0 else begin + len("</think>")
-    unfinished = content.find("<think>", begin)
-    return begin, len(content) if unfinished < 0 else unfinished
+    return 0 if begin < 0 else begin + len("</think>"), len(content)
 
 
 def _shows(message: Mapping[str, Any], text: str) -> bool:
     """True if the content is in the text, as it is or within JSON."""
     begin, end = _answer(message)
-    content = message["content"][begin:end].strip()
+    return _is_in(message["content"][begin:end].strip(), text)
+
+
+def _is_in(content: str, text: str) -> bool:
     in_json = [json.dumps(content, ensure_ascii=only_ascii)[1:-1] for only_ascii in (False, True)]
     return content in text or any(form in text for form in in_json)
+
+
+def _show_lines(value: Any, text: str) -> bool:
+    """True if all lines of the texts within a value, but for keys, are in the text."""
+    return all(_is_in(line.strip(), text) for word in _words(value) for line in word.splitlines())
+
+
+def _losses_of_texts(chat: Chat, form: Form, text: str) -> list[_Loss]:
+    """Calls and tools of which a text shows in parts alone, as where a template cuts long ones."""
+    losses = []
+    for number, message in enumerate(chat.messages):
+        for place, call in enumerate(message.get("tool_calls") or []):
+            given = function_of(call)["arguments"]
+            shows = (
+                given.as_text().strip() in text if form.arguments_as_text else _show_lines(dict(given), text)
+            )
+            losses += [] if shows else [_Loss(number, call=place)]
+    for place, tool in enumerate(chat.tools or []):
+        if not _show_lines(function_of(tool).get("description"), text):
+            losses.append(_Loss(tool=place, is_part=True))
+    return losses
+
+
+def _hidden(value: Any, text: str, name: str = "") -> set[str]:
+    """Keys within tools of which a text does not show, or the name that they are of a parameter."""
+    if isinstance(value, list):
+        return set().union(*(_hidden(one, text, name) for one in value))
+    if isinstance(value, dict):
+        own = {key for key in value.keys() - _OF_SCHEMAS if key not in text}
+        return ({name} if own and name == "properties" else own).union(
+            *(_hidden(one, text, key) for key, one in value.items() if key not in own)
+        )
+    return set() if _show_lines(value, text) else {name} - _OF_SCHEMAS
 
 
 def _shows_words(message: Mapping[str, Any], text: str) -> bool:

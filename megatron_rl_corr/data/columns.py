@@ -19,6 +19,10 @@ CACHE_BYTES = 1 << 29
 """Decoded row groups of one Parquet source that are kept; at least one is. A multiple of
 order.WINDOW_BYTES: values are larger decoded than in the file.
 """
+_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""How an Arrow stream ends: one that was cut between two batches is read without an error."""
+_NAMED_FILES = 3
+_SHARD = re.compile(r"(.*-)(\d+)(-of-)(\d+)(.*)")
 _SPLITS = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev|eval)(?=[-_.]|$)")
 
 
@@ -37,7 +41,7 @@ class ParquetRows:
     fills_nulls = True
 
     def __init__(self, paths: list[Path], path: str | Path):
-        self.path, self.groups = str(path), []
+        self.path, self.groups, self.left_out = str(path), [], set()
         self._files, self._stamps = [str(one) for one in paths], [Stamp(str(one)) for one in paths]
         self._places: list[tuple[int, int]] = []
         """File and row group within it of each of `groups`."""
@@ -66,6 +70,7 @@ class ParquetRows:
                 )
             columns = columns_of(schema)
             left_out += [one for column in columns for one in column.left_out]
+            self.left_out |= {column.name for column in columns if column.left_out}
             self._columns.append([column for column in columns if column.read is not None])
             self._leaves.append(_leaves(metadata, columns))
             self._firsts.append(rows)
@@ -92,12 +97,20 @@ class ParquetRows:
         group = int(np.searchsorted(self._ends, row, side="right"))
         begin = int(self._ends[group]) - self.groups[group][0]
         columns = self._columns[self._places[group][0]]
+        self.check(row)
         return _row(self._group(group), columns, row - begin, self.where(row))
+
+    def check(self, row: int) -> None:
+        """As `Rows`'."""
+        self._stamps[self._file_of(row)].check()
 
     def where(self, row: int) -> str:
         """p.parquet: row 7."""
-        file = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        file = self._file_of(row)
         return f"{self._files[file]}: row {row - self._firsts[file]}"
+
+    def _file_of(self, row: int) -> int:
+        return int(np.searchsorted(self._firsts, row, side="right")) - 1
 
     def digest(self) -> str:
         """As `Rows`'."""
@@ -113,7 +126,6 @@ class ParquetRows:
             self._decoded.move_to_end(group)
             return self._decoded[group]
         file, place = self._places[group]
-        self._stamps[file].check()
         try:
             with pq.ParquetFile(self._files[file]) as opened:
                 self._decoded[group] = opened.read_row_group(
@@ -139,7 +151,7 @@ class SavedDataset:
     """Any row is read alone."""
 
     def __init__(self, path: str | Path):
-        self.path = str(path)
+        self.path, self.left_out = str(path), set()
         state = json.loads((Path(path) / "state.json").read_text())
         if state.get("_indices_data_files"):
             raise ValueError(
@@ -155,9 +167,13 @@ class SavedDataset:
         left_out = []
         for number, file in enumerate(files):
             try:
-                with pa.ipc.open_stream(pa.memory_map(file)) as stream:
+                mapped = pa.memory_map(file)
+                if mapped.size() and mapped.read_at(len(_END), mapped.size() - len(_END)) != _END:
+                    raise pa.ArrowInvalid("it ends in the middle; copy it anew")
+                with pa.ipc.open_stream(mapped) as stream:
                     columns = columns_of(stream.schema)
                     left_out += [one for column in columns for one in column.left_out]
+                    self.left_out |= {column.name for column in columns if column.left_out}
                     self._columns.append([column for column in columns if column.read is not None])
                     self._batches += [batch for batch in stream if batch.num_rows]
                     self._file_of += [number] * (len(self._batches) - len(self._file_of))
@@ -177,8 +193,12 @@ class SavedDataset:
         """The row, from 0. Raises ChangedFile."""
         batch = int(np.searchsorted(self._ends, row, side="right"))
         file, begin = self._file_of[batch], int(self._ends[batch]) - self._batches[batch].num_rows
-        self._stamps[file].check()
+        self.check(row)
         return _row(self._batches[batch], self._columns[file], row - begin, self.where(row))
+
+    def check(self, row: int) -> None:
+        """As `Rows`'."""
+        self._stamps[self._file_of[int(np.searchsorted(self._ends, row, side="right"))]].check()
 
     def where(self, row: int) -> str:
         """folder: row 7."""
@@ -193,7 +213,7 @@ def parquet_folder(path: Path, *, whole: bool = True) -> ParquetRows:
     """The rows of a folder of Parquet files, by their names. whole: of all; else of the first one.
 
     Raises:
-        ValueError: it holds several splits, such as train and test.
+        ValueError: it holds several splits, such as train and test, or not all shards of one.
     """
     files = sorted(path.glob("*.parquet"))
     splits = sorted({found[1] for file in files if (found := _SPLITS.search(file.stem))})
@@ -202,7 +222,22 @@ def parquet_folder(path: Path, *, whole: bool = True) -> ParquetRows:
             f"{path}: holds the splits {', '.join(splits)}; name the files of one of them instead of the "
             "folder"
         )
-    return ParquetRows(files if whole else files[:1], path)
+    shards: dict[tuple[str, str], set[int]] = {}
+    for file in files:
+        if (shard := _SHARD.fullmatch(file.stem)) is not None:
+            shards.setdefault((shard[1], shard[4]), set()).add(int(shard[2]))
+    for (name, count), found in shards.items():
+        if missing := set(range(int(count))) - found:
+            raise ValueError(
+                f"{path}: lacks {len(missing)} of {int(count)} files, {name}{min(missing):0{len(count)}}-of-"
+                f"{count} the first; bring them, or name the files instead of the folder"
+            )
+    rows = ParquetRows(files if whole else files[:1], path)
+    others = sorted(set(path.rglob("*.[pP][aA][rR][qQ][uU][eE][tT]")) - set(files))
+    if others:
+        named = ", ".join(str(one.relative_to(path)) for one in others[:_NAMED_FILES])
+        rows.notes.append(f"{path}: {len(others)} Parquet files in it are not read; name them too: {named}")
+    return rows
 
 
 def _row(

@@ -24,7 +24,7 @@ async def unread_labels(
     """Read the labels of all rows, or of the LABELS_READ that are drawn first.
 
     Args:
-        prompts: the data. Rows without a prompt or a label are not this function's to judge.
+        prompts: the data. Rows without a prompt, or the key of the label, are not this function's to judge.
         problems_of: why each of some labels can't be read, None where it can; a label is one
             or several texts.
 
@@ -41,8 +41,6 @@ async def unread_labels(
         try:
             label = prompts.label(row)
         except BadRow:  # counted and named when it is drawn
-            continue
-        if label is None:
             continue
         read, labels[row] = read + 1, label
         try:

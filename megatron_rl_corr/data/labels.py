@@ -25,8 +25,9 @@ def labels_of(sample: RewardInput) -> list[str]:
 
 
 def math_texts(label: Any, row: int = 0) -> list[str]:
-    """A label of `math` as texts. Raises ValueError as `labels_of`, and for True and False."""
-    if isinstance(label, bool):  # "True" would be T x r x u x e
+    """A label of `math` as texts. Raises ValueError as `labels_of`, and for True or False within."""
+    given = label if isinstance(label, (list, tuple)) else [label]
+    if any(isinstance(one, bool) for one in given):  # "True" would be T x r x u x e
         raise ValueError(f"row {row} of the data set has the label {label}; use exact for it")
     return labels_of(RewardInput("", "", label, row=row))
 

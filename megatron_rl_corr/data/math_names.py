@@ -57,6 +57,12 @@ def without_names(label: str, answer: str) -> tuple[str, str]:
     return label, _tuple([answer_values[name] for name in sorted(answer_values)])
 
 
+def has_several_values(latex: str) -> bool:
+    """True if a list gives a name two values and another name one too, so that it lacks which go together."""
+    names = [match[1] for match in map(_NAMED.fullmatch, elements(latex)) if match]
+    return 1 < len(set(names)) < len(names)
+
+
 def function_values(label: Any, answer: Any) -> tuple[Any, Any] | None:
     """What to compare of two expressions of sympy: f(2)=4 is 4 beside a number; None for
     f(2)=4 beside f(5)=4.

@@ -46,7 +46,8 @@ _POWER_OF_TEN = re.compile(
 )
 _PREFIXED = re.compile(r"(?<![\w.])0([xX][0-9A-Fa-f]+|[bB][01]+|[oO][0-7]+)(?![\w.])")
 _BASE = re.compile(
-    rf"(?<![A-Za-z0-9.\\}}_^])(?:\(\s*([0-9A-Za-z]*\d[0-9A-Za-z]*)\s*\)|([0-9A-Za-z]*\d[0-9A-Za-z]*))\s*"
+    r"(?<![A-Za-z0-9.\\}_^])(?:\(\s*([0-9A-Za-z]*\d[0-9A-Za-z]*|[A-Z]{2,})\s*\)"
+    r"|([0-9A-Za-z]*\d[0-9A-Za-z]*|[A-Z]{2,}))\s*"
     rf"(?:_\s*(?:\{{\s*\(?\s*(?:\\text\s*\{{)?\s*(?:base\s*)?{_BASE_NUMBER}\s*\}}?\s*\)?\s*\}}|{_BASE_NUMBER})"
     rf"|\s\(?(?:in )?base[ -]*{_BASE_NUMBER}\)?)"
 )
@@ -76,8 +77,11 @@ def plain_numbers(text: str) -> str:
 
 
 def percentages(text: str) -> str:
-    r"""The text with 12.5\% for \frac{25}{2}\%, which math-verify can't read, and \frac{1}{3} for
+    r"""The text with 12.5\% for \frac{25}{2}\% and 25/2\%, which math-verify can't read, and \frac{1}{3} for
     \frac{100}{3}\%.
+
+    Raises:
+        Unreadable: another quotient ends in a percent sign, which may be the divisor's own.
     """
 
     def written(match: re.Match) -> str:
@@ -86,7 +90,11 @@ def percentages(text: str) -> str:
             return _plain(Decimal(value.numerator) / Decimal(value.denominator)) + r"\%"
         return f"\\frac{{{value.numerator}}}{{{value.denominator * 100}}}"
 
-    return re.sub(r"\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*([1-9]\d*)\s*\}\s*\\%", written, text)
+    text = re.sub(r"(?<![\w.^)}\]/])(\d+)\s*/\s*(\d+)\s*(?=\\%)", r"\\frac{\1}{\2}", text)
+    text = re.sub(r"\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*([1-9]\d*)\s*\}\s*\\%", written, text)
+    if (quotient := re.search(r"(?:/|\\div)[^,=]*\\%", text)) is not None:
+        raise Unreadable(f"the percent sign in {quotient[0]!r} may belong to all or to the divisor")
+    return text
 
 
 def _joined(text: str) -> str:
@@ -103,6 +111,9 @@ def _joined(text: str) -> str:
         for match in reversed(list(pattern.finditer(text))):
             if not _in_brackets(text, match.start()):
                 text = text[: match.start()] + match[0].replace(sign, "") + text[match.end() :]
+    for zeros in re.finditer(r"\d,0\d+,\d", text):
+        if not _in_brackets(text, zeros.start()):
+            raise Unreadable(f"{zeros[0]!r} may be a list or a number")
     return text
 
 
@@ -142,6 +153,11 @@ def _of_mixed(match: re.Match) -> str:
 def _of_base(match: re.Match) -> str:
     digits, name = match[1] or match[2], match[3] or match[4] or match[5]
     base = _NAMES.get(name) or int(name)
+    if match[1] is None and match[5] is None and not digits.isdigit():  # 2a_{12} may be a times 2
+        if any(int(digit, 36) >= base for digit in digits):
+            return match[0]
+        if not digits.isupper() or digits.isalpha() and base != 16:
+            raise Unreadable(f"{match[0]!r} may be a number of base {base} or a product")
     if not 2 <= base <= 36:
         raise Unreadable(f"{match[0]!r} is not a number of a base from 2 to 36")
     try:

@@ -16,7 +16,7 @@ from megatron_rl_corr.data.answers import TAIL, answer_of, last_formula
 from megatron_rl_corr.data.labels import math_texts
 from megatron_rl_corr.data.math_lists import counted, same_kind
 from megatron_rl_corr.data.math_names import cases_apart, function_values, without_names
-from megatron_rl_corr.data.math_text import Reading, label_reading, readings
+from megatron_rl_corr.data.math_text import MOST_WORDS, Reading, label_reading, readings
 from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.data.unreadable import Unreadable
 
@@ -88,6 +88,9 @@ class MathReward:
         text = answer_of(label.rpartition("####")[2])
         if text is None:
             raise Unreadable("its box is not closed")
+        last = max((box.start() for box in re.finditer(r"\\(?:boxed|fbox)\s*\{", label)), default=0)
+        if re.search(r"\\(?:boxed|fbox)\s*\{", label[:last]) and answer_of(label[:last]) not in (None, text):
+            raise Unreadable("it has several boxes with different answers; keep one")
         reading = label_reading(text)
         if reading.latex is None:
             return reading
@@ -163,7 +166,10 @@ def _answers(sample: RewardInput) -> Sequence[Reading]:
     if answer is None:
         return ()
     if answer == sample.response:
-        answer = last_formula(answer, cut=sample.finish_reason == "length")
+        cut = sample.finish_reason == "length"
+        answer = last_formula(answer, cut=cut)
+        if answer is None and not cut and len(sample.response.split()) <= MOST_WORDS:
+            answer = sample.response
     if answer is None or len(answer) > TAIL:
         return ()
     try:

@@ -65,7 +65,7 @@ def plain_signs(text: str) -> str:
 
     Example: plain_signs("１２½ x²") == r"12\frac{1}{2} x^{2}", and "120₈" becomes "120_{8}".
     """
-    found, text = [], re.sub(r"(?:^|(?<=[(\[,{=$]))\s*–(?=\s*[\d.\\])", "-", text)
+    found, text = [], re.sub(r"(?:^|(?<=[(\[,{=$]))\s*–(?=\s*[\d.\\])|(?<=[^\d\s]\s)–(?=[\d.])", "-", text)
     for kind, group in groupby(text, key=_kind):
         signs = "".join(group)
         if kind in ("<super>", "<sub>"):

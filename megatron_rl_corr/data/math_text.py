@@ -11,136 +11,45 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from megatron_rl_corr.data.math_lists import elements
+from megatron_rl_corr.data.math_names import has_several_values
 from megatron_rl_corr.data.math_numbers import percentages, plain_numbers
 from megatron_rl_corr.data.math_signs import plain_signs
-from megatron_rl_corr.data.math_units import CURRENCIES, NO_UNITS, POWERS, SINGLE, SPACED, canonical, is_known
+from megatron_rl_corr.data.math_units import (
+    COUNTS,
+    CURRENCIES,
+    NO_UNITS,
+    NUMBERS,
+    POWERS,
+    SINGLE,
+    canonical,
+    is_known,
+    is_spaced,
+)
 from megatron_rl_corr.data.unreadable import Unreadable
 
 OPEN, CLOSE = "\x01", "\x02"
 """Around the words of a \\text{...}, once it is known that they are words."""
-FUNCTIONS = (
-    "arcsin",
-    "arccos",
-    "arctan",
-    "arccsc",
-    "arcsec",
-    "arccot",
-    "sinh",
-    "cosh",
-    "tanh",
-    "sin",
-    "cos",
-    "tan",
-    "csc",
-    "sec",
-    "cot",
-    "log",
-    "ln",
-    "exp",
-    "sqrt",
-    "pi",
-    "theta",
-    "alpha",
-    "beta",
-    "gamma",
-    "lambda",
-    "gcd",
-    "lcm",
-)
-COMMANDS = frozenset(
-    (
-        *FUNCTIONS,
-        "frac",
-        "binom",
-        "infty",
-        "cdot",
-        "times",
-        "div",
-        "pm",
-        "le",
-        "leq",
-        "ge",
-        "geq",
-        "lt",
-        "gt",
-        "ne",
-        "neq",
-        "in",
-        "notin",
-        "cup",
-        "cap",
-        "setminus",
-        "emptyset",
-        "varnothing",
-        "mathbb",
-        "lfloor",
-        "rfloor",
-        "lceil",
-        "rceil",
-        "lvert",
-        "rvert",
-        "vert",
-        "langle",
-        "rangle",
-        "text",
-        "max",
-        "min",
-        "det",
-        "sum",
-        "prod",
-        "int",
-        "lim",
-        "to",
-        "overline",
-        "vec",
-        "bar",
-        "delta",
-        "epsilon",
-        "varepsilon",
-        "zeta",
-        "eta",
-        "vartheta",
-        "iota",
-        "kappa",
-        "mu",
-        "nu",
-        "xi",
-        "rho",
-        "sigma",
-        "tau",
-        "upsilon",
-        "phi",
-        "varphi",
-        "chi",
-        "psi",
-        "omega",
-        "Gamma",
-        "Delta",
-        "Theta",
-        "Lambda",
-        "Xi",
-        "Pi",
-        "Sigma",
-        "Upsilon",
-        "Phi",
-        "Psi",
-        "Omega",
-    )
-)
+_FUNCTIONS = """
+arcsin arccos arctan arccsc arcsec arccot sinh cosh tanh sin cos tan csc sec cot log ln exp sqrt pi theta
+alpha beta gamma lambda gcd lcm
+"""
+FUNCTIONS = tuple(_FUNCTIONS.split())
+_COMMANDS = """
+frac binom infty cdot times div pm le leq ge geq lt gt ne neq in notin cup cap setminus emptyset varnothing
+mathbb lfloor rfloor lceil rceil lvert rvert vert langle rangle text max min det sum prod int lim to
+overline vec bar delta epsilon varepsilon zeta eta vartheta iota kappa mu nu xi rho sigma tau upsilon phi
+varphi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega
+"""
+COMMANDS = frozenset((*FUNCTIONS, *_COMMANDS.split()))
 """Commands that math-verify reads as what they mean."""
-SHORT_WORDS = frozenset(
-    (
-        "yes",
-        "no",
-        "odd",
-        "even",
-        "true",
-        "none",
-        "dne",
-        "red",
-    )
-)
+_SHORT_WORDS = """
+yes no odd even true none dne red
+"""
+SHORT_WORDS = frozenset(_SHORT_WORDS.split())
 MOST_WORDS = 3
+MOST_JOINED = 8
+"""Inequalities with "or" between them: sympy takes seconds for a union of dozens."""
 LONG_WORD = 4
 """Letters in a row from which on they are a word, not variables that are multiplied."""
 
@@ -189,6 +98,26 @@ _UNIT = re.compile(
 )
 _CHOICE = re.compile(r"(?:\(([A-Z])\)|([A-Z])[.):])\s*(?=[\d\\$(\w-])(?!\\c[ua]p|\\times|\\cdot|\\in)(.+)")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|csc|sec|cot)(?![A-Za-z])")
+_BEFORE_BRACKET = re.compile(
+    r"(?:\\(?:pi|theta|alpha|beta|lambda)|(?<![A-Za-z\\])[A-Za-z]*[a-eh-z]\^\{[^{}]*\}|\d[a-eh-z])\s*(?=\()"
+)
+"""What a bracket behind it multiplies, and does not make a function of: \\pi(3), x^2(3), 5x(2)."""
+_CALLED = re.compile(r"(?<![A-Za-z\\])(?!O\()[A-Za-z]+(?:_\w|_\{\w+\})?\s*\(\s*-?\s*\d[\d./]*\s*\)(?!\s*=)")
+_DIVISOR = re.compile(rf"/ ?\d+(?:\.\d+)?( ?)(?=[A-Za-z]|\\(?:{'|'.join(FUNCTIONS)}|frac|binom)(?![A-Za-z]))")
+"""One with a factor behind it."""
+_UNCERTAIN = (
+    re.compile(r"-?(?:\\[dt]?frac(?![a-z])|[\d.,/{}%\\])+\s+\((?:\\[dt]?frac(?![a-z])|[-\d./^*%{}\\ ])+\)"),
+    re.compile(r"\d+(?:\.\d+)?(?:-\d+(?:\.\d+)?)+"),
+    re.compile(r"\d+(?:\.\d+)?\s*-\s*\d+(?:\.\d+)?\s*(?:\\?%|percent)"),
+)
+"""8 (2^3) is a value that is given again, or a product; 2-4 a range, a telephone's number or a difference."""
+_ROMAN = re.compile(r"(?<![A-Za-z])(?:[ivx]{2,}|[IVX]{2,})(?![A-Za-z])")
+_ROMANS = re.compile(r"\(?[IVXivx]+\)?(?:(?:\s*,\s*|\s+(?:and|or)\s+|\s*,\s*(?:and|or)\s+)\(?[IVXivx]+\)?)*")
+_ROWS = re.compile(r"\[\s*(?:\[[^\[\]]*\]\s*,\s*)+\[[^\[\]]*\]\s*\]")
+_BUILT = re.compile(
+    r"\\\{\s*(?P<name>[A-Za-z])\s*(?:\\in\s*(?P<of>\S+?)\s*)?(?::|\||\\mid(?![A-Za-z]))(?P<where>.+)\\\}"
+)
+_ORDER = re.compile(r"(<|>|\\[lg](?:eq?|t)(?![A-Za-z]))")
 _MATRIX = re.compile(r"\\(?:begin|end)\s*\{[pbvBV]?matrix\}")
 _TOKEN = re.compile(
     rf"\\\\|\\[A-Za-z]+|\\[{{}}|%]|\d+(?:\.\d+)?|[A-Za-z]+|{OPEN}[^{CLOSE}]*{CLOSE}"
@@ -244,7 +173,10 @@ def label_reading(text: str) -> Reading:
     """
     found = list(dict.fromkeys(one for one in readings(text) if not one.loose))
     if not found:
-        raise Unreadable(f"{text.strip()[:40]!r} may mean several things")
+        raise Unreadable(f"{text.strip()[:40]!r} may mean several things; write it so that it means one")
+    words = set(re.split("[- ]", found[0].words or ""))
+    if words & NUMBERS and words <= NUMBERS | {"a", "an", "and"}:
+        raise Unreadable(f"{text.strip()[:40]!r} is a number in words; write it in digits")
     if len(found) > 1:
         ways = " or ".join(repr(one.latex if one.words is None else one.words) for one in found[:2])
         raise Unreadable(f"it can be read as {ways}; write which")
@@ -270,12 +202,20 @@ def _variants(text: str) -> list[tuple[str, bool]]:
         return [(about[1], True)]
     if (ratio := re.fullmatch(r"(\d+)\s*(?:to|\\text\s*\{\s*to\s*\})\s*(\d+)", text)) is not None:
         return [(f"{ratio[1]}:{ratio[2]}", True)]
+    if any(form.fullmatch(_SIZES.sub("", text)) for form in _UNCERTAIN):
+        return [(text, True)]
+    if (date := re.fullmatch(r"\d{4}([-/])\d\d?\1\d\d?|\d\d?/\d\d?/\d{4}", text)) is not None:
+        raise Unreadable(f"{date[0]!r} may be a date")
     euler = re.fullmatch(r"(-?\d+)e([+-]\d)", text)
     if euler and euler[1].lstrip("-") != "1":  # 5e-3 is 0.005, or 5e - 3
         return [(text.replace("e", "E"), False), (f"{euler[1]} e {euler[2]}", False)]
     comma = re.fullmatch(r"(-?\d+),(\d+)", text)
+    if re.fullmatch(r"-?\d+,\d+[eE][-+]?\d+", text):
+        raise Unreadable(f"{text!r} may be a list or a decimal")
     if comma and not re.fullmatch(r"-?[1-9]\d{0,2},\d{3}", text):  # 3,14 is a list, or a decimal
         decimal = f"{comma[1]}.{comma[2]}"
+        if re.match(r"0\d", comma[2]):
+            return [(decimal, True)]
         return [(f"{comma[1]}, {comma[2]}", False), (decimal, comma[1].lstrip("-") != "0")]
     if re.fullmatch(r"-?[1-9]\d{0,2}(?:,\d{3})+", text):  # 100,200 is a number; in an answer perhaps a list
         return [(text, False), (text.replace(",", ", "), True)]
@@ -338,7 +278,9 @@ def _with_words(text: str) -> str:
     def marked(match: re.Match) -> str:
         inner = match[1].strip()
         if re.fullmatch(r",?\s*(?:and|or)\s*,?", inner):
-            return " and "
+            return f" {inner.strip(' ,')} "
+        if _ROMANS.fullmatch(inner):
+            return f" {inner} "
         if inner in FUNCTIONS:
             return f"\\{inner} "
         if re.fullmatch(r"[A-Za-z]", inner) and inner not in SINGLE or re.fullmatch(r"[A-Z][.):]", inner):
@@ -355,12 +297,18 @@ def _with_words(text: str) -> str:
 
 def _read(text: str) -> list[Reading]:
     """Readings of a text that means one thing, but for units."""
-    if "matrix" not in text:
+    if "matrix" in text:
+        # The space between rows would be multiplied in.
+        text = re.sub(r"\\\\\s*\[\s*-?[\d.]+\s*(?:pt|ex|em|mm|cm|in)\s*\]", r"\\\\", text)
+    else:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
+    text = _arranged(text)
     text = plain_numbers(_UNIT_TEXT.sub(_word_by_word, text))  # it needs to see \, and the like
     text = _with_words(text.replace(r"\$", "$"))
     if (words := _words(text)) is not None:
         return [words]
+    if _ROMANS.fullmatch(text) and _ROMAN.search(text):  # as products I, III and (iv), (vi) would have others
+        text = re.sub(r"[IVXivx]+", rf"{OPEN}\g<0>{CLOSE}", text)
     text = _PERCENT.sub(r"\%", re.sub(r"^(?:minus|negative)\s+(?=[\d.\\])", "-", text))
     text = _named_functions(_ORDINAL.sub("", _DEGREES.sub("°", text)))
     text = percentages(plain_numbers(text))  # those that words had hidden
@@ -372,8 +320,36 @@ def _read(text: str) -> list[Reading]:
         if unit is not None and own is not None:
             own = f"{unit}/{own.removeprefix('/')}" if own.startswith("/") else None if own == unit else own
         latex = _latex(value)
-        found.append(Reading(latex, unit=own or unit, loose=loose))
+        if r"\ne" in latex and not all(
+            re.search(r"\\neq?(?![a-z])|[=<>]|\\[lgi]", one) for one in elements(latex)
+        ):
+            raise Unreadable("a value in a list with \\ne may be one that is left out, or one that is not")
+        if has_several_values(latex):
+            raise Unreadable("a name has several values beside that of another; write (1, 2), (2, 1)")
+        latex = _DIVISOR.sub(lambda match: match[0] + (r"\cdot " if match[1] else ""), latex)  # half of x
+        apart = _DIVISOR.sub(r"\g<0> \\cdot ", latex)  # 1/2x: half of x, or of its inverse
+        loose = loose or apart != latex
+        found += [Reading(one, unit=own or unit, loose=loose) for one in dict.fromkeys((latex, apart))]
     return found
+
+
+def _arranged(text: str) -> str:
+    r"""The text with a matrix for [[1,2],[3,4]], a condition for \{x : x > 2\}, and units of \Omega and \mu.
+
+    Raises:
+        Unreadable: a set is given by what is no inequality.
+    """
+    text = re.sub(r"(?<=[\d}])(?:\\[,;: ]|~|\s)+\\Omega$", r"\\text{ ohm}", text)
+    text = re.sub(r"\\mu\s*\\(?:text|mathrm)\s*\{\s*([A-Za-z]+)\s*\}", r"\\text{ μ\1}", text)
+    rows = re.findall(r"\[([^\[\]]*)\]", text)
+    if _ROWS.fullmatch(text) and len({row.count(",") for row in rows}) == 1:
+        return r"\begin{pmatrix}" + r" \\ ".join(row.replace(",", " & ") for row in rows) + r"\end{pmatrix}"
+    if (built := _BUILT.fullmatch(_SIZES.sub("", text))) is not None:
+        of_real = built["of"] in (None, r"\mathbb{R}")
+        if not of_real or built["name"] not in built["where"] or not _ORDER.search(built["where"]):
+            raise Unreadable(f"{text[:40]!r} is a set by a condition, which math-verify can't read")
+        return built["where"]
+    return text
 
 
 def _word_by_word(unit: re.Match) -> str:
@@ -389,6 +365,7 @@ def _words(text: str) -> Reading | None:
         Unreadable: it is a sentence.
     """
     bare = text.replace(OPEN, " ").replace(CLOSE, " ").strip()
+    bare = re.sub(r"^\(\s*([ivx]{2,}|[IVX]{2,})\s*\)$", r"\1", bare)
     single = re.fullmatch(r"\(?\s*([A-Za-z])\s*\)?\.?", bare)
     if single:
         return Reading(single[1], words=single[1].lower())
@@ -397,8 +374,13 @@ def _words(text: str) -> Reading | None:
     plain = re.sub(rf"{OPEN}[^{CLOSE}]*{CLOSE}", " ", text)
     joined = " ".join(bare.rstrip(".").split()).casefold()
     runs = re.findall(r"[^\W\d_]+", plain)
-    if len(bare) > 1 and bare.isalpha() and bare.isupper():
+    if len(bare) > 1 and bare.isalpha() and (bare.isupper() or _ROMAN.fullmatch(bare)):
         return Reading(None, words=joined)  # IV and BAC are names: as products they would be VI and ABC
+    if re.fullmatch(r"[TF](?:\s*,\s*[TF])+", bare):
+        return Reading(None, words=re.sub(r"\s", "", bare).lower())  # a list would be of any order
+    short = bare.isascii() and bare.isalpha() and len(bare) < LONG_WORD and bare not in FUNCTIONS
+    if short and _looks_like_a_word(bare.lower()) and not set(bare) <= set("abc"):
+        return Reading(None, words=joined)  # tea is not eat
     if OPEN not in text and joined not in SHORT_WORDS and not any(len(run) >= LONG_WORD for run in runs):
         return (
             Reading(bare, words=joined)
@@ -418,10 +400,62 @@ def _named_functions(text: str) -> str:
     text = re.sub(rf"(?<![\\A-Za-z])({'|'.join(FUNCTIONS)})(?![A-Za-z])", r"\\\1 ", text)
     text = re.sub(r"(?<![\\A-Za-z])(?:infinity|infty|inf|oo)(?![A-Za-z])", r"\\infty ", text)
     text = re.sub(r"(?<=[\])])\s*(?:U|union)\s*(?=[\[(])", r"\\cup ", text)
-    text = re.sub(r"(?:\s*,)?\s+(?:and|or)\s+(?:,\s*)?", ", ", text)
     for plain, command in (("<=", r"\le "), (">=", r"\ge "), ("!=", r"\ne "), ("==", "="), ("**", "^")):
         text = text.replace(plain, command)
-    return text
+    return _without_joins(text)
+
+
+def _without_joins(text: str) -> str:
+    r"""The text with commas in the place of "and" and "or"; inequalities are joined to one.
+
+    Example: "1 or 2" becomes "1, 2", and "x < 1 or x > 3" becomes r"x \in (-\infty, 1) \cup (3, \infty)".
+
+    Raises:
+        Unreadable: what the words join is not certain.
+    """
+    parts = re.split(r"(?:\s*,)?\s+(and|or)\s+(?:,\s*)?", text)
+    sides, words = parts[::2], set(parts[1::2])
+    if sides[-1].strip() == "so" and words:
+        raise Unreadable("'or so' makes it no certain value")
+    if not words or not (_ORDER.search(text) or "or" in words and re.search(r"\\neq?(?![A-Za-z])", text)):
+        return ", ".join(sides)
+    found = [_bounds(side) for side in sides]
+    if len(words) > 1 or None in found or len({name for name, *_ in found}) > 1 or len(found) > MOST_JOINED:
+        raise Unreadable(
+            f"what {' and '.join(map(repr, sorted(words)))} joins in {text[:40]!r} is not certain"
+        )
+    if words == {"or"}:
+        intervals = [
+            f"{'[' if closed[0] else '('}{low}, {high}{']' if closed[1] else ')'}"
+            for _, low, high, closed in found
+        ]
+        return rf"{found[0][0]} \in " + r" \cup ".join(intervals)
+    lows = [(low, closed[0]) for _, low, _, closed in found if low != r"-\infty"]
+    highs = [(high, closed[1]) for _, _, high, closed in found if high != r"\infty"]
+    if len(lows) != 1 or len(highs) != 1:
+        raise Unreadable(f"which bounds {text[:40]!r} leaves is not certain; write them as one interval")
+    signs = ["\\le" if closed else "<" for _, closed in (*lows, *highs)]
+    return f"{lows[0][0]} {signs[0]} {found[0][0]} {signs[1]} {highs[0][0]}"
+
+
+def _bounds(inequality: str) -> tuple[str, str, str, list[bool]] | None:
+    r"""("x", "1", r"\infty", [True, False]) of x \ge 1: the name, both ends, and which of them belong to it.
+
+    None where it bounds not one name alone.
+    """
+    parts = [part.strip() for part in _ORDER.split(inequality)]
+    if len({sign.startswith((">", r"\g")) for sign in parts[1::2]}) != 1:
+        return None
+    parts = parts if parts[1].startswith(("<", r"\l")) else parts[::-1]
+    if len(parts) == 3:
+        parts = (
+            [r"-\infty", "<", *parts]
+            if len(parts[0]) == 1 and parts[0].isalpha()
+            else [*parts, "<", r"\infty"]
+        )
+    if len(parts) != 5 or len(parts[2]) != 1 or not parts[2].isalpha() or set(inequality) & set(",="):
+        return None
+    return parts[2], parts[0], parts[4], ["e" in sign for sign in parts[1::2]]
 
 
 def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
@@ -446,8 +480,7 @@ def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
     )
     of_words = spaced and any(len(word) >= LONG_WORD for word in plain)  # 5 red apples
     plain = [word for word in plain if not (of_words and len(word) > 1)]
-    units = SPACED if spaced else frozenset()
-    if not all(_may_be_unit(word, with_others) or word.casefold() in units for word in plain):
+    if not all(_may_be_unit(word, with_others) or spaced and is_spaced(word) for word in plain):
         if spaced and all(len(word) > 1 for word in plain) and any(map(_looks_like_a_word, plain)):
             raise Unreadable(f"the words {words!r} may be a unit, or letters that are multiplied")
         return [(text, None, False)]
@@ -462,7 +495,11 @@ def _split_unit(text: str) -> list[tuple[str, str | None, bool]]:
 def _may_be_unit(word: str, with_others: bool) -> bool:
     if not word.isascii() or is_known(word) and (len(word) > 1 or with_others):
         return True
-    return len(word) >= LONG_WORD or word in ("per", *POWERS, *NO_UNITS) or (with_others and word in SINGLE)
+    return (
+        len(word) >= LONG_WORD
+        or word in ("per", *POWERS, *NO_UNITS, *COUNTS)
+        or (with_others and word in SINGLE)
+    )
 
 
 def _looks_like_a_word(letters: str) -> bool:
@@ -484,6 +521,7 @@ def _latex(text: str) -> str:
     if "°" in text:
         raise Unreadable("degrees within a formula are left out by math-verify")
     text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text)
+    text = re.sub(r"(?<!matrix\})\^\s*(?:T|\{\s*T\s*\})", "^{(T)}", text)  # ^T alone would be left out
     text = re.sub(r"\s*,\s*", ", ", text.strip())
     bare, place, previous = _MATRIX.sub("", text), 0, ""
     while place < len(bare):
@@ -506,10 +544,19 @@ def _latex(text: str) -> str:
 
 
 def _products(text: str) -> str:
-    r"""The text with \cdot before a bracket, or a binomial, behind a number or a bracket: else
-    they would be added.
+    r"""The text with \cdot before a bracket, or a binomial, behind a number or a bracket, and behind a
+    binomial: else they would be added.
     """
     text = re.sub(r"(?<=[\d)}!])\s*(?=\\binom)", r" \\cdot ", text)
+    text = _BEFORE_BRACKET.sub(r"\g<0> \\cdot ", text)
+    start = text.rfind("=") + 1
+    if (called := _CALLED.search(text, start)) is not None:
+        raise Unreadable(f"{called[0]!r} may be a product or the value of a function")
+    for found in reversed(list(re.finditer(r"\\binom\s*(?=\{)", text))):
+        end = group_end(text, found.end())
+        end = group_end(text, end) if end is not None and text[end : end + 1] == "{" else None
+        if end is not None and re.match(r"\s*(?:\(|\\frac)", text[end:]):
+            text = f"{text[:end]} \\cdot {text[end:]}"
     for found in reversed(list(re.finditer(r"(?<=[\d)!])\s*(?=\()", text))):
         end = group_end(text, found.end())
         before = text[: found.start()]

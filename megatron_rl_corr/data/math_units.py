@@ -44,6 +44,7 @@ pa pascal
 a amp ampere
 k kelvin
 mol mole
+ohm ω
 rad radian
 degree deg ° 度
 celsius degree-c
@@ -103,67 +104,37 @@ SCALES = {
     "亿": 10**8,
 }
 """Words that multiply the number before them."""
-NO_UNITS = frozenset(
-    (
-        "a",
-        "above",
-        "an",
-        "and",
-        "approximately",
-        "are",
-        "at",
-        "base",
-        "below",
-        "but",
-        "by",
-        "cubed",
-        "divided",
-        "equals",
-        "exactly",
-        "factorial",
-        "from",
-        "greater",
-        "half",
-        "if",
-        "infinite",
-        "is",
-        "least",
-        "less",
-        "minus",
-        "mod",
-        "modulo",
-        "more",
-        "most",
-        "negative",
-        "no",
-        "not",
-        "of",
-        "or",
-        "over",
-        "plus",
-        "point",
-        "positive",
-        "quarter",
-        "remainder",
-        "root",
-        "solution",
-        "solutions",
-        "squared",
-        "than",
-        "the",
-        "third",
-        "thirds",
-        "times",
-        "to",
-        "undefined",
-    )
-)
+_NO_UNITS = """
+a above an and approximately are at base below but by cubed divided equals exactly factorial from greater
+half if infinite is least less minus mod modulo more most negative no not of or over plus point positive
+quarter remainder root solution solutions squared than the third thirds times to undefined
+"""
+NO_UNITS = frozenset(_NO_UNITS.split())
 """Words behind a number that say something else of it, so that the number alone is not what was meant."""
+_FRACTIONS = """
+halve third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth sixteenth twentieth hundredth
+thousandth millionth billionth trillionth
+"""
+_NAMES = """
+zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen
+eighteen nineteen twenty thirty forty fifty sixty seventy eighty ninety
+"""
+_COUNTS = """
+quadrillion quintillion googol lakh crore gross score doubled tripled halved fewer larger smaller true false
+wrong
+"""
+NUMBERS = frozenset(("one", *_NAMES.split(), *SCALES))
+FRACTIONS = frozenset(f"{word}s" for word in _FRACTIONS.split())
+COUNTS = frozenset((*_FRACTIONS.split(), *_NAMES.split(), *_COUNTS.split()))
+"""Further such words where they end a unit, in the singular: 3 tenths, not 3 tenth graders."""
 
 _CANONICAL = {word: line.split()[0] for line in (_SAME + _SHORT).splitlines() for word in line.split()}
 KNOWN = frozenset(word for line in _SAME.splitlines() for word in line.split())
 SPACED = frozenset(_CANONICAL) - KNOWN | {f"{word}s" for word in _SHORT.split()}
 POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_CAPITAL = re.compile(r"\b(?:(?=[GT]b(?:ps)?\b)|M(?=(?:W|Hz|Pa|m|g|J|V|L|eV|b|bps)\b))")
+"""Before a symbol whose capitals tell it from another: MW from mW, Gb from GB."""
+_SYMBOL = re.compile(r"[kmMGT](?:W|Hz|Pa|J|eV|bps)|[km][AVN]")
 _FACTOR = re.compile(r"(?P<name>[^\d^{}\s]+)\s*\^?\s*\{?(?P<power>-?\d)?\}?")
 MOST_WORDS = 4
 
@@ -173,6 +144,11 @@ def is_known(word: str) -> bool:
     return _singular(word.casefold()) in KNOWN
 
 
+def is_spaced(word: str) -> bool:
+    """True if a word is a unit where it stands behind a number and a space."""
+    return word.casefold() in SPACED or _SYMBOL.fullmatch(word) is not None
+
+
 def canonical(text: str) -> str | None:
     """One way to write a unit, for all that mean the same; None where the words are not a unit.
 
@@ -180,6 +156,7 @@ def canonical(text: str) -> str | None:
     hour") == "mi/h".
     """
     text = re.sub(r"\s*\^\s*\{?\s*(-?\d)\s*\}?", r"^\1", text)
+    text = _CAPITAL.sub("capital", text)
     words = re.sub(r"\s*(?:/|\bper\b)\s*", "/", text.casefold().replace("\\cdot", " ").replace("*", " "))
     words = re.sub(
         r"(?:degrees?|°)\s*(c|f)(?:elsius|ahrenheit)?\b", r"degree-\1", re.sub(r"\bus \$", "us$", words)
@@ -205,9 +182,11 @@ def _factors(text: str) -> str | None:
             power = POWERS[word]
             continue
         factor = _FACTOR.fullmatch(word)
-        if factor is None or factor["name"] in NO_UNITS or factor["name"] in SCALES:
+        if factor is None:
             return None
         name = _singular(factor["name"].strip("."))
+        if factor["name"] in NO_UNITS or name in SCALES or name in COUNTS and text.endswith(word):
+            return None
         exponent = power or factor["power"]
         found.append(_CANONICAL.get(name, name) + (f"^{exponent}" if exponent else ""))
         power = None

@@ -14,6 +14,8 @@ _OTHER_ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model"
 """Roles by the names of other data formats: many templates would write these, and no model knows them."""
 _MEDIA = ("image", "images", "image_url", "video", "videos", "video_url", "audio", "audios", "input_audio")
 """Keys of messages in other data formats, whose values are no text."""
+_OF_CALL, _OF_FUNCTION = {"id", "type", "index"}, {"name", "arguments"}
+"""Keys of a tool call and of its function; one without a function has both."""
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation", "ipython")
 
 
@@ -52,8 +54,8 @@ class Chat:
     """Messages before the row's own."""
 
     def with_system(self, text: str) -> Chat:
-        """With a system message, if it begins with none."""
-        if self.messages[0]["role"] in ("system", "developer"):
+        """With a system message, if it has none."""
+        if any(message["role"] in ("system", "developer") for message in self.messages):
             return self
         return replace(self, messages=[{"role": "system", "content": text}, *self.messages], added=1)
 
@@ -168,6 +170,7 @@ def _tool_call(call: Mapping[str, Any], what: str, *, fills_nulls: bool) -> dict
     """The call without the keys that are null, and with `Arguments`."""
     call = {name: one for name, one in call.items() if one is not None}
     function = {name: one for name, one in function_of(call).items() if one is not None}
+    _check_keys(call, function, what)
     value = function.get("arguments")
     if value is None:
         arguments = Arguments()
@@ -181,6 +184,19 @@ def _tool_call(call: Mapping[str, Any], what: str, *, fills_nulls: bool) -> dict
     if function_of(call) is call:
         return {**function, "arguments": arguments}
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _check_keys(call: Mapping[str, Any], function: Mapping[str, Any], what: str) -> None:
+    """ValueError for a key that templates leave out, such as arguments by another name or elsewhere."""
+    whole = isinstance(call.get("function"), dict)
+    other = sorted(call.keys() - _OF_CALL - ({"function"} if whole else _OF_FUNCTION))
+    if other := other or sorted(function.keys() - _OF_FUNCTION if whole else ()):
+        raise ValueError(
+            f'{what} has "{other[0]}", which templates leave out; a call is {{"id": ..., "type": "function", '
+            '"function": {"name": ..., "arguments": {...}}}'
+        )
+    if not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError(f'{what} has no "name" of its function, got {str(function)[:100]}')
 
 
 def _parsed(text: str, what: str) -> dict[str, Any]:

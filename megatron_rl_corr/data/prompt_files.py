@@ -32,12 +32,18 @@ class PromptRows(Sequence):
 
     def __getitem__(self, index: int) -> Prompt:
         source, row = self._place(index)
-        return self._format.prompt(source.read(row), index, source.where(row), fills_nulls=source.fills_nulls)
+        how = {"fills_nulls": source.fills_nulls, "left_out": source.left_out}
+        return self._format.prompt(source.read(row), index, source.where(row), **how)
 
     def label(self, index: int) -> Any:
         """The label of a row, of which no prompt is made. Raises BadRow, ChangedFile."""
         source, row = self._place(index)
         return self._format.label(source.read(row), source.where(row))
+
+    def check(self, index: int) -> None:
+        """Raises ChangedFile where the file of a row is no longer as it was."""
+        source, row = self._place(index)
+        source.check(row)
 
     def _place(self, index: int) -> tuple[Rows, int]:
         """The source of a row, and its number there."""
@@ -77,4 +83,6 @@ def open_prompts(
     )
     digest = " ".join(source.digest() for source in sources)
     rows = PromptRows(sources, form)
-    return PromptDataset(rows, seed=seed, order=order, digest=digest, warn=warn, labels=rows.label)
+    return PromptDataset(
+        rows, seed=seed, order=order, digest=digest, warn=warn, labels=rows.label, check=rows.check
+    )

@@ -4,7 +4,8 @@ a row a bad one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,8 @@ KEYS = ("input_ids", "prompt", "messages")
 """Where the prompt is, unless `input_key` says so."""
 _PLACEHOLDERS = {f"<{kind}>": (kind, f"{kind}s") for kind in ("image", "video", "audio")}
 """What stands in a text for something that the row has beside it, and that one's keys."""
+
+_PYTHON_MESSAGES = re.compile(r"\s*(?:\{\s*'messages'\s*:\s*)?\[?\s*\{\s*'(?:role|content)'\s*:")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class PromptFormat:
     template_variables: Mapping[str, Any] = field(default_factory=dict)
     sampling_key: str | None = None
     limits: PromptLimits = PromptLimits()
+    _unshown: set[str] = field(default_factory=set)
+    """What rows so far had beside their prompt for which a flag was not given."""
 
     @classmethod
     def of(cls, config: PromptsConfig, tokenizer: Tokenizer | None, limits: PromptLimits) -> PromptFormat:
@@ -77,7 +82,15 @@ class PromptFormat:
             limits,
         )
 
-    def prompt(self, row: dict[str, Any], index: int, where: str, *, fills_nulls: bool = False) -> Prompt:
+    def prompt(
+        self,
+        row: dict[str, Any],
+        index: int,
+        where: str,
+        *,
+        fills_nulls: bool = False,
+        left_out: Collection[str] = (),
+    ) -> Prompt:
         """The prompt of a row, which becomes its metadata.
 
         Args:
@@ -85,12 +98,14 @@ class PromptFormat:
             index: its number, `Prompt.index`.
             where: names it in messages, such as "p.jsonl:3".
             fills_nulls: as `Rows.fills_nulls`.
+            left_out: as `Rows.left_out`.
 
         Raises:
             BadRow: it has no prompt that can be used.
             LongPrompt: it is too long, and such rows are left out.
         """
         try:
+            _check_media(row, self._key(row), left_out)
             return self._with_settings(self._checked(self._made(row, index, fills_nulls)), row)
         except LongPrompt as error:
             raise LongPrompt(f"{where}: {error}") from None
@@ -104,14 +119,22 @@ class PromptFormat:
         except ValueError as error:
             raise BadRow(f"{where}: {error}") from None
 
-    def is_plain_text(self, prompt: Prompt) -> bool:
-        """True if the prompt is the row's text as it is, without a template."""
-        return prompt.text is not None and prompt.text == _at(prompt.metadata, self._key(prompt.metadata))
-
     @property
     def unread_keys(self) -> list[str]:
         """Keys of messages, beside those of every format, that have changed no prompt so far."""
         return [] if self.tokenizer is None else self._template.unread_keys
+
+    @property
+    def notes(self) -> list[str]:
+        """A line about each thing that the rows made so far have and the model does not see."""
+        template = None if self.tokenizer is None else self._template
+        keys = {"messages": self.unread_keys, "tools": template.hidden_keys if template else []}
+        hidden = [
+            f"{what} have {', '.join(names)}, which the chat template does not show to the model"
+            for what, names in keys.items()
+            if names
+        ]
+        return hidden + sorted(self._unshown)
 
     def _label(self, row: Mapping[str, Any]) -> Any:
         return row.get("label") if self.label_key is None else _at(row, self.label_key)
@@ -120,7 +143,6 @@ class PromptFormat:
         key = self._key(row)
         value = _at(row, key)
         label = self._label(row)
-        _check_media(value, row, key)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             text, ids = self._rendered(value, row, key, fills_nulls=fills_nulls)
             return Prompt(index, ids, row, text, label)
@@ -216,11 +238,18 @@ class PromptFormat:
                 f'"{key}" is text and there is no tokenizer in --rollout-hf-checkpoint; put one there, or '
                 "give ids"
             )
-        if text.lstrip().startswith("[{") and _is_json_of_messages(text):
+        if _is_text_of_messages(text.strip()):
             raise ValueError(f'"{key}" is messages as JSON text; store the list itself')
+        if _PYTHON_MESSAGES.match(text):
+            raise ValueError(f'"{key}" is messages as Python writes them; store the list itself')
         if self.apply_chat_template:
             return self._rendered([{"role": "user", "content": text}], row, key, fills_nulls=fills_nulls)
         self._refuse_without_template(key, "text")
+        if self.tokenizer.has_template:
+            self._unshown.add(
+                "text is tokenised as it is, though the tokenizer has a chat template; `apply_chat_template` "
+                "makes a user's message of it"
+            )
         ids = self.tokenizer.encode(text)
         if not ids:
             raise ValueError(f'"{key}" has no tokens: {text[:100]!r}')
@@ -253,6 +282,8 @@ class PromptFormat:
         if self.tools_key is not None:
             tools = tools_of(_at(row, self.tools_key), self.tools_key, fills_nulls=fills_nulls)
             chat = replace(chat, tools=tools)
+        elif row.get("tools"):
+            self._unshown.add("rows have `tools`, which the model does not see; `tools_key` tools shows them")
         try:
             text = self._template.text(chat)
             ids = self.tokenizer.encode(text, special_tokens=False)  # the template writes its own
@@ -303,12 +334,13 @@ def _at_or_null(row: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def _check_media(value: Any, row: Mapping[str, Any], key: str) -> None:
+def _check_media(row: Mapping[str, Any], key: str, left_out: Collection[str]) -> None:
     """ValueError for a text with a place for an image, or the like, which the row has beside it."""
+    value = _at(row, key)
     parts = value if isinstance(value, list) else [value]
     texts = [one.get("content") if isinstance(one, dict) else one for one in parts]
     for place, names in _PLACEHOLDERS.items():
-        media = next((name for name in names if row.get(name)), None)
+        media = next((name for name in names if row.get(name) or name in left_out), None)
         if media is not None and any(isinstance(text, str) and place in text for text in texts):
             raise ValueError(
                 f'"{key}" has {place} for the row\'s "{media}", and prompts are text alone; leave such rows '
@@ -322,9 +354,16 @@ def _check_column(names: Mapping[str, Any], key: str) -> None:
         raise ValueError(f'no key "{key}"; the row has {sorted(names)}')
 
 
-def _is_json_of_messages(text: str) -> bool:
+def _is_text_of_messages(text: str) -> bool:
+    """True for JSON of a message, of a list of them, or of an object with such a list."""
     try:
-        value = orjson.loads(text)
+        value = orjson.loads(text) if text[:1] in ("[", "{") else None
     except orjson.JSONDecodeError:
         return False
-    return isinstance(value, list) and all(isinstance(one, dict) and "role" in one for one in value)
+    if isinstance(value, dict):
+        value = value.get("messages", [value])
+    return (
+        bool(value)
+        and isinstance(value, list)
+        and all(isinstance(one, dict) and "role" in one for one in value)
+    )

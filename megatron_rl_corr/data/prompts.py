@@ -28,6 +28,7 @@ class PromptDataset:
             edit; "": unknown.
         warn: takes a line about a row that is left out.
         labels: the label of a row, without making its prompt; None: `rows` have them.
+        check: raises ChangedFile where a row's file is no longer as it was, for a prompt that is kept.
 
     Raises:
         ValueError: no prompts, or a seed out of its range.
@@ -42,6 +43,7 @@ class PromptDataset:
         digest: str = "",
         warn: Callable[[str], None] | None = None,
         labels: Callable[[int], Any] | None = None,
+        check: Callable[[int], None] | None = None,
     ):
         if not len(rows):
             raise ValueError("a prompt data set needs at least one prompt")
@@ -49,7 +51,7 @@ class PromptDataset:
         """Prompts by their index."""
         self.seed, self.digest = seed, digest
         self._order = MixedOrder([len(rows)], [[]], seed=seed) if order is None else order
-        self._labels = labels
+        self._labels, self._check = labels, check
         self._unread: Mapping[int, str] = {}
         self._kept: OrderedDict[int, Prompt] = OrderedDict()
         self._lock = threading.Lock()
@@ -107,6 +109,8 @@ class PromptDataset:
             if index in self._unread:
                 raise UnreadLabel(f"row {index}: {self._unread[index]}")
             if index in self._kept:
+                if self._check is not None:
+                    self._check(index)
                 self._kept.move_to_end(index)
                 return self._kept[index]
             prompt = self._kept[index] = self.rows[index]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,6 +62,8 @@ class Rows(Protocol):
     """(rows, bytes) of its parts, in order, that can only be read as a whole; empty: any
     row is read alone.
     """
+    left_out: Collection[str]
+    """Columns of which a part has no JSON value."""
     fills_nulls: bool
     """Objects have null for keys that they lack: in a column all objects of a list have the same keys."""
 
@@ -69,6 +71,9 @@ class Rows(Protocol):
 
     def read(self, row: int) -> dict[str, Any]:
         """The row, from 0. Raises BadRow for one that is no object, and ChangedFile."""
+
+    def check(self, row: int) -> None:
+        """Raises ChangedFile where the row's file is no longer as it was."""
 
     def where(self, row: int) -> str:
         """The row's file and line, or number, for messages."""
@@ -139,6 +144,7 @@ class JsonLines:
     """
 
     groups: list[tuple[int, int]] = []
+    left_out: Collection[str] = ()
     fills_nulls = False
 
     def __init__(self, path: str | Path):
@@ -153,8 +159,12 @@ class JsonLines:
 
     def read(self, row: int) -> dict[str, Any]:
         """The row, from 0. Raises BadRow for one that is no JSON object, and ChangedFile."""
-        self._stamp.check()
+        self.check(row)
         return json_object(self._line(row), self.where(row))
+
+    def check(self, row: int) -> None:
+        """As `Rows`'."""
+        self._stamp.check()
 
     def where(self, row: int) -> str:
         """p.jsonl:3, for the third line, blank ones counted."""

@@ -51,12 +51,21 @@ class Tokenizer:
         Raises:
             ValueError: the tokenizer has no id for a part of it.
         """
+        made, how = self._tokenizer, {"add_special_tokens": special_tokens, "verbose": False}
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens, verbose=False))
+            ids = list(made.encode(text, **how))
         except Exception as error:  # tokenizers raises the base class
             raise ValueError(
                 f"the tokenizer of {self._folder} can't encode {text[:100]!r}: {error}"
             ) from error
+        unknown = made.unk_token_id
+        if unknown in ids and unknown not in (self.bos_id, self.eos_id) and made.unk_token not in text:
+            word = next((one for one in text.split() if unknown in made.encode(one, **how)), text)
+            raise ValueError(
+                f"the tokenizer of {self._folder} has no id for a part of {word[:100]!r}, which would become "
+                f"{made.unk_token}; leave such rows out"
+            )
+        return ids
 
     @property
     def bos_id(self) -> int | None:

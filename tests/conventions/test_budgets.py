@@ -18,7 +18,7 @@ BUDGETS = {
     "reduce": 600,
     "core": 1_850,
     "logprobs": 975,
-    "data": 4_275,
+    "data": 4_450,
     "rollout": 2_750,
     "weight_sync": 1_860,
     "doctor": 750,

@@ -288,6 +288,78 @@ RIGHT = {
     r"\pm 3": ["3,-3", r"\{3,-3\}", r"x = \pm 3"],
     r"\text{lcm}(4,6)": ["12"],
     r"\text{No solution.}": ["no solution", "No solution."],
+    # The percent sign behind a quotient belongs to all of it: 1/2% = 0.5%.
+    "1/2%": ["0.5%", "0.005", "0.5", r"\frac12\%", r"\frac{1}{200}"],
+    r"100/3\%": ["1/3", r"33\frac13\%"],
+    "-5/2 percent": ["-2.5%", "-0.025"],
+    # What stands behind a binomial is multiplied: 6 * 3 = 18.
+    r"\binom{4}{2}(3)": ["18", r"3\binom{4}{2}", r"\binom{4}{2}\left(3\right)"],
+    r"\frac{\binom{4}{2}(3)}{2}": ["9"],
+    r"\binom{4}{2}\frac{1}{2}": ["3"],
+    # Inequalities that words join.
+    "x > 1 and x < 3": ["1<x<3", "(1,3)", r"x<3 \text{ and } x>1", r"x \in (1,3)"],
+    "x < 1 or x > 3": [r"(-\infty,1)\cup(3,\infty)", "x > 3 or x < 1", r"x<1\text{ or }3<x"],
+    r"(-\infty, -2] \cup [5, \infty)": [r"x \le -2 or x \ge 5", "x <= -2 or 5 <= x"],
+    "0 < t < 1 or t > 4": [r"(0,1)\cup(4,\infty)"],
+    # T may be an exponent; behind a matrix it transposes.
+    "A^T": ["A^{T}"],
+    "P(1+r)^T": ["P(r+1)^T", "(1+r)^{T}P"],
+    "2^T": ["2^{T}"],
+    # A bracket behind a letter or a power: 4/3 pi 27 = 36 pi.
+    r"36\pi": [r"\frac{4}{3}\pi(3)^3", r"\pi(6)^2"],
+    r"\pi(5)^2": [r"25\pi"],
+    "10x": ["5x(2)", "2x(5)"],
+    "x^2(3)": ["3x^2"],
+    "x^2(y)": ["x^2y", r"y \cdot x^2"],
+    # A factor behind a fraction and a space; without the space it may be a part of the divisor.
+    "1/2 x": [r"\frac{x}{2}", "x/2", "0.5x", "1/2x", r"\frac12x"],
+    "y = 2/3 x + 1": [r"y=\frac{2x}{3}+1"],
+    r"3/4 \pi": [r"\frac{3\pi}{4}", r"3/4\pi"],
+    r"\frac{1}{2x}": ["1/(2x)", "1/2x"],
+    # Letters as digits: FF = 15 * 16 + 15. 2a_{12} may be 2 times a_{12}.
+    "FF_{16}": ["255", "(FF)_{16}", "0xFF"],
+    "(ABC)_{16}": ["2748", "0xabc"],
+    "BAD base 16": ["2989"],
+    "2x_1": [r"2 \cdot x_1"],
+    # Commas that may be decimal points or part thousands.
+    "1.00": ["1,00"],
+    "1.05": ["1,05"],
+    # Dates, ranges and numbers of telephones.
+    "-2": ["2-4", "2 - 4"],
+    "7 - 2x": ["7-2x"],
+    # Words that make another number of the one before them.
+    "10 tenth graders": ["10"],
+    "7 points": ["7 pts"],
+    "8 bases": ["8", "8 bases"],
+    # Symbols that differ in their capitals alone.
+    "5 MW": ["5", r"5\text{ MW}", r"5\,\mathrm{MW}"],
+    "5 mW": ["5", r"5\text{ mW}"],
+    "2.4 GHz": ["2.4", "2.4 GHz"],
+    "3 kJ": ["3"],
+    # Short words and Roman numerals are no products.
+    "tea": ["tea", r"\text{tea}", "Tea"],
+    "Sam": ["sam"],
+    "iv": ["iv", "(iv)", "IV", r"\text{(iv)}"],
+    "(ii), (iv)": ["(iv), (ii)", r"\text{(ii) and (iv)}", "ii, iv"],
+    "I and III": ["I, III", "III and I", r"\text{I and III}"],
+    "abc": ["acb"],
+    # Space between the rows of a matrix.
+    r"#### \begin{pmatrix} 1 \\[4pt] 2 \end{pmatrix}": [
+        r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+        r"\begin{bmatrix} 1 \\ [0.5em] 2 \end{bmatrix}",
+    ],
+    # Other arrangements: answers in an order, rows of numbers, sets by a condition, units in LaTeX.
+    "T,F,T": ["T, F, T", "T,F,T"],
+    "[[1,2],[3,4]]": [r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", "[[1, 2], [3, 4]]"],
+    r"\{x : x > 2\}": [
+        "x > 2",
+        r"(2, \infty)",
+        r"\{x \mid x > 2\}",
+        r"\left\{x \in \mathbb{R} | 2 < x\right\}",
+    ],
+    r"10\,\Omega": ["10", "10 Ω", "10 ohms"],
+    r"5\,\mu\text{m}": ["5", "5 μm", r"5~\mu\mathrm{m}"],
+    r"\boxed{5} so \boxed{5}": ["5"],
 }
 
 WRONG = {
@@ -405,6 +477,94 @@ WRONG = {
     r"12.5\%": [r"12\frac13\%", r"\frac{25}{3}\%"],
     "A": ["B) A", "(C) A"],
     "D": ["C. D"],
+    # The percent sign behind a quotient belongs to all of it: 1/2% = 0.5%.
+    "1/2%": ["50", "5%", "50%", "2"],
+    r"3/4\%": ["75", "4/3", "75%"],
+    # What stands behind a binomial is multiplied: 6 * 3 = 18.
+    r"\binom{4}{2}(3)": ["9"],
+    r"\frac{\binom{4}{2}(3)}{2}": ["4.5"],
+    r"\binom{4}{2}\frac{1}{2}": ["6.5", "6"],
+    "11": [r"\binom{5}{2}(1)"],
+    # Inequalities that words join.
+    "x > 1 and x < 3": ["x>1 or x<3", "x>1", "[1,3)", "1, 3"],
+    "x < 1 or x > 3": [
+        "x < 1 and x > 3",
+        "x < 1",
+        r"(-\infty,1]\cup(3,\infty)",
+        "y < 1 or y > 3",
+        "1 < x < 3",
+    ],
+    "(3, 1)": ["x > 3 and x < 1"],
+    "(2, 3), (3, 2)": ["x=2, y=3 or x=3, y=2", "x=2, y=2 or x=3, y=3"],
+    "8": ["8 or so"],
+    # T may be an exponent; behind a matrix it transposes.
+    "A^T": ["A", "A^2"],
+    "2^T": ["2", "4"],
+    "P(1+r)^T": ["P(1+r)", "P"],
+    "(1+0.05)^T": ["1.05"],
+    # A bracket behind a letter or a power: 4/3 pi 27 = 36 pi.
+    r"\pi(5)^2": [r"5\pi", r"\pi", r"\pi(5)"],
+    "10x": ["7x", "5x", "10", "x(10)"],
+    "x^2(3)": ["x^2", "x^6"],
+    # A factor behind a fraction and a space; without the space it may be a part of the divisor.
+    "1/2 x": ["1/(2x)", r"\frac{1}{2x}", "2x"],
+    r"1/2 \sqrt{3}": [r"\frac{1}{2\sqrt{3}}"],
+    r"\frac{1}{2x}": ["1/2 x"],
+    # Letters as digits: FF = 15 * 16 + 15. 2a_{12} may be 2 times a_{12}.
+    "FF_{16}": ["FE_{16}", "f^2"],
+    "(ABC)_{16}": ["(ACB)_{16}"],
+    "2x_1": ["2x_3", "x_1"],
+    # Commas that may be decimal points or part thousands.
+    "1.05": ["1, 5", "1,50"],
+    "(1, 0)": ["1,00"],
+    # Dates, ranges and numbers of telephones.
+    "-2": ["2-5"],
+    "15": ["10-20%"],
+    # Words that make another number of the one before them.
+    "7": [
+        "7 tenths",
+        "7 eighths",
+        "7 hundredths",
+        "7 tens",
+        "7 lakh",
+        "7 doubled",
+        "7 false",
+        r"7\text{ halves}",
+        "7 (six)",
+    ],
+    # Symbols that differ in their capitals alone.
+    "5 MW": ["5 mW", "5 kW", "5 W"],
+    "5 mW": ["5 MW"],
+    "5 MHz": ["5 mHz", "5 kHz"],
+    "5 mPa": ["5 MPa"],
+    "5 Mm": ["5 mm"],
+    "5 mg": ["5 Mg"],
+    "5 Gb": ["5 GB", "5 gb"],
+    "5 Mb": ["5 MB"],
+    # Short words and Roman numerals are no products.
+    "tea": ["eat", "ate", "aet"],
+    "cat": ["act"],
+    "act": ["cat"],
+    "rat": ["tar", "art"],
+    "Sam": ["mas"],
+    "iv": ["vi", "v", "i"],
+    "(iv)": ["(vi)"],
+    "ii": ["-1"],
+    "-1": ["ii"],
+    "(ii), (iv)": ["(ii), (vi)", "(ii)"],
+    "I and III": ["I and II", "III"],
+    "IX": ["xi"],
+    # Space between the rows of a matrix.
+    r"#### \begin{pmatrix} 1 \\[4pt] 2 \end{pmatrix}": [
+        r"\begin{pmatrix} 1 \\ 8 \end{pmatrix}",
+        r"\begin{pmatrix} 4 \\ 2 \end{pmatrix}",
+    ],
+    # Other arrangements: answers in an order, rows of numbers, sets by a condition, units in LaTeX.
+    "T,F,T": ["F,T,T", "T,F"],
+    "[[1,2],[3,4]]": ["[[1,3],[2,4]]", r"\begin{pmatrix}1&2\\3&5\end{pmatrix}"],
+    r"\{x : x > 2\}": ["x < 2", "2", r"\{x : x > 3\}"],
+    r"10\,\Omega": ["10 m", "11"],
+    r"5\,\mu\text{m}": ["5 m", "5 mm"],
 }
 
 UNREADABLE = [
@@ -479,4 +639,74 @@ UNREADABLE = [
     "P(1,2)",
     r"(1,2)(3,4)",
     r"\sqrt{(1,2)}",
+    # The percent sign behind a quotient belongs to all of it: 1/2% = 0.5%.
+    r"x/2\%",
+    "(1/2)%",
+    r"6 \div 2\%",
+    # Inequalities that words join.
+    "x=2, y=3 or x=3, y=2",
+    "x=2, y=3, x=3, y=2",
+    "a=1, b=2 and a=3, b=4",
+    "x=1 or x>3",
+    "x>5 or y<3",
+    "x > 1 and x > 2",
+    r"x \ne 1 or x \ne 2",
+    "1<x<2 and x>0 or x<5",
+    "8 or so",
+    # A bracket behind a letter or a power: 4/3 pi 27 = 36 pi.
+    "x(3)",
+    "f(3)",
+    "y = f(3)",
+    "2P(3)",
+    # A factor behind a fraction and a space; without the space it may be a part of the divisor.
+    "1/2x",
+    r"1/2\sqrt{3}",
+    "y=1/2x+3",
+    "x/2y",
+    # Letters as digits: FF = 15 * 16 + 15. 2a_{12} may be 2 times a_{12}.
+    "2a_{12}",
+    "3n_{36}",
+    "1f_{16}",
+    "AB_{12}",
+    # A value that is given again, or a product.
+    "1/2 (0.5)",
+    "8 (2^3)",
+    "5 (5.0)",
+    r"3/4 (75\%)",
+    r"\frac{3}{4} (0.75)",
+    # Commas that may be decimal points or part thousands.
+    "1,00",
+    "1,05",
+    "1,5e3",
+    "1,000,2,000",
+    # Dates, ranges and numbers of telephones.
+    "2024-01-05",
+    "3/4/2024",
+    "2019-2020",
+    "2-4",
+    "1.5-2.5",
+    "10-20%",
+    "10 - 20 percent",
+    "555-1234",
+    # Words that make another number of the one before them.
+    "3 tenths",
+    "3 fourths",
+    "2 halves",
+    "3 billionths",
+    "5 lakh",
+    "2 crore",
+    "4 tens",
+    "2 score",
+    r"5\text{ sixths}",
+    # Other arrangements: answers in an order, rows of numbers, sets by a condition, units in LaTeX.
+    r"\boxed{5} or \boxed{6}",
+    r"so \fbox{5}, thus \boxed{6}",
+    r"x \ne 1, 2",
+    r"\{x \in \mathbb{Z} : x > 2\}",
+    r"\{x | x^2=1\}",
+    "five",
+    "twenty-one",
+    "two million",
+    "a dozen",
+    r"\text{Two}",
 ]

@@ -546,6 +546,80 @@ def test_arguments_when_not_an_object_or_its_json_then_error_names_the_call(temp
         text(template, [USER, called(arguments), RESULT])
 
 
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"function": {"name": "f", "parameters": {"city": "Oslo"}}}, 'has "parameters", which templates'),
+        ({"function": {"name": "f", "input": '{"city": "Oslo"}'}}, 'has "input", which templates leave out'),
+        ({"function": {"name": "f"}, "arguments": {"city": "Oslo"}}, 'has "arguments", which templates'),
+        ({"function": {"name": "f", "arguments": {}}, "arguments": {"city": "Oslo"}}, 'has "arguments"'),
+        (
+            {"function": {"name": "f", "arguments": {}, "id": "7"}},
+            'has "id", .*; a call is {"id": ..., "type"',
+        ),
+        ({"function": "f", "arguments": {"city": "Oslo"}}, 'has "function", which templates leave out'),
+        ({"name": "f", "args": {"city": "Oslo"}}, 'has "args", which templates leave out'),
+        ({"name": "f", "function": {"name": "f", "arguments": {}}}, 'has "name", which templates leave out'),
+        ({"function": {"arguments": {"city": "Oslo"}}}, 'has no "name" of its function, got'),
+        ({"arguments": {"city": "Oslo"}}, 'has no "name" of its function, got'),
+    ],
+)
+@pytest.mark.parametrize("template", ["qwen3", "deepseek_v3"])
+def test_calls_when_a_part_is_where_templates_do_not_look_then_error_names_it(template, changed, message):
+    call = {"id": "call12345", "type": "function", **changed}
+    with pytest.raises(BadRow, match=f'p.jsonl:1: tool call 0 of message 1 of "messages" {message}'):
+        text(template, [USER, said("assistant", None, tool_calls=[call]), RESULT])
+
+
+def test_calls_when_without_a_function_of_their_own_then_read():
+    call = {"id": "call12345", "index": 0, "name": "f", "arguments": {"city": "Oslo"}}
+    assert "Oslo" in text("qwen2_5", [USER, said("assistant", None, tool_calls=[call]), RESULT])
+
+
+def test_answer_when_it_has_a_literal_mark_of_thoughts_that_does_not_end_then_all_of_it_must_show():
+    said_so = said("assistant", "The tag <think> opens thoughts.")
+    assert "opens thoughts" in text("qwen3", [USER, said_so, USER])
+    cut = "{% for m in messages %}[{{ m.role }}]{{ m.content.split('<think>')[0] }}{% endfor %}"
+    with pytest.raises(BadRow, match="leaves out message 1, whose role is .assistant"):
+        text(cut, [USER, said_so, USER])
+
+
+CUT = (
+    "{% for t in tools or [] %}{{ t.function.name }}: {{ t.function.description.split('\n')[0] }} "
+    "{{ t.function.parameters.properties | list }}{% endfor %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<{{ c.function.name }}{% for k, v in c.function.arguments.items() %} "
+    "{{ k }}={{ v[:40] if v is string else v }}{% endfor %}>{% endfor %}{% endfor %}"
+)
+"""Shows the first line of a description, the names of parameters, and 40 characters of an argument."""
+
+
+def test_texts_when_a_template_cuts_long_ones_then_what_shows_whole_passes_and_what_does_not_is_named():
+    assert "code=print(1)" in text(CUT, [USER, called({"code": "print(1)\n  print(2)"}), RESULT])
+    with pytest.raises(BadRow, match=r'leaves out tool call 0 \("get_weather"\) of message 1'):
+        text(CUT, [USER, called({"code": "print(1)\n" * 9 + "secret"}), RESULT])
+    with pytest.raises(BadRow, match=r'leaves out tool call 0 \("get_weather"\) of message 1'):
+        text(CUT, [USER, called({"code": ["a", {"b": "x" * 30}], "of": "y" * 50}), RESULT])
+    one = {**TOOL, "function": {**TOOL["function"], "description": "The weather.\nNot of Oslo."}}
+    assert "The weather" in text("qwen3", [USER], [one])
+    with pytest.raises(BadRow, match="leaves out the description or a parameter of tool 0, whose name is"):
+        text(CUT, [USER], [one])
+
+
+@pytest.mark.parametrize(
+    "template, named", [(CUT, ["description", "input_schema", "properties"]), ("qwen3", [])]
+)
+def test_tools_when_parts_of_their_parameters_do_not_show_then_their_keys_are_named(template, named):
+    inner = {"type": "object", "properties": {"unit": {"type": "string", "enum": ["celsius", "kelvin"]}}}
+    city = {"type": "string", "description": "Where it is.\nBy name."}
+    parameters = {"type": "object", "properties": {"city": city, "how": inner}, "required": ["city"]}
+    function = {"name": "f", "description": "Looks.", "parameters": parameters, "input_schema": {"x": 1}}
+    form = PromptFormat(tokenizer(template), tools_key="tools")
+    form.prompt({"messages": [USER], "tools": [{"type": "function", "function": function}]}, 0, "p.jsonl:1")
+    line = f"tools have {', '.join(named)}, which the chat template does not show to the model"
+    assert form.notes == ([line] if named else [])
+
+
 def test_calls_when_not_a_list_of_objects_then_error_names_them():
     for calls in ("[]", [3], {"name": "f"}):
         with pytest.raises(BadRow, match='"tool_calls" of message 1 of "messages" must be a list of objects'):

@@ -17,7 +17,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from tests.data.test_reward_text import Letters
 
 LABELS = [42, "1 1/2", "12 34", None, 0.5, "7", "12 34", ["1", "x2"], True, "-3.5", "C"]
-UNREAD = [2, 6, 7, 8]
+UNREAD = [2, 3, 6, 7, 8]
 
 
 def data(labels=LABELS):
@@ -46,10 +46,11 @@ def test_labels_when_not_read_whole_then_counted_and_named(workers):
         checked(workers=workers, drop=False)
     said = str(raised.value)
     assert said.startswith(
-        "--rollout-prompts: `reward_function` math can't read the label of 4 of the 10 rows that were "
-        "looked at; row 2 has the label '12 34': there is nothing between the numbers '12' and '34'; row 6 "
-        "has the label '12 34': "
+        "--rollout-prompts: `reward_function` math can't read the label of 5 of the 11 rows that were "
+        "looked at; row 2 has the label '12 34': there is nothing between the numbers '12' and '34'; row 3 "
+        "has the label None: row 3 of the data set has the label None; it must be text, a number, or a list "
     )
+    assert "; row 6 has the label '12 34': " in said
     assert "row 7 has the label ['1', 'x2']: a digit stands behind a letter in 'x2'" in said
     assert "row 8 has the label True: " in said
     assert said.endswith("use exact or f1, or train without these rows with `unread_labels` drop")
@@ -58,11 +59,11 @@ def test_labels_when_not_read_whole_then_counted_and_named(workers):
 def test_labels_when_dropped_then_a_line_and_never_drawn(capsys):
     prompts = checked(workers=1, drop=True)
     assert (
-        "of 4 of the 10 rows" in (line := capsys.readouterr().err) and "--rollout-unread-labels drop" in line
+        "of 5 of the 11 rows" in (line := capsys.readouterr().err) and "--rollout-unread-labels drop" in line
     )
     kept = {prompts.index_at(number) for number in range(11) if prompts.can_be_drawn(number)}
     assert kept == set(range(11)) - set(UNREAD)
-    assert prompts.skipped.since_last()["skipped_label"] == 4
+    assert prompts.skipped.since_last()["skipped_label"] == 5
 
 
 def test_labels_when_many_are_unread_then_the_first_five_named():
@@ -82,7 +83,7 @@ def test_labels_when_held_out_then_no_remedy_that_leaves_rows_out():
 
 
 def test_labels_when_all_are_read_or_the_reward_reads_none_then_nothing_is_said(capsys):
-    checked([42, "1 1/2", None, "C", ["1", "2"]], workers=0, drop=False)
+    checked([42, "1 1/2", "C", ["1", "2"]], workers=0, drop=False)
     checked(reward="exact", workers=0, drop=False)
     assert capsys.readouterr().err == ""
 

@@ -62,6 +62,8 @@ FURTHER = [
     r"\frac{7}{2}\text{ or }3",
     r"2\lambda+1",
     r"\log_{10} 5",
+    "O(1)",
+    r"\zeta(3)",
 ]
 """Labels as data sets of competition mathematics have them."""
 READABLE = [label for label in (*RIGHT, *WRONG, *FURTHER) if "boxed" not in label and "####" not in label]
@@ -144,7 +146,7 @@ def test_label_when_not_read_whole_then_the_reason_is_named(math, label, part):
 def test_label_when_a_list_then_each_must_be_readable(math):
     assert math.label_problem([7, "7.0", "1 1/2"]) is None
     assert "nothing between the numbers '12' and '34'" in math.label_problem([7, "12 34"])
-    assert "use exact" in math.label_problem(True)
+    assert "use exact" in math.label_problem(True) and "use exact" in math.label_problem(["yes", True])
 
 
 @pytest.mark.parametrize(
@@ -177,6 +179,73 @@ def test_label_when_a_list_then_each_must_be_readable(math):
 )
 def test_formula_when_searched_in_a_sentence_then_the_whole_of_it(text, found):
     assert last_formula(text) == found
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("The answer is minus 5.", "-5"),
+        ("The answer is negative 5", "-5"),
+        ("The answer is - 5.", "-5"),
+        ("The answer is –5.", "-5"),
+        ("So x = - 5", "-5"),
+        ("It is minus $5$.", "-5"),
+        ("I count:\n- 5 apples", "5"),
+        ("7 minus 5 is 2", "2"),
+        ("5 minus 0 is 5", "5"),
+        ("He ran 5 times.", "5"),
+        ("She has 5 fewer apples.", "5"),
+        ("The answer is 5 - a prime", "5"),
+        ("The answer is 5 and I am sure.", "5"),
+        ("It costs $5/hour", "5"),
+        ("I gave my cousin 5", "5"),
+        ("2 + 3 -> 5", "5"),
+        ("=> 5", "5"),
+        ("> 5 it is", "5"),
+        ("It is <b>5</b>.", "5"),
+        ("B", "B"),
+        ("**B**", "B"),
+        ("Monday", "Monday"),
+        ("No solution.", "no solution"),
+        ("2x", "2x"),
+        ("2^x", "2^x"),
+    ],
+)
+def test_response_when_without_a_mark_then_signs_and_words_belong_to_the_answer(math, response, value):
+    assert math(RewardInput("p", response, value)) == 1
+    assert math(RewardInput("p", response, "5" if value == "-5" else "-5")) == 0
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [
+        r"2 \sqrt{3}",
+        "2*sqrt(3)",
+        "2*x",
+        "2/x",
+        "2^x",
+        "2³",
+        "2 or more",
+        ">=2",
+        "≥ 2",
+        "x > 2",
+        "(x+1) < 2",
+        "2 and a half",
+        "2 thirds",
+        "2 halves",
+        "2 times 3",
+        "2 squared",
+        "2 over 3",
+        "2 - x",
+        "sin(2)",
+        "ln 2",
+        r"\log_4 2",
+        r"\sqrt[2]{5}",
+    ],
+)
+def test_response_when_a_number_is_a_part_of_another_value_then_it_is_no_answer(math, tail):
+    for response in (f"The answer is {tail}.", f"It is {tail}", f"So we get {tail}, as it seems."):
+        assert math(RewardInput("p", response, "2")) == 0
 
 
 def test_formula_when_the_text_was_cut_in_it_then_not_taken(math):

@@ -3,7 +3,9 @@ what is refused.
 """
 
 import json
+import os
 import shutil
+import types
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -17,7 +19,7 @@ from megatron_rl_corr.data import order, rows
 from megatron_rl_corr.data.order import MixedOrder
 from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat
-from megatron_rl_corr.data.rows import ChangedFile, JsonLines
+from megatron_rl_corr.data.rows import BadRow, ChangedFile, JsonLines
 from megatron_rl_corr.data.sources import open_rows
 
 SAVED = Path(__file__).parent / "saved_dataset"
@@ -33,6 +35,16 @@ def jsonl(path, ids, **keys):
 def parquet(path, ids, group=None):
     pq.write_table(pa.table({"input_ids": [[i] for i in ids]}), path, row_group_size=group)
     return str(path)
+
+
+def saved(folder, ids):
+    """A folder of `datasets`."""
+    folder.mkdir()
+    table = pa.table({"input_ids": [[i] for i in ids]})
+    with pa.ipc.new_stream(folder / "data.arrow", table.schema) as stream:
+        stream.write_table(table)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    return str(folder)
 
 
 def drawn(data, numbers):
@@ -84,6 +96,77 @@ def test_json_lines_when_their_file_is_changed_then_error_before_a_row_of_it_is_
     path.unlink()
     with pytest.raises(ChangedFile):
         data.at(0)
+
+
+@pytest.mark.parametrize("change", ["written anew", "removed"])
+@pytest.mark.parametrize("form", ["json lines", "parquet", "datasets"])
+def test_data_when_their_file_is_changed_after_a_draw_then_error_for_rows_that_are_kept_too(
+    tmp_path, form, change
+):
+    path, write = tmp_path / "p", {"json lines": jsonl, "parquet": parquet, "datasets": saved}[form]
+    data = open_prompts([write(path, range(5))], IDS)
+    changed = path / "data.arrow" if form == "datasets" else path
+    drawn(data, range(len(data)))
+    if change == "removed":
+        changed.unlink()
+    else:
+        os.utime(changed, ns=(1, 1))
+    with pytest.raises(ChangedFile, match=f"{changed} changed while the run reads it"):
+        for number in range(len(data)):
+            data.at(number)
+
+
+def test_parquet_when_changed_after_its_row_group_was_decoded_then_error_for_another_row_of_it(tmp_path):
+    rows = open_rows(parquet(tmp_path / "p", range(5), 5))
+    rows.read(0)
+    os.utime(tmp_path / "p", ns=(1, 1))
+    with pytest.raises(ChangedFile):
+        rows.read(1)
+
+
+def test_saved_dataset_when_cut_between_two_batches_then_error(tmp_path):
+    folder = shutil.copytree(SAVED / "train", tmp_path / "train")
+    last = folder / "data-00001-of-00002.arrow"
+    last.write_bytes(last.read_bytes()[:-8])
+    with pytest.raises(ValueError, match="data-00001-of-00002.arrow: .*it ends in the middle; copy it anew"):
+        open_rows(folder)
+
+
+def test_parquet_folder_when_shards_are_missing_then_error_and_when_files_lie_elsewhere_then_a_line(tmp_path):
+    for number in (0, 2):
+        parquet(tmp_path / f"train-0000{number}-of-00003.parquet", [1])
+    with pytest.raises(
+        ValueError, match="lacks 1 of 3 files, train-00001-of-00003 the first; bring them, or"
+    ):
+        open_rows(tmp_path)
+    parquet(tmp_path / "train-00001-of-00003.parquet", [1])
+    assert open_rows(tmp_path).notes == []
+    (tmp_path / "sub").mkdir()
+    parquet(tmp_path / "sub" / "b.parquet", [1])
+    parquet(tmp_path / "c.PARQUET", [1])
+    assert open_rows(tmp_path).notes == [
+        f"{tmp_path}: 2 Parquet files in it are not read; name them too: c.PARQUET, sub/b.parquet"
+    ]
+
+
+@pytest.mark.parametrize(
+    "kind, cell",
+    [
+        (pa.binary(), b"x"),
+        (pa.list_(pa.binary()), [b"x"]),
+        (pa.struct([("bytes", pa.binary())]), {"bytes": b"x"}),
+    ],
+)
+def test_rows_when_a_text_has_a_place_for_an_image_that_no_json_has_then_bad(tmp_path, kind, cell):
+    words = types.SimpleNamespace(
+        has_template=False, bos_id=None, eos_id=None, encode=lambda text, special_tokens=True: [1, 2]
+    )
+    columns = {"prompt": ["What is <image>?", "1+1"], "images": pa.array([cell, None], kind)}
+    pq.write_table(pa.table(columns), tmp_path / "p.parquet")
+    data = open_prompts([str(tmp_path / "p.parquet")], PromptFormat(words))
+    with pytest.raises(BadRow, match='row 0: "prompt" has <image> for the row\'s "images", and prompts'):
+        data.rows[0]
+    assert data.rows[1].text == "1+1"
 
 
 def test_order_when_one_file_of_json_lines_then_that_of_earlier_versions(tmp_path):

@@ -3,6 +3,7 @@ to be a bad row.
 """
 
 import json
+import types
 from pathlib import Path
 
 import pyarrow as pa
@@ -132,6 +133,8 @@ def saved_rows():
 def test_prompt_when_a_system_prompt_is_given_then_only_messages_without_one_get_it(tokenizers):
     how = {"system_prompt": "be brief", "tokenizer": tokenizers["template"]}
     assert prompt({"messages": [USER]}, **how).text.startswith("<system>be brief#<user>1+1#")
+    late = [USER, {"role": "system", "content": "be brief, or not"}, USER]
+    assert prompt({"messages": late}, **how).text.startswith("<user>1+1#<system>be brief, or not#<user>")
     own = [{"role": "system", "content": "be brief, or not"}, USER]
     assert prompt({"messages": own}, **how).text.startswith("<system>be brief, or not#<user>")
 
@@ -157,6 +160,32 @@ def test_prompt_when_the_users_code_changes_a_copy_then_the_row_stays(tokenizers
         and found.label == ["a"]
         and len(copy.input_ids) > len(found.input_ids)
     )
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 3]", '{"a": 1}', "[{", '[{"a": 1}]', '{"messages": 1}', "[]"])
+def test_prompt_when_text_is_other_json_then_it_is_the_text(text):
+    words = types.SimpleNamespace(
+        has_template=False, bos_id=None, eos_id=None, encode=lambda text, special_tokens=True: [1, 2]
+    )
+    assert prompt({"prompt": text}, words).text == text
+
+
+def test_prompt_when_the_tokenizer_has_no_id_for_a_part_of_it_then_bad_and_the_part_is_named():
+    from tokenizers import Tokenizer as Words
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Words(WordLevel({"<unk>": 0, "what": 1, "is": 2, "2": 3}, unk_token="<unk>"))
+    words.pre_tokenizer = WhitespaceSplit()
+    made = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>"), "FOLDER")
+    assert prompt({"prompt": "what is 2"}, made).input_ids == [1, 2, 3]
+    assert prompt({"prompt": "what is <unk>"}, made).input_ids == [1, 2, 0]
+    with pytest.raises(
+        BadRow,
+        match="the tokenizer of FOLDER has no id for a part of 'SECRET', which would become <unk>; leave",
+    ):
+        prompt({"prompt": "what is SECRET 2"}, made)
 
 
 BAD = {
@@ -193,6 +222,23 @@ BAD = {
         {},
         '"prompt" is messages as JSON text; store the list',
     ),
+    **{
+        f"messages as text {number}": (
+            {"prompt": text},
+            {"apply_chat_template": True},
+            f'"prompt" is {what}; st',
+        )
+        for number, (text, what) in enumerate(
+            [
+                ('[ {"role": "user", "content": "a"}]', "messages as JSON text"),
+                (json.dumps([USER], indent=2), "messages as JSON text"),
+                (" " + json.dumps({"messages": [USER], "id": 1}), "messages as JSON text"),
+                (json.dumps(USER), "messages as JSON text"),
+                (str([USER]), "messages as Python writes them"),
+                (str({"messages": [USER]}), "messages as Python writes them"),
+            ]
+        )
+    },
     "no role": (
         {"messages": [{"from": "user"}]},
         {},
@@ -368,6 +414,11 @@ def test_format_when_the_template_has_no_place_for_an_option_then_refused_at_the
     [
         ({"chat_template_kwargs": "{"}, "`chat_template_kwargs` is not JSON"),
         ({"chat_template_kwargs": "[1]"}, "`chat_template_kwargs` must be an object"),
+        ({"chat_template_kwargs": '{"a": 1, "a": 2}'}, 'is not JSON: the key "a" comes twice; keep one'),
+        (
+            {"chat_template_kwargs": '{"a": {"b": NaN}}'},
+            "is not JSON: NaN is not a number in JSON; write null",
+        ),
         (
             {"chat_template_kwargs": '{"tools": []}'},
             "`chat_template_kwargs` can't set tools; use `tools_key`",
@@ -384,11 +435,12 @@ def test_config_when_an_option_is_wrong_then_error(given, named):
         config(**given)
 
 
-def test_config_when_a_path_is_given_twice_then_error():
+@pytest.mark.parametrize("again", ["p", "./p", "q/../p"])
+def test_config_when_a_path_is_given_twice_then_error(again):
     with pytest.raises(
         ValueError, match="`prompts` names a path twice; to draw one more often, use `prompts_weights`"
     ):
-        PromptsConfig(prompts=("p", "q", "p"))
+        PromptsConfig(prompts=("p", "q", again))
 
 
 def test_tokenizer_when_it_comes_with_code_then_it_is_not_run(tmp_path):

@@ -188,6 +188,23 @@ def test_prompts_when_text_is_not_rendered_though_there_is_a_template_then_a_lin
     )
 
 
+def test_prompts_when_rows_differ_then_lines_are_of_all_that_were_looked_at(tmp_path, capsys):
+    messages = [{"role": "user", "content": "1+1"}]
+    rows = [
+        {"messages": messages},
+        {"messages": messages, "tools": [{"name": "f"}]},
+        {"prompt": "1+1"},
+        {"input_ids": [1] * 40},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, options = parse([*FLAGS, "--rollout-prompts", str(tmp_path / "p.jsonl")])
+    layout = types.SimpleNamespace(is_data_leader=True, dp_rank=0)
+    training_prompts(options, types.SimpleNamespace(seq_length=32, seed=1), layout, tokenizer_with(True), 10)
+    said = capsys.readouterr().err
+    assert "1 of the 4 rows that were looked at are left out" in said
+    assert "rows have `tools`, which the model does not see" in said and "text is tokenised as it is" in said
+
+
 @pytest.mark.parametrize(
     "tools, flags, told",
     [

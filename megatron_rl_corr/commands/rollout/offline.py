@@ -8,15 +8,18 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megatron_rl_corr.commands.rollout.flags import named
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
+from megatron_rl_corr.data.rows import BadRow
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
@@ -34,6 +37,8 @@ from megatron_rl_corr.rollout.sample_folder import files_by_step
 from megatron_rl_corr.rollout.sampling import training_sampling
 
 GROUPS_PER_FILE = 64
+LOOKED_AT = 1000
+"""First rows in which it is looked for what the model would not see."""
 PROGRESS_EVERY_S = 10.0
 WAIT_FOR_SERVERS_S = 60.0
 
@@ -226,7 +231,13 @@ class OfflineRun:
             drop_long=options.long_prompts == "drop",
         )
         form = PromptFormat.of(options, self._tokenizer, limits)
-        return open_prompts(options.prompts, form, seed=self._seed, warn=warn)
+        prompts = open_prompts(options.prompts, form, seed=self._seed, warn=warn)
+        for row in range(min(LOOKED_AT, len(prompts))):
+            with suppress(BadRow):  # it is named when it is drawn
+                prompts.rows[row]
+        for note in form.notes:
+            warn(named(f"--prompts: {note}"))
+        return prompts
 
     def _sampler(self, client: RolloutClient) -> GroupSampler:
         options, episodes = self._options, None

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompt_files import open_prompts
 from megatron_rl_corr.data.prompt_format import PromptFormat, PromptLimits
 from megatron_rl_corr.data.prompts import PromptDataset
@@ -54,19 +53,8 @@ def training_prompts(
             f"--rollout-prompts: {len(long)} of the {checked} rows that were looked at are left out, as "
             f"`long_prompts` drop says; the first: {long[0]}"
         )
-    if form.unread_keys and layout.dp_rank == 0:
-        names = ", ".join(form.unread_keys)
-        warn(f"--rollout-prompts: messages have {names}, which the chat template does not show to the model")
-    has_template = tokenizer is not None and tokenizer.has_template and not long
-    if layout.dp_rank == 0 and has_template and form.is_plain_text(prompts.rows[0]):
-        warn(
-            "--rollout-prompts: text is tokenised as it is, though the tokenizer has a chat template; "
-            "`apply_chat_template` makes a user's message of it"
-        )
-    if has_template and layout.dp_rank == 0 and options.tools_key is None and _has_tools(prompts.rows[0]):
-        warn(
-            "--rollout-prompts: rows have `tools`, which the model does not see; `tools_key` tools shows them"
-        )
+    for note in form.notes if layout.dp_rank == 0 else []:
+        warn(f"--rollout-prompts: {note}")
     return prompts
 
 
@@ -129,11 +117,6 @@ def naming_flag(flag: str) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise ValueError(f"{flag}: {error}") from None
-
-
-def _has_tools(prompt: Prompt) -> bool:
-    """True if the row has tools beside its messages."""
-    return prompt.text is not None and bool(prompt.metadata.get("tools"))
 
 
 def _has_ids(prompts: PromptDataset) -> bool:

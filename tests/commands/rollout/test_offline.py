@@ -4,10 +4,13 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
 from megatron_rl_corr import cli
+from megatron_rl_corr.commands.rollout import offline
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.rollout.sample_file import read_batch, read_sampling, read_trajectories
 
 REWARD = """
@@ -92,6 +95,47 @@ def test_command_when_the_server_can_not_sample_so_then_refused_before_it_sample
         f"{vllm_server_fp32.url}: --top-p 1, --top-k 5" in error
         and "start it with --return-sampling-mask" in error
     )
+
+
+class Words:
+    """A tokenizer with a chat template that shows contents alone."""
+
+    has_template = True
+    bos_id = eos_id = None
+
+    def encode(self, text, special_tokens=True):
+        return [1, 2]
+
+    def render(self, messages, tools):
+        return "".join(f"<{one['role']}>{one['content']}" for one in messages)
+
+
+def test_prompts_when_rows_have_what_the_model_does_not_see_then_lines_say_so(
+    tmp_path, tiny_moe_dir, capsys, monkeypatch
+):
+    user = {"role": "user", "content": "1+1", "weight": 1}
+    rows = [
+        {"prompt": 7},
+        {"messages": [user]},
+        {"messages": [user], "tools": [{"name": "f"}]},
+        {"prompt": "2"},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(offline, "Tokenizer", types.SimpleNamespace(from_folder=lambda folder: Words()))
+    options = RunConfig(
+        urls=("http://127.0.0.1:9",),
+        hf_checkpoint=str(tiny_moe_dir),
+        prompts=(str(tmp_path / "p.jsonl"),),
+        reward_function=("length",),
+        max_new_tokens=8,
+    )
+    offline.OfflineRun(options, tmp_path / "out")
+    assert capsys.readouterr().err.splitlines() == [
+        "[rollout] --prompts: messages have weight, which the chat template does not show to the model",
+        "[rollout] --prompts: rows have `tools`, which the model does not see; --tools-key tools shows them",
+        "[rollout] --prompts: text is tokenised as it is, though the tokenizer has a chat template; "
+        "--apply-chat-template makes a user's message of it",
+    ]
 
 
 def test_modules_of_the_command_when_imported_then_neither_megatron_nor_process_groups():
