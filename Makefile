@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm test test-fast test-matrix test-faults test-runs soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
+.PHONY: help setup setup-vllm test test-fast test-matrix test-faults test-runs test-durations soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
 	study study-stop clean
 
 PYTHON := .venv/bin/python
@@ -42,6 +42,9 @@ test-faults: setup-vllm ## Run all drills, under 30 minutes on 2 cores; TABLE=fi
 
 test-runs: ## Tabulate what whole runs of make test did, in Markdown; RUNS=runs/test-faults for those of make test-faults
 	@$(PYTHON) -m tests.record $(if $(RUNS),$(RUNS),runs/tests)
+
+test-durations: ## Write tests/durations.json, by which make test orders its files, from the newest of whole runs
+	$(PYTHON) -m tests.record runs/tests --durations > tests/durations.json.new && mv tests/durations.json.new tests/durations.json
 
 soak: setup ## Train the quickstart for an hour or so with a random fault every 20 steps; OUT=new folder, STEPS= SEED= EVERY=
 	$(PYTHON) tests/faults/soak.py $(if $(OUT),$(OUT),runs/soak-$(shell date +%Y%m%d-%H%M%S)) $(if $(STEPS),--steps $(STEPS)) \

@@ -1,7 +1,8 @@
 """The record of a whole test run: a JSON file with its outcome and its seconds. As a program: a
-table of such files.
+table of such files, or the seconds by which tests/schedule.py orders the next run.
 
     python -m tests.record runs/tests
+    python -m tests.record runs/tests --durations > tests/durations.json
 """
 
 import json
@@ -15,6 +16,8 @@ import pytest
 HEADER = ("run", "date", "passed", "failed", "skipped", "wall time", "failed tests")
 SLOWEST = 20
 """Files that the second table shows."""
+A_MOMENT_S = 2.0
+"""Files that take less are in any order."""
 
 
 class Record:
@@ -73,11 +76,16 @@ def table(runs: list[dict]) -> str:
         )
         for number, run in enumerate(sorted(runs, key=lambda run: run["date"]), start=1)
     ]
+    slowest = [(path, f"{taken:.1f}") for path, taken in list(mean_seconds(runs).items())[:SLOWEST]]
+    return f"{_markdown(HEADER, rows)}\n{_markdown(('file', 'seconds'), slowest)}"
+
+
+def mean_seconds(runs: list[dict]) -> dict[str, float]:
+    """File -> seconds, the mean over the runs, the longest first."""
     seconds: Counter[str] = Counter()
     for run in runs:
         seconds.update({path: taken / len(runs) for path, taken in run["files"].items()})
-    slowest = [(path, f"{taken:.1f}") for path, taken in seconds.most_common(SLOWEST)]
-    return f"{_markdown(HEADER, rows)}\n{_markdown(('file', 'seconds'), slowest)}"
+    return dict(seconds.most_common())
 
 
 def _markdown(header, rows) -> str:
@@ -88,7 +96,11 @@ def _markdown(header, rows) -> str:
 
 
 if __name__ == "__main__":
-    print(
-        table([json.loads(path.read_text(encoding="utf-8")) for path in Path(sys.argv[1]).glob("*.json")]),
-        end="",
-    )
+    recorded = [
+        json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(sys.argv[1]).glob("*.json"))
+    ]
+    if "--durations" in sys.argv:
+        newest = mean_seconds(recorded[-1:]).items()
+        print(json.dumps({path: round(taken) for path, taken in newest if taken >= A_MOMENT_S}, indent=1))
+    else:
+        print(table(recorded), end="")

@@ -4,29 +4,18 @@ A worker takes whole units. A unit is a file; but each test of the quickstart is
 it needs, and of the trees of several releases each tree.
 """
 
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
 import pytest
 
 BY_TEST = "examples/test_quickstart.py"
 BY_PARAMETER = "matrix/test_patched_tree.py"
-LONGEST_FIRST = (
-    BY_TEST,
-    "mcore/test_gradients.py",
-    "doctor/test_real_server.py",
-    "matrix",
-    "mcore/test_rejection.py",
-    "mcore/test_hf_models.py",
-    "docs/test_own_fork.py",
-    "examples",
-    "mcore/test_failing_ranks.py",
-    "rollout/test_silence_real_servers.py",
-    "rollout/test_in_flight_real_servers.py",
-    "mcore",
-    "tools",
-    "reduce",
-    "core",
-    "rollout",
-)
-"""Files and folders; what is not named comes last."""
+DURATIONS = Path(__file__).with_name("durations.json")
+"""Seconds that the tests of each file took, without those of files that take a moment; `make test-durations`
+writes it from the records of whole runs.
+"""
 
 
 def unit_of(nodeid: str) -> str:
@@ -37,20 +26,19 @@ def unit_of(nodeid: str) -> str:
     return f"{path}[{nodeid.partition('[')[2]}" if path == BY_PARAMETER else path
 
 
-def place_of(nodeid: str) -> int:
-    """The place of a test's unit in LONGEST_FIRST."""
-    path = nodeid.partition("::")[0].removeprefix("tests/")
-    for place, name in enumerate(LONGEST_FIRST):
-        if path == name or path.startswith(f"{name}/"):
-            return place
-    return len(LONGEST_FIRST)
+def longest_first(nodeids: Sequence[str], seconds: Mapping[str, float]) -> list[int]:
+    """The places of the tests in the order in which they run: files by their seconds, those that are not
+    known last; the tests of a file keep their order.
+    """
+    return sorted(range(len(nodeids)), key=lambda place: -seconds.get(nodeids[place].partition("::")[0], 0.0))
 
 
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith("matrix/"):
             item.add_marker("matrix")
-    items.sort(key=lambda item: place_of(item.nodeid))  # stable: the tests of a file keep their order
+    seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    items[:] = [items[place] for place in longest_first([item.nodeid for item in items], seconds)]
 
 
 @pytest.hookimpl(optionalhook=True)

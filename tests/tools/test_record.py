@@ -2,7 +2,7 @@
 
 import json
 
-from tests.record import Record, table
+from tests.record import Record, mean_seconds, table
 
 pytest_plugins = ["pytester"]
 
@@ -40,6 +40,7 @@ def test_table_when_several_runs_then_by_date_and_the_slowest_files_by_their_mea
         "failed": ["a.py::x[1|2]", "b.py::y"],
         "files": {"b.py": 9.0},
     }
+    assert list(mean_seconds([first, second]).items()) == [("b.py", 5.0), ("a.py", 1.5)]
     lines = table([second, first]).splitlines()
     assert lines[2] == "| 1 | 2026-01-01 10:00:00 | 5 | 0 | 1 | 1.5 min | - |"
     assert lines[3] == "| 2 | 2026-01-02 10:00:00 | 5 | 2 | 1 | 1.5 min | a.py::x[1\\|2]<br>b.py::y |"

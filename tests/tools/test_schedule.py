@@ -1,5 +1,6 @@
 """The order of the tests, and what the workers share out."""
 
+import json
 from pathlib import Path
 
 from tests import schedule
@@ -7,10 +8,10 @@ from tests import schedule
 TESTS = Path(schedule.__file__).parent
 
 
-def test_units_when_files_are_named_then_they_exist():
-    assert [
-        name for name in (*schedule.LONGEST_FIRST, schedule.BY_PARAMETER) if not (TESTS / name).exists()
-    ] == []
+def test_durations_when_files_are_named_then_they_exist():
+    known = json.loads(schedule.DURATIONS.read_text())
+    named = [*known, f"tests/{schedule.BY_PARAMETER}", f"tests/{schedule.BY_TEST}"]
+    assert [name for name in named if not (TESTS.parent / name).is_file()] == []
 
 
 def test_unit_then_a_file_but_each_test_of_the_quickstart_and_each_tree():
@@ -26,7 +27,13 @@ def test_unit_then_a_file_but_each_test_of_the_quickstart_and_each_tree():
     assert units[0] == units[1] != units[2] == units[3]
 
 
-def test_place_when_long_then_before_the_others_and_quick_ones_last():
-    long, quick = "tests/mcore/test_gradients.py::test_a", "tests/config/test_presets.py::test_a"
-    quickstart, mcore = "tests/examples/test_quickstart.py::test_a", "tests/mcore/test_hooks.py::test_a"
-    assert sorted([quick, mcore, long, quickstart], key=schedule.place_of) == [quickstart, long, mcore, quick]
+def test_order_when_seconds_are_known_then_the_longest_files_first_and_their_tests_as_they_were():
+    nodeids = ["t/new.py::a", "t/quick.py::a", "t/long.py::b", "t/long.py::a", "t/quick.py::b"]
+    order = schedule.longest_first(nodeids, {"t/quick.py": 3, "t/long.py": 200, "t/gone.py": 9})
+    assert [nodeids[place] for place in order] == [
+        "t/long.py::b",
+        "t/long.py::a",
+        "t/quick.py::a",
+        "t/quick.py::b",
+        "t/new.py::a",
+    ]
