@@ -259,6 +259,13 @@ def engines_page() -> str:
     return page()
 
 
+def messages_page() -> str:
+    """Every message that something is refused with; messages_page.py has it."""
+    from messages_page import messages_page as page
+
+    return page()
+
+
 def table(*columns: str) -> list[str]:
     """The head of a table, after an empty line."""
     return ["", row(*columns), "|---" * len(columns) + "|"]
@@ -279,6 +286,7 @@ PAGES = {
     "docs/reference/engines.md": engines_page,
     "docs/reference/flags.md": flags_page,
     "docs/reference/losses.md": losses_page,
+    "docs/reference/messages.md": messages_page,
     "docs/reference/metrics.md": metrics_page,
     "docs/reference/rules.md": rules_page,
 }
