@@ -224,6 +224,7 @@ def test_vaco_when_a_sequence_is_far_then_it_loses_the_tokens_that_move_further_
     )
     assert correction.lengths.tokens.tolist() == lengths
     assert correction.lengths.sequences == sum(length > 0 for length in lengths)
+    assert correction.valid_lengths.tolist() == [3, 1, 2, 1, 0]  # by which advantages are weighed
 
 
 def test_vaco_when_other_rules_reject_too_then_lengths_count_what_all_of_them_keep():

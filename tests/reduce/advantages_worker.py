@@ -67,7 +67,7 @@ def main(rank: int, folder: str, own: str) -> None:
             batch = batch_of(places, way == "packed" and dp > 1, rank % cp, cp)
             kept = torch.tensor([KEPT[place] for place in places])
             lengths = torch.tensor([float(LENGTHS[place]) for place in places], dtype=torch.float64)
-            correction = SimpleNamespace(kept_sequences=kept, lengths=SimpleNamespace(tokens=lengths))
+            correction = SimpleNamespace(kept_sequences=kept, valid_lengths=lengths)
             for kind in (*KINDS, own):
                 config = RolloutCorrectionConfig(advantage=kind)
                 for rejecting in (False, True):
