@@ -27,7 +27,6 @@ from pathlib import Path
 
 import pytest
 
-from tools.cpu import environment
 from tools.mutants.faults import Fault, choose, faults_of
 from tools.mutants.recorder import Recorder, Some
 from tools.process_group import die_with_parent
@@ -45,19 +44,24 @@ FILES = [
     *(f"engines/*/{name}.py" for name in PARSERS.split()),
     *(f"mcore/{name}.py" for name in ("loss", "batch", "packs", "step")),
 ]
-NOT_RUN = re.compile(r"^tools/mutants/|/test_\w+\.py$|\.md$")
+SHARED = re.compile(r"(?!tools/mutants/)(?!.*/test_\w+\.py$).*\.py")
+"""What a test file may import: if it has changed, all tests are run again."""
+TABLES = ("tests/docs/test_docs.py::test_generated", "tests/observability/", "tests/commands/correct/")
+"""Tests that look at tables of metrics, which are made at the import."""
 OURS = ("megatron_rl_corr", "tests", "tools")
 SLOW = {
-    "logprobs/triton": ["tests/logprobs/test_label_logprobs.py"],
-    "mcore": [f"tests/mcore/test_{name}.py" for name in ("batch", "bypass", "rejection")],
+    "logprobs": ["tests/logprobs/test_label_logprobs.py", "tests/reduce/test_vocab.py"],
+    "mcore": [f"tests/mcore/test_{name}.py" for name in ("batch", "bypass")],
+    "reduce": ["tests/reduce/test_reduce.py", "tests/reduce/test_groups.py", "tests/reduce/test_failure.py"],
+    "weight_sync": ["tests/weight_sync/test_push.py", "tests/weight_sync/test_memory_real_server.py"],
 }
-"""With --slow: tests that start processes, for faults that no fast test reaches, by how their files begin."""
+"""With --slow: tests that start processes, for what no fast test finds, by the fault's folder."""
 FIRST_S, ALL_S = 3.0, 60.0
 """Seconds of tests that a fault is tried with at first, and at most: the quickest files."""
 
 
 def lay_tree() -> str:
-    """Copy what git tracks, or would; the hash of what tests may run, without the tests."""
+    """Copy what git tracks, or would; the hash of the Python in it that several tests run."""
     listed = subprocess.check_output(["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, text=True)
     shutil.rmtree(TREE, ignore_errors=True)
     digest = sha256()
@@ -65,7 +69,7 @@ def lay_tree() -> str:
         if (ROOT / name).is_file():
             (TREE / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, TREE / name)
-            if not NOT_RUN.search(name):
+            if SHARED.fullmatch(name):
                 digest.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
     (TREE / ".venv").symlink_to(ROOT / ".venv")
     return digest.hexdigest()
@@ -103,21 +107,27 @@ def forked(arguments: list[str], plugin, limit: float) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
+PRELOADED = f"""
+import os, sys
+from tests import preloaded
+from tools.cpu import environment
+if preloaded.VARIABLE not in os.environ:
+    os.execve(sys.executable, sys.orig_argv, environment("megatron"))
+ours = {OURS}
+preloaded.MODULES["megatron"] = [m for m in preloaded.MODULES["megatron"] if m.partition(".")[0] not in ours]
+preloaded.main("megatron", sys.argv[1])
+"""
+
+
 def preload() -> None:
     """Let tests fork Megatron from a process that has imported it, and not the package."""
     folder = Path(TEMPORARY, "preloaded")
     folder.mkdir()
-    code = f"""
-from tests import preloaded
-ours = {OURS}
-preloaded.MODULES["megatron"] = [m for m in preloaded.MODULES["megatron"] if m.partition(".")[0] not in ours]
-preloaded.main("megatron", {str(folder)!r})"""
-    path = {"PYTHONPATH": str(TREE)}
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", code],
+            [sys.executable, "-W", "ignore", "-c", PRELOADED, folder],
             cwd=TREE,
-            env=environment("megatron", os.environ | path),
+            env=os.environ | {"PYTHONPATH": str(TREE)},
             stdout=subprocess.PIPE,
             stderr=log,
             preexec_fn=die_with_parent(),
@@ -172,7 +182,8 @@ class Reach:
         first, last = fault.lines
         names = set().union(*(self._names.get((fault.file, line), ()) for line in range(first, last + 1)))
         if not fault.watched or names == {""}:
-            names = self._of_file[fault.file]
+            tables = {name for name in self.seconds if name.startswith(TABLES)} if "" in names else set()
+            names = self._of_file[fault.file] | tables
         return names - {""}
 
     def batches(self, fault: Fault) -> list[tuple[dict[str, set[str]], float]]:
@@ -204,8 +215,8 @@ def tried(fault: Fault, reach: Reach, *, slow: bool, control: bool) -> tuple[str
         (["--fast", *batch], Some(batch, told), 30 + 10 * taken) for batch, taken in reach.batches(fault)
     ]
     inside = fault.file.removeprefix("megatron_rl_corr/")
-    if not trials and slow:
-        trials = [(tests, Some({}, told), 900) for start, tests in SLOW.items() if inside.startswith(start)]
+    if slow:
+        trials += [([test], Some(None, told), 900) for test in SLOW.get(inside.partition("/")[0], ())]
     compile(fault.planted(source), fault.file, "exec")
     told.unlink(missing_ok=True)
     try:
@@ -258,8 +269,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--files", nargs="+", default=FILES, help="patterns below megatron_rl_corr")
     parser.add_argument("--tests", nargs="+", default=[], help="these fast tests only")
-    parser.add_argument("--again", action="store_true", help="only what the last run did not kill")
-    parser.add_argument("--slow", action="store_true", help="if no fast test reaches it, slow ones")
+    parser.add_argument("--again", action="store_true", help="only what the last run left")
+    parser.add_argument("--slow", action="store_true", help="then slow tests for what is left")
     parser.add_argument("--control", action="store_true", help="plant nothing: every fault has to survive")
     args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
@@ -281,8 +292,12 @@ def main() -> None:
     gc.freeze()
     reasons, chosen, results = accepted(), choose(faults, args.mutants, args.seed), []
     last = json.loads((OUT / "results.json").read_text()) if args.again else []
-    found = [one for one in last if one["outcome"] in ("killed", "timeout")]
-    known = {(one["file"], one["function"], one["change"], one["line"]): one for one in found}
+    names = [((one["file"], one["function"], one["change"]), one) for one in last]
+    known = {
+        (*name, one["line"]): one
+        for name, one in names
+        if one["outcome"] in ("killed", "timeout") or name in reasons
+    }
     for number, fault in enumerate(chosen, start=1):
         begun = time.monotonic()
         if not (one := known.get((*fault.name, fault.line))):
