@@ -51,8 +51,8 @@ TABLES = ("tests/docs/test_docs.py::test_generated", "tests/observability/", "te
 OURS = ("megatron_rl_corr", "tests", "tools")
 SLOW = {
     "logprobs": ["tests/logprobs/test_label_logprobs.py", "tests/reduce/test_vocab.py"],
-    "mcore": [f"tests/mcore/test_{name}.py" for name in ("batch", "bypass")],
-    "reduce": ["tests/reduce/test_reduce.py", "tests/reduce/test_groups.py", "tests/reduce/test_failure.py"],
+    "mcore": [f"tests/mcore/test_{name}.py" for name in ("batch", "bypass", "packed")],
+    "reduce": [f"tests/reduce/test_{name}.py" for name in ("groups", "reduce", "failure")],
     "weight_sync": ["tests/weight_sync/test_push.py", "tests/weight_sync/test_memory_real_server.py"],
 }
 """With --slow: tests that start processes, for what no fast test finds, by the fault's folder."""
@@ -138,9 +138,9 @@ def preload() -> None:
 
 def record(digest: str, files: list[str], tests: list[str]) -> dict:
     """What each test runs; from the last run, for test files that have not changed since."""
-    path = OUT / "record.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
     key = [digest, files, tests]
+    path = OUT / f"record-{sha256(json.dumps(key[1:]).encode()).hexdigest()[:8]}.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
     if known.get("key") != key:
         known = {"key": key, "hashes": {}, "tests": {}}
     paths = [Path(path) for start in tests or ["tests"] for path in TREE.glob(start)]
