@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm test test-fast test-matrix test-faults test-runs test-durations soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
+.PHONY: help setup setup-vllm test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
 	study study-stop clean
 
 PYTHON := .venv/bin/python
@@ -45,6 +45,11 @@ test-runs: ## Tabulate what whole runs of make test did, in Markdown; RUNS=runs/
 
 test-durations: ## Write tests/durations.json, by which make test orders its files, from the newest of whole runs
 	$(PYTHON) -m tests.record runs/tests --durations > tests/durations.json.new && mv tests/durations.json.new tests/durations.json
+
+# One process, at the lowest priority; what it leaves in runs/mutants is its report and the lines that each test runs.
+mutants: setup ## Plant 600 small faults, one at a time, and list those that no fast test finds; MUTANTS= SEED= FILES="core/*.py" TESTS= AGAIN=1 SLOW=1
+	nice $(PYTHON) -m tools.mutants $(if $(MUTANTS),--mutants $(MUTANTS)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(FILES),--files $(foreach file,$(FILES),'$(file)')) $(if $(TESTS),--tests $(TESTS)) $(if $(AGAIN),--again) $(if $(SLOW),--slow)
 
 soak: setup ## Train the quickstart for an hour or so with a random fault every 20 steps; OUT=new folder, STEPS= SEED= EVERY=
 	$(PYTHON) tests/faults/soak.py $(if $(OUT),$(OUT),runs/soak-$(shell date +%Y%m%d-%H%M%S)) $(if $(STEPS),--steps $(STEPS)) \

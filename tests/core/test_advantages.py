@@ -51,11 +51,12 @@ def test_group_when_every_row_is_rejected_then_zero(kind):
     assert advantages.tolist() == pytest.approx([0.0, -apart, 0.0, apart, 0.0], rel=1e-5)
 
 
-def test_kind_when_unknown_then_named():
+@pytest.mark.parametrize("kind", ["gae", "otb"])
+def test_kind_when_unknown_or_of_tokens_then_named(kind):
     with pytest.raises(
-        ValueError, match="advantage must be one of grpo, group_mean, rloo, raw, .*, got .gae."
+        ValueError, match=f"advantage must be one of grpo, group_mean, rloo, raw, .*, got .{kind}."
     ):
-        group_advantages(REWARDS, GROUPS, num_groups=2, kind="gae")
+        group_advantages(REWARDS, GROUPS, num_groups=2, kind=kind)
 
 
 def test_rloo_when_groups_differ_in_size_then_against_the_mean_of_the_others():

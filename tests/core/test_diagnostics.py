@@ -8,7 +8,7 @@ import torch
 from megatron_rl_corr.config.correction import PRESETS, RejectionRule, RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics
-from megatron_rl_corr.reduce.metrics import EDGES, LABELS
+from megatron_rl_corr.reduce.metrics import EDGES, LABELS, LogRatioHistogram
 
 NAN = float("nan")
 LN2 = math.log(2)
@@ -249,6 +249,16 @@ def test_clamped_metrics_when_one_token_is_extreme_then_they_hardly_move():
     )
 
 
+def test_sequence_metrics_when_one_side_is_absurd_then_their_bounds():
+    # D = 999 or -999: perplexities and squares of ratios stop at e^40, their ratio at e^20.
+    absurd, usual, ids = torch.tensor([-1000.0]), torch.tensor([-1.0]), torch.zeros(1, dtype=torch.int64)
+    most, names = math.exp(40), ("training_ppl", "rollout_ppl", "ppl_ratio", "chi2_seq", "chi2_geo")
+    metrics = metrics_of(absurd, usual, torch.ones(1), ids, num_sequences=1)
+    assert [metrics[name] for name in names] == pytest.approx([most, math.e, math.exp(20), -1, -1])
+    metrics = metrics_of(usual, absurd, torch.ones(1), ids, num_sequences=1)
+    assert [metrics[name] for name in names] == pytest.approx([math.e, most, math.exp(-20), most, most])
+
+
 def test_metrics_when_published_log_ratios_then_the_published_numbers():
     # rollout -1 against train 0, -15, -30: k1 = -1, 14, 29; k3 = e - 2, 13, 28.
     train = torch.tensor([0.0, -15.0, -30.0])
@@ -288,6 +298,9 @@ def test_percentiles_when_tokens_are_few_or_many_then_the_end_of_the_bin_that_th
         return [metrics[f"log_ratio_abs_{name}"] for name in ("p50", "p99", "p999")]
 
     assert of(0.0015) == [0.002] * 3
+    # As one number it is the median: bins 0 to 3 have 1, 2, 0 and 1 tokens, and the second of four is in 1.
+    counts = [1.0, 0.0, 2.0, 0.0, 1.0] + [0.0] * (len(EDGES) - 3)
+    assert LogRatioHistogram(torch.tensor(counts, dtype=torch.float64)).value() == EDGES[1]
     # Half are at most 0.0015, the rest 0.3; of a thousand 0.0015 the one of 30 is beyond p999.
     assert of(0.0015, -0.3) == [0.002, 0.5, 0.5]
     assert of(*[0.0015] * 999, 30.0) == [0.002] * 3

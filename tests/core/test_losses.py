@@ -14,6 +14,7 @@ from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, Lengths
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.kl import reference_kl, reward_kl, sampler_kl
+from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.reduce.collectives import ParallelGroups
 
 NAN, INF = float("nan"), float("inf")
@@ -569,13 +570,21 @@ def test_reward_kl_when_log_probs_are_missing_then_the_rest_is_summed():
     assert taken == pytest.approx(0.1 * 20)
 
 
+def test_mean_entropy_when_tokens_are_masked_then_of_the_others():
+    entropy = torch.tensor([0.5, NAN, 2.0], requires_grad=True)
+    mean = mean_entropy(entropy, torch.tensor([True, False, True]))
+    assert mean.values.tolist() == [2.5, 2.0] and mean.value() == 1.25
+    assert mean.values.dtype == torch.float64 and not mean.values.requires_grad
+
+
 def test_policy_loss_when_the_name_is_unknown_or_sequences_are_missing_then_told():
     arguments = (*[torch.zeros(1)] * 3, correction_of([1.0], [True]), PRESETS["disabled"])
     with pytest.raises(ValueError) as raised:
         policy_loss("ppo", *arguments)
     assert str(raised.value) == f"`loss`: unknown loss 'ppo'; known: {', '.join(sorted(LOSSES))}"
-    with pytest.raises(ValueError, match="`loss` gspo looks at whole sequences; pass seq_ids and num_seq"):
-        policy_loss("gspo", *arguments)
+    for given in ({}, {"seq_ids": torch.zeros(1, dtype=torch.int64)}, {"num_sequences": 1}):
+        with pytest.raises(ValueError, match="`loss` gspo looks at whole sequences; pass seq_ids and num_s"):
+            policy_loss("gspo", *arguments, **given)
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
@@ -587,6 +596,7 @@ def test_loss_when_tensors_hold_no_data_then_it_runs_since_nothing_is_read(loss_
         loss_aggregation=aggregation,
         loss_scale_length=4 if norm else None,
         kl_loss_coef=0.1,
+        sampler_kl_coef=0.1,
         entropy_coef=0.1,
         dro_beta=0.5 if loss_name == "dro" else None,
     )
@@ -596,18 +606,22 @@ def test_loss_when_tensors_hold_no_data_then_it_runs_since_nothing_is_read(loss_
     count = mask.sum().double()
     lengths = Lengths("valid", count.expand(2), count)
     correction = Correction(weights, mask, mask, mask[:2], count, count, lengths, torch.ones(2).double())
+    metrics = {}
     losses = policy_loss(
         loss_name,
         now,
         old,
-        advantages,
+        advantages.double(),
         correction,
         config,
         seq_ids=seq_ids,
         num_sequences=2,
         ref_logprobs=reference,
+        rollout_logprobs=old,
         entropy=entropy,
-        metrics={},
+        metrics=metrics,
     )
+    assert losses.dtype == torch.float32
+    assert {metric.values.dtype for metric in metrics.values()} == {torch.float64}
     (losses * token_coefficients(correction, seq_ids, config)).sum().backward()
     assert now.grad.device.type == "meta"

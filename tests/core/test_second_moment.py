@@ -45,6 +45,14 @@ def test_second_moment_when_bounded_then_the_largest_go_until_the_mean_is_within
     assert correction.kept_sequences.tolist() == [True, False, True]
 
 
+def test_second_moment_when_squares_differ_by_1_percent_then_they_are_told_apart():
+    # D^2 = 1 and 1.012, each in a bin of its own; the mean of both is 1.006.
+    rollout = torch.full((2,), -2.0)
+    ratios = TokenRatios.of(rollout + torch.tensor([1.0, 1.012**0.5]), rollout, torch.ones(2), {})
+    for bound, kept in ((0.999, [0, 0]), (1.003, [1, 0]), (1.007, [1, 1])):
+        assert second_moment_mask(ratios, bound, None).tolist() == kept
+
+
 def test_second_moment_when_the_policies_agree_then_all_stay():
     logprobs = torch.tensor([-1.0, -2.0, -3.0])
     correction = compute_correction(

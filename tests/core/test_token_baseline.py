@@ -88,6 +88,15 @@ def test_advantages_when_no_token_has_energy_then_against_the_plain_mean():
     assert found[0, 0] == pytest.approx(1.0) and found[1, 0] == pytest.approx(0.0, abs=1e-7)
 
 
+def test_reward_sums_when_by_hand_then_1e_8_is_added_and_what_does_not_count_adds_nothing():
+    # Cell 1 has energies 3 and 0 with rewards 2 and 5; the token of cell 0 does not count.
+    energies = torch.tensor([3.0, 0.0, 7.0], dtype=torch.float64)
+    rewards, counted = torch.tensor([2.0, 5.0, math.nan]), torch.tensor([True, True, False])
+    sums = reward_sums(rewards, energies, counted, torch.tensor([1, 1, 0]), 2)
+    expected = [[0.0, 6 + 7e-8], [0.0, 3 + 2e-8], [0.0, 2.0]]
+    torch.testing.assert_close(sums, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=0)
+
+
 def verl(rewards, steps, groups):
     """verl's estimator of responses without a gap, in plain Python: zero baseline where the
     longest is alone.
@@ -149,5 +158,7 @@ def test_variance_proxies_when_by_hand_then_signal_and_noise_of_the_mean():
     names = "variance_proxy/proxy1_signal_strength", "variance_proxy/proxy3_pure_noise"
     assert variance_proxies(power, 2.0) == dict(zip(names, (4.0, 2.0), strict=True))  # (10 - 4) / 3
     assert variance_proxies(power, 5.0) == dict(zip(names, (25.0, 0.0), strict=True))
+    of_two = power | {"variance_proxy/sequences": 2.0}
+    assert variance_proxies(of_two, 2.0) == dict(zip(names, (4.0, 6.0), strict=True))  # (10 - 4) / 1
     assert variance_proxies(power | {"variance_proxy/sequences": 1.0}, 2.0) == {names[0]: 4.0}
     assert variance_proxies(power, None) == variance_proxies({}, 2.0) == {}

@@ -8,6 +8,7 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.ratios import LOG_CLAMP
+from megatron_rl_corr.core.weights import gamma_weights
 
 # Sequence 0: rho 2, 3 in turn 0 and 0.5 in turn 1; sequence 1: empty; sequence 2: rho 0.25.
 RHO = torch.tensor([2.0, 3.0, 0.5, 0.25])
@@ -147,6 +148,11 @@ def test_gamma_when_computed_by_hand_then_one_weight_a_sequence_by_the_sign_of_i
     assert correction.mask.all() and correction.weights.dtype == torch.float32
     assert correction.metrics["weight_out_of_bounds"].value() == 0
     assert correction.metrics["weight_max"].value() == pytest.approx(max(expected), rel=1e-6)
+
+
+def test_gamma_when_a_sequence_has_no_tokens_then_its_weight_is_0():
+    log_ratios, advantages = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+    assert gamma_weights(log_ratios, advantages, torch.tensor([True, False])).tolist() == [1.0, 0.0]
 
 
 def test_gamma_when_at_its_ends_and_peaks_then_1_at_1_and_never_above_1_25():

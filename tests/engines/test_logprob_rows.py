@@ -145,6 +145,13 @@ def test_flat_when_output_ids_are_equal_to_ids_and_are_none_then_refused(wrong):
         parse(changed)
 
 
+def test_flat_when_another_object_has_output_ids_first_then_the_answers_own_are_checked():
+    body = orjson.dumps({"draft": {"output_ids": [1]}} | answer([[-0.5, 7, None]]))
+    assert read_flat(body)[1].tolist() == [7]
+    changed = body.replace(b'"output_ids":[7]', b'"output_ids":[7.0]')
+    assert changed != body and read_flat(changed) is None
+
+
 def test_flat_when_the_key_comes_twice_then_left_to_plain_json():
     body = orjson.dumps(answer([[-1.25, 1, None]]))
     twice = body[:-2] + b',"output_token_logprobs":true}}'

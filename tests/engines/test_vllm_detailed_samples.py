@@ -84,6 +84,12 @@ def test_parse_when_the_sampled_id_is_likely_or_not_then_the_likeliest_in_fallin
     assert full.version_spans == (VersionSpan("a", 0, 2),)
 
 
+@pytest.mark.parametrize("sets", [[[4, 7.5], [4]], [[4, 7], ["4"]], [[4, 7]]])
+def test_parse_when_a_sampling_mask_is_no_list_of_ids_a_token_then_refused(sets):
+    with pytest.raises(RolloutProtocolError, match="sampling_mask"):
+        parsed(sampling_mask=sets)
+
+
 def test_parse_when_the_lists_are_not_cut_as_at_0_33_then_as_many_likeliest_as_were_asked_for():
     """Asked for 3, it has the sampled id in front of the first 3, which may hold it."""
     sample = parsed(

@@ -15,6 +15,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.engines.trajectory import VersionSpan
+from megatron_rl_corr.engines.vllm.routed_experts import decode
 from tests.faults.door import NONSENSE
 
 ENGINE, URL = load_engine("vllm"), "http://host:1"
@@ -62,6 +63,14 @@ def answer():
             }
         ],
     }
+
+
+@pytest.mark.parametrize("dtype", ["u1", "<u2", "<i4"])
+def test_routes_when_written_in_a_wider_type_then_the_same(dtype):
+    assert decode(npy(ROUTES.astype(dtype)), tokens=5, shape=SHAPE).tolist() == ROUTES.tolist()
+    short = base64.b64encode(base64.b64decode(npy(ROUTES.astype(dtype)))[:-1]).decode()
+    with pytest.raises(ValueError, match="rule npy: routed_experts of shape .4, 2, 2. have"):
+        decode(short, tokens=5, shape=SHAPE)
 
 
 def changed(path, value):

@@ -263,3 +263,11 @@ def test_vocab_parallel_logprobs_when_on_the_kernels_then_value_and_gradient_of_
         assert_close(first["entropy"], entropy, 3e-6, 3e-6)
     else:
         assert first["entropy"] is None
+
+
+def test_columns_when_no_collision_is_asked_for_then_four_statistics():
+    assert label_stats.LogitColumns(0, 4, 1.0, True, 8).num_stats == 4
+
+
+def test_statistics_when_of_two_halves_and_merged_then_those_of_all_columns(runs):
+    torch.testing.assert_close(*runs["merged"], rtol=1e-6, atol=1e-6)

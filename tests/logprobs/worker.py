@@ -341,12 +341,27 @@ def sharded(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def merged() -> tuple[torch.Tensor, torch.Tensor]:
+    """The statistics of two halves of the columns, merged, and those of all columns at once."""
+    logits = torch.randn(5, 2 * TILE, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    labels = torch.tensor([0, TILE - 1, TILE, TILE + 1, 2 * TILE - 1], device=DEVICE)
+
+    def stats(first: int, width: int) -> torch.Tensor:
+        part = logits[:, first : first + width].contiguous()
+        columns = LogitColumns(first, width, 0.7, True, 8, with_collision=True)
+        return label_logprobs.label_stats(part, labels, columns, blocks=ONE_PART)
+
+    halves = torch.stack([stats(0, TILE), stats(TILE, TILE)])
+    return label_logprobs.merge_stats(halves).cpu(), stats(0, 2 * TILE).cpu()
+
+
 def main(file: Path) -> None:
     results = {
         "cases": {name: (inputs(name), run_case(name)) for name in CASES},
         "strange": strange_rows(),
         "far": far_rows(),
         "refusals": refusals(),
+        "merged": merged(),
     }
     if INTERPRETED:
         results["first programs"] = first_programs()

@@ -4,9 +4,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.reduce import collectives
 from megatron_rl_corr.reduce.metrics import (
     Chi2,
     Difference,
@@ -109,3 +111,23 @@ def test_kept_when_log_probs_are_null_then_their_tokens_lower_the_share(served, 
         config=RolloutCorrectionConfig(),
     )
     assert correction.metrics["kept_fraction"].value() == kept
+
+
+def test_reduction_when_another_rank_has_more_and_less_then_sums_add_and_extrema_are_of_both(monkeypatch):
+    # Of this rank: sum 1, max 5, min 2. Of the other: sum 10, max 7, min 3; a minimum travels negated.
+    groups = []
+
+    def played(values, group, op=dist.ReduceOp.SUM):
+        groups.append(group)
+        if op == dist.ReduceOp.SUM:
+            return values.add_(torch.tensor([10.0]))
+        return values.copy_(torch.maximum(values, torch.tensor([7.0, -3.0])))
+
+    monkeypatch.setattr(collectives, "all_reduce", played)
+    own = {"c": Sum(one(1.0)), "a": Max(one(5.0)), "b": Min(one(2.0))}
+    assert collectives.all_reduce_metrics(own, "both") == {"c": 11.0, "a": 7.0, "b": 2.0}
+    assert groups == ["both", "both"]
+
+
+def one(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float64)

@@ -21,7 +21,7 @@ from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.weight_sync.transports import broadcast, make_transport
+from megatron_rl_corr.weight_sync.transports import broadcast, make_transport, rendezvous
 from megatron_rl_corr.weight_sync.transports.base import common_ranks
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport, UpdateGroup
 from megatron_rl_corr.weight_sync.transports.rendezvous import gloo_listening_at
@@ -167,13 +167,16 @@ def test_transport_when_the_address_is_not_of_this_host_then_refused_with_the_re
     ):
         make_transport("distributed", Server(answers), loop, **common, sends=True)
     # it listens nowhere
-    make_transport("distributed", SimpleNamespace(control=None), loop, **common, sends=False)
+    made = make_transport("distributed", SimpleNamespace(control=None), loop, **common, sends=False)
+    assert isinstance(made, DistributedTransport) and made._address == "192.0.2.1"
 
 
 def test_gloo_listens_at_the_interface_of_the_address_unless_the_user_names_one(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(rendezvous, "_being_made", [])  # groups of tests before this one wait still
     with gloo_listening_at("127.0.0.1"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
     with gloo_listening_at("192.0.2.1"):
         assert "GLOO_SOCKET_IFNAME" not in os.environ
         with gloo_listening_at("127.0.0.1"):  # while another server's group is waited for, which has failed

@@ -72,6 +72,10 @@ def test_push_when_two_stages_send_then_the_servers_load_one_whole_model_and_two
     assert {p.stat().st_mode & 0o777 for p in last.path.iterdir()} == {
         (source / "vocab.txt").stat().st_mode & 0o777
     }
+    # Each stage counts its files anew in each push.
+    assert sorted(path.name for path in last.path.glob("model-*")) == [
+        f"model-stage{stage:03d}-{file:05d}.safetensors" for stage in (0, 1) for file in (0, 1)
+    ]
     copied = {p.name for p in last.path.iterdir() if p.suffix != ".safetensors"}
     assert copied == {"config.json", "tokenizer.json", "vocab.txt", "model.safetensors.index.json", MARKER}
 
@@ -87,6 +91,15 @@ def test_push_when_the_clock_is_set_back_then_the_two_versions_that_were_pushed_
         os.utime(folder / f"version-{version}", (later, later))
     push([stage], "10", servers)
     assert {path.name for path in folder.iterdir()} == {"version-9", "version-10"}
+
+
+def test_push_when_an_earlier_runs_folders_look_newer_then_the_own_one_stays(tmp_path, source):
+    folder, servers = tmp_path / "weights", Loading()
+    for number in (1, 2, 3):
+        push([DiskTransport(folder, source, LOOP, stage=0)], str(number), servers)
+        os.utime(folder / f"version-{number}", (4e9 + number, 4e9 + number))
+    push([DiskTransport(folder, source, LOOP, stage=0)], "4", servers)
+    assert {path.name for path in folder.iterdir()} == {"version-3", "version-4"}
 
 
 def test_push_when_one_was_cut_off_then_its_files_are_not_in_the_next(tmp_path, source):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.engines.sglang.tensors import serialized
-from megatron_rl_corr.weight_sync.transports.ipc import check_same_host
+from megatron_rl_corr.weight_sync.transports.ipc import check_same_host, is_this_host
 
 
 def globals_of(text):
@@ -64,3 +64,4 @@ def test_same_host_when_it_is_then_accepted(host):
 def test_same_host_when_it_is_not_then_the_address_and_the_other_transports_are_named(host):
     with pytest.raises(ValueError, match=f"http://{host}:30000 is not on .* use distributed, or disk"):
         check_same_host(["http://127.0.0.1:1", f"http://{host}:30000"])
+    assert is_this_host(host) is False
