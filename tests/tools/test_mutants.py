@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.mutants import __main__ as main
 from tools.mutants.__main__ import Reach, accepted, report
 from tools.mutants.faults import Fault, choose, faults_of
 
@@ -119,6 +120,22 @@ def test_batches_when_tests_reach_a_line_then_named_and_quick_ones_first():
     at_import = reach.batches(made("w.py", "f", 9))
     assert [list(batch) for batch, _ in at_import] == [["tests/test_w.py", "tests/a.py"]]
     assert reach.batches(made("w.py", "f", 99)) == []
+
+
+def test_finder_when_it_fails_without_a_fault_too_then_left_out(monkeypatch):
+    reach = Reach({f"tests/b.py::{name}": [1.0, {"w.py": [7]}] for name in ("x", "y")})
+    ended = {"tests/b.py::x": 1, "tests/b.py::y": 0}
+    tried = []
+
+    def forked(arguments, plugin, limit):
+        [test] = plugin._files["tests/b.py"]
+        tried.append(test)
+        return ended[test]
+
+    monkeypatch.setattr(main, "forked", forked)
+    assert not main.sound("tests/b.py::x", reach) and main.sound("tests/b.py::y", reach)
+    assert main.sound("tests/b.py::y", reach) and len(tried) == 2  # it is asked once
+    assert reach.tests(made("w.py", "f", 7)) == {"tests/b.py::y"}
 
 
 def test_report_when_faults_are_left_then_a_table_and_a_list():

@@ -107,6 +107,20 @@ def forked(arguments: list[str], plugin, limit: float) -> int | None:
     return os.waitstatus_to_exitcode(status)
 
 
+IMPORTED = (
+    *(
+        "aiohttp.web",
+        "hypothesis",
+        "jinja2",
+        "numpy",
+        "orjson",
+        "psutil",
+        "pyarrow.parquet",
+        "safetensors.torch",
+    ),
+    *("torch", "torch.distributed", "torch.utils.checkpoint", "transformers", "yaml"),
+)
+"""What a fork need not import: what tests use, and what does not change how others work."""
 PRELOADED = f"""
 import os, sys
 from tests import preloaded
@@ -155,7 +169,6 @@ def record(digest: str, files: list[str], tests: list[str]) -> dict:
         made = json.loads(MADE.read_text())
         kept = {name: test for name, test in known["tests"].items() if file_of(name) not in changed}
         known |= {"hashes": hashes, "tests": kept | made["tests"]}
-        known["modules"] = sorted({*known.get("modules", ()), *made["modules"]})
         path.write_text(json.dumps(known))
     return known
 
@@ -169,6 +182,7 @@ class Reach:
 
     def __init__(self, tests: dict[str, list]):
         self.seconds = {name: seconds for name, (seconds, _) in tests.items()}
+        self.sound: set[str] = set()
         self._names: dict[tuple[str, int], set[str]] = defaultdict(set)
         self._of_file: dict[str, set[str]] = defaultdict(set)
         for name, (_, lines) in tests.items():
@@ -184,7 +198,7 @@ class Reach:
         if not fault.watched or names == {""}:
             tables = {name for name in self.seconds if name.startswith(TABLES)} if "" in names else set()
             names = self._of_file[fault.file] | tables
-        return names - {""}
+        return names & self.seconds.keys() - {""}
 
     def batches(self, fault: Fault) -> list[tuple[dict[str, set[str]], float]]:
         """Its tests by file, with their seconds: a quick batch, then the rest; the files that are named like
@@ -239,6 +253,17 @@ def tried(fault: Fault, reach: Reach, *, slow: bool, control: bool) -> tuple[str
         shutil.rmtree(TREE / ".hypothesis", ignore_errors=True)
 
 
+def sound(test: str, reach: Reach) -> bool:
+    """True if the test passes alone without a fault; else it is left out from now on."""
+    if test in reach.seconds and test not in reach.sound:
+        if forked(["--fast", file_of(test)], Some({file_of(test): {test}}, OUT / "failed"), 300) != 0:
+            print(f"left out, as it fails without a fault: {test}", flush=True)
+            del reach.seconds[test]
+            return False
+        reach.sound.add(test)
+    return True
+
+
 def accepted() -> dict[tuple[str, str, str], str]:
     """Reasons of accepted.toml, by the names of the faults."""
     listed = tomllib.loads(ACCEPTED.read_text("utf-8")).get("fault", [])
@@ -279,11 +304,9 @@ def main() -> None:
     paths = sorted({path for pattern in args.files for path in package.glob(pattern)})
     files = [path.relative_to(TREE).as_posix() for path in paths]
     faults = {file: faults_of(file, (TREE / file).read_bytes()) for file in files}
+    for name in IMPORTED:  # before the record, which is made as faults are tried
+        importlib.import_module(name)
     recorded = record(digest, files, args.tests)
-    for name in recorded["modules"]:
-        if name.partition(".")[0] not in OURS:
-            with contextlib.suppress(ImportError):
-                importlib.import_module(name)
     sys.dont_write_bytecode = True
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     if args.slow:
@@ -302,6 +325,8 @@ def main() -> None:
         begun = time.monotonic()
         if not (one := known.get((*fault.name, fault.line))):
             outcome, test = tried(fault, reach, slow=args.slow, control=args.control)
+            while outcome == "killed" and not args.control and not sound(test, reach):
+                outcome, test = tried(fault, reach, slow=args.slow, control=args.control)
             one = {"file": fault.file, "function": fault.function, "change": fault.change}
             one |= {"line": fault.line, "outcome": outcome, "test": test}
             one["seconds"] = round(time.monotonic() - begun, 2)

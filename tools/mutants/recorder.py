@@ -12,7 +12,7 @@ EVENTS = sys.monitoring.events
 
 
 class Recorder:
-    """Writes {"tests": {name: [seconds, {file: lines}]}, "modules": names}: what each test that passes runs.
+    """Writes {"tests": {name: [seconds, {file: lines}]}}: what each test that passes runs.
 
     Lines of its fixtures are lines of all tests of its file, since the first of them may have run a fixture
     that all share. The test "" has what runs before all: imports.
@@ -55,7 +55,7 @@ class Recorder:
             for file, line in sorted(self._lines[name] | self._lines[name.partition("::")[0]]):
                 lines[file].append(line)
             tests[name] = [seconds, lines]
-        self._out.write_text(json.dumps({"tests": tests, "modules": sorted(sys.modules)}), encoding="utf-8")
+        self._out.write_text(json.dumps({"tests": tests}), encoding="utf-8")
 
 
 class Some:
