@@ -170,10 +170,11 @@ def _check_later_updates(config: RolloutCorrectionConfig, run: RunConfig) -> Non
     """ValueError for several updates a batch with a loss that would take each for the first.
 
     Weights and rules are of pi_old against pi_rollout, made once a batch. A loss without a ratio to pi_old
-    does not follow the policy from there: from the second update on its samples are another policy's.
+    does not follow the policy from there: from the second update on its samples are another policy's. In
+    bypass mode they are of the policy as it is.
     """
     follows = config.kind.has_ratio or config.kind.pulls_to_old or is_own(config.loss)
-    if run.updates_of_batch == 1 or follows or (config.bypass_mode and config.rollout_is is not None):
+    if run.updates_of_batch == 1 or follows or (config.bypass_mode and config.changes_gradient):
         return
     what = f"`loss` {config.loss} with {run.updates_of_batch} updates a batch"
     if config.rollout_is_mode == "gamma":
@@ -181,8 +182,9 @@ def _check_later_updates(config: RolloutCorrectionConfig, run: RunConfig) -> Non
     raise ValueError(
         f"{what}: it has no ratio that follows the policy from one update to the next, so all but the first "
         "would train on samples of another policy, uncorrected. Add `bypass_mode` with `rollout_is` token, "
-        "sequence or turn, whose weights are then of the policy as it is in each update, or use `loss` "
-        "ppo_clip, whose ratio is clipped around pi_old, or one update a batch"
+        "sequence or turn, or with `rollout_rs`, which are then of the policy as it is in each update (and "
+        "leave `diagnostics_only` out), or use `loss` ppo_clip, whose ratio is clipped around pi_old, or one "
+        "update a batch"
     )
 
 

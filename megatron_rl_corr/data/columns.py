@@ -227,7 +227,8 @@ def parquet_folder(path: Path, *, whole: bool = True) -> ParquetRows:
         if (shard := _SHARD.fullmatch(file.stem)) is not None:
             shards.setdefault((shard[1], shard[4]), set()).add(int(shard[2]))
     for (name, count), found in shards.items():
-        if missing := set(range(int(count))) - found:
+        whole_from_1 = found == set(range(1, int(count) + 1))
+        if not whole_from_1 and (missing := set(range(int(count))) - found):
             raise ValueError(
                 f"{path}: lacks {len(missing)} of {int(count)} files, {name}{min(missing):0{len(count)}}-of-"
                 f"{count} the first; bring them, or name the files instead of the folder"

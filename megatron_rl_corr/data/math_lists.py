@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 
+_RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt)(?![A-Za-z])")
 _NAME = re.compile(r"\s*[A-Za-z]\w*\s*(?:=|\\in(?![A-Za-z]))")
 
 
@@ -13,9 +14,12 @@ def same_kind(label: str, answer: str) -> bool:
     r"""True if two lists can be equal by their brackets and, where neither has any, by how many
     values they have.
 
-    Example: (1, 2) is not \{1, 2\}, which 1, 2 is, and 1, 1, 2 is not 1, 2; what is not a
-    list is of any kind.
+    Example: (1, 2) is not \{1, 2\}, which 1, 2 is, 1, 1, 2 is not 1, 2, and 1 < x < 2 is not \{1, 2\}; what
+    is not a list is of any kind.
     """
+    for one, other in ((label, answer), (answer, label)):
+        if _RELATION.search(one) and not _RELATION.search(other) and _bracket(other) == r"\{":
+            return False
     kinds = {_bracket(label), _bracket(answer)}
     if None in kinds:
         return True

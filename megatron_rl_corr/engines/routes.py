@@ -52,7 +52,7 @@ def cut_routes(body: bytes) -> tuple[bytes, memoryview | None]:
     Of 32k tokens in 94 layers they are 131 MB. (body, None) where the answer is written otherwise: read it as
     any other JSON.
     """
-    # It can't be inside a string, where a quotation mark has a backslash before it.
+    # Not within a text, where quotation marks have a backslash before them.
     start = body.find(KEY) + len(KEY)
     end = body.find(b'"', start)
     if start < len(KEY) or end < 0 or body.find(KEY, end) >= 0 or body.find(b"\\", start, end) >= 0:
@@ -97,9 +97,10 @@ def checked_routes(
         ValueError: rule range, or rule distinct ids.
     """
     layers = shape.layers
-    if layers:  # a view, where the layers follow each other
-        dense = layers == tuple(range(layers[0], layers[-1] + 1))
-        ids = ids[:, layers[0] : layers[-1] + 1] if dense else ids[:, layers]
+    if not layers:
+        return no_routes(shape, len(ids))
+    dense = layers == tuple(range(layers[0], layers[-1] + 1))
+    ids = ids[:, layers[0] : layers[-1] + 1] if dense else ids[:, layers]  # dense: a view
     if ids.size and (ids.min() < 0 or ids.max() >= shape.experts):
         token, layer, place = np.argwhere((ids < 0) | (ids >= shape.experts))[0]
         raise ValueError(
@@ -116,13 +117,14 @@ def checked_routes(
         twice = np.zeros(columns.shape[1], bool)
         for one, other in combinations(columns, 2):
             twice |= one == other
-        for row in np.flatnonzero(twice) + start:
-            token, layer = divmod(int(row), len(layers))
-            if not absent[token]:
-                raise ValueError(
-                    f"rule distinct ids: experts {rows[row].tolist()} of token {first + token} in layer "
-                    f"{layers[layer]} are not distinct"
-                )
+        wrong = np.flatnonzero(twice) + start
+        wrong = wrong[~absent[wrong // len(layers)]]
+        if wrong.size:
+            token, layer = divmod(int(wrong[0]), len(layers))
+            raise ValueError(
+                f"rule distinct ids: experts {found[token, layer].tolist()} of token {first + token} in "
+                f"layer {layers[layer]} are not distinct"
+            )
     found[absent] = torch.iinfo(shape.dtype).max
     return torch.from_numpy(found)
 

@@ -886,6 +886,10 @@ def test_preset_when_a_flag_does_not_go_with_its_settings_then_it_is_named_with_
         ["--rollout-loss", "reinforce"],
         ["--rollout-loss", "rloo", "--rollout-is", "token", "--rollout-is-threshold", "2"],
         ["--rollout-loss", "reinforce", "--rollout-bypass-mode"],
+        [
+            *["--rollout-loss", "rloo", "--rollout-bypass-mode", "--rollout-diagnostics-only"],
+            *["--rollout-is", "token", "--rollout-is-threshold", "2"],
+        ],
     ],
 )
 def test_later_updates_when_the_loss_has_no_ratio_to_follow_then_refused(flags):
@@ -897,6 +901,7 @@ def test_later_updates_when_the_loss_has_no_ratio_to_follow_then_refused(flags):
         parse([*REQUIRED, *several, "--rollout-loss", "ppo_clip"])
         weights = ["--rollout-is", "token", "--rollout-is-threshold", "2"]
         parse([*REQUIRED, *several, *flags[:2], "--rollout-bypass-mode", *weights])
+        parse([*REQUIRED, *several, "--rollout-correction-preset", "bypass_pg_geo_rs"])
 
 
 def test_gamma_weights_of_pi_old_when_a_loss_without_a_ratio_makes_several_updates_then_refused():

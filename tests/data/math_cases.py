@@ -363,6 +363,9 @@ RIGHT = {
 }
 
 WRONG = {
+    # Its ends are not the interval.
+    "-4<t<9": (r"\{-4,9\}",),
+    r"\{-2,7\}": ("-2<x<7", r"-2 \le x \le 7"),
     "72": ["= 73", "Answer: 7", "not: 72", "at least: 72", "72 (7)", r"\approx 73", "Area = 72, 73"],
     "300 m^2": ["300 m", "300 cm^2", "30", "300 m^3", r"300\,\mathrm{m^3}"],
     "5 GB": ["5 MB", "6"],

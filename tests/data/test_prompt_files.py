@@ -141,6 +141,9 @@ def test_parquet_folder_when_shards_are_missing_then_error_and_when_files_lie_el
         open_rows(tmp_path)
     parquet(tmp_path / "train-00001-of-00003.parquet", [1])
     assert open_rows(tmp_path).notes == []
+    for number in (1, 2):  # as some count them
+        parquet(tmp_path / f"part-{number}-of-2.parquet", [1])
+    assert open_rows(tmp_path).notes == []
     (tmp_path / "sub").mkdir()
     parquet(tmp_path / "sub" / "b.parquet", [1])
     parquet(tmp_path / "c.PARQUET", [1])

@@ -101,6 +101,10 @@ def test_decode_when_ids_repeat_behind_a_block_then_the_first_such_token_is_name
         decode(encoded(rows), tokens=BLOCK + 10, shape=shape)
 
 
+def test_decode_when_no_layer_has_experts_then_rows_of_none():
+    assert decode(encoded(ROWS), tokens=3, shape=ExpertShape(3, (), 2, 4)).shape == (2, 0, 2)
+
+
 @pytest.mark.parametrize(
     "experts, top_k, dtype",
     [(255, 1, torch.uint8), (256, 1, torch.int16), (256, 8, torch.uint8), (257, 8, torch.int16)],

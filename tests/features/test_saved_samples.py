@@ -16,12 +16,11 @@ def saved(tmp_path, monkeypatch):
     """A feature with an open folder, a batch of two samples, and what the ranks were told of failures."""
     told = []
 
-    def all_reduce_failure(error):
-        told.append(error)
-        if error is not None:
-            raise error
+    def all_reduce_results(file, read):
+        told.append(file.exception())
+        return file.result()
 
-    monkeypatch.setattr(samples_feature, "all_reduce_failure", all_reduce_failure)
+    monkeypatch.setattr(samples_feature, "all_reduce_results", all_reduce_results)
     options = types.SimpleNamespace(
         save_trajectories=str(tmp_path / "samples"),
         updates_of_batch=1,
@@ -83,6 +82,17 @@ def test_file_when_it_cannot_be_written_then_all_ranks_learn_it_before_the_push(
     with pytest.raises(OSError, match=r"^--rollout-save-trajectories .*samples: .*No such file"):
         feature.settle()
     assert len(told) == 1 and not feature.settle()
+
+
+def test_file_when_the_disk_hangs_then_a_run_that_ends_does_not_wait_for_it(saved, monkeypatch):
+    feature, batch, path, _ = saved
+    goes_on = threading.Event()
+    monkeypatch.setattr(samples_feature, "write_trajectories", lambda *_, **__: goes_on.wait(60))
+    monkeypatch.setattr(samples_feature, "CLOSE_S", 0.01)
+    feature.save_batch(batch)
+    feature.close()
+    assert not goes_on.is_set() and not path.exists()
+    goes_on.set()
 
 
 def test_file_when_the_run_ends_meanwhile_then_it_is_whole(saved):

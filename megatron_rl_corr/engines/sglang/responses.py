@@ -231,7 +231,7 @@ def server_times(body: bytes) -> dict[str, float]:
     Args:
         body: of an answer that `parse_generate` has read.
     """
-    meta = answers.json_object(body, "", GENERATE)["meta_info"]
+    meta = answers.json_object(cut_routes(body)[0], "", GENERATE)["meta_info"]
     names = {"queue_s": "queue_time", "first_token_s": "first_token_latency", "total_s": "e2e_latency"}
     told = {ours: meta.get(theirs) for ours, theirs in names.items()}
     return {

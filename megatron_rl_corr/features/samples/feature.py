@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,16 @@ import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore.feature import CorrectedBatch, Feature, RunParts
-from megatron_rl_corr.reduce.failure import all_reduce_failure
+from megatron_rl_corr.reduce.failure import all_reduce_results
 from megatron_rl_corr.rollout.sample_file import (
+    Sample,
     SavedBatch,
     samples_of_rows,
     write_trajectories,
 )
+
+CLOSE_S = 5.0
+"""Seconds that a run which ends waits for a file: a disk that hangs must not hold it up."""
 
 
 class SavedSamplesFeature(Feature):
@@ -85,34 +90,33 @@ class SavedSamplesFeature(Feature):
             written = samples_of_rows(
                 samples.trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
             )
-            self._file = self._writer.submit(
-                write_trajectories,
-                self._folder / known.file_name,
-                written,
-                sampling=samples.sampling,
-                batch=known,
-            )
+            self._file = self._writer.submit(self._write, written, known)
         return True
 
+    def _write(self, written: list[Sample], batch: SavedBatch) -> None:
+        path, sampling = self._folder / batch.file_name, self._samples.sampling
+        try:
+            write_trajectories(path, written, sampling=sampling, batch=batch)
+        except OSError as failure:
+            raise OSError(f"--rollout-save-trajectories {self._folder}: {failure}") from failure
+
     def settle(self) -> bool:
-        """Wait until the batch's files are whole; one exchange of whether all could be written.
+        """Wait until the batch's files are whole, however long a disk takes; the ranks meet meanwhile.
 
         Raises:
-            OSError: where a leader could not write.
+            OSError: on one rank, where a leader could not write.
+            PeerFailure: then, on the others.
         """
         if not self._writing:
             return False
-        self._writing, error = False, None
-        if self._file is not None:
-            try:
-                self._file.result()
-            except OSError as failure:
-                error = OSError(f"--rollout-save-trajectories {self._folder}: {failure}")
-        all_reduce_failure(error)
+        self._writing = False
+        all_reduce_results(self._file, lambda _: None)
         return True
 
     def close(self) -> None:
-        self._writer.shutdown()
+        if self._file is not None:
+            concurrent.futures.wait([self._file], CLOSE_S)
+        self._writer.shutdown(wait=False, cancel_futures=True)
 
 
 FEATURE = SavedSamplesFeature
