@@ -401,6 +401,7 @@ def test_cache_when_the_server_does_not_tell_what_was_cached_then_stale_is_found
     "version, status, words",
     [
         ("0.5.6", "finding", "no pauses"),
+        ("0.5.6.post2", "finding", "no weight versions by token"),
         ("0.5.18", "finding", "no weight versions by token"),
         ("0.5.19", "note", "--rollout-max-lag above 0 needs 0.5.21"),
         ("0.5.20", "note", "can't drop cached prefixes while retracted requests wait"),

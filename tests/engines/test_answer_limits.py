@@ -160,6 +160,8 @@ def test_size_when_more_is_asked_for_then_more_may_come():
     assert answer_size.of_routes(110, ExpertShape(4, (0, 1, 2, 3), 2, 8)) == 110 * 4 * 2 * 8
     for engine in map(load_engine, ("sglang", "vllm")):
         assert engine.generate([1] * 10, SamplingParams(100), seed=0).max_bytes == plain
+        detailed = engine.detailed_sample([1] * 10, SamplingParams(100), likeliest=16)
+        assert detailed.max_bytes == plain + answer_size.of_likeliest(100, 16)
         assert engine.health().max_bytes == 8 << 20 and engine.weights_checker().max_bytes == 64 << 20
 
 

@@ -287,7 +287,7 @@ def test_generate_when_one_expert_a_token_is_retracted_then_its_tokens_have_none
         (-1, "num_retractions must be"),
         (True, "num_retractions must be an integer"),
         ("1", "num_retractions must be"),
-        (1 << 30, "num_retractions must be"),
+        ((1 << 20) + 1, "num_retractions must be"),
     ],
 )
 def test_generate_when_it_is_unknown_how_often_it_was_retracted_then_refused_where_routes_are_asked_for(

@@ -392,3 +392,9 @@ def test_begin_when_no_request_waits_at_a_flush_or_the_server_can_then_it_is_sto
     servers.start("7")
     servers.begin()
     assert client.asked == [options.get("pause_mode", "retract"), "unfinished 7", "begin"]
+
+
+def test_name_when_memory_is_changing_then_that_is_known_and_the_version_too():
+    name = updatable.changing("7")
+    assert updatable.is_changing(name) and not updatable.is_changing("7")
+    assert updatable.weights_of(name) == updatable.weights_of(updatable.released("7")) == "7"
