@@ -27,7 +27,6 @@ def collective[Function: Callable](function: Function) -> Function:
     Its docstring says which ranks. What calls it is collective too and is marked, which
     tests/conventions/test_collectives.py checks. A rank that leaves a call out makes the others wait.
     """
-    function.is_collective = True
     return function
 
 
