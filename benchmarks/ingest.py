@@ -31,6 +31,7 @@ from benchmarks.correction import machine_name
 from benchmarks.quiet import only_tables
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.sglang.responses import parse_generate
+from megatron_rl_corr.engines.trajectory import Trajectory
 
 VOCAB_SIZE = 151_936
 PROMPT = torch.tensor([1, 2, 3])
@@ -101,17 +102,7 @@ def routed_answer(length: int, shape: ExpertShape) -> tuple[bytes, torch.Tensor]
 
 def routed(body: bytes, shape: ExpertShape) -> torch.Tensor:
     """With all checks: that experts exist and are distinct, for each token and layer."""
-    trajectory = parse_generate(
-        body,
-        prompt_ids=PROMPT,
-        prompt_index=0,
-        sample_index=0,
-        server="http://127.0.0.1",
-        vocab_size=VOCAB_SIZE,
-        max_new_tokens=1 << 20,
-        experts=shape,
-    )
-    return trajectory.routed_experts
+    return trajectory_in(body, shape).routed_experts
 
 
 def unchecked(body: bytes) -> np.ndarray:
@@ -123,7 +114,13 @@ def unchecked(body: bytes) -> np.ndarray:
 
 def ours(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """With all its checks."""
-    trajectory = parse_generate(
+    trajectory = trajectory_in(body)
+    return trajectory.output_ids, trajectory.rollout_logprobs
+
+
+def trajectory_in(body: bytes, experts: ExpertShape | None = None) -> Trajectory:
+    """What the client makes of an answer."""
+    return parse_generate(
         body,
         prompt_ids=PROMPT,
         prompt_index=0,
@@ -131,8 +128,8 @@ def ours(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:
         server="http://127.0.0.1",
         vocab_size=VOCAB_SIZE,
         max_new_tokens=1 << 20,
+        experts=experts,
     )
-    return trajectory.output_ids, trajectory.rollout_logprobs
 
 
 def plain(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,7 +114,7 @@ class SavedSamplesFeature(Feature):
 
     def close(self) -> None:
         if self._file is not None:
-            concurrent.futures.wait([self._file], CLOSE_S)
+            wait([self._file], CLOSE_S)
         self._writer.shutdown(wait=False, cancel_futures=True)
 
 
