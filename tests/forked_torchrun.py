@@ -7,6 +7,7 @@ without Python's finalisation, and Megatron is there before the module or script
 and ends use torchrun itself.
 """
 
+import faulthandler
 import gc
 import os
 import runpy
@@ -38,6 +39,7 @@ def _rank(*words: str) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's own handlers are inherited
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.register(signal.SIGUSR1)
     words = [word for word in words[:2] if word != "-u"] + list(words[2:])
     try:
         if words[0] == "-m":
@@ -53,6 +55,7 @@ def _rank(*words: str) -> None:
 
 
 def main() -> None:
+    faulthandler.register(signal.SIGUSR1)  # tests/preloaded.run_preloaded asks where it hangs
     import megatron.core.tokenizers.text
     import megatron.training  # noqa: F401
     from megatron.core.dist_checkpointing.strategies import filesystem_async

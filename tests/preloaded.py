@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -174,11 +175,16 @@ def run_preloaded(
         try:
             process.wait(timeout)
         except BaseException as error:
+            hangs = isinstance(error, subprocess.TimeoutExpired)
             with contextlib.suppress(ProcessLookupError):
+                if hangs:  # where? Of what has registered faulthandler
+                    os.killpg(process.pid, signal.SIGUSR1)
+                    time.sleep(1.0)
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(30)
-            if isinstance(error, subprocess.TimeoutExpired):
+            if hangs:
                 error.stdout, error.stderr = _read(out), _read(err)
+                error.add_note(error.stdout[-2000:] + error.stderr[-8000:])
             raise
         return subprocess.CompletedProcess(command, process.returncode, _read(out), _read(err))
 

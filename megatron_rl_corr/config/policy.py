@@ -102,8 +102,10 @@ class WeightSyncConfig(Options):
     and `max_lag` 0.
     """
 
-    bucket_mib: Annotated[float, Positive()] = option(256.0, metavar="MIB")
-    """Weights are sent in buckets of this size, in MiB."""
+    bucket_mib: Annotated[float | None, Positive()] = option(None, metavar="MIB")
+    """Weights are sent in buckets of this size, in MiB; each is a request to every server, which needs so
+    much free memory, and its sender twice as much (default: 256; above 16 servers 16 for each, up to 2048).
+    """
 
     verify_push: Literal["checksum", "off"] = "checksum"
     """After every push, checksum asks every server for checksums of its weights, which must agree with the

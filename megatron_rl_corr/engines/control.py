@@ -339,10 +339,15 @@ class ServerControl:
             for task in tasks:
                 task.cancel()
 
+    def _made(self, request: EngineRequest) -> dict[str, Request | None]:
+        """The request to each engine, by its name: one object, whose body is made once for all servers."""
+        return {name: request(self.fleet.engines[name]) for name in map(self.fleet.name_of, self.base_urls)}
+
     async def _ask_each(
         self, request: EngineRequest, *, timeout_s: float | None = None
     ) -> list[dict[str, Any] | BaseException]:
-        calls = [self.ask(url, request(self.engine_of(url)), timeout_s=timeout_s) for url in self.base_urls]
+        made = self._made(request)
+        calls = [self.ask(url, made[self.fleet.name_of(url)], timeout_s=timeout_s) for url in self.base_urls]
         return await asyncio.gather(*calls, return_exceptions=True)
 
     async def _ask_all(
@@ -357,8 +362,9 @@ class ServerControl:
         """True if any server has this part of an update session. One that had it before must not
         answer HTTP 404.
         """
-        asked = [url for url in self.base_urls if request(self.engine_of(url)) is not None]
-        calls = [self.ask(url, request(self.engine_of(url)), timeout_s=timeout_s) for url in asked]
+        made = self._made(request)
+        asked = [url for url in self.base_urls if made[self.fleet.name_of(url)] is not None]
+        calls = [self.ask(url, made[self.fleet.name_of(url)], timeout_s=timeout_s) for url in asked]
         answers = dict(zip(asked, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         lacking = {u for u, a in answers.items() if isinstance(a, RolloutServerError) and a.status == 404}
         present = answers.keys() - (lacking - self.fleet.with_sessions)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import aiohttp
-import orjson
 
 from megatron_rl_corr.config.urls import is_key
 from megatron_rl_corr.engines.addresses import UnusableAddress, mistaken_scheme
@@ -54,6 +53,8 @@ def no_remedy(endpoint: str, status: int, detail: str) -> str:
 
 UNPACKED = {"Accept-Encoding": "identity"}
 """A header of every request: a megabyte that is compressed may become a gigabyte."""
+KEPT_S = 2.0
+"""Seconds that an idle connection is kept between the buckets of a push: servers close theirs after 5."""
 MOST_OF_A_FAILURE = 1 << 16
 """Bytes of an answer that is no 2xx: its start goes into a message."""
 
@@ -93,15 +94,17 @@ class HTTPTransport(Transport):
         """Addresses that have answered in their protocol: one that breaks a connection later is
         looked at no more.
         """
-        self._session: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def close(self) -> None:
-        """Close the session. The next request opens another."""
-        if self._session is not None:
+        """Close the sessions. The next request opens another."""
+        if self._sessions:
             self._check_loop()
-            await self._session.close()
-            self._session = self._loop = None
+        while self._sessions:
+            _, session = self._sessions.popitem()
+            await session.close()
+        self._loop = None
 
     async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
         """Send one request and return (status, body) of its 2xx answer.
@@ -119,13 +122,12 @@ class HTTPTransport(Transport):
             UnreadableAnswer: one that is longer than the request allows, or compressed, which
                 could hide a length.
         """
-        data = None if request.json is None else orjson.dumps(request.json)
         limit = self.timeout_s if timeout_s is None else timeout_s
         loop = asyncio.get_running_loop()
         deadline, pauses = loop.time() + min(WAIT_S, limit), iter(PAUSES_S)
         while True:
             try:
-                return await self._send(url, request, data, limit)
+                return await self._send(url, request, limit)
             except LocalFault as fault:
                 pause = next(pauses, PAUSES_S[-1])
                 if fault.sent or loop.time() + pause > deadline:
@@ -136,9 +138,9 @@ class HTTPTransport(Transport):
             finally:
                 self.waiting_here -= 1
 
-    async def _send(self, url: str, request: Request, data: bytes | None, limit: float) -> tuple[int, bytes]:
+    async def _send(self, url: str, request: Request, limit: float) -> tuple[int, bytes]:
         """One attempt of `send`."""
-        session = self._open_session()
+        session = self._open_session(kept=request.keeps_connection)
         timeout = aiohttp.ClientTimeout(
             total=None if limit == math.inf else limit,
             sock_connect=min(self.connect_timeout_s, limit),
@@ -147,7 +149,11 @@ class HTTPTransport(Transport):
         try:
             # A redirect would carry the key to another server.
             async with session.request(
-                request.method, url + request.endpoint, data=data, timeout=timeout, allow_redirects=False
+                request.method,
+                url + request.endpoint,
+                data=request.body,
+                timeout=timeout,
+                allow_redirects=False,
             ) as response:
                 status, well = response.status, 200 <= response.status < 300
                 body = await read_body(response, request.max_bytes if well else MOST_OF_A_FAILURE)
@@ -175,13 +181,14 @@ class HTTPTransport(Transport):
             raise self._error(url, request, status, body_start(body))
         return status, body
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
+    def _open_session(self, *, kept: bool) -> aiohttp.ClientSession:
+        """The session whose connections are kept for KEPT_S, or the one that ends each with its request."""
+        if kept not in self._sessions:
             headers = {"Content-Type": "application/json", **UNPACKED}
             if self._api_key is not None:
                 headers["Authorization"] = f"Bearer {self._api_key}"
-            self._loop = asyncio.get_running_loop()
-            self._session = aiohttp.ClientSession(
+            self._loop = self._loop or asyncio.get_running_loop()
+            self._sessions[kept] = aiohttp.ClientSession(
                 headers=headers,
                 auto_decompress=False,
                 trust_env=False,  # a proxy from the environment cannot reach a server on the loopback
@@ -192,12 +199,13 @@ class HTTPTransport(Transport):
                     limit=0,  # control requests must not queue behind samples
                     # The server closes idle connections after some seconds, and a POST that meets a closing
                     # one can't be repeated safely; against sampling, the time to connect is nothing.
-                    force_close=True,
+                    force_close=not kept,
+                    **({"keepalive_timeout": KEPT_S} if kept else {}),
                     socket_factory=_kept_alive,
                 ),
             )
         self._check_loop()
-        return self._session
+        return self._sessions[kept]
 
     def _check_loop(self) -> None:
         if self._loop is not asyncio.get_running_loop():

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+import orjson
 from torch import Tensor
 
 from megatron_rl_corr.engines.stacked_parameters import Part as Part
@@ -51,6 +53,13 @@ class Request:
     """The body; None: no body."""
     max_bytes: int = 8 << 20
     """Bytes of a 2xx answer at most: a longer one is refused, and is never in memory as a whole."""
+    keeps_connection: bool = False
+    """One of many that follow each other within a push: its connection is kept for the next."""
+
+    @cached_property
+    def body(self) -> bytes | None:
+        """`json` as it is sent: made once, however many servers are sent this request."""
+        return None if self.json is None else orjson.dumps(self.json)
 
 
 def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_index: int) -> list[int]:

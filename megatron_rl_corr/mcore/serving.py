@@ -45,7 +45,7 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.drafts import NO_DRAFTS, DraftLayers, find_drafting
-from megatron_rl_corr.weight_sync.export import StageExporter
+from megatron_rl_corr.weight_sync.export import StageExporter, default_bucket_mib
 from megatron_rl_corr.weight_sync.memory import ServerMemory
 from megatron_rl_corr.weight_sync.quantization import find_quantization
 from megatron_rl_corr.weight_sync.servers import WeightServers
@@ -189,9 +189,8 @@ def reach_servers(
         options, exporter, client, loop, quantization, drafts, memory, samples=layout.is_data_leader
     )
     colocation = Colocation(exporter, servers, trainer) if isinstance(servers, ColocatedServers) else None
-    return WeightPush(
-        exporter, servers, run_id, int(options.bucket_mib * 2**20), reference, features, colocation
-    )
+    bucket_mib = options.bucket_mib or default_bucket_mib(len(client.base_urls))
+    return WeightPush(exporter, servers, run_id, int(bucket_mib * 2**20), reference, features, colocation)
 
 
 @collective

@@ -157,10 +157,29 @@ class GroupedQKV:
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """torch.cat, imported with the first tensor: commands that read names and sizes alone start at once."""
+    """torch.cat, imported with the first tensor: commands that read names and sizes alone start at once.
+
+    Tensors that lie one behind the other in memory already, as after a gather, are not copied: an embedding
+    may have gigabytes.
+    """
     import torch
 
+    if dim == 0 and _adjacent(tensors):
+        first = tensors[0]
+        rows = sum(tensor.shape[0] for tensor in tensors)
+        return first.as_strided((rows, *first.shape[1:]), first.stride())
     return torch.cat(list(tensors), dim=dim)
+
+
+def _adjacent(tensors: Sequence[Tensor]) -> bool:
+    """True if contiguous tensors follow each other in one storage."""
+    storage, place = tensors[0].untyped_storage(), tensors[0].storage_offset()
+    for tensor in tensors:
+        same = tensor.untyped_storage()._cdata == storage._cdata
+        if not (same and tensor.is_contiguous() and tensor.storage_offset() == place):
+            return False
+        place += tensor.numel()
+    return True
 
 
 def _cut(tensor: Tensor, dim: int, rank: int, size: int) -> Tensor:

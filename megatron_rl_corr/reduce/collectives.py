@@ -5,7 +5,7 @@ K columns, U sequences or turns, R ranks, M microbatches, P packed values of met
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,47 @@ def all_gather_stacked(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     gathered = tensor.new_empty(group.size() * tensor.numel())
     all_gather_single(gathered, tensor.contiguous().view(-1), group=group)
     return gathered.view(group.size(), *tensor.shape)
+
+
+@collective
+def gather_to(tensor: Tensor, group: ProcessGroup | None, to: int, members: Sequence[int]) -> Tensor | None:
+    """[...] of some ranks of a group -> [M, ...] on one of its ranks, in the order of the members; None on
+    all others.
+
+    Each member sends its own straight to that rank, and no other rank holds more than its own tensor. Every
+    member and that rank call it; the rest of the group may. The group must have met in a collective before,
+    as NCCL makes its connections with all ranks at once.
+
+    Args:
+        tensor: of the same shape on every member.
+        group: None: this rank alone.
+        to: the rank in the group that receives.
+        members: ranks in the group, at least one.
+    """
+    own = 0 if group is None else group.rank()
+    if own != to:
+        if own in members:
+            _point_to_point([dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=to)])
+        return None
+    if list(members) == [own]:
+        return tensor[None]
+    gathered = tensor.new_empty(len(members), *tensor.shape)
+    _point_to_point(
+        [
+            dist.P2POp(dist.irecv, place, group=group, group_peer=member)
+            for place, member in zip(gathered, members, strict=True)
+            if member != own
+        ]
+    )
+    if own in members:
+        gathered[list(members).index(own)].copy_(tensor)
+    return gathered
+
+
+@collective
+def _point_to_point(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
 
 
 _COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}

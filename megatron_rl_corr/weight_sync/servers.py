@@ -262,6 +262,10 @@ class WeightServers:
         if self.coverage is not None:
             self.coverage.count(bucket)
 
+    def finish(self) -> None:
+        """Return once all servers have this rank's last bucket. Raises as `WeightTransport.send`."""
+        self.transport.finish()
+
     def end(self, version: str) -> None:
         """Close the session, name the weights, check their name at every server, drop
         prefixes of old weights.

@@ -259,6 +259,9 @@ def _send_stage(
     for bucket in buckets(units, bucket_bytes):
         if exporter.sends and error is None:
             error = _failure_of(partial(servers.send, bucket, version))
+    if exporter.sends:
+        last = _failure_of(servers.finish)
+        error = error or last
     return error
 
 

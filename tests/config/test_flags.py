@@ -90,7 +90,7 @@ DEFAULTS = CLIENT | {
     "max_tokens_per_microbatch": None,
     "server_check": "semantic",
     "max_first_step_kl": None,
-    "bucket_mib": 256.0,
+    "bucket_mib": None,
     "log_dir": None,
     "save_trajectories": None,
     "save_hf": None,

@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
     "config": 2_615,
-    "models": 1_850,
-    "engines": 4_990,
+    "models": 1_860,
+    "engines": 4_985,
     "reduce": 600,
     "core": 1_850,
     "logprobs": 975,
-    "data": 4_450,
+    "data": 4_410,
     "rollout": 2_750,
-    "weight_sync": 1_860,
+    "weight_sync": 1_900,
     "doctor": 750,
     "moe": 950,
     "mcore": 7_310,

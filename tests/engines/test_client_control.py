@@ -1,6 +1,7 @@
 """Steering servers that misbehave, and what the client keeps to itself."""
 
 import asyncio
+import json
 import shutil
 import ssl
 import subprocess
@@ -8,6 +9,7 @@ import subprocess
 import pytest
 from aiohttp import web
 
+from megatron_rl_corr.engines import types
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.rollout import (
     LoopThread,
@@ -321,6 +323,41 @@ def test_reported_versions_when_a_server_does_not_answer_then_none_and_when_none
         faulty.run(versions, well, wrong)
     with pytest.raises(RolloutServerError, match="HTTP 502: Bad Gateway"):
         faulty.run(versions, proxied, proxied)
+
+
+def test_buckets_when_they_follow_each_other_then_on_one_connection_and_any_other_request_on_its_own(faulty):
+    ports = []
+
+    async def handle(request):
+        ports.append((request.path, request.transport.get_extra_info("peername")[1]))
+        return web.json_response({"success": True, "status": "ok"})
+
+    async def scenario(client):
+        for _ in range(3):
+            await client.update_weights_from_distributed(["w"], ["bfloat16"], [[2]], group_name="g")
+        for _ in range(2):
+            await client.pause_generation("retract")
+
+    faulty.run(scenario, handle)
+    buckets = [port for path, port in ports if path == "/update_weights_from_distributed"]
+    others = [port for path, port in ports if path == "/pause_generation"]
+    assert len(set(buckets)) == 1 and len(buckets) == 3
+    assert len({*others, *buckets}) == 3
+
+
+def test_buckets_when_servers_are_asked_the_same_then_the_body_is_made_once(faulty, monkeypatch):
+    made = []
+    monkeypatch.setattr(types.orjson, "dumps", lambda body: made.append(body) or json.dumps(body).encode())
+
+    async def handle(request):
+        return web.json_response({"success": True, "status": "ok"})
+
+    async def scenario(client):
+        await client.update_weights_from_distributed(["w"], ["bfloat16"], [[2]], group_name="g")
+        await client.pause_generation("retract")
+
+    faulty.run(scenario, handle, handle)
+    assert len(made) == 2
 
 
 def test_weight_group_when_one_server_refuses_then_the_error_does_not_wait_for_the_others(faulty):

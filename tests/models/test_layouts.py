@@ -29,6 +29,17 @@ K = rows(100, 101, 110, 111)
 V = rows(200, 201, 210, 211)
 
 
+def test_merge_when_the_shards_lie_behind_each_other_then_no_copy_and_else_the_same_values():
+    gathered = rows(0, 1, 2, 3, 4, 5).view(3, 2, 2)
+    [whole] = Vocabulary(5, 6).merge(gathered.unbind())
+    assert whole.data_ptr() == gathered.data_ptr() and torch.equal(whole, rows(0, 1, 2, 3, 4))
+    for shards in (gathered.unbind()[::-1], [gathered[0], gathered[2]], [gathered[:, 0], gathered[:, 1]]):
+        [whole] = Sharded(0).merge(shards)
+        assert torch.equal(whole, torch.cat(list(shards))) and whole.data_ptr() != gathered.data_ptr()
+    [columns] = Sharded(1).merge(gathered.unbind())
+    assert torch.equal(columns, torch.cat(gathered.unbind(), dim=1))
+
+
 def test_qkv_when_cut_over_two_ranks_then_each_has_one_groups_queries_key_and_value():
     first, second = (QKV.split([Q, K, V], rank, 2) for rank in range(2))
     assert torch.equal(first, rows(0, 1, 10, 11, 100, 101, 200, 201))

@@ -68,6 +68,16 @@ def test_gather_when_over_a_pair_then_its_ranks_in_order(ranks):
     assert ranks[2]["gather"].tolist() == ranks[3]["gather"].tolist() == [[[2, 20]], [[3, 30]]]
 
 
+def test_gather_when_to_one_rank_then_the_members_in_their_order_and_nothing_on_others(ranks):
+    got = {name: found.tolist() for name, found in ranks[2]["gather to"].items()}
+    assert got == {
+        "all": [[[3], [30]], [[0], [0]], [[2], [20]], [[1], [10]]],
+        "some": [[[1], [10]], [[3], [30]]],
+        "own": [[[2], [20]]],
+    }
+    assert all(found is None for rank in (0, 1, 3) for found in ranks[rank]["gather to"].values())
+
+
 def test_gather_when_alone_then_a_view():
     alone = torch.tensor([1.0, 2.0])
     gathered = all_gather_stacked(alone, None)

@@ -23,6 +23,7 @@ from megatron_rl_corr.reduce.collectives import (
     ParallelGroups,
     all_gather_stacked,
     all_reduce_metrics,
+    gather_to,
     merge,
 )
 from megatron_rl_corr.reduce.failure import PeerFailure, all_reduce_done, all_reduce_failure
@@ -162,6 +163,16 @@ def run_failures(rank: int) -> list[str | bool]:
     return outcomes + [all_reduce_done(rank != 2, None), all_reduce_done(True, None)]
 
 
+# Gathers
+
+
+def run_gather_to(rank: int) -> dict:
+    """Of all four, a few, one that receives from itself alone; rank 2 receives, and its own lies in a stride."""
+    own = torch.tensor([[rank, 10 * rank], [0, 0]]).t()[:, :1]
+    cases = {"all": (3, 0, 2, 1), "some": (1, 3), "own": (2,)}
+    return {name: gather_to(own, dist.group.WORLD, 2, members) for name, members in cases.items()}
+
+
 def init_gloo(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -183,6 +194,7 @@ def main(rank: int, folder: str) -> None:
         "microbatches": run_microbatches(rank),
         "failures": run_failures(rank),
         "gather": all_gather_stacked(torch.tensor([[rank, 10 * rank]]), pair),
+        "gather to": run_gather_to(rank),
         "inputs": {"batch": global_batch()},
         "config": CORRECTION,
     }

@@ -28,13 +28,15 @@ from megatron_rl_corr.weight_sync.drafts import DraftLayers
 from megatron_rl_corr.weight_sync.update import push_weights
 
 COLLECTIVE_S = 2.0
+RECEIVED = ("right", "late", "last", "lost", "slow", "long")
+"""Cases in which b takes every bucket."""
 rank, store, cases = int(sys.argv[1]), sys.argv[2], sys.argv[3:]
 store = dist.FileStore(store, 2)
 dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=30))
 
 
 class Servers:
-    """Two servers "a" and "b", of which b fails in the way of the case when stage 1 sends a bucket."""
+    """Two servers "a" and "b", of which b fails in the way of the case as stage 1 sends, or has sent."""
 
     client = SimpleNamespace(base_urls=("a", "b"))
     urls, in_session, broken, planned, rounding, quantization = ("a", "b"), True, False, {}, "none", None
@@ -47,7 +49,7 @@ class Servers:
 
     def find(self):
         self.calls.append("find")
-        return [1, 0 if self.case in ("dies", "breaks") and self.calls.count("find") > 1 else 1]
+        return [1, 0 if self.case in ("dies", "breaks", "last") and self.calls.count("find") > 1 else 1]
 
     def use(self, states):
         self.urls = tuple(url for url, state in zip(("a", "b"), states, strict=True) if state)
@@ -55,7 +57,7 @@ class Servers:
 
     def send(self, bucket, version):
         self.calls.append("send " + "".join(name for name, _ in bucket) + " to " + "".join(self.urls))
-        if rank == 1 and "b" in self.urls and self.case not in ("right", "late", "lost", "slow", "long"):
+        if rank == 1 and "b" in self.urls and self.case not in RECEIVED:
             self.broken = self.case == "breaks"
             if self.case == "full":
                 raise OSError("no space left on the device")
@@ -65,6 +67,11 @@ class Servers:
                     return
                 raise UnreadableAnswer("b", "/update", "<html>")
             raise RolloutServerError("b", "/update", 500 if self.case == "refuses" else None, "why")
+
+    def finish(self):
+        self.calls.append("finish")
+        if rank == 1 and self.case == "last" and "b" in self.urls:
+            raise RolloutServerError("b", "/update", None, "it died in the last bucket")
 
     def compare(self, checksums):
         self.calls.append(f"compare {checksums}")

@@ -276,8 +276,9 @@ def test_send_when_one_of_three_servers_fails_then_the_others_get_the_bucket_and
     a, c = (Server(taking(name), (f"http://{name}",)) for name in "ac")
     b = Server(refuses, ("http://b",))
     transport = transport_to(loop, monkeypatch, group, a, b, c)
+    transport.send([("x", torch.ones(1))])
     with pytest.raises(RolloutServerError, match="group exists"):
-        transport.send([("x", torch.ones(1))])
+        transport.finish()
     assert sorted(taken) == ["a", "c"] and not transport.broken
     assert [one.urls for one in transport._groups] == [("http://a",), ("http://c",)]
 
@@ -310,6 +311,7 @@ def test_send_when_a_broadcast_of_a_shared_group_is_not_answered_in_time_then_br
 ):
     transport = transport_to(loop, monkeypatch, group, Server(never_answers))
     transport._share = True
+    transport.send([("x", torch.ones(1))])
     with pytest.raises(OSError, match="no answer within"):
-        transport.send([("x", torch.ones(1))])
+        transport.send([("y", torch.ones(1))])  # not begun, as the one before did not arrive
     assert transport.broken

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megatron_rl_corr.weight_sync.export import buckets
+from megatron_rl_corr.weight_sync.export import buckets, default_bucket_mib
 
 
 def names(tensors, bucket_bytes: int) -> list[list[str]]:
@@ -81,3 +81,10 @@ def test_buckets_when_the_stream_is_long_then_read_no_further_than_one_unit_ahea
 def test_buckets_when_the_size_is_not_positive_then_refused(size):
     with pytest.raises(ValueError, match=f"bucket_bytes must be positive, got {size}"):
         next(buckets([TENSORS], size))
+
+
+@pytest.mark.parametrize(
+    ("servers", "mib"), [(1, 256), (16, 256), (17, 272), (64, 1024), (128, 2048), (256, 2048)]
+)
+def test_default_size_when_there_are_more_servers_then_larger_within_its_bounds(servers, mib):
+    assert default_bucket_mib(servers) == mib

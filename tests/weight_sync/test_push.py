@@ -17,7 +17,20 @@ DONE = ["deliver v", "end v", "checksums"]
 COUNT = "check_all_sent"
 
 
-CASES = ("right", "late", "dies", "refuses", "breaks", "full", "lost", "slow", "long", "page", "pages")
+CASES = (
+    "right",
+    "late",
+    "last",
+    "dies",
+    "refuses",
+    "breaks",
+    "full",
+    "lost",
+    "slow",
+    "long",
+    "page",
+    "pages",
+)
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +61,10 @@ def push(told):
 def test_push_then_every_rank_sends_its_stage_and_rank_0_leads(push):
     (raised, first), (raised_1, second) = push("right")
     assert raised is raised_1 is None
-    sends = ["send p to ab", "send q to ab"]
+    sends = ["send p to ab", "send q to ab", "finish"]
     compared = ["compare sums of ab", "expect v"]
     assert first == ["find", "use ab", *OPEN, *sends, COUNT, *DONE, *compared, "resume"]
-    assert second == ["use ab", "send r to ab", "send s to ab", COUNT, *compared]
+    assert second == ["use ab", "send r to ab", "send s to ab", "finish", COUNT, *compared]
 
 
 def test_push_when_a_rank_is_slow_to_expect_the_version_then_the_servers_resume_after_it(push):
@@ -67,16 +80,20 @@ def test_push_when_checksums_or_a_stage_take_longer_than_a_collective_may_wait_t
     assert first[-3:] == ["compare sums of ab", "expect v", "resume"] and second[-1] == "expect v"
 
 
-def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_raises(push):
-    (raised, first), (raised_1, second) = push("dies")
+@pytest.mark.parametrize(
+    ("case", "sent"), [("dies", ["send r to ab"]), ("last", ["send r to ab", "send s to ab"])]
+)
+def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_raises(push, case, sent):
+    (raised, first), (raised_1, second) = push(case)
     assert raised is raised_1 is None
-    again = ["send p to a", "send q to a"]
+    again = ["send p to a", "send q to a", "finish"]
     assert first == [
         "find",
         "use ab",
         *OPEN,
         "send p to ab",
         "send q to ab",
+        "finish",
         "find",
         "use a",
         *OPEN,
@@ -89,10 +106,12 @@ def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_
     ]
     assert second == [
         "use ab",
-        "send r to ab",
+        *sent,
+        "finish",
         "use a",
         "send r to a",
         "send s to a",
+        "finish",
         COUNT,
         "compare sums of a",
         "expect v",
@@ -102,7 +121,7 @@ def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_
 def test_push_when_one_answer_is_a_proxys_page_then_all_is_sent_once_more_to_both_and_nobody_raises(push):
     (raised, first), (raised_1, second) = push("page")
     assert raised is raised_1 is None
-    sends = ["send p to ab", "send q to ab"]
+    sends = ["send p to ab", "send q to ab", "finish"]
     compared = ["compare sums of ab", "expect v"]
     assert first == [
         "find",
@@ -118,11 +137,21 @@ def test_push_when_one_answer_is_a_proxys_page_then_all_is_sent_once_more_to_bot
         *compared,
         "resume",
     ]
-    assert second == ["use ab", "send r to ab", "use ab", "send r to ab", "send s to ab", COUNT, *compared]
+    assert second == [
+        "use ab",
+        "send r to ab",
+        "finish",
+        "use ab",
+        "send r to ab",
+        "send s to ab",
+        "finish",
+        COUNT,
+        *compared,
+    ]
 
 
 def test_push_when_repeated_then_the_rank_that_knows_why_tells_it(told):
-    assert [rank["repeated"] for rank in told] == [0, 3]  # "dies", "page" and "pages" fail at rank 1
+    assert [rank["repeated"] for rank in told] == [0, 4]  # "last", "dies", "page" and "pages" fail at rank 1
 
 
 def test_push_when_the_page_comes_again_then_the_run_ends_with_the_servers_name(push):

@@ -206,6 +206,7 @@ def test_stage_when_sent_then_only_the_senders_copy_is_rounded_and_the_model_is_
         quantization=None,
         drafts=NO_DRAFTS,
         send=lambda bucket, version: sent.update(bucket),
+        finish=lambda: None,
     )
     exporter = SimpleNamespace(sends=sends, units=lambda meet: ([one] for one in weights.items()))
     assert _send_stage(exporter, servers, "v", 10**6, lambda: None) is None

@@ -164,7 +164,7 @@ def update_weights_from_distributed(
         "group_name": group_name,
         "flush_cache": False,
     }
-    return Request("POST", "/update_weights_from_distributed", body)
+    return Request("POST", "/update_weights_from_distributed", body, keeps_connection=True)
 
 
 def update_weights_from_tensor(serialized_named_tensors: Sequence[str]) -> Request:

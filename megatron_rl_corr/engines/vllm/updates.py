@@ -139,7 +139,7 @@ def update_weights_from_distributed(
         "shapes": [list(shape) for shape in shapes],
         "group_name": group_name,
     }
-    return _call("rl_corr_bucket", buckets=[info])
+    return replace(_call("rl_corr_bucket", buckets=[info]), keeps_connection=True)
 
 
 def update_weights_from_tensor(entries: Sequence[str]) -> Request:

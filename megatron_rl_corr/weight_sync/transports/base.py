@@ -14,8 +14,9 @@ class WeightTransport:
     """One rank's part of a transport. Every rank has one; the stages' senders send, rank 0
     starts and delivers.
 
-    An update is `aim` on every rank, `start` on rank 0, `send` for each bucket on each stage's sender, one
-    stage after the other, then `deliver` on rank 0. It may fail anywhere, and begins again with `aim`.
+    An update is `aim` on every rank, `start` on rank 0, `send` for each bucket and then `finish` on each
+    stage's sender, one stage after the other, then `deliver` on rank 0. It may fail anywhere, and begins
+    again with `aim`.
     """
 
     in_session = True
@@ -43,13 +44,17 @@ class WeightTransport:
         """Prepare to send the weights of `version`; rank 0 calls it before the first bucket."""
 
     def send(self, bucket: list[NamedTensor]) -> None:
-        """Send one bucket to all servers; afterwards its tensors may change.
+        """Send one bucket to all servers, or begin to: its tensors must stay as they are until the next
+        call of `send` or `finish` has returned.
 
         Raises:
-            RolloutError: a server did not receive it.
+            RolloutError: a server did not receive it, or the one before.
             OSError: the group or the folder that it goes through failed.
         """
         raise NotImplementedError
+
+    def finish(self) -> None:
+        """Return once all servers have what was sent. Raises as `send`."""
 
     def deliver(self, version: str) -> None:
         """Make the servers load what was sent; rank 0 calls it after the last bucket of the last stage."""

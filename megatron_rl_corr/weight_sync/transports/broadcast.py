@@ -66,6 +66,8 @@ class DistributedTransport(WeightTransport):
         self._share = backend == "nccl"
         self._groups: list[UpdateGroup] = []
         self._failed: list[UpdateGroup] = []
+        self._under_way: list[tuple[UpdateGroup, Future]] = []
+        """The bucket that is being sent: a group, and its servers' answers."""
 
     def aim(self, servers, *, rejoined=None):
         super().aim(servers)
@@ -79,10 +81,13 @@ class DistributedTransport(WeightTransport):
             )
 
     def send(self, bucket: list[NamedTensor]) -> None:
+        self.finish()  # the bucket before travelled while this one was gathered
         self._make_groups()
-        sent = [(group, group.send(bucket)) for group in self._groups]
-        failures = []
-        for group, receiving in sent:  # to the end, so that every server that can be is done with the bucket
+        self._under_way = [(group, group.send(bucket)) for group in self._groups]
+
+    def finish(self) -> None:
+        failures, under_way, self._under_way = [], self._under_way, []
+        for group, receiving in under_way:  # to the end, so that every server that can be is done with it
             try:
                 group.wait(receiving)
             except (RolloutError, OSError) as error:
@@ -178,6 +183,8 @@ class UpdateGroup:
         # A server may keep a group's name for ever, even if its trainer has died: never use one twice.
         self.name = f"rollout-corr-{uuid.uuid4().hex[:12]}"
         self._works: list = []
+        self._bucket: list[NamedTensor] = []
+        """What is being broadcast, and must not be freed meanwhile."""
         address = address or address_towards(self.urls[0])
         store, port = listening_store(address, timeout_s)
         joining = loop.submit(
@@ -200,6 +207,7 @@ class UpdateGroup:
 
     def send(self, bucket: list[NamedTensor]) -> Future:
         """Begin to broadcast a bucket; `wait` with what is returned before the next one."""
+        self._bucket = [(name, _as_bytes(tensor.contiguous())) for name, tensor in bucket]
         receiving = self._loop.submit(
             self._control.update_weights_from_distributed(
                 [name for name, _ in bucket],
@@ -210,8 +218,8 @@ class UpdateGroup:
         )
         self._works = []
         try:
-            for _, tensor in bucket:
-                self._works.append(self._group.broadcast(_as_bytes(tensor.contiguous()), root=0))
+            for _, tensor in self._bucket:
+                self._works.append(self._group.broadcast(tensor, root=0))
         except RuntimeError as error:  # told by `wait`, after what the servers answer
             logger.debug("a broadcast did not begin: %s", error)
         return receiving
@@ -229,6 +237,7 @@ class UpdateGroup:
             receiving.result(self._timeout_s)
             for work in self._works:
                 work.wait()
+            self._bucket = []
         except (RuntimeError, OSError) as error:
             raise self._cause(
                 error,

@@ -1,0 +1,159 @@
+"""One rank of a scale.py user, in a process of its own: prints as JSON what its push asks for.
+
+python benchmarks/scale_worker.py '{"model": "KIMI_K2", "rank": 0, "parallel": {"world": 2048, ...}, ...}'
+"""
+
+import json
+import logging
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+warnings.filterwarnings("ignore")
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))  # behind the package that is measured, which PYTHONPATH names
+
+import torch  # noqa: E402
+
+from benchmarks.fake_rank import Counts, HeldBytes, Parallel, counted, meta_model, start  # noqa: E402
+from megatron_rl_corr.engines import load_engine  # noqa: E402
+from megatron_rl_corr.engines.types import Request, Transport  # noqa: E402
+from megatron_rl_corr.mcore import compat  # noqa: E402
+from megatron_rl_corr.models.names import NameTable  # noqa: E402
+from megatron_rl_corr.models.shards import local_parameters  # noqa: E402
+from megatron_rl_corr.reduce import failure  # noqa: E402
+from megatron_rl_corr.rollout.blocking import LoopThread  # noqa: E402
+from megatron_rl_corr.rollout.client import RolloutClient  # noqa: E402
+from megatron_rl_corr.weight_sync.export import StageExporter  # noqa: E402
+from megatron_rl_corr.weight_sync.servers import WeightServers  # noqa: E402
+from megatron_rl_corr.weight_sync.transports import broadcast  # noqa: E402
+from megatron_rl_corr.weight_sync.update import push_weights  # noqa: E402
+from megatron_rl_corr.weight_sync.verify import PushVerifier  # noqa: E402
+from tests.commands.planner import published  # noqa: E402
+
+INFO = {
+    "version": "0.5.23",
+    "tp_size": 8,
+    "pp_size": 1,
+    "ep_size": 1,
+    "dp_size": 1,
+    "enable_dp_attention": False,
+    "dtype": "auto",
+    "device": "cuda",
+    "quantization": None,
+}
+
+
+class Answering(Transport):
+    """Servers that answer at once, in the place of HTTP; counts what is asked of them."""
+
+    def __init__(self, ranks: int):
+        self.asked, self.bytes, self.versions, self._ranks = Counter(), Counter(), {}, ranks
+
+    async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
+        self.asked[request.endpoint] += 1
+        if request.json is not None and self.asked[request.endpoint] < 2:
+            self.bytes[request.endpoint] = len(json.dumps(request.json))
+        if request.endpoint == "/update_weight_version":
+            self.versions[url] = request.json["new_version"]
+        answer = {
+            "/model_info": {"weight_version": self.versions.get(url, "default"), "model_path": "m"},
+            "/server_info": INFO | {"tp_size": self._ranks},
+            "/weights_checker": {
+                "success": True,
+                "ranks": [{"parallelism_info": {"tp_rank": 0}, "checksums": {}}],
+            },
+        }.get(request.endpoint, {"success": True, "status": "ok", "message": ""})
+        return 200, b"Cache flushed" if request.endpoint == "/flush_cache" else json.dumps(answer).encode()
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class CountedGroup:
+    """A process group of a sender and all servers, in which nothing travels."""
+
+    def __init__(self, counts: Counts):
+        self._counts = counts
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> SimpleNamespace:
+        """Counted, and done."""
+        self._counts.note("broadcast", "servers", sent=tensor.nbytes)
+        return SimpleNamespace(wait=lambda: True, is_completed=lambda: True)
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    logging.disable()
+    parallel, hf = Parallel(**asked["parallel"]), getattr(published, asked["model"])
+    start(parallel, asked["rank"])
+    model, layout = meta_model(hf, parallel), compat.layout()
+    experts = (hf.get("num_experts") or hf["n_routed_experts"]) // parallel.expert
+    parameters = local_parameters(
+        [model], NameTable(hf, padded_vocab_size=hf["vocab_size"]), experts_per_rank=experts
+    )
+    names = {
+        layout.tp_group: "tensor",
+        layout.stage_groups.expert: "expert",
+        layout.stage_groups.senders: "senders",
+    }
+    objects = {
+        # (expert-parallel rank, tensor-parallel rank) of each member
+        layout.tp_group: [(0, i) for i in range(parallel.tensor)],
+        layout.stage_groups.expert: [(i, 0) for i in range(parallel.expert)],
+        layout.stage_groups.senders: [{"sglang": []}],  # the servers' checksums
+    }
+    with counted(names, objects) as counts, LoopThread() as loop:
+        exporter = StageExporter(
+            parameters,
+            layout.shard,
+            layout.stage_groups,
+            stage=layout.pp_rank,
+            num_stages=layout.pp_size,
+        )
+        planned = exporter.planned()
+        print(json.dumps(push(asked, exporter, planned, counts, loop)))
+
+
+def push(asked: dict, exporter: StageExporter, planned: dict, counts: Counts, loop: LoopThread) -> dict:
+    """What a push of this rank asks of its groups and of the servers, and what it holds."""
+    urls = [f"http://10.{i // 200}.{i % 200}.1:1" for i in range(asked["servers"])]
+    client = RolloutClient(urls, vocab_size=2**20, engine="sglang")
+    transport = Answering(asked["gpus"])
+    client.fleet._transports = dict.fromkeys(client.fleet._transports, transport)
+    broadcast._join = lambda *_, **__: CountedGroup(counts)
+    broadcast.listening_store = lambda address, timeout_s: (None, 1)
+    broadcast.address_towards = lambda url: "127.0.0.1"
+    failure.meeting_interval_s = lambda: 1.0  # the fake backend has no time limit that this is a part of
+    elements = asked["elements"]
+    servers = WeightServers(
+        client,
+        loop,
+        broadcast.DistributedTransport(client.control, loop, backend="nccl"),
+        verifiers={"sglang": PushVerifier(load_engine("sglang"), elements)},
+    )
+    if exporter.num_stages > 1:
+        servers.planned = planned  # as gathered from all stages, once a run
+    before = time.thread_time()
+    with HeldBytes() as held:
+        push_weights(exporter, servers, version="1", bucket_bytes=int(asked["bucket_mib"] * 2**20))
+    sent = counts.sent["broadcast", "servers"]
+    return {
+        "sends": exporter.sends,
+        "own_bytes": sum(p.tensor.nbytes for p in exporter._parameters),
+        "tensors": len(planned),
+        "planned_bytes": len(json.dumps(planned)),
+        "sent_to_servers": sent,
+        "requests": transport.asked,
+        "request_bytes": transport.bytes,
+        "held": held.most,
+        "interpreter_s": time.thread_time() - before,
+        "groups": counts.table(),
+    }
+
+
+if __name__ == "__main__":
+    main()
