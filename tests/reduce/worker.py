@@ -167,7 +167,7 @@ def run_failures(rank: int) -> list[str | bool]:
 
 
 def run_gather_to(rank: int) -> dict:
-    """Of all four, a few, one that receives from itself alone; rank 2 receives, and its own lies in a stride."""
+    """Of all four, of a few, of itself alone; rank 2 receives, and its own lies in a stride."""
     own = torch.tensor([[rank, 10 * rank], [0, 0]]).t()[:, :1]
     cases = {"all": (3, 0, 2, 1), "some": (1, 3), "own": (2,)}
     return {name: gather_to(own, dist.group.WORLD, 2, members) for name, members in cases.items()}
