@@ -3,12 +3,17 @@
 python benchmarks/scale_worker.py '{"model": "KIMI_K2", "rank": 0, "parallel": {"world": 2048, ...}, ...}'
 """
 
+import asyncio
 import json
 import logging
+import statistics
 import sys
 import time
 import warnings
 from collections import Counter
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind the package that is measured, which PYTHONPATH names
 
 import torch  # noqa: E402
+from aiohttp import web  # noqa: E402
 
 from benchmarks.fake_rank import Counts, HeldBytes, Parallel, counted, meta_model, start  # noqa: E402
 from megatron_rl_corr.engines import load_engine  # noqa: E402
@@ -27,13 +33,15 @@ from megatron_rl_corr.models.shards import local_parameters  # noqa: E402
 from megatron_rl_corr.reduce import failure  # noqa: E402
 from megatron_rl_corr.rollout.blocking import LoopThread  # noqa: E402
 from megatron_rl_corr.rollout.client import RolloutClient  # noqa: E402
-from megatron_rl_corr.weight_sync.export import StageExporter  # noqa: E402
+from megatron_rl_corr.weight_sync import export  # noqa: E402
 from megatron_rl_corr.weight_sync.servers import WeightServers  # noqa: E402
 from megatron_rl_corr.weight_sync.transports import broadcast  # noqa: E402
 from megatron_rl_corr.weight_sync.update import push_weights  # noqa: E402
 from megatron_rl_corr.weight_sync.verify import PushVerifier  # noqa: E402
 from tests.commands.planner import published  # noqa: E402
 
+TENSORS, ROUNDS = 80, 12
+"""Tensors that a bucket announces, and buckets, where the time of a request is taken."""
 INFO = {
     "version": "0.5.23",
     "tp_size": 8,
@@ -107,7 +115,7 @@ def main() -> None:
         layout.stage_groups.senders: [{"sglang": []}],  # the servers' checksums
     }
     with counted(names, objects) as counts, LoopThread() as loop:
-        exporter = StageExporter(
+        exporter = export.StageExporter(
             parameters,
             layout.shard,
             layout.stage_groups,
@@ -115,10 +123,14 @@ def main() -> None:
             num_stages=layout.pp_size,
         )
         planned = exporter.planned()
-        print(json.dumps(push(asked, exporter, planned, counts, loop)))
+        found = push(asked, exporter, planned, counts, loop)
+    found["request_s"] = seconds_per_request(asked["servers"]) if exporter.leads else None
+    print(json.dumps(found))
 
 
-def push(asked: dict, exporter: StageExporter, planned: dict, counts: Counts, loop: LoopThread) -> dict:
+def push(
+    asked: dict, exporter: export.StageExporter, planned: dict, counts: Counts, loop: LoopThread
+) -> dict:
     """What a push of this rank asks of its groups and of the servers, and what it holds."""
     urls = [f"http://10.{i // 200}.{i % 200}.1:1" for i in range(asked["servers"])]
     client = RolloutClient(urls, vocab_size=2**20, engine="sglang")
@@ -139,7 +151,7 @@ def push(asked: dict, exporter: StageExporter, planned: dict, counts: Counts, lo
         servers.planned = planned  # as gathered from all stages, once a run
     before = time.thread_time()
     with HeldBytes() as held:
-        push_weights(exporter, servers, version="1", bucket_bytes=int(asked["bucket_mib"] * 2**20))
+        push_weights(exporter, servers, version="1", bucket_bytes=int(bucket_mib(asked["servers"]) * 2**20))
     sent = counts.sent["broadcast", "servers"]
     return {
         "sends": exporter.sends,
@@ -151,8 +163,66 @@ def push(asked: dict, exporter: StageExporter, planned: dict, counts: Counts, lo
         "request_bytes": transport.bytes,
         "held": held.most,
         "interpreter_s": time.thread_time() - before,
+        "overlaps": hasattr(broadcast.DistributedTransport, "finish"),
         "groups": counts.table(),
     }
+
+
+def bucket_mib(servers: int) -> float:
+    """The package's default."""
+    chosen = getattr(export, "default_bucket_mib", None)
+    return 256.0 if chosen is None else chosen(servers)
+
+
+def seconds_per_request(servers: int) -> float:
+    """Processor time of this package's client for one request of a bucket, to so many servers at once."""
+    ports, process = listening(servers)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    names = [f"model.layers.7.mlp.experts.{i}.gate_proj.weight" for i in range(TENSORS)]
+
+    async def ask() -> float:
+        client = RolloutClient(urls, vocab_size=8, engine="sglang")
+        spent = []
+        for _ in range(ROUNDS):
+            before = time.thread_time()
+            await client.update_weights_from_distributed(
+                names, ["bfloat16"] * TENSORS, [[1536, 4096]] * TENSORS, group_name="g"
+            )
+            spent.append((time.thread_time() - before) / servers)
+        await client.close()
+        return statistics.median(spent)
+
+    try:
+        return asyncio.run(ask())
+    finally:
+        process.kill()
+        process.join()
+
+
+def listening(servers: int) -> tuple[list[int], BaseProcess]:
+    """(ports, their process) of so many servers that answer any request well."""
+    ports: SimpleQueue = get_context("fork").SimpleQueue()
+    process = get_context("fork").Process(target=_listen, args=(ports, servers), daemon=True)
+    process.start()
+    return ports.get(), process
+
+
+def _listen(ports: SimpleQueue, servers: int) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        await request.read()
+        return web.json_response({"success": True, "message": ""})
+
+    async def listen() -> None:
+        app = web.Application(client_max_size=2**30)
+        app.router.add_route("*", "/{path:.*}", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        for _ in range(servers):
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ports.put([address[1] for address in runner.addresses])
+        await asyncio.Event().wait()
+
+    asyncio.run(listen())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,164 @@
+"""What a push of weights costs with thousands of ranks, counted on this package's own code.
+
+python benchmarks/scale.py [--users U1 U2 U3] [--beside FOLDER ...]
+
+Each user is a published model, a layout of training ranks and a number of servers. One process plays one
+rank of the job (benchmarks/fake_rank.py): the first rank, the senders of a middle and of the last stage, and
+a rank that sends nothing. What they ask of process groups and servers is counted; the rest of the job
+follows from it, as all middle stages are alike. Seconds are those counts over what is stated: one network
+card for each GPU, a sender that sends through one, servers that take what comes, and the processor's time
+of a request and of converting names, both measured here. Not counted: a server's own time to load, to hash
+and to answer.
+
+--beside names folders with other versions of this package, whose counts go into the same table.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+WORKER = ROOT / "benchmarks/scale_worker.py"
+USERS = {
+    "U1": {
+        "model": "QWEN3_30B_A3B",
+        "parallel": {"world": 64, "tensor": 2, "pipeline": 1, "context": 1, "expert": 8},
+        "servers": 16,
+        "gpus": 4,
+        "elements": 30_532_122_624,
+    },
+    "U2": {
+        "model": "QWEN3_235B_A22B",
+        "parallel": {"world": 512, "tensor": 4, "pipeline": 4, "context": 2, "expert": 32},
+        "servers": 64,
+        "gpus": 8,
+        "elements": 235_093_634_560,
+    },
+    "DeepSeek-V3": {
+        "model": "DEEPSEEK_V3",
+        "parallel": {"world": 1024, "tensor": 4, "pipeline": 8, "context": 2, "expert": 64},
+        "servers": 128,
+        "gpus": 16,
+        "elements": 671_026_419_200,
+    },
+    "U3": {
+        "model": "KIMI_K2",
+        "parallel": {"world": 2048, "tensor": 4, "pipeline": 16, "context": 2, "expert": 64},
+        "servers": 256,
+        "gpus": 16,
+        "elements": 1_026_408_232_448,
+    },
+}
+"""Training ranks and servers; a server has so many GPUs."""
+GBITS = (400, 100, 25)
+"""Speeds of one network card."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--users", nargs="+", choices=USERS, default=list(USERS))
+    parser.add_argument(
+        "--beside", nargs="*", type=Path, default=[], help="folders that hold another megatron_rl_corr"
+    )
+    options = parser.parse_args()
+    columns = ["user", "package", "training ranks", "servers", "GB", "buckets", "requests"]
+    columns += ["sender holds MiB", "other ranks MiB", "CPU ms a request", "sender's interpreter s"]
+    columns += [f"paused s at {speed} Gb/s" for speed in GBITS]
+    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+    for user in options.users:
+        for folder in [*options.beside, ROOT]:
+            push = counted_push(USERS[user], folder)
+            name = "this" if folder == ROOT else folder.name
+            cells = [user, name, USERS[user]["parallel"]["world"], USERS[user]["servers"], *row(push)]
+            print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+
+
+def row(push: dict) -> list[str]:
+    """The cells of a push from its bytes on."""
+    return [
+        f"{push['bytes'] / 1e9:,.0f}",
+        f"{push['buckets']:,}",
+        f"{push['requests']:,}",
+        f"{push['held'] / 2**20:,.0f}",
+        f"{push['held_by_others'] / 2**20:,.0f}",
+        f"{1e3 * push['request_s']:.2f}",
+        f"{push['interpreter_s']:.1f}",
+        *(f"{paused_s(push, speed):.1f}" for speed in GBITS),
+    ]
+
+
+def paused_s(push: dict, gbits: float) -> float:
+    """Seconds from the first server's pause to the last one's resumption, but for the servers' own work."""
+    card = gbits / 8 * 1e9
+    gather, send = push["gathered"] / card + push["interpreter_s"], push["bytes"] / card
+    asking = push["requests"] * push["request_s"]
+    return asking + (max(gather, send) if push["overlaps"] else gather + send)
+
+
+def counted_push(user: dict, package: Path) -> dict:
+    """What a whole push asks for, of all stages.
+
+    Args:
+        user: one of USERS.
+        package: folder that holds the megatron_rl_corr to count.
+    """
+    stages = user["parallel"]["pipeline"]
+    stage_ranks = user["parallel"]["world"] // stages
+    alike = {0: 1}  # number of a stage that is played -> stages that are like it
+    if stages > 2:
+        alike[1] = stages - 2
+    if stages > 1:
+        alike[stages - 1] = 1
+    played = [(counted_rank(user, stage * stage_ranks, package), many) for stage, many in alike.items()]
+    first, other = played[0][0], counted_rank(user, user["parallel"]["expert"] - 1, package)
+
+    def over_stages(value) -> int | float:
+        return sum(many * value(rank) for rank, many in played)
+
+    buckets = over_stages(lambda rank: rank["requests"].get(BUCKET, 0)) // user["servers"]
+    return {
+        "bytes": over_stages(lambda rank: rank["sent_to_servers"]),
+        "buckets": buckets,
+        "requests": over_stages(lambda rank: sum(rank["requests"].values())),
+        "gathered": over_stages(gathered),
+        "held": max(rank["held"] for rank, _ in played),
+        "held_by_others": other["held"],
+        "request_s": first["request_s"],
+        "interpreter_s": over_stages(lambda rank: rank["interpreter_s"]),
+        "overlaps": first["overlaps"],
+    }
+
+
+BUCKET = "/update_weights_from_distributed"
+
+
+def gathered(rank: dict) -> int:
+    """Bytes that came to a sender from its stage."""
+    return sum(
+        one["received"]
+        for name, one in rank["groups"].items()
+        if name.endswith((" expert", " tensor")) and "objects" not in name
+    )
+
+
+def counted_rank(user: dict, rank: int, package: Path) -> dict:
+    """What one rank's push asks for, by a process that plays it."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", WORKER, json.dumps(user | {"rank": rank})],
+        env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode != 0:
+        raise SystemExit(f"{WORKER.name} ended with status {run.returncode}:\n{run.stderr[-3000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    main()
