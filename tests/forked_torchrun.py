@@ -13,6 +13,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing import get_context
 from multiprocessing.managers import SyncManager
@@ -70,8 +71,16 @@ def main() -> None:
         queues = SyncManager(ctx=get_context("fork"))
         queues.start(initializer=die_with_parent())
     launch = run.elastic_launch
+    # The attempt whose last rank is there. A rank that is forked while the agent's store looks up the address
+    # of an earlier one, on a thread, inherits glibc's lock of that, and waits for it for ever.
+    all_forked = get_context("fork").Value("i", -1, lock=False)
 
     def rank(*words):
+        attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        if os.environ["LOCAL_RANK"] == str(int(os.environ["LOCAL_WORLD_SIZE"]) - 1):
+            all_forked.value = attempt
+        while all_forked.value < attempt:
+            time.sleep(0.001)
         if queues is not None:
             filesystem_async._results_queue = queues.Queue()
         _rank(*words)
