@@ -25,7 +25,7 @@ from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.reduce.collectives import collective, gather_to
 from megatron_rl_corr.reduce.layout import StageGroups
 
-GATHERED_BYTES = 512 * 2**20
+GATHERED_BYTES = 256 * 2**20
 """Most bytes of one parameter's experts that a sender receives at once, unless a single expert has more."""
 
 
@@ -164,6 +164,7 @@ class StageExporter:
             left = iter(shards)
             for part in some:
                 yield from _named(parameter.rule(part.ep_rank), [next(left) for _ in part.ranks])
+            del shards, left  # before the next part is gathered
 
 
 def _named(rule: ParameterRule, shards: Sequence[Tensor]) -> Iterator[tuple[ParameterRule, NamedTensor]]:
