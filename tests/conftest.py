@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megatron_rl_corr.engines.sglang.changes_loader import LOADER
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout import RolloutClient
 from tests import server_load, stand_in_server
@@ -111,7 +112,7 @@ def sglang_server_fp32(tiny_moe_dir, tmp_path_factory):
         tiny_moe_dir,
         dtype="float32",
         log_path=tmp_path_factory.mktemp("sglang") / "server.log",
-        extra_arguments=[*sglang_arguments(), "--random-seed", "0"],
+        extra_arguments=[*sglang_arguments(), "--random-seed", "0", "--custom-weight-loader", LOADER],
         environment=environment("sglang"),
     )
     with server:

@@ -84,6 +84,15 @@ class WeightSyncConfig(Options):
     last two versions.
     """
 
+    push: Literal["full", "delta"] = "full"
+    """delta sends the values that differ from those of the push before, and all of them every
+    `push_full_every` pushes, to servers that do not have those, and where a check finds that they differ.
+    It needs SGLang with --custom-weight-loader (see the how-to on servers).
+    """
+
+    push_full_every: Annotated[int, Between(2)] = option(20, needs="push=delta")
+    """So many pushes from one that sends everything to the next."""
+
     push_rounding: Literal["none", "fp8_blockwise", "int4_group"] = "none"
     """Round the linear layers of what is pushed, never the trainer's own weights, as quantised rollouts
     do, and send them in their dtype: fp8_blockwise in float8 e4m3 with a scale for each block of 128 x
@@ -113,6 +122,18 @@ class WeightSyncConfig(Options):
     """
 
     def check(self) -> None:
+        if self.push == "delta":
+            others = {
+                "weight_transport": (self.weight_transport, "distributed"),
+                "verify_push": (self.verify_push, "checksum"),
+                "push_rounding": (self.push_rounding, "none"),
+                "colocate": (self.colocate, False),
+            }
+            for name, (value, needed) in others.items():
+                if value != needed:
+                    raise ValueError(
+                        f"`push` delta is proven with `{name}` {needed} only, not {value}; use full"
+                    )
         if self.weight_transport == "disk" and self.weight_dir is None:
             raise ValueError(
                 "`weight_transport` disk needs `weight_dir`, a folder that every server sees by this path"

@@ -258,6 +258,21 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """
         raise self._unsupported("weight updates")
 
+    def changes_problem(self, server_info: Mapping[str, Any]) -> str | None:
+        """Why the server can't take pushes of changes alone, with the remedy; None: it can."""
+        return f"{self.name} takes pushes of everything only; use `push` full"
+
+    def begin_changes(self, push: str, base: str, stages: int, *, ranks: ServerRanks) -> Request:
+        """Expect `weight_changes` in the open session.
+
+        Args:
+            push: version that they make.
+            base: version that the server has.
+            stages: pipeline stages of the trainer, each of which sends its own.
+            ranks: of the server.
+        """
+        raise self._unsupported("pushes of changes")
+
     def end_weight_update(self) -> Request:
         """Close it."""
         raise self._unsupported("weight updates")

@@ -184,6 +184,15 @@ class ServerControl:
             lambda engine: engine.end_weight_update(), timeout_s=self._update_timeout_s
         )
 
+    async def begin_changes(self, push: str, base: str, stages: int) -> list[dict[str, Any]]:
+        """Expect in the open session buckets of changes alone, which make version `push` of `base`."""
+        infos = await self.server_info()
+        return await all_or_raise_first(
+            self.ask(url, engine.begin_changes(push, base, stages, ranks=engine.ranks(url, info)))
+            for url, info in zip(self.base_urls, infos, strict=True)
+            for engine in [self.engine_of(url)]
+        )
+
     async def init_weights_update_group(
         self,
         master_address: str,

@@ -42,6 +42,7 @@ from megatron_rl_corr.reduce.restarts import is_restart
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.changes import DeltaPushes
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.drafts import NO_DRAFTS, DraftLayers, find_drafting
@@ -75,6 +76,8 @@ class WeightPush:
     bucket_bytes: int
     reference: Reference
     features: Sequence[Feature] = ()
+    deltas: DeltaPushes | None = None
+    """--rollout-push delta."""
     colocation: Colocation | None = None
     """--rollout-colocate: a push ends the trainer's turn on the GPUs."""
 
@@ -92,8 +95,16 @@ class WeightPush:
             one.before_push()
         if self.colocation is not None:
             self.colocation.before_push()
-        push_weights(self.exporter, self.servers, version=name, bucket_bytes=self.bucket_bytes)
+        push_weights(
+            self.exporter,
+            self.servers,
+            version=name,
+            bucket_bytes=self.bucket_bytes,
+            deltas=self.deltas,
+        )
         numbers = {} if self.colocation is None else self.colocation.begin_serving_turn()
+        if self.deltas is not None:
+            numbers["rollout/push_changed"] = self.deltas.share
         for one in self.features:
             numbers |= one.after_push(self, name)
         return numbers
@@ -190,7 +201,13 @@ def reach_servers(
     )
     colocation = Colocation(exporter, servers, trainer) if isinstance(servers, ColocatedServers) else None
     bucket_mib = options.bucket_mib or default_bucket_mib(len(client.base_urls))
-    return WeightPush(exporter, servers, run_id, int(bucket_mib * 2**20), reference, features, colocation)
+    deltas = None
+    if options.push == "delta":
+        deltas = DeltaPushes(exporter, full_every=options.push_full_every)
+        _check_deltas(client, loop, quantization)
+    return WeightPush(
+        exporter, servers, run_id, int(bucket_mib * 2**20), reference, features, deltas, colocation
+    )
 
 
 @collective
@@ -261,6 +278,24 @@ def _weight_servers(
     if dist.get_rank() == 0:
         WATCH.on_failure(servers.release)  # whichever rank fails
     return servers
+
+
+@collective
+def _check_deltas(client: RolloutClient, loop: LoopThread, quantization: BlockFP8 | None) -> None:
+    """Raise StartupError on rank 0 where a server can't take pushes of changes, PeerFailure on others."""
+
+    def ask() -> None:
+        if quantization is not None:
+            raise StartupError(
+                "--rollout-push delta: the servers have FP8 weights, whose scales change with their blocks, "
+                "and changes of these are not sent; use full"
+            )
+        control = client.control(client.base_urls)
+        for url, info in zip(control.base_urls, loop.call(control.server_info()), strict=True):
+            if (problem := control.engine_of(url).changes_problem(info)) is not None:
+                raise StartupError(f"--rollout-push delta: {url}: {problem}")
+
+    _ask_from_first_rank(ask)
 
 
 @collective

@@ -182,6 +182,11 @@ SPEED = in_group(
 STALENESS = in_group(
     "Staleness",
     MetricSpec(
+        "rollout/push_changed",
+        "share of the model's values that the push sent; 1 where it sent everything",
+        only_with="--rollout-push delta",
+    ),
+    MetricSpec(
         "weight_version", "weight version the servers hold after the step", label="version", column=Column(7)
     ),
     MetricSpec(

@@ -104,12 +104,12 @@ def gather_to(tensor: Tensor, group: ProcessGroup | None, to: int, members: Sequ
     own = 0 if group is None else group.rank()
     if own != to:
         if own in members:
-            _point_to_point([dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=to)])
+            exchange([dist.P2POp(dist.isend, tensor.contiguous(), group=group, group_peer=to)])
         return None
     if list(members) == [own]:
         return tensor[None]
     gathered = tensor.new_empty(len(members), *tensor.shape)
-    _point_to_point(
+    exchange(
         [
             dist.P2POp(dist.irecv, place, group=group, group_peer=member)
             for place, member in zip(gathered, members, strict=True)
@@ -122,7 +122,8 @@ def gather_to(tensor: Tensor, group: ProcessGroup | None, to: int, members: Sequ
 
 
 @collective
-def _point_to_point(operations: list[dist.P2POp]) -> None:
+def exchange(operations: list[dist.P2POp]) -> None:
+    """Send and receive tensors between pairs of ranks, all at once; of each pair both call it."""
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 

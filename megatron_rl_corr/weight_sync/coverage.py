@@ -64,7 +64,11 @@ class Coverage:
 
     def count(self, bucket: Sequence[NamedTensor]) -> None:
         """Count the tensors of a bucket that this rank has sent."""
-        for name, _ in bucket:
+        self.count_names(name for name, _ in bucket)
+
+    def count_names(self, names: Iterable[str]) -> None:
+        """Count tensors that this rank has sent, or that have not changed."""
+        for name in names:
             if name in self._place:
                 self._counts[self._place[name]] += 1
             else:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.engines.types import NamedTensor
+from megatron_rl_corr.engines.weight_changes import ChangedTensor
 from megatron_rl_corr.models.hf_folder import FILE_BYTES, write_weights
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
@@ -36,7 +37,9 @@ def default_bucket_mib(servers: int) -> float:
     return float(min(max(256, 16 * servers), 2048))
 
 
-def buckets(units: Iterable[list[NamedTensor]], bucket_bytes: int) -> Iterator[list[NamedTensor]]:
+def buckets[Sized: (Tensor, ChangedTensor)](
+    units: Iterable[list[tuple[str, Sized]]], bucket_bytes: int
+) -> Iterator[list[tuple[str, Sized]]]:
     """Group units into buckets of bounded size, in order, without looking ahead.
 
     Args:
@@ -48,7 +51,7 @@ def buckets(units: Iterable[list[NamedTensor]], bucket_bytes: int) -> Iterator[l
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes must be positive, got {bucket_bytes}")
-    bucket: list[NamedTensor] = []
+    bucket: list[tuple[str, Sized]] = []
     size = 0
     for unit in units:
         nbytes = sum(tensor.nbytes for _, tensor in unit)
@@ -82,15 +85,24 @@ class StageExporter:
         num_stages: int,
     ):
         self.stage, self.num_stages = stage, num_stages
-        self._parameters, self._ranks = parameters, ranks
+        self.parameters, self._ranks = parameters, ranks
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.sends, self.senders = rank == groups.sender, groups.senders
         self.leads = rank == 0
+        self._planned: dict[str, list[int]] | None = None
+        self._names: list[tuple[str, ...]] | None = None
         self._tp = _members_of(groups.tp, groups.sender, rank, (0, ranks.tp_rank))
+        self._alone = Members(None, 0, [Part(0, [0])])
         self._experts = _members_of(groups.expert, groups.sender, rank, (ranks.ep_rank, ranks.expert_tp_rank))
 
     @collective
-    def units(self, after_parameter: Callable[[], None] = lambda: None) -> Iterator[list[NamedTensor]]:
+    def units(
+        self,
+        after_parameter: Callable[[], None] = lambda: None,
+        *,
+        only: Callable[[int], bool] = lambda number: True,
+        gather: Gather | None = None,
+    ) -> Iterator[list[NamedTensor]]:
         """Lists of (Hugging Face name, whole tensor) that one request must bring together;
         most have one entry.
 
@@ -98,9 +110,11 @@ class StageExporter:
 
         Args:
             after_parameter: called on every rank of the stage between the same two parameters.
+            only: whether a parameter is gathered, by its number in `parameters`; the same on all ranks.
+            gather: in the place of `Members.gather_shards`.
         """
         waiting: dict[tuple[str, ...], list[NamedTensor]] = {}
-        for rule, named in self._tensors(after_parameter):
+        for rule, named in self._tensors(after_parameter, only, gather or _all_of_it):
             if not rule.sent_with:
                 yield [named]
                 continue
@@ -113,12 +127,12 @@ class StageExporter:
     def planned(self) -> dict[str, list[int]]:
         """Hugging Face names and shapes of all that `units` will yield, on the sending rank; {} on others.
 
-        Nothing is gathered: the same conversion runs on tensors without memory.
+        Nothing is gathered: the same conversion runs on tensors without memory, once.
         """
-        if not self.sends:
-            return {}
+        if not self.sends or self._planned is not None:
+            return self._planned or {}
         shapes = {}
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             rule = parameter.rule(self._ranks.ep_rank)
             if rule.is_copy:
                 continue
@@ -130,49 +144,66 @@ class StageExporter:
             for one, size in rules:
                 merged = zip(one.hf_names, one.layout.merge([shard] * size), strict=True)
                 shapes |= {name: list(tensor.shape) for name, tensor in merged}
+        self._planned = shapes
         return shapes
 
     @torch.no_grad()
     @collective
-    def _tensors(self, after_parameter: Callable[[], None]) -> Iterator[tuple[ParameterRule, NamedTensor]]:
-        for parameter in self._parameters:
+    def _tensors(
+        self, after_parameter: Callable[[], None], only: Callable[[int], bool], gather: Gather
+    ) -> Iterator[tuple[ParameterRule, NamedTensor]]:
+        for number, parameter in enumerate(self.parameters):
             rule = parameter.rule(self._ranks.ep_rank)
             if rule.is_copy:
                 continue
             after_parameter()
-            if rule.is_expert:
-                if self._experts is not None:
-                    yield from self._expert_tensors(parameter)
-            elif rule.layout.replicated:  # every rank has all of it
-                if self.sends:
-                    yield from _named(rule, [parameter.tensor.detach()])
-            elif self._tp is not None:
-                shards = self._tp.gather_shards(parameter.tensor.detach(), self._tp.parts)
-                if shards is not None:
-                    yield from _named(rule, shards)
-
-    @collective
-    def _expert_tensors(self, parameter: LocalParameter) -> Iterator[tuple[ParameterRule, NamedTensor]]:
-        """One parameter's experts of all expert-parallel ranks, of as many ranks at once as
-        GATHERED_BYTES allow.
-        """
-        shard, parts = parameter.tensor.detach(), self._experts.parts
-        for some in batched(parts, max(1, GATHERED_BYTES // (shard.nbytes * len(parts[0].ranks)))):
-            shards = self._experts.gather_shards(shard, some)
-            if shards is None:
+            members = self.members_of(rule)
+            if members is None or not only(number):
                 continue
-            left = iter(shards)
-            for part in some:
-                yield from _named(parameter.rule(part.ep_rank), [next(left) for _ in part.ranks])
-            del shards, left  # before the next part is gathered
+            shard = parameter.tensor.detach()
+            at_once = max(1, GATHERED_BYTES // (shard.nbytes * len(members.parts[0].ranks)))
+            for some in batched(members.parts, at_once):
+                shards = gather(number, shard, members, some)
+                if shards is None:
+                    continue
+                left = iter(shards)
+                for part in some:
+                    own = parameter.rule(part.ep_rank) if rule.is_expert else rule
+                    merged = own.layout.merge([next(left) for _ in part.ranks])
+                    yield from ((own, named) for named in zip(own.hf_names, merged, strict=True))
+                del shards, left, merged  # before the next part is gathered
+
+    def names(self) -> list[tuple[str, ...]]:
+        """For each of `parameters`, its Hugging Face names on all ranks that it is gathered from."""
+        if self._names is None:
+            rules = [(one, one.rule(self._ranks.ep_rank)) for one in self.parameters]
+            found = [(one, rule, self.members_of(rule)) for one, rule in rules]
+            self._names = [
+                ()
+                if members is None or rule.is_copy
+                else rule.hf_names
+                if not rule.is_expert
+                else tuple(name for part in members.parts for name in one.rule(part.ep_rank).hf_names)
+                for one, rule, members in found
+            ]
+        return self._names
+
+    @property
+    def groups(self) -> list[Members]:
+        """Those that the sender gathers from, as far as this rank is in them, in one order on all ranks."""
+        alone = [self._alone] if self.sends else []
+        return [*alone, *(one for one in (self._tp, self._experts) if one is not None)]
+
+    def members_of(self, rule: ParameterRule) -> Members | None:
+        """The ranks that a parameter is gathered from; None: of this rank nothing is."""
+        if rule.is_expert:
+            return self._experts
+        if rule.layout.replicated:  # every rank has all of it
+            return self._alone if self.sends else None
+        return self._tp
 
 
-def _named(rule: ParameterRule, shards: Sequence[Tensor]) -> Iterator[tuple[ParameterRule, NamedTensor]]:
-    for named in zip(rule.hf_names, rule.layout.merge(shards), strict=True):
-        yield rule, named
-
-
-class _Part(NamedTuple):
+class Part(NamedTuple):
     """What of a parameter one expert-parallel rank has, which may be cut over tensor-parallel ranks."""
 
     ep_rank: int
@@ -181,25 +212,39 @@ class _Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Members:
+class Members:
     """A group that the stage's sender is in, and what each of its ranks holds."""
 
     group: ProcessGroup | None
     sender: int
     """Its rank in the group."""
-    parts: list[_Part]
+    parts: list[Part]
+
+    @property
+    def rank(self) -> int:
+        """This process's own rank in the group."""
+        return 0 if self.group is None else self.group.rank()
 
     @collective
-    def gather_shards(self, shard: Tensor, parts: Sequence[_Part]) -> Sequence[Tensor] | None:
+    def gather_shards(self, shard: Tensor, parts: Sequence[Part]) -> Sequence[Tensor] | None:
         """The shards of these parts on the sender, one behind the other; None on others."""
         gathered = gather_to(shard, self.group, self.sender, [rank for part in parts for rank in part.ranks])
         return None if gathered is None else gathered.unbind()
 
 
+Gather = Callable[[int, Tensor, Members, Sequence[Part]], Sequence[Tensor] | None]
+"""gather(number of a parameter, this rank's shard, its members, parts): as `Members.gather_shards`."""
+
+
 @collective
-def _members_of(
-    group: ProcessGroup | None, sender: int, rank: int, place: tuple[int, int]
-) -> _Members | None:
+def _all_of_it(
+    number: int, shard: Tensor, members: Members, parts: Sequence[Part]
+) -> Sequence[Tensor] | None:
+    return members.gather_shards(shard, parts)
+
+
+@collective
+def _members_of(group: ProcessGroup | None, sender: int, rank: int, place: tuple[int, int]) -> Members | None:
     """Every rank of the group calls it; None: the sender is in the group of another replica.
 
     It is the group's first collective, which NCCL needs before two of its ranks exchange anything alone.
@@ -218,10 +263,10 @@ def _members_of(
         dist.all_gather_object(places, place, group=group)
     in_order = sorted((one, i) for i, one in enumerate(places))
     parts = [
-        _Part(ep_rank, [i for _, i in of_rank])
+        Part(ep_rank, [i for _, i in of_rank])
         for ep_rank, of_rank in groupby(in_order, key=lambda one: one[0][0])
     ]
-    return _Members(group, ranks.index(sender), parts)
+    return Members(group, ranks.index(sender), parts)
 
 
 @collective

@@ -101,6 +101,8 @@ class WeightServers:
         """Servers of which this update has told that they miss it."""
         self._found: dict[str, str] = {}
         """What each server called its weights before this update."""
+        self.same_as_before = False
+        """All servers of this update took the last one, and have its weights."""
         self.planned: dict[str, list[int]] | None = None
         """Names and shapes of all tensors of an update; None: not known yet, and checked bucket by bucket."""
         self.loaded: dict[str, int] = {}
@@ -185,6 +187,7 @@ class WeightServers:
         if RESTARTED in states or urls != self.urls:
             rejoined = [url for url in self.urls if state[url] == READY]
         self._control = self.client.control(urls)
+        self.same_as_before = rejoined is None and self._version is not None
         self.transport.aim(self._control, rejoined=rejoined)
         for verifier in self.verifiers.values():
             verifier.clear()
@@ -249,15 +252,31 @@ class WeightServers:
             if problem is not None:
                 raise RolloutProtocolError(url, engine.server_info().endpoint, problem)
 
+    def begin_changes(self, base: str, stages: int) -> None:
+        """Rank 0, behind `begin`: have the servers expect changes of version `base` from so many stages."""
+        self._loop.call(self._control.begin_changes(self._started or "", base, stages))
+
+    def keep(self, bucket: Sequence[NamedTensor], version: str) -> None:
+        """Keep what `checksums` are compared with, of weights that the servers will have."""
+        for verifier in self.verifiers.values():
+            verifier.keep(self.drafts.verified(bucket), version)
+            verifier.note_drafts(self.drafts.drafting(bucket))
+
+    def is_compared(self, name: str, version: str) -> bool:
+        """True if a tensor is compared after the push of this version, as far as it fits; on every rank."""
+        return any(verifier.chooses(name, version) for verifier in self.verifiers.values())
+
+    def send_changes(self, bucket: list[NamedTensor]) -> None:
+        """Send a bucket of changes. Raises as `WeightTransport.send`."""
+        self.transport.send(bucket)
+
     def send(self, bucket: list[NamedTensor], version: str) -> None:
         """Send one bucket to all servers, and keep what `checksums` are compared with.
 
         Raises IncompletePush for a number that can't be quantised, and as `WeightTransport.send`.
         """
         check_finite(bucket)
-        for verifier in self.verifiers.values():
-            verifier.keep(self.drafts.verified(bucket), version)
-            verifier.note_drafts(self.drafts.drafting(bucket))
+        self.keep(bucket, version)
         self.transport.send(bucket)
         if self.coverage is not None:
             self.coverage.count(bucket)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, may_pass
+from megatron_rl_corr.engines.weight_changes import end_of_stage, packed
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
@@ -29,6 +30,7 @@ from megatron_rl_corr.reduce.failure import (
     all_reduce_results,
     communication_device,
 )
+from megatron_rl_corr.weight_sync.changes import Changes, DeltaPushes, changed_units
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.export import StageExporter, buckets
 from megatron_rl_corr.weight_sync.quantization import quantised_units
@@ -47,20 +49,28 @@ logger = logging.getLogger(__name__)
 
 
 @collective
-def push_weights(exporter: StageExporter, servers: WeightServers, *, version: str, bucket_bytes: int) -> None:
+def push_weights(
+    exporter: StageExporter,
+    servers: WeightServers,
+    *,
+    version: str,
+    bucket_bytes: int,
+    deltas: DeltaPushes | None = None,
+) -> None:
     """Send the current weights to every server that answers; every rank calls it.
 
     Rank 0 finds out which servers answer, and opens and closes the update; each stage's sender sends the
     stage's weights. Whatever happens, the servers resume. If a server fails and answers no more, everything
-    is sent again to the others; if all answer and the failure `may_pass`, they are sent everything once more.
-    Neither if the transport is `broken`, as a group of NCCL's may be. Afterwards the client samples only from
-    servers with the new weights.
+    is sent again to the others; if all answer and the failure `may_pass`, or only changes were sent, they are
+    sent everything once more. Neither if the transport is `broken`, as a group of NCCL's may be. Afterwards
+    the client samples only from servers with the new weights.
 
     Args:
         exporter: gathers this rank's stage.
         servers: this rank's view of the servers.
         version: the name of the new weights.
         bucket_bytes: size of a bucket; only a unit that is larger makes a larger bucket.
+        deltas: sends changes alone where it can; None: always everything.
 
     Raises:
         RolloutError: on the rank that saw it, for any other failure of a server.
@@ -70,18 +80,24 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
     """
     _use_reachable_servers(exporter, servers)
     repeated = False
+    changes = None if deltas is None else deltas.changes(same_servers=servers.same_as_before)
     while True:
         try:
-            _push_once(exporter, servers, version, bucket_bytes)
+            _push_once(exporter, servers, version, bucket_bytes, changes)
+            if deltas is not None:
+                deltas.note_pushed(version, changes)
             return
         except (*_FAILURES, PeerFailure) as error:
+            of_changes, changes = changes is not None, None
+            if deltas is not None:
+                deltas.forget()
             before = set(servers.urls)
             passes = _use_servers_that_answer(exporter, servers, error)
             gone = before - set(servers.urls)
-            if passes is None or not (gone or (passes and not repeated)):
+            if passes is None or not (gone or of_changes or (passes and not repeated)):
                 _abandon(exporter, servers, error)
                 raise
-            repeated = repeated or not gone
+            repeated = repeated or not (gone or of_changes)
             if not isinstance(error, PeerFailure):  # the rank that knows why
                 logger.warning("sending the weights again to %s: %s", ", ".join(servers.urls), error)
                 EVENTS.tell("push_repeated", str(error), servers=list(servers.urls), version=version)
@@ -91,15 +107,25 @@ def push_weights(exporter: StageExporter, servers: WeightServers, *, version: st
 
 
 @collective
-def _push_once(exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int) -> None:
+def _push_once(
+    exporter: StageExporter,
+    servers: WeightServers,
+    version: str,
+    bucket_bytes: int,
+    changes: Changes | None = None,
+) -> None:
     transport, coverage = servers.transport, servers.coverage
+    if changes is not None:
+        _keep_for_comparison(exporter, servers, version)
     _led_by_first_rank(exporter, partial(servers.start, version))
     if servers.planned is None and transport.in_session:
         servers.planned = servers.drafts.planned(_tensors_of_all_stages(exporter))
     if transport.in_session:
         _led_by_first_rank(exporter, servers.begin)
+    if changes is not None:
+        _led_by_first_rank(exporter, partial(servers.begin_changes, changes.base, exporter.num_stages))
     for stage in range(exporter.num_stages):
-        _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage)
+        _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage, changes)
     if coverage is not None:
         coverage.check_all_sent()
     if not transport.in_session:
@@ -226,7 +252,12 @@ def _judge_failures(servers: WeightServers, error: Exception) -> bool:
 
 @collective
 def _send_stage_by_stage(
-    exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, stage: int
+    exporter: StageExporter,
+    servers: WeightServers,
+    version: str,
+    bucket_bytes: int,
+    stage: int,
+    changes: Changes | None,
 ) -> None:
     """One stage sends; its failure is raised on every rank.
 
@@ -243,7 +274,10 @@ def _send_stage_by_stage(
         if next(parameters) % PARAMETERS_BETWEEN_MEETINGS == 0:
             all_reduce_done(False, None)
 
-    all_reduce_failure(_send_stage(exporter, servers, version, bucket_bytes, meet))
+    if changes is None:
+        all_reduce_failure(_send_stage(exporter, servers, version, bucket_bytes, meet))
+    else:
+        all_reduce_failure(_send_changes_of_stage(exporter, servers, bucket_bytes, meet, changes))
 
 
 @collective
@@ -263,6 +297,41 @@ def _send_stage(
         last = _failure_of(servers.finish)
         error = error or last
     return error
+
+
+@collective
+def _send_changes_of_stage(
+    exporter: StageExporter,
+    servers: WeightServers,
+    bucket_bytes: int,
+    meet: Callable[[], None],
+    changes: Changes,
+) -> Exception | None:
+    """As `_send_stage`, of what has changed."""
+    error, number = None, 0
+    units = servers.drafts.without_unsent(exporter.units(meet, gather=changes.gather_changed))
+    for number, bucket in enumerate(buckets(changed_units(units), bucket_bytes), 1):
+        if error is None:
+            packed_bucket = packed(bucket, stage=exporter.stage, number=number - 1)
+            error = _failure_of(partial(servers.send_changes, packed_bucket))
+    if exporter.sends:
+        if error is None:
+            end = end_of_stage(stage=exporter.stage, buckets=number, device=communication_device())
+            error = _failure_of(partial(servers.send_changes, end))
+        last = _failure_of(servers.finish)
+        error = error or last
+        if servers.coverage is not None:
+            servers.coverage.count_names(servers.drafts.planned(exporter.planned()))
+    return error
+
+
+@collective
+def _keep_for_comparison(exporter: StageExporter, servers: WeightServers, version: str) -> None:
+    """Gather, before any server is paused, the weights that will be compared with the servers' checksums."""
+    names = exporter.names()
+    kept = [any(servers.is_compared(name, version) for name in own) for own in names]
+    for unit in servers.drafts.without_unsent(exporter.units(only=kept.__getitem__)):
+        servers.keep(unit, version)
 
 
 @collective

@@ -107,6 +107,11 @@ class PushVerifier:
         """Remember which layers of a draft model are sent."""
         self._sent_drafts += [cpu_checksum(tensor) for _, tensor in bucket]
 
+    def chooses(self, name: str, version: str) -> bool:
+        """True if `keep` keeps this tensor of 16 bits of that version, as far as it fits."""
+        parameter, _ = self._engine.server_parameter(name)
+        return self._choose(parameter, version, 2)
+
     def _choose(self, parameter: str, version: str, element_bytes: int) -> bool:
         """True if a parameter is verified in this push.
 

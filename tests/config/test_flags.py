@@ -91,6 +91,8 @@ DEFAULTS = CLIENT | {
     "server_check": "semantic",
     "max_first_step_kl": None,
     "bucket_mib": None,
+    "push": "full",
+    "push_full_every": 20,
     "log_dir": None,
     "save_trajectories": None,
     "save_hf": None,

@@ -54,6 +54,7 @@ from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics, merge
+from megatron_rl_corr.weight_sync.changes import DeltaPushes, changed_units
 from megatron_rl_corr.weight_sync.export import StageExporter
 from tools.cpu.cp_attention import ContextParallelAttention
 from tools.local_server import free_port
@@ -431,11 +432,44 @@ def whole_gradients(parameters, layout):
         grads, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
     tensors = {name: tensor.clone() for unit in exporter.units() for name, tensor in unit}
+    assert_changes_are_exact(exporter, tensors)
     if not exporter.sends:
         assert exporter.planned() == {}
         return {}
     assert exporter.planned() == {name: list(tensor.shape) for name, tensor in tensors.items()}
     return tensors
+
+
+@torch.no_grad()
+def assert_changes_are_exact(exporter, before):
+    """What a push of changes brings makes of the tensors of before those that are gathered whole now."""
+    deltas = DeltaPushes(exporter, full_every=3)
+    assert deltas.changes(same_servers=True) is None  # nothing is known to be there
+    deltas.note_pushed("0", None)
+    for number, parameter in enumerate(exporter.parameters):
+        if number % 3:  # every third stays as it is
+            parameter.tensor.view(-1)[number % 7 :: 7] += 1
+    assert deltas.changes(same_servers=False) is None
+    changes = deltas.changes(same_servers=True)
+    assert 0.05 < changes.share < 0.15 and changes.base == "0"
+    now = {name: tensor.clone() for unit in exporter.units() for name, tensor in unit}
+    applied, came = {name: tensor.clone() for name, tensor in before.items()}, set()
+    for unit in changed_units(exporter.units(gather=changes.gather_changed)):
+        for name, one in unit:
+            applied[name].view(-1)[one.places.long()] = one.values
+            came.add(name)
+    assert applied.keys() == now.keys() == exporter.planned().keys()
+    assert all(torch.equal(applied[name], now[name]) for name in now)
+    assert not exporter.sends or 0 < len(came) < len(now)
+    deltas.note_pushed("1", changes)
+    again = deltas.changes(same_servers=True)
+    assert (
+        again.share == 0
+        and again.base == "1"
+        and not [*changed_units(exporter.units(gather=again.gather_changed))]
+    )
+    deltas.note_pushed("2", again)
+    assert deltas.changes(same_servers=True) is None  # of three pushes one sends everything
 
 
 def gradient_error(expected, grads):

@@ -112,6 +112,8 @@ class SGLang(Engine):
 
     ranks = staticmethod(servers.ranks)
     begin_weight_update = staticmethod(requests.begin_weight_update)
+    changes_problem = staticmethod(servers.changes_problem)
+    begin_changes = staticmethod(requests.begin_changes)
     end_weight_update = staticmethod(requests.end_weight_update)
     update_is_open = staticmethod(servers.update_is_open)
     init_weights_update_group = staticmethod(requests.init_weights_update_group)

@@ -1,10 +1,16 @@
 """Builds the requests that are sent to an SGLang server: data in, `Request` out, nothing is sent here."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
 
 from megatron_rl_corr.engines import answer_size
+from megatron_rl_corr.engines.sglang.changes_loader import LOADER
+from megatron_rl_corr.engines.sglang.tensors import serialized
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.types import Request, ServerRanks
 
 PAUSE_MODES = ("abort", "in_place", "retract")
 
@@ -171,6 +177,14 @@ def update_weights_from_tensor(serialized_named_tensors: Sequence[str]) -> Reque
     """Load the tensors of a pickled [(name, tensor)] in base64: one entry for each tensor-parallel rank."""
     body = {"serialized_named_tensors": list(serialized_named_tensors), "flush_cache": False}
     return Request("POST", "/update_weights_from_tensor", body)
+
+
+def begin_changes(push: str, base: str, stages: int, *, ranks: ServerRanks) -> Request:
+    """Have the server's --custom-weight-loader expect changes: `changes_loader.begin`."""
+    header = json.dumps({"push": push, "base": base, "stages": stages})
+    entry = serialized([(header, torch.zeros(1))])
+    request = update_weights_from_tensor([entry] * ranks.tensor)
+    return replace(request, json=(request.json or {}) | {"load_format": LOADER})
 
 
 def update_weights_from_disk(model_path: str) -> Request:

@@ -12,6 +12,7 @@ import torch
 from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums, rank_number
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
+from megatron_rl_corr.engines.sglang.changes_loader import LOADER
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums, ServerRanks
 from megatron_rl_corr.models.block_fp8 import dequantise_blockwise
@@ -69,6 +70,16 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
     if status == 503 and endpoint == "/health":
         return "it is starting, paused or stuck; see its log"
     return ""
+
+
+def changes_problem(server_info: Mapping[str, Any]) -> str | None:
+    """Why it can't take pushes of changes alone, with the remedy; None: it can."""
+    if LOADER in (server_info.get("custom_weight_loader") or ()):
+        return None
+    return (
+        f"it was started without --custom-weight-loader {LOADER}, by which it takes pushes of changes; add "
+        "that, with this package in the server's environment, or use `push` full"
+    )
 
 
 def update_is_open(error: RolloutError) -> bool:

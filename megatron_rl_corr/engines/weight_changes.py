@@ -1,0 +1,150 @@
+"""Changes of weights: how they travel in a bucket, and how a server puts them into a running model.
+
+A bucket of changes is, for each dtype, a tensor of places, whose name tells of which weights, and one of
+values. The receiver makes each Hugging Face tensor whole, with NaN where nothing changed, and gives it to
+the engine's own loader, which decides where its values belong; what is NaN is not copied. A trainer sends
+no NaN.
+
+C changed values of all tensors of one bucket and dtype.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_rl_corr.engines.types import NamedTensor
+
+PREFIX = "rl_corr_changes "
+"""How the name of a tensor begins that is no weight, but a part of a bucket of changes."""
+
+
+@dataclass(frozen=True)
+class ChangedTensor:
+    """What differs in one Hugging Face tensor from an earlier version of it."""
+
+    shape: tuple[int, ...]
+    places: Tensor
+    """[C] int32, in the flat tensor."""
+    values: Tensor
+    """[C], in its dtype."""
+
+    @classmethod
+    def of(cls, name: str, whole: Tensor) -> ChangedTensor:
+        """What is a number in a tensor that is NaN where nothing changed; `name` is for the error.
+
+        Raises:
+            ValueError: it has more elements than 32 bits can count.
+        """
+        if whole.numel() >= 2**31:
+            raise ValueError(f"{name} has 2^31 elements or more, which pushes of changes do not count")
+        flat = whole.reshape(-1)
+        places = flat.isnan().logical_not_().nonzero()[:, 0]
+        return cls(tuple(whole.shape), places.int(), flat[places])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that travel."""
+        return self.places.nbytes + self.values.nbytes
+
+
+def packed(tensors: Sequence[tuple[str, ChangedTensor]], *, stage: int, number: int) -> list[NamedTensor]:
+    """A bucket: for each dtype the places [C] int32 under a name that tells the rest, and the values [C].
+
+    Args:
+        tensors: by their Hugging Face names.
+        stage: pipeline stage that sends them.
+        number: of the bucket among that stage's, from 0.
+    """
+    by_dtype: dict[torch.dtype, list[tuple[str, ChangedTensor]]] = {}
+    for name, tensor in tensors:
+        by_dtype.setdefault(tensor.values.dtype, []).append((name, tensor))
+    bucket: list[NamedTensor] = []
+    for own in by_dtype.values():
+        told = [[name, one.shape, len(one.places)] for name, one in own]
+        header = {"stage": stage, "number": number, "parts": len(by_dtype), "tensors": told}
+        places, values = (torch.cat([getattr(one, each) for _, one in own]) for each in ("places", "values"))
+        bucket += [(PREFIX + json.dumps(header), places), (PREFIX + "values", values)]
+    return bucket
+
+
+def end_of_stage(*, stage: int, buckets: int, device: torch.device) -> list[NamedTensor]:
+    """What follows a stage's last bucket, so that a receiver notices if one is missing."""
+    header = {"stage": stage, "number": buckets, "parts": 0, "tensors": []}
+    return [(PREFIX + json.dumps(header), torch.zeros(1, dtype=torch.int32, device=device))]
+
+
+class ChangesReceiver:
+    """What a server knows of the changes that it is sent; one for each of its models."""
+
+    def __init__(self):
+        self.version: str | None = None
+        """What the last whole push of changes made; None: there was none, or it broke off."""
+        self._push, self._next = "", {}
+
+    def begin(self, push: str, base: str, stages: int) -> None:
+        """Expect the changes from version `base` to `push`, from so many pipeline stages.
+
+        Raises:
+            ValueError: the last changes made another version than `base`.
+        """
+        if self.version not in (None, base):
+            raise ValueError(f"changes of {base!r} do not fit weights that are {self.version!r}")
+        self.version, self._push = None, push
+        self._next: dict[int, int | None] = dict.fromkeys(range(stages), 0)
+
+    def load(self, named: Iterable[NamedTensor], load_weights: Callable[[Iterator[NamedTensor]], Any]) -> Any:
+        """Put one bucket into the model.
+
+        Args:
+            named: as `packed` or `end_of_stage` made it.
+            load_weights: the engine's own, which copies whole tensors to where they belong.
+
+        Raises:
+            ValueError: it is not the stage's next bucket.
+        """
+        parts = list(named)
+        headers = [json.loads(name.removeprefix(PREFIX)) for name, _ in parts[::2]]
+        stage, number = headers[0]["stage"], headers[0]["number"]
+        if self._next.get(stage) != number:
+            raise ValueError(
+                f"bucket {number} of stage {stage} came where {self._next.get(stage)} was expected: changes "
+                "were lost, came twice or in another order"
+            )
+        self._next[stage] = None if headers[0]["parts"] == 0 else number + 1
+        if all(following is None for following in self._next.values()):
+            self.version = self._push
+        if headers[0]["parts"] == 0:
+            return None
+        with OnlyNumbers():
+            return load_weights(
+                made
+                for header, (_, places), (_, values) in zip(headers, parts[::2], parts[1::2], strict=True)
+                for made in _whole(header["tensors"], places, values)
+            )
+
+
+def _whole(told: Sequence[list], places: Tensor, values: Tensor) -> Iterator[NamedTensor]:
+    begin = 0
+    for name, shape, count in told:
+        whole = torch.full(shape, torch.nan, dtype=values.dtype, device=values.device)
+        own = slice(begin, begin + count)
+        whole.view(-1)[places[own].long()] = values[own]
+        begin += count
+        yield name, whole
+
+
+class OnlyNumbers(TorchDispatchMode):
+    """Within, copying one tensor into another leaves what it has where the source is NaN."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[1].is_floating_point():
+            into, values = args[0], args[1].to(args[0].device)
+            args = (into, torch.where(values.isnan(), into, values.to(into.dtype)), *args[2:])
+        return func(*args, **(kwargs or {}))

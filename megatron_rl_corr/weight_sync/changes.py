@@ -1,0 +1,196 @@
+"""Pushes of what has changed alone: each rank remembers its shards as the servers were proven to have them,
+and sends its stage's sender the places and values that differ from them, bit by bit.
+
+P parameters of this rank, C changed values of one of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_corr.engines.types import NamedTensor
+from megatron_rl_corr.engines.weight_changes import ChangedTensor
+from megatron_rl_corr.reduce.collectives import all_reduce, collective, exchange, gather_to
+from megatron_rl_corr.reduce.failure import communication_device
+from megatron_rl_corr.weight_sync.export import Members, Part, StageExporter
+
+MOST_CHANGED = 0.25
+"""Above this share of changed values all are sent: a place takes 4 bytes, a value 2 in 16 bits."""
+_BITS = {2: torch.int16, 4: torch.int32}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What differs from the weights of version `base`."""
+
+    base: str
+    share: float
+    """Changed values over all values of the model."""
+    places: Sequence[Tensor | None]
+    """[P] of [C] int32: where this rank's shards differ; None: another rank sends that parameter."""
+    counts: Sequence[Sequence[int]] = field(default=(), repr=False)
+    """[P][ranks of the parameter's group]: C of each, on a sender; () on others."""
+
+    @collective
+    def gather_changed(
+        self, number: int, shard: Tensor, members: Members, parts: Sequence[Part]
+    ) -> Sequence[Tensor] | None:
+        """The changed values of these parts on the sender, NaN where nothing changed; None on others.
+
+        Arguments as of `export.Gather`.
+        """
+        own, ranks, places = (
+            members.rank,
+            [rank for part in parts for rank in part.ranks],
+            self.places[number],
+        )
+        assert places is not None
+        values = shard.reshape(-1)[places.long()]
+        if own != members.sender:
+            if own in ranks and len(places):
+                _exchange(dist.isend, members, {members.sender: (places, values)})
+            return None
+        counts = self.counts[number]
+        come = {
+            rank: (places.new_empty(counts[rank]), values.new_empty(counts[rank]))
+            for rank in ranks
+            if rank != own and counts[rank]
+        }
+        _exchange(dist.irecv, members, come)
+        whole = shard.new_full((len(ranks), shard.numel()), torch.nan)
+        for row, rank in zip(whole, ranks, strict=True):
+            where, what = (places, values) if rank == own else come.get(rank, (places[:0], values[:0]))
+            row[where.long()] = what
+        return whole.view(len(ranks), *shard.shape).unbind()
+
+
+@collective
+def _exchange(operation, members: Members, tensors: dict[int, tuple[Tensor, Tensor]]) -> None:
+    operations = [
+        dist.P2POp(operation, one, group=members.group, group_peer=rank)
+        for rank, both in tensors.items()
+        for one in both
+    ]
+    if operations:
+        exchange(operations)
+
+
+class DeltaPushes:
+    """Decides which pushes send changes alone; every rank has one.
+
+    Args:
+        exporter: of this rank.
+        full_every: of so many pushes one sends everything.
+    """
+
+    def __init__(self, exporter: StageExporter, *, full_every: int):
+        self._exporter, self._full_every = exporter, full_every
+        self._pushed: list[Tensor | None] | None = None
+        """This rank's shards as the servers have them, in the host's memory."""
+        self._version, self._since_full = "", 0
+        self._refused = 0
+        self.share = 1.0
+        """Values that the last push sent over all of the model."""
+
+    @torch.no_grad()
+    @collective
+    def changes(self, *, same_servers: bool) -> Changes | None:
+        """What the next push sends; None: everything. Every rank calls it.
+
+        Everything goes to servers that are not proven to have the last weights, every `full_every` pushes,
+        where more than MOST_CHANGED of the values changed, and where one is NaN, which stands for no change.
+
+        Args:
+            same_servers: all servers of this push took the last one; the same on all ranks.
+        """
+        if self._pushed is None or not same_servers or self._since_full + 1 >= self._full_every:
+            return None
+        places: list[Tensor | None] = []
+        found = torch.zeros(3, dtype=torch.float64, device=communication_device())  # changed, all, NaN
+        for shard, before in zip(self._shards(), self._pushed, strict=True):
+            if shard is None or before is None:
+                places.append(None)
+                continue
+            bits = _BITS[shard.element_size()]
+            differs = shard.view(bits) != before.to(shard.device, non_blocking=True).view(bits)
+            where = differs.view(-1).nonzero()[:, 0].int()
+            places.append(where)
+            nan = shard.reshape(-1)[where.long()].isnan().any()
+            found += torch.stack(
+                [
+                    nan.new_full((), len(where), dtype=torch.float64),
+                    nan.new_full((), shard.numel(), dtype=torch.float64),
+                    nan.double(),
+                ]
+            )
+        changed, every, nan = all_reduce(found, dist.group.WORLD).tolist()
+        counts = self._gather_counts(places)
+        if nan or changed > MOST_CHANGED * every:
+            return None
+        return Changes(self._version, changed / every, places, counts)
+
+    @torch.no_grad()
+    def note_pushed(self, version: str, changes: Changes | None) -> None:
+        """Remember what the servers now have; call it once that is proven."""
+        self._since_full = 0 if changes is None else self._since_full + 1
+        self.share = 1.0 if changes is None else changes.share
+        self._version, shards = version, self._shards()
+        if self._pushed is None:
+            self._pushed = [None if shard is None else _on_host(shard) for shard in shards]
+            return
+        for before, shard in zip(self._pushed, shards, strict=True):
+            if before is not None and shard is not None:
+                before.copy_(shard)
+
+    def forget(self) -> None:
+        """A push failed: what the servers have is not known, so that the next one sends everything."""
+        self._pushed = None
+
+    def _shards(self) -> list[Tensor | None]:
+        """[P]: what the sender gathers of this rank."""
+        rules = [(one, one.rule(0)) for one in self._exporter.parameters]
+        return [
+            None
+            if rule.is_copy or self._exporter.members_of(rule) is None
+            else parameter.tensor.detach().contiguous()
+            for parameter, rule in rules
+        ]
+
+    @collective
+    def _gather_counts(self, places: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
+        """`Changes.counts`: one gather over each group that the sender is in."""
+        own = torch.tensor([0 if one is None else len(one) for one in places], device=communication_device())
+        of_group: dict[int, list[list[int]]] = {}
+        for members in self._exporter.groups:
+            ranks = sum(len(part.ranks) for part in members.parts)
+            gathered = gather_to(own, members.group, members.sender, range(ranks))
+            if gathered is not None:
+                of_group[id(members)] = gathered.t().tolist()
+        if not self._exporter.sends:
+            return ()
+        found = [self._exporter.members_of(one.rule(0)) for one in self._exporter.parameters]
+        return [of_group[id(members)][number] for number, members in enumerate(found)]
+
+
+def _on_host(shard: Tensor) -> Tensor:
+    return torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda).copy_(shard)
+
+
+def changed_units(units: Iterable[list[NamedTensor]]) -> Iterator[list[tuple[str, ChangedTensor]]]:
+    """What changed, of the units in which anything did.
+
+    Args:
+        units: of `StageExporter.units` with `Changes.gather_changed`: NaN where nothing changed.
+    """
+    for unit in units:
+        changed = [(name, ChangedTensor.of(name, whole)) for name, whole in unit]
+        if any(len(one.places) for _, one in changed):
+            yield changed

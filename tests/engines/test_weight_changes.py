@@ -1,0 +1,145 @@
+"""Changes of weights: a server that gets them has, bit by bit, what a server has that gets everything."""
+
+import json
+
+import pytest
+import torch
+
+from megatron_rl_corr.engines.sglang import changes_loader
+from megatron_rl_corr.engines.weight_changes import (
+    PREFIX,
+    ChangedTensor,
+    ChangesReceiver,
+    OnlyNumbers,
+    end_of_stage,
+    packed,
+)
+
+
+def between(old, new):
+    """ChangedTensor of two versions of a tensor."""
+    bits = {2: torch.int16, 4: torch.int32}[new.element_size()]
+    return ChangedTensor.of("w", torch.where(old.view(bits) != new.view(bits), new, torch.nan))
+
+
+def bits(tensor):
+    return tensor.contiguous().view(torch.uint8).tolist()
+
+
+OLD = torch.tensor([[1.0, -2.0, 0.0, 3.5], [4.0, 5.0, 6.0, -0.0]])
+NEW = torch.tensor([[1.0, 2.5, -0.0, 3.5], [4.0, 5.0, -6.0, 0.0]])
+
+
+def test_changed_when_signs_of_zeros_differ_then_they_count():
+    changed = between(OLD, NEW)
+    assert changed.places.tolist() == [1, 2, 6, 7] and changed.places.dtype == torch.int32
+    assert bits(changed.values) == bits(torch.tensor([2.5, -0.0, -6.0, 0.0]))
+    assert changed.nbytes == 4 * (4 + 4)
+
+
+class Model(torch.nn.Module):
+    """Holds one half of w, transposed and in another dtype, and v in a row of a larger parameter."""
+
+    def __init__(self, w, v):
+        super().__init__()
+        self.second = torch.nn.Parameter(w[:, 2:].t().contiguous().bfloat16())
+        self.rows = torch.nn.Parameter(torch.stack([v, 9 * v]))
+        self.calls = 0
+
+    def load_weights(self, weights):
+        self.calls += 1
+        for name, tensor in weights:
+            if name == "w":
+                self.second.data.copy_(tensor.narrow(1, 2, 2).t())
+            else:
+                self.rows.data[0] = tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changes_when_loaded_then_the_model_is_the_one_that_everything_makes(dtype):
+    old, new = OLD.to(dtype), NEW.to(dtype)
+    v_old, v_new = torch.tensor([1.0, 2.0]), torch.tensor([1.0, 7.0])
+    model, expected = Model(old, v_old), Model(old, v_old)
+    expected.load_weights([("w", new), ("v", v_new)])
+    changes_loader.begin(model, header("1", "0", 1))
+    model.load_weights(packed([("w", between(old, new)), ("v", between(v_old, v_new))], stage=0, number=0))
+    model.load_weights(end_of_stage(stage=0, buckets=1, device=torch.device("cpu")))
+    assert model.rl_corr_changes.version == "1"
+    assert bits(model.second) == bits(expected.second) and bits(model.rows) == bits(expected.rows)
+    assert model.rows[1].tolist() == [9, 18]
+    model.load_weights([("w", old), ("v", v_old)])  # everything, by the same method
+    assert bits(model.second) == bits(Model(old, v_old).second) and model.rl_corr_changes.version is None
+
+
+def header(push, base, stages):
+    return [(json.dumps({"push": push, "base": base, "stages": stages}), torch.zeros(1))]
+
+
+def test_changes_when_a_tensor_did_not_change_then_it_may_still_come_with_another():
+    model = Model(OLD, torch.ones(2))
+    changes_loader.begin(model, header("1", "0", 1))
+    same = ChangedTensor.of("v", torch.full((2,), torch.nan))
+    model.load_weights(packed([("w", between(OLD, NEW)), ("v", same)], stage=0, number=0))
+    assert model.rows[0].tolist() == [1, 1] and bits(model.second) == bits(NEW[:, 2:].t().bfloat16())
+
+
+@pytest.fixture
+def receiver():
+    receiver = ChangesReceiver()
+    receiver.begin("1", "0", 2)
+    return receiver
+
+
+def bucket(stage, number):
+    return packed([("w", between(OLD, NEW))], stage=stage, number=number)
+
+
+@pytest.mark.parametrize(
+    ("sent", "wrong"),
+    [
+        ([(0, 1)], "bucket 1 of stage 0 came where 0 was expected"),
+        ([(0, 0), (0, 0)], "bucket 0 of stage 0 came where 1 was expected"),
+        ([(1, 0), (0, 0), (1, 2)], "bucket 2 of stage 1 came where 1 was expected"),
+        ([(2, 0)], "bucket 0 of stage 2 came where None was expected"),
+    ],
+    ids=["lost", "doubled", "reordered", "of nobody"],
+)
+def test_changes_when_a_bucket_is_lost_doubled_or_reordered_then_refused(receiver, sent, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        for one in sent:
+            receiver.load(bucket(*one), lambda weights: [*weights])
+    assert receiver.version is None
+
+
+def test_changes_when_the_last_bucket_is_lost_then_the_end_is_refused(receiver):
+    receiver.load(bucket(0, 0), lambda weights: [*weights])
+    with pytest.raises(ValueError, match="bucket 2 of stage 0 came where 1 was expected"):
+        receiver.load(end_of_stage(stage=0, buckets=2, device=torch.device("cpu")), lambda weights: None)
+    assert receiver.version is None
+
+
+def test_changes_when_they_are_of_another_version_then_refused(receiver):
+    for stage in (0, 1):
+        receiver.load(end_of_stage(stage=stage, buckets=0, device=torch.device("cpu")), lambda weights: None)
+    assert receiver.version == "1"
+    with pytest.raises(ValueError, match="changes of '0' do not fit weights that are '1'"):
+        receiver.begin("2", "0", 2)
+    receiver.begin("2", "1", 2)
+    assert receiver.version is None  # until all have come
+
+
+def test_only_numbers_when_a_source_is_broadcast_or_no_float_then_as_copying_does():
+    into, counts = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
+    with OnlyNumbers():
+        into.copy_(torch.tensor([1.0, torch.nan, 2.0]))
+        counts.copy_(torch.tensor([4, 5]))
+    assert into.tolist() == [[1, 0, 2], [1, 0, 2]] and counts.tolist() == [4, 5]
+
+
+def test_packed_when_dtypes_differ_then_places_and_values_of_each():
+    both = packed(
+        [("w", between(OLD, NEW)), ("b", between(OLD.bfloat16(), NEW.bfloat16()))], stage=3, number=7
+    )
+    assert [tensor.dtype for _, tensor in both] == [torch.int32, torch.float32, torch.int32, torch.bfloat16]
+    told = json.loads(both[0][0].removeprefix(PREFIX))
+    assert told == {"stage": 3, "number": 7, "parts": 2, "tensors": [["w", [2, 4], 4]]}

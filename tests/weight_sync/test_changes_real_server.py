@@ -1,0 +1,153 @@
+"""Pushes of changes alone to a real server: what it has afterwards is what a push of everything makes, and
+what goes wrong on the way is found and mended by one.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.models.layouts import Replicated
+from megatron_rl_corr.models.names import ParameterRule
+from megatron_rl_corr.models.shards import ShardRanks
+from megatron_rl_corr.reduce.layout import StageGroups
+from megatron_rl_corr.weight_sync import update
+from megatron_rl_corr.weight_sync.changes import DeltaPushes, changed_units
+from megatron_rl_corr.weight_sync.export import StageExporter
+from megatron_rl_corr.weight_sync.update import push_weights
+from tests.weight_sync.pushing import BUCKET_BYTES, Pushing
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+class Trainer(Pushing):
+    """One rank of one stage whose parameters are Hugging Face tensors."""
+
+    def __init__(self, server, model_dir, full_every=20):
+        super().__init__([server.url], "distributed", model_dir, None)
+        self.weights = load_file(model_dir / "model.safetensors")
+        parameters = [
+            SimpleNamespace(
+                tensor=tensor, rule=lambda _, name=name: ParameterRule(Replicated(), (name,), False)
+            )
+            for name, tensor in self.weights.items()
+        ]
+        self.exporter = StageExporter(
+            parameters, ShardRanks(), StageGroups(None, None, 0), stage=0, num_stages=1
+        )
+        self.deltas = DeltaPushes(self.exporter, full_every=full_every)
+        self.sent = []
+        send = self.transport.send
+
+        def noted(bucket):
+            self.sent.append(sum(tensor.nbytes for _, tensor in bucket))
+            send(bucket)
+
+        self.transport.send = noted
+
+    def train(self, seed, share=0.02):
+        """Change so many of the values."""
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in self.weights.values():
+            changed = torch.rand(tensor.shape, generator=generator) < share
+            tensor[changed] += 0.05 * torch.randn(int(changed.sum()), generator=generator)
+
+    def push_changes(self, version):
+        self.sent.clear()
+        push_weights(
+            self.exporter, self.servers, version=version, bucket_bytes=BUCKET_BYTES, deltas=self.deltas
+        )
+        return self.checksums()
+
+    def checksums_of_everything(self, version):
+        """Those of a push of the same weights by a trainer that knows nothing of the ones before."""
+        self.push({name: tensor.clone() for name, tensor in self.weights.items()}, version)
+        return self.checksums()
+
+
+@pytest.fixture
+def trainer(sglang_server_fp32, tiny_moe_dir):
+    trainer = Trainer(sglang_server_fp32, tiny_moe_dir)
+    before, whole = trainer.version(), {name: one.clone() for name, one in trainer.weights.items()}
+    try:
+        yield trainer
+        trainer.push(whole, before)
+    finally:
+        trainer.close()
+
+
+def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is_as_after_everything(trainer):
+    everything = sum(tensor.nbytes for tensor in trainer.weights.values())
+    trainer.push_changes("0")
+    assert sum(trainer.sent) == everything and trainer.deltas.share == 1
+    for number in range(1, 4):
+        trainer.train(seed=number)
+        after = trainer.push_changes(str(number))
+        assert 0.015 < trainer.deltas.share < 0.025 and sum(trainer.sent) < 0.05 * everything
+        assert trainer.compared == len(trainer.parameters()) > 20  # of whole parameters, by the trainer's own
+        assert trainer.sample().oldest_version == str(number)
+    assert after == trainer.checksums_of_everything("whole")
+
+
+def test_push_when_nothing_or_most_changed_then_nothing_or_everything_is_sent(trainer):
+    trainer.push_changes("0")
+    before = trainer.checksums()
+    assert trainer.push_changes("1") == before and sum(trainer.sent) == 4 and trainer.deltas.share == 0
+    trainer.train(seed=5, share=0.5)
+    trainer.push_changes("2")
+    assert trainer.deltas.share == 1
+    trainer.weights["model.norm.weight"][0] = torch.nan  # which stands for no change on the way
+    assert trainer.deltas.changes(same_servers=True) is None
+    trainer.weights["model.norm.weight"][0] = 1.0
+
+
+@pytest.mark.parametrize("way", ["lost", "doubled", "reordered", "spoilt", "not copied"])
+def test_push_when_changes_go_wrong_then_it_is_found_and_everything_is_sent(trainer, monkeypatch, way):
+    trainer.push_changes("0")
+    trainer.train(seed=11, share=0.2)
+    sent, send_changes = [], trainer.servers.send_changes
+
+    def planted(bucket):
+        sent.append(bucket)
+        if way == "lost" and len(sent) == 2:
+            return
+        if way == "spoilt" and len(sent) == 2:
+            bucket = [*bucket[:1], (bucket[1][0], bucket[1][1] + 1), *bucket[2:]]
+        if way == "reordered" and len(sent) == 2:
+            return
+        send_changes(bucket)
+        trainer.servers.finish()
+        if way == "doubled" and len(sent) == 2:
+            send_changes(bucket)
+        if way == "reordered" and len(sent) == 3:
+            send_changes(sent[1])
+
+    trainer.servers.send_changes = planted
+    if way == "not copied":
+        monkeypatch.setattr(update, "changed_units", lambda units: list(changed_units(units))[:-1])
+    repeated = EVENTS.counts.get("push_repeated", 0)
+    after = trainer.push_changes("1")
+    assert EVENTS.counts["push_repeated"] == repeated + 1 and trainer.deltas.share == 1
+    assert trainer.compared == len(trainer.parameters())
+    assert after == trainer.checksums_of_everything("whole")
+
+
+def test_push_when_the_server_has_other_weights_or_it_is_time_then_everything_is_sent(
+    sglang_server_fp32, tiny_moe_dir, trainer
+):
+    trainer.push_changes("0")
+    other = Trainer(sglang_server_fp32, tiny_moe_dir)
+    try:
+        other.push_changes("other")  # as a server that was started anew, it has weights of another name
+    finally:
+        other.close()
+    trainer.push_changes("1")
+    assert trainer.deltas.share == 1
+    trainer.deltas = DeltaPushes(trainer.exporter, full_every=3)
+    shares = []
+    for number in range(2, 8):
+        trainer.push_changes(str(number))
+        shares.append(trainer.deltas.share)
+    assert shares == [1, 0, 0, 1, 0, 0]
