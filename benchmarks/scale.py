@@ -11,16 +11,25 @@ of a request and of converting names, both measured here. Not counted: a server'
 and to answer.
 
 --beside names folders with other versions of this package, whose counts go into the same table.
+
+A second table has `--rollout-push delta`, from the same counts by the law that
+tests/weight_sync/test_changes_real_server.py holds on real servers: 6 bytes for each changed value, made
+before the pause, in as many buckets as they fill, and one more of each stage.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_rl_corr.weight_sync.export import default_bucket_mib  # noqa: E402
+
 WORKER = ROOT / "benchmarks/scale_worker.py"
 USERS = {
     "U1": {
@@ -55,6 +64,9 @@ USERS = {
 """Training ranks and servers; a server has so many GPUs."""
 GBITS = (400, 100, 25)
 """Speeds of one network card."""
+SHARES = (0.005, 0.02)
+"""Changed values of all, in a push of changes."""
+PLACE_BYTES, VALUE_BYTES = 4, 2
 
 
 def main() -> None:
@@ -70,12 +82,22 @@ def main() -> None:
     columns += ["sender holds MiB", "other ranks MiB", "CPU ms a request", "sender's interpreter s"]
     columns += [f"paused s at {speed} Gb/s" for speed in GBITS]
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+    pushes = {}
     for user in options.users:
         for folder in [*options.beside, ROOT]:
-            push = counted_push(USERS[user], folder)
+            pushes[user] = counted_push(USERS[user], folder)
             name = "this" if folder == ROOT else folder.name
-            cells = [user, name, USERS[user]["parallel"]["world"], USERS[user]["servers"], *row(push)]
+            cells = [user, name, USERS[user]["parallel"]["world"], USERS[user]["servers"], *row(pushes[user])]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    columns = ["user", "values that changed", "GB", "requests"]
+    columns += [f"paused s at {speed} Gb/s" for speed in GBITS]
+    print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+    for user, push in pushes.items():
+        for share in SHARES:
+            changes = push_of_changes(push, USERS[user], share)
+            cells = [user, f"{share:.1%}", f"{changes['bytes'] / 1e9:.1f}", f"{changes['requests']:,}"]
+            cells += [f"{paused_s(changes, speed):.1f}" for speed in GBITS]
+            print("| " + " | ".join(cells) + " |", flush=True)
 
 
 def row(push: dict) -> list[str]:
@@ -98,6 +120,27 @@ def paused_s(push: dict, gbits: float) -> float:
     gather, send = push["gathered"] / card + push["interpreter_s"], push["bytes"] / card
     asking = push["requests"] * push["request_s"]
     return asking + (max(gather, send) if push["overlaps"] else gather + send)
+
+
+def push_of_changes(push: dict, user: dict, share: float) -> dict:
+    """What a push of changes asks for while servers are paused.
+
+    Args:
+        push: as `counted_push` counted one of everything.
+        user: one of USERS.
+        share: changed values of all.
+    """
+    size = push["bytes"] / VALUE_BYTES * share * (PLACE_BYTES + VALUE_BYTES)
+    stages = user["parallel"]["pipeline"]
+    buckets = stages * math.ceil(size / stages / (default_bucket_mib(user["servers"]) * 2**20))
+    other_requests = push["requests"] - push["buckets"] * user["servers"]
+    begin = 2  # the servers are asked what they are, and told which changes come
+    return push | {
+        "bytes": size,
+        "requests": other_requests + user["servers"] * (buckets + stages + begin),
+        "gathered": 0,
+        "interpreter_s": 0.0,
+    }
 
 
 def counted_push(user: dict, package: Path) -> dict:

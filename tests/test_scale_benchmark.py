@@ -4,7 +4,7 @@ rank of a job of 2,048 that trains a model of 1T.
 
 import pytest
 
-from benchmarks.scale import BUCKET, ROOT, USERS, counted_rank, gathered, paused_s
+from benchmarks.scale import BUCKET, ROOT, USERS, counted_rank, gathered, paused_s, push_of_changes
 from tests.tiers import matrix
 
 U3 = USERS["U3"]
@@ -50,6 +50,16 @@ def test_seconds_when_sending_goes_on_beside_gathering_then_the_longer_of_both()
     # At 400 Gb/s 1 s to send, 0.5 s + 1.5 s to gather and convert, 1 s to ask.
     assert paused_s(push | {"overlaps": True}, 400) == pytest.approx(3.0)
     assert paused_s(push | {"overlaps": False}, 400) == pytest.approx(4.0)
+
+
+def test_push_of_changes_when_two_percent_changed_then_six_bytes_for_each_and_no_gather_in_the_pause():
+    push = {"bytes": 1e12, "buckets": 500, "requests": 256 * 515, "request_s": 1e-4, "overlaps": True}
+    changes = push_of_changes(push, U3, 0.02)
+    assert changes["bytes"] == pytest.approx(0.06e12)
+    # 3.75 GB of each of 16 stages in 2 buckets of 2 GiB, and its end; 15 rounds of any push, 2 of changes.
+    assert changes["requests"] == 256 * (15 + 16 * 2 + 16 + 2)
+    # 1.2 s to send at 400 Gb/s, 1.664 s to ask.
+    assert paused_s(changes, 400) == pytest.approx(1.2 + 1.664)
 
 
 @matrix

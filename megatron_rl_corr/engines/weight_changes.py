@@ -74,10 +74,10 @@ def packed(tensors: Sequence[tuple[str, ChangedTensor]], *, stage: int, number: 
     return bucket
 
 
-def end_of_stage(*, stage: int, buckets: int, device: torch.device) -> list[NamedTensor]:
+def end_of_stage(*, stage: int, buckets: int) -> list[NamedTensor]:
     """What follows a stage's last bucket, so that a receiver notices if one is missing."""
     header = {"stage": stage, "number": buckets, "parts": 0, "tensors": []}
-    return [(PREFIX + json.dumps(header), torch.zeros(1, dtype=torch.int32, device=device))]
+    return [(PREFIX + json.dumps(header), torch.zeros(1, dtype=torch.int32))]
 
 
 class ChangesReceiver:

@@ -144,7 +144,7 @@ class DeltaPushes:
         self.share = 1.0 if changes is None else changes.share
         self._version, shards = version, self._shards()
         if self._pushed is None:
-            self._pushed = [None if shard is None else _on_host(shard) for shard in shards]
+            self._pushed = [None if shard is None else on_host(shard) for shard in shards]
             return
         for before, shard in zip(self._pushed, shards, strict=True):
             if before is not None and shard is not None:
@@ -180,8 +180,9 @@ class DeltaPushes:
         return [of_group[id(members)][number] for number, members in enumerate(found)]
 
 
-def _on_host(shard: Tensor) -> Tensor:
-    return torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda).copy_(shard)
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, from where a GPU can fetch it by itself."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
 
 
 def changed_units(units: Iterable[list[NamedTensor]]) -> Iterator[list[tuple[str, ChangedTensor]]]:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError, may_pass
+from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.engines.weight_changes import end_of_stage, packed
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.reduce.collectives import collective
@@ -30,7 +31,7 @@ from megatron_rl_corr.reduce.failure import (
     all_reduce_results,
     communication_device,
 )
-from megatron_rl_corr.weight_sync.changes import Changes, DeltaPushes, changed_units
+from megatron_rl_corr.weight_sync.changes import Changes, DeltaPushes, changed_units, on_host
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.export import StageExporter, buckets
 from megatron_rl_corr.weight_sync.quantization import quantised_units
@@ -115,8 +116,10 @@ def _push_once(
     changes: Changes | None = None,
 ) -> None:
     transport, coverage = servers.transport, servers.coverage
+    prepared: list[list[NamedTensor]] | None = None
     if changes is not None:
         _keep_for_comparison(exporter, servers, version)
+        prepared = _packed_changes(exporter, servers, bucket_bytes, changes)
     _led_by_first_rank(exporter, partial(servers.start, version))
     if servers.planned is None and transport.in_session:
         servers.planned = servers.drafts.planned(_tensors_of_all_stages(exporter))
@@ -125,7 +128,7 @@ def _push_once(
     if changes is not None:
         _led_by_first_rank(exporter, partial(servers.begin_changes, changes.base, exporter.num_stages))
     for stage in range(exporter.num_stages):
-        _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage, changes)
+        _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage, prepared)
     if coverage is not None:
         coverage.check_all_sent()
     if not transport.in_session:
@@ -257,7 +260,7 @@ def _send_stage_by_stage(
     version: str,
     bucket_bytes: int,
     stage: int,
-    changes: Changes | None,
+    prepared: list[list[NamedTensor]] | None,
 ) -> None:
     """One stage sends; its failure is raised on every rank.
 
@@ -274,10 +277,10 @@ def _send_stage_by_stage(
         if next(parameters) % PARAMETERS_BETWEEN_MEETINGS == 0:
             all_reduce_done(False, None)
 
-    if changes is None:
+    if prepared is None:
         all_reduce_failure(_send_stage(exporter, servers, version, bucket_bytes, meet))
-    else:
-        all_reduce_failure(_send_changes_of_stage(exporter, servers, bucket_bytes, meet, changes))
+        return
+    all_reduce_failure(_send_packed(exporter, servers, prepared) if exporter.sends else None)
 
 
 @collective
@@ -300,29 +303,37 @@ def _send_stage(
 
 
 @collective
-def _send_changes_of_stage(
-    exporter: StageExporter,
-    servers: WeightServers,
-    bucket_bytes: int,
-    meet: Callable[[], None],
-    changes: Changes,
+def _packed_changes(
+    exporter: StageExporter, servers: WeightServers, bucket_bytes: int, changes: Changes
+) -> list[list[NamedTensor]]:
+    """The buckets of changes of this rank's stage, on its sender, in the host's memory.
+
+    Made before servers are paused, by all stages at once.
+    """
+    units = servers.drafts.without_unsent(exporter.units(gather=changes.gather_changed))
+    found = buckets(changed_units(units), bucket_bytes)
+    made = [
+        [(name, on_host(tensor)) for name, tensor in packed(bucket, stage=exporter.stage, number=number)]
+        for number, bucket in enumerate(found)
+    ]
+    return [*made, end_of_stage(stage=exporter.stage, buckets=len(made))] if exporter.sends else []
+
+
+def _send_packed(
+    exporter: StageExporter, servers: WeightServers, prepared: list[list[NamedTensor]]
 ) -> Exception | None:
-    """As `_send_stage`, of what has changed."""
-    error, number = None, 0
-    units = servers.drafts.without_unsent(exporter.units(meet, gather=changes.gather_changed))
-    for number, bucket in enumerate(buckets(changed_units(units), bucket_bytes), 1):
-        if error is None:
-            packed_bucket = packed(bucket, stage=exporter.stage, number=number - 1)
-            error = _failure_of(partial(servers.send_changes, packed_bucket))
-    if exporter.sends:
-        if error is None:
-            end = end_of_stage(stage=exporter.stage, buckets=number, device=communication_device())
-            error = _failure_of(partial(servers.send_changes, end))
-        last = _failure_of(servers.finish)
-        error = error or last
-        if servers.coverage is not None:
-            servers.coverage.count_names(servers.drafts.planned(exporter.planned()))
-    return error
+    """On a sender: send its stage's buckets of changes."""
+
+    def send() -> None:
+        device = communication_device()
+        for bucket in prepared:
+            servers.send_changes([(name, tensor.to(device, non_blocking=True)) for name, tensor in bucket])
+
+    error = _failure_of(send)
+    last = _failure_of(servers.finish)
+    if servers.coverage is not None:  # what is not in a bucket has not changed
+        servers.coverage.count_names(servers.drafts.planned(exporter.planned()))
+    return error or last
 
 
 @collective

@@ -63,7 +63,7 @@ def test_changes_when_loaded_then_the_model_is_the_one_that_everything_makes(dty
     expected.load_weights([("w", new), ("v", v_new)])
     changes_loader.begin(model, header("1", "0", 1))
     model.load_weights(packed([("w", between(old, new)), ("v", between(v_old, v_new))], stage=0, number=0))
-    model.load_weights(end_of_stage(stage=0, buckets=1, device=torch.device("cpu")))
+    model.load_weights(end_of_stage(stage=0, buckets=1))
     assert model.rl_corr_changes.version == "1"
     assert bits(model.second) == bits(expected.second) and bits(model.rows) == bits(expected.rows)
     assert model.rows[1].tolist() == [9, 18]
@@ -114,13 +114,13 @@ def test_changes_when_a_bucket_is_lost_doubled_or_reordered_then_refused(receive
 def test_changes_when_the_last_bucket_is_lost_then_the_end_is_refused(receiver):
     receiver.load(bucket(0, 0), lambda weights: [*weights])
     with pytest.raises(ValueError, match="bucket 2 of stage 0 came where 1 was expected"):
-        receiver.load(end_of_stage(stage=0, buckets=2, device=torch.device("cpu")), lambda weights: None)
+        receiver.load(end_of_stage(stage=0, buckets=2), lambda weights: None)
     assert receiver.version is None
 
 
 def test_changes_when_they_are_of_another_version_then_refused(receiver):
     for stage in (0, 1):
-        receiver.load(end_of_stage(stage=stage, buckets=0, device=torch.device("cpu")), lambda weights: None)
+        receiver.load(end_of_stage(stage=stage, buckets=0), lambda weights: None)
     assert receiver.version == "1"
     with pytest.raises(ValueError, match="changes of '0' do not fit weights that are '1'"):
         receiver.begin("2", "0", 2)
