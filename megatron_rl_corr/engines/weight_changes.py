@@ -10,17 +10,22 @@ C changed values of all tensors of one bucket and dtype.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_rl_corr import __version__
 from megatron_rl_corr.engines.types import NamedTensor
 
+CODE = f"{__version__}-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]}"
+"""Which code of this package a trainer and a server have, as the process began."""
 PREFIX = "rl_corr_changes "
 """How the name of a tensor begins that is no weight, but a part of a bucket of changes."""
 
@@ -84,18 +89,28 @@ class ChangesReceiver:
     """What a server knows of the changes that it is sent; one for each of its models."""
 
     def __init__(self):
+        self._refused: str | None = None
         self.version: str | None = None
         """What the last whole push of changes made; None: there was none, or it broke off."""
         self._push, self._next = "", {}
 
-    def begin(self, push: str, base: str, stages: int) -> None:
+    def begin(self, push: str, base: str, stages: int, code: str = "older", **others: object) -> None:
         """Expect the changes from version `base` to `push`, from so many pipeline stages.
 
-        Raises:
-            ValueError: the last changes made another version than `base`.
+        What does not fit is refused by `load`: an engine may not survive an exception here.
+
+        Args:
+            code: the trainer's CODE.
+            others: what a trainer of another version tells.
         """
-        if self.version not in (None, base):
-            raise ValueError(f"changes of {base!r} do not fit weights that are {self.version!r}")
+        self._refused = None
+        if code != CODE:
+            self._refused = (
+                f"this server's megatron-rl-corr is {CODE}, and the trainer's is {code}: install the "
+                "trainer's version in the server's environment, and start the server again"
+            )
+        elif self.version not in (None, base):
+            self._refused = f"changes of {base!r} do not fit weights that are {self.version!r}"
         self.version, self._push = None, push
         self._next: dict[int, int | None] = dict.fromkeys(range(stages), 0)
 
@@ -107,8 +122,10 @@ class ChangesReceiver:
             load_weights: the engine's own, which copies whole tensors to where they belong.
 
         Raises:
-            ValueError: it is not the stage's next bucket.
+            ValueError: it is not the stage's next bucket, or the changes do not fit this server.
         """
+        if self._refused is not None:
+            raise ValueError(self._refused)
         parts = list(named)
         headers = [json.loads(name.removeprefix(PREFIX)) for name, _ in parts[::2]]
         stage, number = headers[0]["stage"], headers[0]["number"]

@@ -7,6 +7,7 @@ import torch
 
 from megatron_rl_corr.engines.sglang import changes_loader
 from megatron_rl_corr.engines.weight_changes import (
+    CODE,
     PREFIX,
     ChangedTensor,
     ChangesReceiver,
@@ -72,7 +73,8 @@ def test_changes_when_loaded_then_the_model_is_the_one_that_everything_makes(dty
 
 
 def header(push, base, stages):
-    return [(json.dumps({"push": push, "base": base, "stages": stages}), torch.zeros(1))]
+    told = {"push": push, "base": base, "stages": stages, "code": CODE}
+    return [(json.dumps(told), torch.zeros(1))]
 
 
 def test_changes_when_a_tensor_did_not_change_then_it_may_still_come_with_another():
@@ -86,7 +88,7 @@ def test_changes_when_a_tensor_did_not_change_then_it_may_still_come_with_anothe
 @pytest.fixture
 def receiver():
     receiver = ChangesReceiver()
-    receiver.begin("1", "0", 2)
+    receiver.begin("1", "0", 2, CODE)
     return receiver
 
 
@@ -122,10 +124,18 @@ def test_changes_when_they_are_of_another_version_then_refused(receiver):
     for stage in (0, 1):
         receiver.load(end_of_stage(stage=stage, buckets=0), lambda weights: None)
     assert receiver.version == "1"
+    receiver.begin("2", "0", 2, CODE)
     with pytest.raises(ValueError, match="changes of '0' do not fit weights that are '1'"):
-        receiver.begin("2", "0", 2)
-    receiver.begin("2", "1", 2)
-    assert receiver.version is None  # until all have come
+        receiver.load(bucket(0, 0), lambda weights: [*weights])
+    assert receiver.version is None
+    receiver.begin("2", "1", 2, CODE)  # what a server has is not known after that, and the trainer proves it
+    receiver.load(bucket(0, 0), lambda weights: [*weights])
+
+
+def test_changes_when_the_trainer_has_other_code_then_refused_with_both(receiver):
+    receiver.begin("1", "0", 1, "0.0.9-12345678")
+    with pytest.raises(ValueError, match=f"is {CODE}, and the trainer's is 0.0.9-12345678: install"):
+        receiver.load(bucket(0, 0), lambda weights: [*weights])
 
 
 def test_only_numbers_when_a_source_is_broadcast_or_no_float_then_as_copying_does():

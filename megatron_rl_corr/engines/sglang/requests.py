@@ -11,6 +11,7 @@ from megatron_rl_corr.engines.sglang.changes_loader import LOADER
 from megatron_rl_corr.engines.sglang.tensors import serialized
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request, ServerRanks
+from megatron_rl_corr.engines.weight_changes import CODE
 
 PAUSE_MODES = ("abort", "in_place", "retract")
 
@@ -181,7 +182,7 @@ def update_weights_from_tensor(serialized_named_tensors: Sequence[str]) -> Reque
 
 def begin_changes(push: str, base: str, stages: int, *, ranks: ServerRanks) -> Request:
     """Have the server's --custom-weight-loader expect changes: `changes_loader.begin`."""
-    header = json.dumps({"push": push, "base": base, "stages": stages})
+    header = json.dumps({"push": push, "base": base, "stages": stages, "code": CODE})
     entry = serialized([(header, torch.zeros(1))])
     request = update_weights_from_tensor([entry] * ranks.tensor)
     return replace(request, json=(request.json or {}) | {"load_format": LOADER})
