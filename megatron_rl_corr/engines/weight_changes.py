@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr import __version__
 from megatron_rl_corr.engines.types import NamedTensor
@@ -139,12 +138,11 @@ class ChangesReceiver:
             self.version = self._push
         if headers[0]["parts"] == 0:
             return None
-        with OnlyNumbers():
-            return load_weights(
-                made
-                for header, (_, places), (_, values) in zip(headers, parts[::2], parts[1::2], strict=True)
-                for made in _whole(header["tensors"], places, values)
-            )
+        return load_weights(
+            made
+            for header, (_, places), (_, values) in zip(headers, parts[::2], parts[1::2], strict=True)
+            for made in _whole(header["tensors"], places, values)
+        )
 
 
 def _whole(told: Sequence[list], places: Tensor, values: Tensor) -> Iterator[NamedTensor]:
@@ -154,14 +152,24 @@ def _whole(told: Sequence[list], places: Tensor, values: Tensor) -> Iterator[Nam
         own = slice(begin, begin + count)
         whole.view(-1)[places[own].long()] = values[own]
         begin += count
-        yield name, whole
+        yield name, whole.as_subclass(ChangedValues)
 
 
-class OnlyNumbers(TorchDispatchMode):
-    """Within, copying one tensor into another leaves what it has where the source is NaN."""
+class ChangedValues(Tensor):
+    """A tensor whose NaN stand for no change: copied into another one, they leave what that has.
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.copy_.default and args[1].is_floating_point():
-            into, values = args[0], args[1].to(args[0].device)
-            args = (into, torch.where(values.isnan(), into, values.to(into.dtype)), *args[2:])
-        return func(*args, **(kwargs or {}))
+    What is cut out of it, turned or converted is one too, in any thread: loaders have several.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is Tensor.copy_ and not isinstance(args[0], cls):
+            into, values = args[0], args[1].as_subclass(Tensor).to(args[0].device)
+            return into.copy_(torch.where(values.isnan(), into, values.to(into.dtype)))
+        if func is Tensor.__setitem__ and not isinstance(args[0], cls):
+            into, place, values = args
+            now = into[place]
+            values = values.as_subclass(Tensor).to(now.device)
+            into[place] = torch.where(values.isnan(), now, values.to(now.dtype))
+            return None
+        return super().__torch_function__(func, types, args, kwargs or {})

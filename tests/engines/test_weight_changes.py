@@ -1,6 +1,7 @@
 """Changes of weights: a server that gets them has, bit by bit, what a server has that gets everything."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from megatron_rl_corr.engines.weight_changes import (
     CODE,
     PREFIX,
     ChangedTensor,
+    ChangedValues,
     ChangesReceiver,
-    OnlyNumbers,
     end_of_stage,
     packed,
 )
@@ -138,12 +139,18 @@ def test_changes_when_the_trainer_has_other_code_then_refused_with_both(receiver
         receiver.load(bucket(0, 0), lambda weights: [*weights])
 
 
-def test_only_numbers_when_a_source_is_broadcast_or_no_float_then_as_copying_does():
-    into, counts = torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64)
-    with OnlyNumbers():
-        into.copy_(torch.tensor([1.0, torch.nan, 2.0]))
-        counts.copy_(torch.tensor([4, 5]))
-    assert into.tolist() == [[1, 0, 2], [1, 0, 2]] and counts.tolist() == [4, 5]
+def test_changed_values_when_copied_in_any_way_and_thread_then_nan_leaves_what_was_there():
+    values = torch.tensor([[1.0, torch.nan, 2.0], [torch.nan, 4.0, torch.nan]]).as_subclass(ChangedValues)
+    into, counts = torch.zeros(4, 3), torch.zeros(2, dtype=torch.int64)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: into.narrow(0, 0, 2).copy_(values)).result()
+    into[2:] = values.flip(0).half()
+    into[torch.tensor([2, 3]), 0] = torch.cat([values[1, :1], values[1, :1]])
+    counts.copy_(torch.tensor([4, 5]))
+    assert into.tolist() == [[1, 0, 2], [0, 4, 0], [0, 4, 0], [1, 0, 2]] and counts.tolist() == [4, 5]
+    assert type(into) is torch.Tensor
+    whole = torch.empty_like(values).copy_(values)  # still of changes
+    assert type(whole) is ChangedValues and whole.isnan().sum() == 3
 
 
 def test_packed_when_dtypes_differ_then_places_and_values_of_each():
