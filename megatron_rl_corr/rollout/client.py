@@ -16,6 +16,7 @@ from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.health import ServerHealth
+from megatron_rl_corr.rollout.ingest.process import IngestProcess
 from megatron_rl_corr.rollout.retries import Retries
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, ServerPool
@@ -64,6 +65,7 @@ class RolloutClient(ServerControl):
             response in flight is computed anew where its weights change, and its routes from there on
             are known to be its own.
         decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
+        ingest_process: samples are asked for, and their answers parsed, in a process of their own.
 
     Raises:
         ValueError: an argument is out of its range, or no address.
@@ -93,16 +95,17 @@ class RolloutClient(ServerControl):
         replicas: int = 1,
         pushes_retract: bool = False,
         decode: Decode | None = None,
+        ingest_process: bool = False,
     ):
-        fleet = Fleet(
-            base_urls,
-            engine=engine,
-            timeout_s=timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            api_key=api_key,
-            ca_file=ca_file,
-            max_in_flight=max_concurrency,
-        )
+        arguments = {
+            "engine": engine,
+            "timeout_s": timeout_s,
+            "connect_timeout_s": connect_timeout_s,
+            "api_key": api_key,
+            "ca_file": ca_file,
+            "max_in_flight": max_concurrency,
+        }
+        fleet = Fleet(base_urls, **arguments)
         positive = {
             "vocab_size": vocab_size,
             "max_concurrency": max_concurrency,
@@ -138,6 +141,7 @@ class RolloutClient(ServerControl):
             replicas=replicas,
         )
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
+        self._ingest = IngestProcess(fleet, {"urls": fleet.urls, **arguments}) if ingest_process else None
         self._retries = Retries(
             fleet,
             pool,
@@ -150,6 +154,7 @@ class RolloutClient(ServerControl):
             keyed_cache=keyed_cache,
             pushes_retract=pushes_retract,
             decode=decode,
+            ingest=self._ingest,
         )
 
     def __repr__(self) -> str:
@@ -166,6 +171,8 @@ class RolloutClient(ServerControl):
         call opens another.
         """
         await self._health.close()
+        if self._ingest is not None:
+            await self._ingest.close()
         await self.fleet.close()
 
     async def find_servers(self, timeout_s: float) -> dict[str, str]:

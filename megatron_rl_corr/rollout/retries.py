@@ -4,18 +4,14 @@ P prompt tokens, R response tokens.
 """
 
 import asyncio
-import functools
 import logging
-import math
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron_rl_corr.engines import answer_size
-from megatron_rl_corr.engines.answers import reading
 from megatron_rl_corr.engines.errors import (
     RolloutError,
     RolloutProtocolError,
@@ -30,6 +26,7 @@ from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.blame import failure_of_sample, may_retry
 from megatron_rl_corr.rollout.health import ServerHealth
+from megatron_rl_corr.rollout.ingest.answer import Answer, Ingest, IngestHere
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
@@ -87,6 +84,7 @@ class Retries:
         keyed_cache: share cached prefixes only between requests for one weight version.
         pushes_retract: weights change in a pause of mode retract.
         decode: ids to text with special tokens, for stop texts.
+        ingest: sends the requests and parses their answers; None: in this process.
     """
 
     def __init__(
@@ -103,7 +101,9 @@ class Retries:
         keyed_cache: bool = False,
         pushes_retract: bool = False,
         decode: Decode | None = None,
+        ingest: Ingest | None = None,
     ):
+        self._ingest = IngestHere(fleet) if ingest is None else ingest
         self._fleet, self._pool, self._health, self._counts = fleet, pool, health, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
         self._keyed_cache, self._pushes_retract, self._decode = keyed_cache, pushes_retract, decode
@@ -302,37 +302,32 @@ class Retries:
     ) -> Trajectory:
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
-        engine = self._fleet.engine_of(server.url)
-        parse = functools.partial(
-            engine.parse,
-            prompt_ids=ids,
-            server=server.url,
-            max_new_tokens=sampling.max_new_tokens,
-            truncated=sampling.needs_mask,
-            experts=self._experts,
-            pushes_retract=self._pushes_retract,
-            **names,
+        parse = names | {
+            "prompt_ids": ids,
+            "max_new_tokens": sampling.max_new_tokens,
+            "truncated": sampling.needs_mask,
+            "experts": self._experts,
+            "pushes_retract": self._pushes_retract,
+        }
+        sending = asyncio.ensure_future(
+            self._ingest.answer(server.url, request, parse, timed=trace is not None)
         )
-        # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
-        sending = asyncio.ensure_future(self._fleet.send(server.url, request, timeout_s=math.inf))
         try:
             async with asyncio.timeout(None) as scope:
                 server.scopes[scope] = asyncio.get_running_loop().time()
                 try:
-                    _, body = await asyncio.shield(sending)
+                    answer = await asyncio.shield(sending)
                 finally:
                     del server.scopes[scope]
         except TimeoutError:  # it was abandoned
             sending.cancel()
             raise RolloutServerError(server.url, request.endpoint, None, server.silence.detail) from None
         except asyncio.CancelledError:
-            await self._cut(server, request_id, sending, parse)
+            await self._cut(server, request_id, sending)
             raise
-        answered = clock()
-        with reading(server.url, request.endpoint):
-            part = replace(parse(body), engine=self._fleet.name_of(server.url))
-            if trace is not None:
-                trace.answered, trace.server_times = answered, engine.server_times(body)
+        part = replace(answer.part, prompt_ids=ids)  # samples share them
+        if trace is not None:
+            trace.answered, trace.server_times = clock(), answer.server_times
         # The weights may have been updated in flight, also more than once: by this trainer, and
         # not by another one.
         if sent_for >= 0 and part.output_ids.numel():
@@ -349,9 +344,7 @@ class Retries:
             self._counts.prefilled += max(0, ids.numel() - part.cached_tokens)
         return part
 
-    async def _cut(
-        self, server: Server, request_id: str, sending: asyncio.Future, parse: Callable[[bytes], Trajectory]
-    ) -> None:
+    async def _cut(self, server: Server, request_id: str, sending: asyncio.Future[Answer]) -> None:
         """End a request that nobody waits for; the server would go on with it, also while weights change."""
         self._counts.cut += 1
         abort = self._fleet.engine_of(server.url).abort_request
@@ -360,9 +353,7 @@ class Retries:
                 while not sending.done():
                     await self._fleet.send(server.url, abort(request_id))
                     await asyncio.wait([sending], timeout=CUT_POLL_S)
-            _, body = sending.result()
-            with reading(server.url, ""):
-                self._counts.cut_tokens += parse(body).output_ids.numel()
+            self._counts.cut_tokens += sending.result().part.output_ids.numel()
         except (RolloutError, TimeoutError, UnsupportedByEngine):
             pass  # it ends with its connection, where the server notices that
         finally:
