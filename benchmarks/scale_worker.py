@@ -124,6 +124,7 @@ def main() -> None:
         )
         planned = exporter.planned()
         found = push(asked, exporter, planned, counts, loop)
+    found["own_bytes"] = sum(parameter.tensor.nbytes for parameter in parameters)
     found["request_s"] = seconds_per_request(asked["servers"]) if exporter.leads else None
     print(json.dumps(found))
 
@@ -155,7 +156,6 @@ def push(
     sent = counts.sent["broadcast", "servers"]
     return {
         "sends": exporter.sends,
-        "own_bytes": sum(p.tensor.nbytes for p in exporter._parameters),
         "tensors": len(planned),
         "planned_bytes": len(json.dumps(planned)),
         "sent_to_servers": sent,

@@ -29,6 +29,7 @@ KINDS = {
     "memory_left_released": "the trainer ended while servers had released their memory to it",
     "server_not_compared": "a server's log-probs were not compared with the trainer's after a push",
     "push_repeated": "a push failed, and everything is sent again to the servers that answer",
+    "changes_given_up": "pushes send everything from now on, as sending changes alone was not right",
     "local_fault": "this process or its host could reach no server: it had no descriptor, port, memory or "
     "resolver",
     "request_retried": "a request failed, and its sample was asked for at another server",

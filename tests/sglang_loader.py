@@ -14,6 +14,7 @@ from sglang.srt.model_loader import get_model
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import prepare_server_args
 
+from megatron_rl_corr.models.architectures import FAMILIES, ends
 from tools.cpu import sglang_arguments
 from tools.local_server import free_port
 
@@ -83,3 +84,17 @@ def load_model(arguments, rank=0, *, draft=False):
         get_model_runner=None,
     )
     return LoadedModel(model, updater)
+
+
+def units_of(weights, config):
+    """As an exporter has them: what servers fuse and want in one request stands together."""
+    rows = [
+        *ends(config, config["vocab_size"]),
+        *(r for part in FAMILIES[config["model_type"]] for r in part(config)),
+    ]
+    left, units = dict(weights), []
+    for layer in range(config["num_hidden_layers"]):
+        for together in {row.sent_with for row in rows if row.sent_with}:
+            names = [name.format(L=layer) for name in together]
+            units.append([(name, left.pop(name)) for name in names])
+    return units + [[named] for named in left.items()]

@@ -14,7 +14,12 @@ from megatron_rl_corr.engines.concurrency import (
     poll_until,
     raise_first,
 )
-from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError, may_be_gone
+from megatron_rl_corr.engines.errors import (
+    RolloutError,
+    RolloutProtocolError,
+    RolloutServerError,
+    may_be_gone,
+)
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
@@ -187,6 +192,9 @@ class ServerControl:
     async def begin_changes(self, push: str, base: str, stages: int) -> list[dict[str, Any]]:
         """Expect in the open session buckets of changes alone, which make version `push` of `base`."""
         infos = await self.server_info()
+        for url, info in zip(self.base_urls, infos, strict=True):
+            if (problem := self.engine_of(url).changes_problem(info)) is not None:
+                raise RolloutProtocolError(url, self.engine_of(url).server_info().endpoint, problem)
         return await all_or_raise_first(
             self.ask(url, engine.begin_changes(push, base, stages, ranks=engine.ranks(url, info)))
             for url, info in zip(self.base_urls, infos, strict=True)

@@ -40,14 +40,8 @@ class ChangedTensor:
     """[C], in its dtype."""
 
     @classmethod
-    def of(cls, name: str, whole: Tensor) -> ChangedTensor:
-        """What is a number in a tensor that is NaN where nothing changed; `name` is for the error.
-
-        Raises:
-            ValueError: it has more elements than 32 bits can count.
-        """
-        if whole.numel() >= 2**31:
-            raise ValueError(f"{name} has 2^31 elements or more, which pushes of changes do not count")
+    def of(cls, whole: Tensor) -> ChangedTensor:
+        """What is a number in a tensor of less than 2^31 values that is NaN where nothing changed."""
         flat = whole.reshape(-1)
         places = flat.isnan().logical_not_().nonzero()[:, 0]
         return cls(tuple(whole.shape), places.int(), flat[places])

@@ -42,7 +42,7 @@ from megatron_rl_corr.reduce.restarts import is_restart
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.weight_sync.changes import DeltaPushes
+from megatron_rl_corr.weight_sync.changes import DeltaPushes, check_sizes
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.drafts import NO_DRAFTS, DraftLayers, find_drafting
@@ -204,7 +204,8 @@ def reach_servers(
     deltas = None
     if options.push == "delta":
         deltas = DeltaPushes(exporter, full_every=options.push_full_every)
-        _check_deltas(client, loop, quantization)
+        _check_deltas(client, loop, quantization, drafts)
+        all_reduce_startup(lambda: check_sizes(exporter.planned()))
     return WeightPush(
         exporter, servers, run_id, int(bucket_mib * 2**20), reference, features, deltas, colocation
     )
@@ -281,7 +282,9 @@ def _weight_servers(
 
 
 @collective
-def _check_deltas(client: RolloutClient, loop: LoopThread, quantization: BlockFP8 | None) -> None:
+def _check_deltas(
+    client: RolloutClient, loop: LoopThread, quantization: BlockFP8 | None, drafts: DraftLayers
+) -> None:
     """Raise StartupError on rank 0 where a server can't take pushes of changes, PeerFailure on others."""
 
     def ask() -> None:
@@ -289,6 +292,11 @@ def _check_deltas(client: RolloutClient, loop: LoopThread, quantization: BlockFP
             raise StartupError(
                 "--rollout-push delta: the servers have FP8 weights, whose scales change with their blocks, "
                 "and changes of these are not sent; use full"
+            )
+        if drafts.sent:
+            raise StartupError(
+                "--rollout-push delta: the servers draft with the layers of --mtp-num-layers, whose arrival "
+                "is seen by pushes of all of them only; use full, or leave out --mtp-num-layers"
             )
         control = client.control(client.base_urls)
         for url, info in zip(control.base_urls, loop.call(control.server_info()), strict=True):

@@ -6,8 +6,8 @@ P parameters of this rank, C changed values of one of them.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,11 +20,11 @@ from megatron_rl_corr.reduce.collectives import all_reduce, collective, exchange
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.weight_sync.export import Members, Part, StageExporter
 
-MOST_CHANGED = 0.25
+MOST_CHANGED = 0.1
 """Above this share of changed values all are sent: a place takes 4 bytes, a value 2 in 16 bits."""
+MOST_FAILURES = 3
+"""Failed pushes of changes after which none is tried any more."""
 _BITS = {2: torch.int16, 4: torch.int32}
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class Changes:
     base: str
     share: float
     """Changed values over all values of the model."""
+    due: bool
+    """A push of everything follows, by which these are judged."""
     places: Sequence[Tensor | None]
     """[P] of [C] int32: where this rank's shards differ; None: another rank sends that parameter."""
     counts: Sequence[Sequence[int]] = field(default=(), repr=False)
@@ -96,7 +98,8 @@ class DeltaPushes:
         self._pushed: list[Tensor | None] | None = None
         """This rank's shards as the servers have them, in the host's memory."""
         self._version, self._since_full = "", 0
-        self._refused = 0
+        self._proven = self._given_up = False
+        self._failures = 0
         self.share = 1.0
         """Values that the last push sent over all of the model."""
 
@@ -105,41 +108,40 @@ class DeltaPushes:
     def changes(self, *, same_servers: bool) -> Changes | None:
         """What the next push sends; None: everything. Every rank calls it.
 
-        Everything goes to servers that are not proven to have the last weights, every `full_every` pushes,
-        where more than MOST_CHANGED of the values changed, and where one is NaN, which stands for no change.
+        Everything goes to servers that are not proven to have the last weights, where more than MOST_CHANGED
+        of the values changed, where one is NaN, which stands for no change, and after MOST_FAILURES.
 
         Args:
             same_servers: all servers of this push took the last one; the same on all ranks.
         """
-        if self._pushed is None or not same_servers or self._since_full + 1 >= self._full_every:
+        if self._pushed is None or not same_servers or self._given_up:
             return None
-        places: list[Tensor | None] = []
         found = torch.zeros(3, dtype=torch.float64, device=communication_device())  # changed, all, NaN
-        for shard, before in zip(self._shards(), self._pushed, strict=True):
-            if shard is None or before is None:
-                places.append(None)
-                continue
-            bits = _BITS[shard.element_size()]
-            differs = shard.view(bits) != before.to(shard.device, non_blocking=True).view(bits)
-            where = differs.view(-1).nonzero()[:, 0].int()
-            places.append(where)
-            nan = shard.reshape(-1)[where.long()].isnan().any()
-            found += torch.stack(
-                [
-                    nan.new_full((), len(where), dtype=torch.float64),
-                    nan.new_full((), shard.numel(), dtype=torch.float64),
-                    nan.double(),
-                ]
-            )
+        shards = self._shards()
+        for shard, before in zip(shards, self._pushed, strict=True):
+            if shard is not None and before is not None:
+                differs = _differs(shard, before)
+                found[0] += differs.count_nonzero()
+                found[1] += shard.numel()
+                found[2] += shard.isnan().any()
         changed, every, nan = all_reduce(found, dist.group.WORLD).tolist()
-        counts = self._gather_counts(places)
         if nan or changed > MOST_CHANGED * every:
             return None
-        return Changes(self._version, changed / every, places, counts)
+        places = [
+            None if shard is None or before is None else _differs(shard, before).nonzero()[:, 0].int()
+            for shard, before in zip(shards, self._pushed, strict=True)
+        ]
+        due = not self._proven or self._since_full + 1 >= self._full_every
+        return Changes(self._version, changed / every, due, places, self._gather_counts(places))
 
     @torch.no_grad()
     def note_pushed(self, version: str, changes: Changes | None) -> None:
-        """Remember what the servers now have; call it once that is proven."""
+        """Remember what the servers now have; call it once that is proven.
+
+        Args:
+            version: of the weights.
+            changes: that were sent alone; None: everything was.
+        """
         self._since_full = 0 if changes is None else self._since_full + 1
         self.share = 1.0 if changes is None else changes.share
         self._version, shards = version, self._shards()
@@ -150,9 +152,21 @@ class DeltaPushes:
             if before is not None and shard is not None:
                 before.copy_(shard)
 
-    def forget(self) -> None:
-        """A push failed: what the servers have is not known, so that the next one sends everything."""
+    def note_proof(self, is_right: bool) -> None:
+        """Servers had the same checksums after changes and after everything behind them, or not."""
+        self._proven, self._given_up = is_right, not is_right
+
+    def note_failure(self, of_changes: bool) -> bool:
+        """A push failed, so that what the servers have is not known, and the next one sends everything.
+
+        Returns:
+            True if no push sends changes alone from now on, as this was the last of MOST_FAILURES of them.
+        """
         self._pushed = None
+        self._failures += of_changes
+        ended = of_changes and self._failures == MOST_FAILURES
+        self._given_up = self._given_up or ended
+        return ended
 
     def _shards(self) -> list[Tensor | None]:
         """[P]: what the sender gathers of this rank."""
@@ -180,9 +194,26 @@ class DeltaPushes:
         return [of_group[id(members)][number] for number, members in enumerate(found)]
 
 
+def check_sizes(shapes: Mapping[str, Sequence[int]]) -> None:
+    """ValueError for a tensor with more values than places can count.
+
+    Args:
+        shapes: Hugging Face name -> shape.
+    """
+    for name, shape in shapes.items():
+        if math.prod(shape) >= 2**31:
+            raise ValueError(f"`push` delta: {name} has 2^31 values or more; use full")
+
+
+def _differs(shard: Tensor, before: Tensor) -> Tensor:
+    """[numel] bool: where the bits differ."""
+    bits = _BITS[shard.element_size()]
+    return (shard.view(bits) != before.to(shard.device).view(bits)).view(-1)
+
+
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in the host's memory, from where a GPU can fetch it by itself."""
-    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+    """A copy in the host's memory."""
+    return torch.empty_like(tensor, device="cpu").copy_(tensor)
 
 
 def changed_units(units: Iterable[list[NamedTensor]]) -> Iterator[list[tuple[str, ChangedTensor]]]:
@@ -192,6 +223,6 @@ def changed_units(units: Iterable[list[NamedTensor]]) -> Iterator[list[tuple[str
         units: of `StageExporter.units` with `Changes.gather_changed`: NaN where nothing changed.
     """
     for unit in units:
-        changed = [(name, ChangedTensor.of(name, whole)) for name, whole in unit]
+        changed = [(name, ChangedTensor.of(whole)) for name, whole in unit]
         if any(len(one.places) for _, one in changed):
             yield changed

@@ -13,6 +13,7 @@ from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerE
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.models.quantization import BlockFP8
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.coverage import Coverage
@@ -101,6 +102,8 @@ class WeightServers:
         """Servers of which this update has told that they miss it."""
         self._found: dict[str, str] = {}
         """What each server called its weights before this update."""
+        self.read: dict[str, list[ServerChecksums]] = {}
+        """Rank 0: `checksums` of the last update, by engine."""
         self.same_as_before = False
         """All servers of this update took the last one, and have its weights."""
         self.planned: dict[str, list[int]] | None = None
@@ -196,6 +199,7 @@ class WeightServers:
 
     def start(self, version: str) -> None:
         """Prepare the transport; rank 0 calls it before anything is sent."""
+        self.read = {}
         self._started = version
         self.transport.start(version)
 
@@ -262,6 +266,12 @@ class WeightServers:
             verifier.keep(self.drafts.verified(bucket), version)
             verifier.note_drafts(self.drafts.drafting(bucket))
 
+    @collective
+    def share_sample(self) -> None:
+        """Have all ranks choose the same for `is_compared`, whatever each of them has counted; once."""
+        for verifier in self.verifiers.values():
+            verifier.share_elements()
+
     def is_compared(self, name: str, version: str) -> bool:
         """True if a tensor is compared after the push of this version, as far as it fits; on every rank."""
         return any(verifier.chooses(name, version) for verifier in self.verifiers.values())
@@ -320,6 +330,7 @@ class WeightServers:
         found = {}
         for name, servers in self._control.by_engine().items():
             found[name] = self._loop.call(self.verifiers[name].read(servers))
+            self.read[name] = found[name]
             self.loaded |= {one.url: one.fingerprint() for one in found[name]}
             if self.coverage is not None:
                 self.coverage.check_servers(found[name], self._control.fleet.engines[name])

@@ -86,12 +86,15 @@ def push_weights(
         try:
             _push_once(exporter, servers, version, bucket_bytes, changes)
             if deltas is not None:
+                if changes is not None and changes.due:
+                    _prove_changes(exporter, servers, version, bucket_bytes, deltas)
+                    changes = None
                 deltas.note_pushed(version, changes)
             return
         except (*_FAILURES, PeerFailure) as error:
             of_changes, changes = changes is not None, None
-            if deltas is not None:
-                deltas.forget()
+            if deltas is not None and deltas.note_failure(of_changes) and exporter.leads:
+                _tell_end_of_changes(version, "too many of them failed")
             before = set(servers.urls)
             passes = _use_servers_that_answer(exporter, servers, error)
             gone = before - set(servers.urls)
@@ -105,6 +108,35 @@ def push_weights(
         except BaseException as error:
             _abandon(exporter, servers, error)
             raise
+
+
+@collective
+def _prove_changes(
+    exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, deltas: DeltaPushes
+) -> None:
+    """Send everything behind the changes, under the same version: no parameter of a server may change by it.
+
+    Its loaders, and what it makes of weights for its kernels, are the server's own, and of a large model only
+    a sample is compared with the trainer's weights.
+    """
+    before, urls = servers.read, servers.urls
+    _use_reachable_servers(exporter, servers)
+    _push_once(exporter, servers, version, bucket_bytes)
+    if servers.urls != urls:  # the next push of changes is judged instead
+        return
+    differs = torch.tensor(
+        float(exporter.leads and not (before and all(before.values()) and before == servers.read)),
+        device=communication_device(),
+    )
+    dist.all_reduce(differs, op=dist.ReduceOp.MAX)
+    deltas.note_proof(not differs)
+    if differs and exporter.leads:
+        _tell_end_of_changes(version, "servers had other weights by them than by everything")
+
+
+def _tell_end_of_changes(version: str, why: str) -> None:
+    logger.warning("from version %s on every push sends everything, not changes alone: %s", version, why)
+    EVENTS.tell("changes_given_up", why, version=version)
 
 
 @collective
@@ -128,7 +160,13 @@ def _push_once(
     if changes is not None:
         _led_by_first_rank(exporter, partial(servers.begin_changes, changes.base, exporter.num_stages))
     for stage in range(exporter.num_stages):
-        _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage, prepared)
+        if prepared is None:
+            _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage)
+        else:
+            _send_packed(servers, prepared if exporter.sends and stage == exporter.stage else [])
+    if prepared is not None and coverage is not None and exporter.sends:
+        # what is not in a bucket has not changed
+        coverage.count_names(servers.drafts.planned(exporter.planned()))
     if coverage is not None:
         coverage.check_all_sent()
     if not transport.in_session:
@@ -260,7 +298,6 @@ def _send_stage_by_stage(
     version: str,
     bucket_bytes: int,
     stage: int,
-    prepared: list[list[NamedTensor]] | None,
 ) -> None:
     """One stage sends; its failure is raised on every rank.
 
@@ -277,10 +314,7 @@ def _send_stage_by_stage(
         if next(parameters) % PARAMETERS_BETWEEN_MEETINGS == 0:
             all_reduce_done(False, None)
 
-    if prepared is None:
-        all_reduce_failure(_send_stage(exporter, servers, version, bucket_bytes, meet))
-        return
-    all_reduce_failure(_send_packed(exporter, servers, prepared) if exporter.sends else None)
+    all_reduce_failure(_send_stage(exporter, servers, version, bucket_bytes, meet))
 
 
 @collective
@@ -319,26 +353,30 @@ def _packed_changes(
     return [*made, end_of_stage(stage=exporter.stage, buckets=len(made))] if exporter.sends else []
 
 
-def _send_packed(
-    exporter: StageExporter, servers: WeightServers, prepared: list[list[NamedTensor]]
-) -> Exception | None:
-    """On a sender: send its stage's buckets of changes."""
+@collective
+def _send_packed(servers: WeightServers, prepared: list[list[NamedTensor]]) -> None:
+    """Send a stage's buckets of changes; every rank calls it, all but its sender with none.
 
-    def send() -> None:
-        device = communication_device()
-        for bucket in prepared:
-            servers.send_changes([(name, tensor.to(device, non_blocking=True)) for name, tensor in bucket])
-
-    error = _failure_of(send)
-    last = _failure_of(servers.finish)
-    if servers.coverage is not None:  # what is not in a bucket has not changed
-        servers.coverage.count_names(servers.drafts.planned(exporter.planned()))
-    return error or last
+    All meet after each bucket: servers may take long.
+    """
+    device, error = communication_device(), None
+    for bucket in prepared:
+        sent = [(name, tensor.to(device)) for name, tensor in bucket]
+        error = _failure_of(partial(servers.send_changes, sent))
+        if error is not None:
+            break
+        all_reduce_done(False, None)
+    if prepared:
+        last = _failure_of(servers.finish)
+        error = error or last
+    while not all_reduce_done(True, error):
+        pass
 
 
 @collective
 def _keep_for_comparison(exporter: StageExporter, servers: WeightServers, version: str) -> None:
     """Gather, before any server is paused, the weights that will be compared with the servers' checksums."""
+    servers.share_sample()
     names = exporter.names()
     kept = [any(servers.is_compared(name, version) for name in own) for own in names]
     for unit in servers.drafts.without_unsent(exporter.units(only=kept.__getitem__)):

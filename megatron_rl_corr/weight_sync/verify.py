@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from megatron_rl_corr.engines.checksums import cpu_checksum
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor, Part, ServerChecksums
+from megatron_rl_corr.reduce.collectives import collective
+from megatron_rl_corr.reduce.failure import communication_device
 
 KEPT_BYTES = 256 * 2**20
 _SHOWN = 5
@@ -64,6 +67,7 @@ class PushVerifier:
     def __init__(self, engine: Engine, elements: int, *, kept_bytes: int = KEPT_BYTES):
         self._engine = engine
         self._elements = max(1, elements)
+        self._is_shared = False
         self._limit = kept_bytes
         self._matched: set[tuple[tuple, str]] = set()
         """(a server's layout, parameter) whose checksum was once as expected."""
@@ -106,6 +110,14 @@ class PushVerifier:
     def note_drafts(self, bucket: Sequence[NamedTensor]) -> None:
         """Remember which layers of a draft model are sent."""
         self._sent_drafts += [cpu_checksum(tensor) for _, tensor in bucket]
+
+    @collective
+    def share_elements(self) -> None:
+        """Take the largest number that a rank has counted, as hosts may have other files; once."""
+        if not self._is_shared:
+            shared = torch.tensor(self._elements, device=communication_device())
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+            self._elements, self._is_shared = int(shared), True
 
     def chooses(self, name: str, version: str) -> bool:
         """True if `keep` keeps this tensor of 16 bits of that version, as far as it fits."""

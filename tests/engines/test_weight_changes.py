@@ -21,7 +21,7 @@ from megatron_rl_corr.engines.weight_changes import (
 def between(old, new):
     """ChangedTensor of two versions of a tensor."""
     bits = {2: torch.int16, 4: torch.int32}[new.element_size()]
-    return ChangedTensor.of("w", torch.where(old.view(bits) != new.view(bits), new, torch.nan))
+    return ChangedTensor.of(torch.where(old.view(bits) != new.view(bits), new, torch.nan))
 
 
 def bits(tensor):
@@ -81,7 +81,7 @@ def header(push, base, stages):
 def test_changes_when_a_tensor_did_not_change_then_it_may_still_come_with_another():
     model = Model(OLD, torch.ones(2))
     changes_loader.begin(model, header("1", "0", 1))
-    same = ChangedTensor.of("v", torch.full((2,), torch.nan))
+    same = ChangedTensor.of(torch.full((2,), torch.nan))
     model.load_weights(packed([("w", between(OLD, NEW)), ("v", same)], stage=0, number=0))
     assert model.rows[0].tolist() == [1, 1] and bits(model.second) == bits(NEW[:, 2:].t().bfloat16())
 

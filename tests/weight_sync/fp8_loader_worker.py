@@ -19,14 +19,13 @@ from sglang.srt.utils.weight_checker import WeightChecker
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.types import ServerChecksums
-from megatron_rl_corr.models.architectures import FAMILIES, ends
 from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.models.quantization import SCALE, BlockFP8
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.export import buckets
 from megatron_rl_corr.weight_sync.quantization import quantised_units
 from megatron_rl_corr.weight_sync.verify import make_verifiers
-from tests.sglang_loader import load_model, start_rank
+from tests.sglang_loader import load_model, start_rank, units_of
 from tools.local_server import free_port
 
 ENGINE = load_engine("sglang")
@@ -41,20 +40,6 @@ def state(loaded):
 
 def same(one, other):
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(one.float(), other.float())
-
-
-def units_of(weights, config):
-    """As an exporter has them: what servers fuse and want in one request stands together."""
-    rows = [
-        *ends(config, config["vocab_size"]),
-        *(r for part in FAMILIES[config["model_type"]] for r in part(config)),
-    ]
-    left, units = dict(weights), []
-    for layer in range(config["num_hidden_layers"]):
-        for together in {row.sent_with for row in rows if row.sent_with}:
-            names = [name.format(L=layer) for name in together]
-            units.append([(name, left.pop(name)) for name in names])
-    return units + [[named] for named in left.items()]
 
 
 def judge(plain, fp8, rank, size, port):

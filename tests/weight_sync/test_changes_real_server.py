@@ -2,12 +2,14 @@
 what goes wrong on the way is found and mended by one.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.models.layouts import Replicated
 from megatron_rl_corr.models.names import ParameterRule
@@ -82,6 +84,9 @@ def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is
     everything = sum(tensor.nbytes for tensor in trainer.weights.values())
     trainer.push_changes("0")
     assert sum(trainer.sent) == everything and trainer.deltas.share == 1
+    trainer.train(seed=9)
+    trainer.push_changes("proof")
+    assert everything < sum(trainer.sent) < 1.05 * everything and trainer.deltas.share == 1
     for number in range(1, 4):
         trainer.train(seed=number)
         after = trainer.push_changes(str(number))
@@ -93,6 +98,7 @@ def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is
 
 def test_push_when_nothing_or_most_changed_then_nothing_or_everything_is_sent(trainer):
     trainer.push_changes("0")
+    trainer.push_changes("proof")
     before = trainer.checksums()
     assert trainer.push_changes("1") == before and sum(trainer.sent) == 4 and trainer.deltas.share == 0
     trainer.train(seed=5, share=0.5)
@@ -106,7 +112,8 @@ def test_push_when_nothing_or_most_changed_then_nothing_or_everything_is_sent(tr
 @pytest.mark.parametrize("way", ["lost", "doubled", "reordered", "spoilt", "not copied"])
 def test_push_when_changes_go_wrong_then_it_is_found_and_everything_is_sent(trainer, monkeypatch, way):
     trainer.push_changes("0")
-    trainer.train(seed=11, share=0.2)
+    trainer.push_changes("proof")
+    trainer.train(seed=11, share=0.09)
     sent, send_changes = [], trainer.servers.send_changes
 
     def planted(bucket):
@@ -147,7 +154,48 @@ def test_push_when_the_server_has_other_weights_or_it_is_time_then_everything_is
     assert trainer.deltas.share == 1
     trainer.deltas = DeltaPushes(trainer.exporter, full_every=3)
     shares = []
-    for number in range(2, 8):
+    for number in range(2, 10):
         trainer.push_changes(str(number))
         shares.append(trainer.deltas.share)
-    assert shares == [1, 0, 0, 1, 0, 0]
+    # The first, then what proves the changes; of three pushes one sends everything, and proves them again.
+    assert shares == [1, 1, 0, 0, 1, 0, 0, 1]
+
+
+def test_push_when_everything_makes_other_weights_than_changes_then_no_push_sends_changes_any_more(trainer):
+    trainer.push_changes("0")
+    trainer.train(seed=7)
+    read = trainer.verifier.read
+
+    async def planted(servers):
+        found = await read(servers)
+        if trainer.deltas._pushed is not None and len(trainer.sent) < 3:  # after the changes
+            [server] = found
+            (rank, sums), *others = server.ranks
+            name = next(iter(sums))
+            found = [replace(server, ranks=((rank, sums | {name: "another"}), *others))]
+        return found
+
+    trainer.verifier.read, trainer.verifier.compare = planted, lambda checksums: None
+    trainer.push_changes("proof")
+    assert EVENTS.counts["changes_given_up"] >= 1
+    trainer.push_changes("1")
+    assert trainer.deltas.share == 1 and len(trainer.sent) > 2
+
+
+def test_push_when_changes_fail_again_and_again_then_they_are_not_tried_any_more(trainer):
+    trainer.push_changes("0")
+    trainer.push_changes("proof")
+
+    def fails(bucket):
+        raise RolloutServerError("http://a", "/update", 400, "no")
+
+    trainer.servers.send_changes = fails
+    given_up = EVENTS.counts.get("changes_given_up", 0)
+    for number in range(3):
+        assert EVENTS.counts.get("changes_given_up", 0) == given_up
+        trainer.push_changes(f"failed {number}")
+        assert trainer.deltas.share == 1
+    assert EVENTS.counts["changes_given_up"] == given_up + 1
+    repeated = EVENTS.counts["push_repeated"]
+    trainer.push_changes("everything")
+    assert EVENTS.counts["push_repeated"] == repeated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import chain, islice
 
 from torch import nn
 
@@ -27,11 +28,12 @@ def begin(model: nn.Module, named: Sequence[NamedTensor]) -> None:
         receiver, load_weights = ChangesReceiver(), model.load_weights
 
         def load(weights: Iterable[NamedTensor], *arguments, **options):
-            weights = list(weights)
-            if weights and weights[0][0].startswith(PREFIX):
-                return receiver.load(weights, load_weights)
+            rest = iter(weights)
+            first = list(islice(rest, 1))
+            if first and first[0][0].startswith(PREFIX):
+                return receiver.load([*first, *rest], load_weights)
             receiver.version = None  # a push of everything
-            return load_weights(weights, *arguments, **options)
+            return load_weights(chain(first, rest), *arguments, **options)
 
         model.rl_corr_changes, model.load_weights = receiver, load
     receiver.begin(**json.loads(header))

@@ -74,6 +74,8 @@ def remedy(endpoint: str, status: int, detail: str) -> str:
 
 def changes_problem(server_info: Mapping[str, Any]) -> str | None:
     """Why it can't take pushes of changes alone, with the remedy; None: it can."""
+    if quantization(server_info) is not None or server_info.get("load_format") == _QUANTISES_UPDATES:
+        return "it quantises what it is sent, all of a tensor at once; use `push` full"
     if LOADER in (server_info.get("custom_weight_loader") or ()):
         return None
     return (
