@@ -28,10 +28,10 @@ from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.correction import machine_name  # noqa: E402
-from benchmarks.ingest import MODELS, PROMPT, VOCAB_SIZE, answer, routed_answer  # noqa: E402
-from megatron_rl_corr.engines.routes import ExpertShape  # noqa: E402
-from megatron_rl_corr.rollout import RolloutClient, SamplingParams  # noqa: E402
+from benchmarks.correction import machine_name
+from benchmarks.ingest import MODELS, PROMPT, VOCAB_SIZE, answer, routed_answer
+from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 
 WAYS = ("bare aiohttp and orjson", "in this process", "ingest process")
 
@@ -65,7 +65,7 @@ def main() -> None:
 def measured(
     way: str, body: bytes, shape: ExpertShape | None, length: int, samples: int, in_flight: int
 ) -> tuple[float, float, list[float]]:
-    """(processor seconds of this process a sample, of its ingest process, how late the loop was each time)."""
+    """(processor seconds of this process a sample, of its ingest process, how late the loop was)."""
     ports = get_context("fork").SimpleQueue()
     server = get_context("fork").Process(target=serve, args=(body, ports), daemon=True)
     server.start()

@@ -81,6 +81,11 @@ class ServersConfig(Options):
     the end of an update.
     """
 
+    ingest_process: bool = False
+    """Ask for samples, and read their answers, in a process beside each data-parallel replica: answers with
+    routed experts, of a hundred megabytes, then cost the trainer's interpreter some milliseconds.
+    """
+
     max_retries: Annotated[int, Between(0)] = option(3, metavar="N")
     """Failed requests of one sample that are asked again."""
 
@@ -96,6 +101,8 @@ class ServersConfig(Options):
     def check(self) -> None:
         if self.engine in OVER_HTTP:
             check_urls_of("`urls`", self.urls)
+        elif self.ingest_process:
+            raise ValueError(f"`ingest_process` has no effect on `engine` {self.engine}; leave it out")
 
     def check_key(self) -> None:
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):

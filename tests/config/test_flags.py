@@ -92,6 +92,7 @@ DEFAULTS = CLIENT | {
     "max_first_step_kl": None,
     "bucket_mib": None,
     "push": "full",
+    "ingest_process": False,
     "push_full_every": 20,
     "log_dir": None,
     "save_trajectories": None,

@@ -14,11 +14,11 @@ import torch
 from aiohttp import web
 
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.rollout import SamplingParams
+from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.ingest import messages
 from tests.stand_in_server import answer, one_token
 
-SHAPE = ExpertShape(num_layers=3, layers=(1, 2), top_k=2, experts=8)
+SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 
 
 @pytest.fixture
@@ -189,3 +189,27 @@ def test_process_when_this_one_dies_then_it_ends(tmp_path):
     while psutil.pid_exists(pid) and time.monotonic() < end:
         time.sleep(0.05)
     assert not psutil.pid_exists(pid)
+
+
+def test_routes_when_of_a_real_server_then_those_that_this_process_reads(keeping_server):
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
+
+    async def sampled(ingest_process):
+        client = RolloutClient(
+            [keeping_server.url],
+            vocab_size=83,
+            experts=SHAPE,
+            ingest_process=ingest_process,
+            max_concurrency=8,
+        )
+        async with client:
+            return await client.generate([prompt], SamplingParams(6, ignore_eos=True), samples_per_prompt=8)
+
+    there, here = asyncio.run(sampled(True)), asyncio.run(sampled(False))
+    assert children() == []
+    for one in there:
+        assert one.routed_experts.shape == (len(prompt) + 5, 4, 2) and one.routed_experts.dtype == torch.uint8
+        assert len(one.output_ids) == 6 and one.rollout_logprobs.isfinite().all()
+        # What a prompt's tokens are sent to depends on no sample.
+        assert torch.equal(one.routed_experts[:7], here[0].routed_experts[:7])
+    assert all(one.prompt_ids is there[0].prompt_ids for one in there)
