@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.quiet import only_tables  # noqa: E402
 from megatron_rl_corr.weight_sync.export import default_bucket_mib  # noqa: E402
 
 WORKER = ROOT / "benchmarks/scale_worker.py"
@@ -204,4 +205,5 @@ def counted_rank(user: dict, rank: int, package: Path) -> dict:
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

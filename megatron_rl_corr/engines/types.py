@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
-import orjson
 from torch import Tensor
 
 from megatron_rl_corr.engines.stacked_parameters import Part as Part
@@ -59,6 +58,8 @@ class Request:
     @cached_property
     def body(self) -> bytes | None:
         """`json` as it is sent: made once, however many servers are sent this request."""
+        import orjson  # for what speaks HTTP alone
+
         return None if self.json is None else orjson.dumps(self.json)
 
 

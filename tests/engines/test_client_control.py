@@ -9,7 +9,6 @@ import subprocess
 import pytest
 from aiohttp import web
 
-from megatron_rl_corr.engines import types
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.rollout import (
     LoopThread,
@@ -347,7 +346,7 @@ def test_buckets_when_they_follow_each_other_then_on_one_connection_and_any_othe
 
 def test_buckets_when_servers_are_asked_the_same_then_the_body_is_made_once(faulty, monkeypatch):
     made = []
-    monkeypatch.setattr(types.orjson, "dumps", lambda body: made.append(body) or json.dumps(body).encode())
+    monkeypatch.setattr("orjson.dumps", lambda body: made.append(body) or json.dumps(body).encode())
 
     async def handle(request):
         return web.json_response({"success": True, "status": "ok"})
