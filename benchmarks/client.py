@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.correction import machine_name
 from benchmarks.ingest import MODELS, PROMPT, VOCAB_SIZE, answer, routed_answer
+from benchmarks.quiet import only_tables
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 
@@ -143,4 +144,5 @@ def serve(body: bytes, ports) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with only_tables():
+        main()

@@ -26,7 +26,7 @@ from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.blame import failure_of_sample, may_retry
 from megatron_rl_corr.rollout.health import ServerHealth
-from megatron_rl_corr.rollout.ingest.answer import Answer, Ingest, IngestHere
+from megatron_rl_corr.rollout.ingest.answer import Ingest, IngestHere, ParsedAnswer
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
@@ -344,7 +344,7 @@ class Retries:
             self._counts.prefilled += max(0, ids.numel() - part.cached_tokens)
         return part
 
-    async def _cut(self, server: Server, request_id: str, sending: asyncio.Future[Answer]) -> None:
+    async def _cut(self, server: Server, request_id: str, sending: asyncio.Future[ParsedAnswer]) -> None:
         """End a request that nobody waits for; the server would go on with it, also while weights change."""
         self._counts.cut += 1
         abort = self._fleet.engine_of(server.url).abort_request

@@ -39,6 +39,7 @@ CLIENT = {
     "update_timeout_s": 3600.0,
     "max_retries": 3,
     "max_continuations": 8,
+    "ingest_process": False,
     "ca_file": None,
     "engine": "auto",
 }
@@ -484,7 +485,8 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     ]
     monkeypatch.setenv("SERVER_KEY", "s3cret")
     _, options = parse([*REQUIRED, *flags, "--rollout-api-key-env", "SERVER_KEY"])
-    assert options.client_arguments() == given | {"engine": "auto", "api_key": "s3cret"}
+    others = {"engine": "auto", "api_key": "s3cret", "ingest_process": False}
+    assert options.client_arguments() == given | others
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT)
     # The flags' defaults are the client's, which has more arguments.

@@ -66,6 +66,7 @@ BROAD_EXCEPTIONS = {
     ("reduce/failure.py", "broadcast_made"): "all_reduce_failure raises it once the other ranks know",
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",
     ("rollout/queue.py", "_replace"): "raised by take",
+    ("rollout/ingest/worker.py", "_answer"): "raised in the process that waits for the answer",
     ("rollout/group_filter.py", "passes"): "counted as a failure, with the user's traceback",
     ("engines/vllm/worker/extension.py", "answered"): "the client raises it, as the answer to its request",
 }

@@ -17,6 +17,7 @@ RUNS_CODE = {
     # a file of functions that the user names, read once, before anything is asked for
     "data/loading.py": {"exec"},
     "mcore/batch/deal.py": {"pickle.loads"},  # samples from another rank of the run
+    "rollout/ingest/messages.py": {"pickle.loads"},  # between a process and the one that it has started
     "config/yaml_file.py": {"yaml.load"},  # by a subclass of SafeLoader
 }
 """Calls that can run what they read."""

@@ -16,7 +16,7 @@ from megatron_rl_corr.engines.types import Request
 
 
 @dataclass(frozen=True)
-class Answer:
+class ParsedAnswer:
     """A parsed answer."""
 
     part: Trajectory
@@ -27,14 +27,16 @@ class Answer:
 class Ingest(Protocol):
     """Sends requests for samples, and parses their answers."""
 
-    async def answer(self, url: str, request: Request, parse: Mapping[str, Any], *, timed: bool) -> Answer:
+    async def answer(
+        self, url: str, request: Request, parse: Mapping[str, Any], *, timed: bool
+    ) -> ParsedAnswer:
         """The parsed answer of one server.
 
         Args:
             url: of the server.
             request: for a sample.
             parse: the arguments of its `Engine.parse`, without the answer.
-            timed: `Answer.server_times` are wanted.
+            timed: `ParsedAnswer.server_times` are wanted.
 
         Raises:
             RolloutError: as `Fleet.send` and `Engine.parse`.
@@ -50,14 +52,16 @@ class IngestHere:
     def __init__(self, fleet: Fleet):
         self._fleet = fleet
 
-    async def answer(self, url: str, request: Request, parse: Mapping[str, Any], *, timed: bool) -> Answer:
+    async def answer(
+        self, url: str, request: Request, parse: Mapping[str, Any], *, timed: bool
+    ) -> ParsedAnswer:
         """As `Ingest.answer`."""
         engine, name = self._fleet.engine_of(url), self._fleet.name_of(url)
         # No limit while the server makes progress, however long the answer is: `ServerHealth` watches that.
         _, body = await self._fleet.send(url, request, timeout_s=math.inf)
         with reading(url, request.endpoint):
             part = replace(engine.parse(body, server=url, **parse), engine=name)
-            return Answer(part, engine.server_times(body) if timed else {})
+            return ParsedAnswer(part, engine.server_times(body) if timed else {})
 
     async def close(self) -> None:
         """The connections are the client's."""

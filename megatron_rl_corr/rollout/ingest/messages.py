@@ -34,7 +34,7 @@ def send(to: socket.socket, kind: str, number: int, value: Any) -> None:
     """
     buffers: list[pickle.PickleBuffer] = []
     pickled = io.BytesIO()
-    _TensorPickler(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
+    _OutOfBand(pickled, protocol=5, buffer_callback=buffers.append).dump(value)
     views = [pickled.getbuffer(), *(buffer.raw() for buffer in buffers)]
     sizes = [view.nbytes for view in views]
     header = json.dumps({"kind": kind, "number": number, "sizes": sizes}).encode()
@@ -74,7 +74,7 @@ def receive(source: socket.socket) -> tuple[str, int, Any]:
     return told["kind"], told["number"], pickle.loads(parts[0], buffers=parts[1:])
 
 
-class _TensorPickler(pickle.Pickler):
+class _OutOfBand(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, Tensor):
             return torch.from_numpy, (obj.detach().contiguous().numpy(),)

@@ -22,7 +22,7 @@ from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout.ingest import messages
-from megatron_rl_corr.rollout.ingest.answer import Answer
+from megatron_rl_corr.rollout.ingest.answer import ParsedAnswer
 
 END_S = 5.0
 """Seconds that the process may take to end once its connection is closed."""
@@ -43,17 +43,19 @@ class IngestProcess:
         self._fleet, self._arguments = fleet, dict(arguments)
         self._process: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
-        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._waiting: dict[int, asyncio.Future[ParsedAnswer]] = {}
         self._numbers = itertools.count()
 
-    async def answer(self, url: str, request: Request, parse: Mapping[str, Any], *, timed: bool) -> Answer:
+    async def answer(
+        self, url: str, request: Request, parse: Mapping[str, Any], *, timed: bool
+    ) -> ParsedAnswer:
         """As `Ingest.answer`.
 
         Raises:
             LocalFault: the process has ended.
         """
         link, number = self._open(), next(self._numbers)
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[ParsedAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         name = self._fleet.name_of(url)
         job = {"url": url, "name": name, "request": request, "parse": dict(parse), "timed": timed}

@@ -6,7 +6,6 @@ python -m megatron_rl_corr.rollout.ingest.worker DESCRIPTOR
 from __future__ import annotations
 
 import asyncio
-import pickle
 import signal
 import socket
 import sys
@@ -14,13 +13,13 @@ from typing import Any
 
 import torch
 
-from megatron_rl_corr.engines.errors import RolloutProtocolError
+from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.rollout.ingest import messages
 from megatron_rl_corr.rollout.ingest.answer import IngestHere
 
 
-class Worker:
+class IngestWorker:
     """Answers what comes over a socket.
 
     Args:
@@ -75,11 +74,9 @@ class Worker:
 
 def _portable(error: Exception, url: str, endpoint: str) -> Exception:
     """The error as the other side can read it; another than a RolloutError by its words."""
-    try:
-        pickle.loads(pickle.dumps(error))
+    if isinstance(error, RolloutError):
         return error
-    except Exception:  # noqa: BLE001
-        return RolloutProtocolError(url, endpoint, f"{type(error).__name__}: {error}")
+    return RolloutProtocolError(url, endpoint, f"{type(error).__name__}: {error}")
 
 
 def main() -> None:
@@ -88,7 +85,7 @@ def main() -> None:
     link = socket.socket(fileno=int(sys.argv[1]))
 
     async def run() -> None:
-        await Worker(link).run()
+        await IngestWorker(link).run()
 
     asyncio.run(run())
 
