@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.engines.weight_changes import ChangedTensor
 from megatron_rl_corr.reduce.collectives import all_reduce, collective, exchange, gather_to
 from megatron_rl_corr.reduce.failure import communication_device
-from megatron_rl_corr.weight_sync.export import Members, Part, StageExporter
+from megatron_rl_corr.weight_sync.export import Members, Part, StageExporter, ranks_of
 
 MOST_CHANGED = 0.1
 """Above this share of changed values all are sent: a place takes 4 bytes, a value 2 in 16 bits."""
@@ -38,8 +38,8 @@ class Changes:
     """A push of everything follows, by which these are judged."""
     places: Sequence[Tensor | None]
     """[P] of [C] int32: where this rank's shards differ; None: another rank sends that parameter."""
-    counts: Sequence[Sequence[int]] = field(default=(), repr=False)
-    """[P][ranks of the parameter's group]: C of each, on a sender; () on others."""
+    counts: Sequence[Sequence[int]]
+    """[P][ranks of the parameter's group]: C of each, on a sender; [P] of () on others."""
 
     @collective
     def gather_changed(
@@ -49,11 +49,7 @@ class Changes:
 
         Arguments as of `export.Gather`.
         """
-        own, ranks, places = (
-            members.rank,
-            [rank for part in parts for rank in part.ranks],
-            self.places[number],
-        )
+        own, ranks, places = members.rank, ranks_of(parts), self.places[number]
         assert places is not None
         values = shard.reshape(-1)[places.long()]
         if own != members.sender:
@@ -170,28 +166,22 @@ class DeltaPushes:
 
     def _shards(self) -> list[Tensor | None]:
         """[P]: what the sender gathers of this rank."""
-        rules = [(one, one.rule(0)) for one in self._exporter.parameters]
-        return [
-            None
-            if rule.is_copy or self._exporter.members_of(rule) is None
-            else parameter.tensor.detach().contiguous()
-            for parameter, rule in rules
-        ]
+        pairs = zip(self._exporter.parameters, self._exporter.members, strict=True)
+        return [None if members is None else one.tensor.detach().contiguous() for one, members in pairs]
 
     @collective
     def _gather_counts(self, places: Sequence[Tensor | None]) -> Sequence[Sequence[int]]:
         """`Changes.counts`: one gather over each group that the sender is in."""
         own = torch.tensor([0 if one is None else len(one) for one in places], device=communication_device())
-        of_group: dict[int, list[list[int]]] = {}
+        counts: list[Sequence[int]] = [()] * len(places)
         for members in self._exporter.groups:
-            ranks = sum(len(part.ranks) for part in members.parts)
-            gathered = gather_to(own, members.group, members.sender, range(ranks))
+            ranks = range(len(ranks_of(members.parts)))
+            gathered = gather_to(own, members.group, members.sender, ranks)
             if gathered is not None:
-                of_group[id(members)] = gathered.t().tolist()
-        if not self._exporter.sends:
-            return ()
-        found = [self._exporter.members_of(one.rule(0)) for one in self._exporter.parameters]
-        return [of_group[id(members)][number] for number, members in enumerate(found)]
+                for number, of_ranks in enumerate(gathered.t().tolist()):
+                    if self._exporter.members[number] is members:
+                        counts[number] = of_ranks
+        return counts
 
 
 def check_sizes(shapes: Mapping[str, Sequence[int]]) -> None:

@@ -94,6 +94,9 @@ class StageExporter:
         self._tp = _members_of(groups.tp, groups.sender, rank, (0, ranks.tp_rank))
         self._alone = Members(None, 0, [Part(0, [0])])
         self._experts = _members_of(groups.expert, groups.sender, rank, (ranks.ep_rank, ranks.expert_tp_rank))
+        rules = [parameter.rule(ranks.ep_rank) for parameter in parameters]
+        self.members = [None if rule.is_copy else self._members(rule) for rule in rules]
+        """For each of `parameters` the ranks that it is gathered from; None: of this rank nothing is."""
 
     @collective
     def units(
@@ -111,10 +114,10 @@ class StageExporter:
         Args:
             after_parameter: called on every rank of the stage between the same two parameters.
             only: whether a parameter is gathered, by its number in `parameters`; the same on all ranks.
-            gather: in the place of `Members.gather_shards`.
+            gather: in the place of `gather_shards`.
         """
         waiting: dict[tuple[str, ...], list[NamedTensor]] = {}
-        for rule, named in self._tensors(after_parameter, only, gather or _all_of_it):
+        for rule, named in self._tensors(after_parameter, only, gather or gather_shards):
             if not rule.sent_with:
                 yield [named]
                 continue
@@ -157,7 +160,7 @@ class StageExporter:
             if rule.is_copy:
                 continue
             after_parameter()
-            members = self.members_of(rule)
+            members = self.members[number]
             if members is None or not only(number):
                 continue
             shard = parameter.tensor.detach()
@@ -176,15 +179,11 @@ class StageExporter:
     def names(self) -> list[tuple[str, ...]]:
         """For each of `parameters`, its Hugging Face names on all ranks that it is gathered from."""
         if self._names is None:
-            rules = [(one, one.rule(self._ranks.ep_rank)) for one in self.parameters]
-            found = [(one, rule, self.members_of(rule)) for one, rule in rules]
             self._names = [
                 ()
-                if members is None or rule.is_copy
-                else rule.hf_names
-                if not rule.is_expert
+                if members is None
                 else tuple(name for part in members.parts for name in one.rule(part.ep_rank).hf_names)
-                for one, rule, members in found
+                for one, members in zip(self.parameters, self.members, strict=True)
             ]
         return self._names
 
@@ -194,8 +193,7 @@ class StageExporter:
         alone = [self._alone] if self.sends else []
         return [*alone, *(one for one in (self._tp, self._experts) if one is not None)]
 
-    def members_of(self, rule: ParameterRule) -> Members | None:
-        """The ranks that a parameter is gathered from; None: of this rank nothing is."""
+    def _members(self, rule: ParameterRule) -> Members | None:
         if rule.is_expert:
             return self._experts
         if rule.layout.replicated:  # every rank has all of it
@@ -225,22 +223,23 @@ class Members:
         """This process's own rank in the group."""
         return 0 if self.group is None else self.group.rank()
 
-    @collective
-    def gather_shards(self, shard: Tensor, parts: Sequence[Part]) -> Sequence[Tensor] | None:
-        """The shards of these parts on the sender, one behind the other; None on others."""
-        gathered = gather_to(shard, self.group, self.sender, [rank for part in parts for rank in part.ranks])
-        return None if gathered is None else gathered.unbind()
-
 
 Gather = Callable[[int, Tensor, Members, Sequence[Part]], Sequence[Tensor] | None]
-"""gather(number of a parameter, this rank's shard, its members, parts): as `Members.gather_shards`."""
+"""gather(number of a parameter, this rank's shard, its members, parts): as `gather_shards`."""
+
+
+def ranks_of(parts: Sequence[Part]) -> list[int]:
+    """The ranks of these parts in their group, one part behind the other."""
+    return [rank for part in parts for rank in part.ranks]
 
 
 @collective
-def _all_of_it(
+def gather_shards(
     number: int, shard: Tensor, members: Members, parts: Sequence[Part]
 ) -> Sequence[Tensor] | None:
-    return members.gather_shards(shard, parts)
+    """The shards of these parts on the sender, one behind the other; None on others."""
+    gathered = gather_to(shard, members.group, members.sender, ranks_of(parts))
+    return None if gathered is None else gathered.unbind()
 
 
 @collective

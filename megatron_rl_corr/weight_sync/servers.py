@@ -102,8 +102,6 @@ class WeightServers:
         """Servers of which this update has told that they miss it."""
         self._found: dict[str, str] = {}
         """What each server called its weights before this update."""
-        self.read: dict[str, list[ServerChecksums]] = {}
-        """Rank 0: `checksums` of the last update, by engine."""
         self.same_as_before = False
         """All servers of this update took the last one, and have its weights."""
         self.planned: dict[str, list[int]] | None = None
@@ -199,7 +197,6 @@ class WeightServers:
 
     def start(self, version: str) -> None:
         """Prepare the transport; rank 0 calls it before anything is sent."""
-        self.read = {}
         self._started = version
         self.transport.start(version)
 
@@ -330,7 +327,6 @@ class WeightServers:
         found = {}
         for name, servers in self._control.by_engine().items():
             found[name] = self._loop.call(self.verifiers[name].read(servers))
-            self.read[name] = found[name]
             self.loaded |= {one.url: one.fingerprint() for one in found[name]}
             if self.coverage is not None:
                 self.coverage.check_servers(found[name], self._control.fleet.engines[name])

@@ -119,15 +119,13 @@ def _prove_changes(
     Its loaders, and what it makes of weights for its kernels, are the server's own, and of a large model only
     a sample is compared with the trainer's weights.
     """
-    before, urls = servers.read, servers.urls
+    before, urls = dict(servers.loaded), servers.urls
     _use_reachable_servers(exporter, servers)
     _push_once(exporter, servers, version, bucket_bytes)
     if servers.urls != urls:  # the next push of changes is judged instead
         return
-    differs = torch.tensor(
-        float(exporter.leads and not (before and all(before.values()) and before == servers.read)),
-        device=communication_device(),
-    )
+    same = set(urls) <= before.keys() and before == servers.loaded
+    differs = torch.tensor(float(exporter.leads and not same), device=communication_device())
     dist.all_reduce(differs, op=dist.ReduceOp.MAX)
     deltas.note_proof(not differs)
     if differs and exporter.leads:

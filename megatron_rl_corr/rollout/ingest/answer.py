@@ -42,9 +42,6 @@ class Ingest(Protocol):
             RolloutError: as `Fleet.send` and `Engine.parse`.
         """
 
-    async def close(self) -> None:
-        """End what it has started."""
-
 
 class IngestHere:
     """In this process, over the client's own connections."""
@@ -62,6 +59,3 @@ class IngestHere:
         with reading(url, request.endpoint):
             part = replace(engine.parse(body, server=url, **parse), engine=name)
             return ParsedAnswer(part, engine.server_times(body) if timed else {})
-
-    async def close(self) -> None:
-        """The connections are the client's."""

@@ -1,7 +1,7 @@
 """The trainer's side of an ingest process: requests go there, parsed answers come back in shared memory.
 
-A thread waits for answers; the event loop only hands them on. So however long an answer is, the interpreter
-that trains spends a millisecond on it.
+A thread waits for answers; the event loop only hands them on. So the interpreter that trains
+spends some milliseconds on an answer of a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ END_S = 5.0
 """Seconds that the process may take to end once its connection is closed."""
 REMEDY = "see the log for why it ended; the request is sent again by a new one"
 
+_Waiting = dict[int, asyncio.Future[ParsedAnswer]]
+"""By the numbers of the requests."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -43,7 +46,8 @@ class IngestProcess:
         self._fleet, self._arguments = fleet, dict(arguments)
         self._process: subprocess.Popen | None = None
         self._socket: socket.socket | None = None
-        self._waiting: dict[int, asyncio.Future[ParsedAnswer]] = {}
+        self._waiting: _Waiting = {}
+        """What this process was asked; the next one has its own."""
         self._numbers = itertools.count()
 
     async def answer(
@@ -56,7 +60,8 @@ class IngestProcess:
         """
         link, number = self._open(), next(self._numbers)
         future: asyncio.Future[ParsedAnswer] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = future
+        waiting = self._waiting
+        waiting[number] = future
         name = self._fleet.name_of(url)
         job = {"url": url, "name": name, "request": request, "parse": dict(parse), "timed": timed}
         try:
@@ -69,7 +74,7 @@ class IngestProcess:
                 messages.send(link, "cancel", number, None)
             raise
         finally:
-            self._waiting.pop(number, None)
+            waiting.pop(number, None)
 
     async def close(self) -> None:
         """End the process, and what it was asked."""
@@ -97,27 +102,31 @@ class IngestProcess:
                 stdin=subprocess.DEVNULL,
                 env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             )
-        self._socket = ours
+        self._socket, self._waiting = ours, {}
         messages.send(ours, "fleet", 0, self._arguments)
         reader = threading.Thread(
-            target=self._read, args=[ours, asyncio.get_running_loop()], name="rollout-ingest", daemon=True
+            target=self._read,
+            args=[ours, self._waiting, asyncio.get_running_loop()],
+            name="rollout-ingest",
+            daemon=True,
         )
         reader.start()
         return ours
 
-    def _read(self, link: socket.socket, loop: asyncio.AbstractEventLoop) -> None:
+    def _read(self, link: socket.socket, waiting: _Waiting, loop: asyncio.AbstractEventLoop) -> None:
         """On a thread, until the process ends: hand its answers to those who wait."""
         with link, contextlib.suppress(RuntimeError):  # the loop may be closed
             while True:
                 try:
                     kind, number, value = messages.receive(link)
                 except (EOFError, OSError):
-                    loop.call_soon_threadsafe(self._lost, link)
+                    loop.call_soon_threadsafe(self._lost, link, waiting)
                     return
-                loop.call_soon_threadsafe(self._hand_on, kind, number, value)
+                loop.call_soon_threadsafe(self._hand_on, waiting, kind, number, value)
 
-    def _hand_on(self, kind: str, number: int, value: Any) -> None:
-        future = self._waiting.get(number)
+    @staticmethod
+    def _hand_on(waiting: _Waiting, kind: str, number: int, value: Any) -> None:
+        future = waiting.get(number)
         if future is None or future.done():  # it was cancelled
             return
         if kind == "error":
@@ -125,13 +134,13 @@ class IngestProcess:
         else:
             future.set_result(value)
 
-    def _lost(self, link: socket.socket) -> None:
+    def _lost(self, link: socket.socket, waiting: _Waiting) -> None:
         """The process has ended, by itself if it is still ours."""
         if self._socket is link:
             status = None if self._process is None else self._process.poll()
             logger.warning("the process that receives answers has ended (status %s)", status)
             self._process = self._socket = None
-        for future in self._waiting.values():
+        for future in waiting.values():
             if not future.done():
                 future.set_exception(_gone("", "", "it ended"))
 

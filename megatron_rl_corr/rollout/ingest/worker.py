@@ -82,12 +82,7 @@ def _portable(error: Exception, url: str, endpoint: str) -> Exception:
 def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; its end is ours
-    link = socket.socket(fileno=int(sys.argv[1]))
-
-    async def run() -> None:
-        await IngestWorker(link).run()
-
-    asyncio.run(run())
+    asyncio.run(IngestWorker(socket.socket(fileno=int(sys.argv[1]))).run())
 
 
 if __name__ == "__main__":
