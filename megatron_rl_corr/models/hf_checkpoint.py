@@ -39,6 +39,8 @@ def read_model(path: str | Path) -> dict[str, Any]:
 class HFCheckpoint:
     """A Hugging Face model folder; tensors are read one at a time and not kept in memory.
 
+    The file that was read last stays open: to open one means to read the names of all its tensors.
+
     Args:
         path: the folder.
 
@@ -50,6 +52,7 @@ class HFCheckpoint:
         self.path = Path(path)
         self.config = read_model(path)
         self._file_of = self._index()
+        self._last: tuple[Path, safe_open] | None = None
 
     @property
     def names(self) -> Iterable[str]:
@@ -73,7 +76,7 @@ class HFCheckpoint:
                 f"{self.path} has neither model.safetensors nor model.safetensors.index.json; save the model "
                 "with safe_serialization"
             )
-        with _opened(single, framework="numpy") as file:
+        with _named_in_errors(single), safe_open(single, framework="numpy") as file:
             return dict.fromkeys(file.keys(), single)
 
     def check_files(self) -> None:
@@ -87,7 +90,8 @@ class HFCheckpoint:
         for name, path in self._file_of.items():
             by_file.setdefault(path, []).append(name)
         for path, names in by_file.items():
-            with _opened(path, framework="numpy") as file:  # no tensor is read: torch need not be there yet
+            # no tensor is read: torch need not be there yet
+            with _named_in_errors(path), safe_open(path, framework="numpy") as file:
                 lacking = sorted(set(names) - set(file.keys()))
             if lacking:
                 raise ValueError(
@@ -99,13 +103,21 @@ class HFCheckpoint:
         """Read one tensor. Raises ValueError if the folder has none of that name, or its
         file can't be read.
         """
-        with _opened(self.file_of(name)) as file:
+        with self._reading(name) as file:
             return file.get_tensor(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """That of one tensor, which is not read. Raises ValueError as `tensor`."""
-        with _opened(self.file_of(name)) as file:
+        with self._reading(name) as file:
             return tuple(file.get_slice(name).get_shape())
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[safe_open]:
+        path = self.file_of(name)
+        with _named_in_errors(path):
+            if self._last is None or self._last[0] != path:
+                self._last = path, safe_open(path, framework="pt")
+            yield self._last[1]
 
     def file_of(self, name: str) -> Path:
         """The file that has a tensor. Raises ValueError if the folder has none of that name."""
@@ -125,11 +137,10 @@ def _json_object(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def _opened(path: Path, *, framework: str = "pt") -> Iterator[safe_open]:
-    """A safetensors file; one that is missing, or was cut while it was copied, is named."""
+def _named_in_errors(path: Path) -> Iterator[None]:
+    """A safetensors file that is missing, or was cut while it was copied, is named."""
     try:
-        with safe_open(path, framework=framework) as file:
-            yield file
+        yield
     except (SafetensorError, OSError) as error:
         raise ValueError(
             f"{path} can't be read as safetensors ({error}); copy or save the model anew"

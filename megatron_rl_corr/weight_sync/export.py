@@ -164,8 +164,9 @@ class StageExporter:
             if members is None or not only(number):
                 continue
             shard = parameter.tensor.detach()
-            at_once = max(1, GATHERED_BYTES // (shard.nbytes * len(members.parts[0].ranks)))
-            for some in batched(members.parts, at_once):
+            most = max(1, GATHERED_BYTES // (shard.nbytes * len(members.parts[0].ranks)))
+            # no more than there are: `batched` makes room for as many as it is told
+            for some in batched(members.parts, min(most, len(members.parts))):
                 shards = gather(number, shard, members, some)
                 if shards is None:
                     continue

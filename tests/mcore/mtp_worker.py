@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 from hf_models_worker import all_gather_logits, arguments, build
 from layout_cases import CONFIGS, LENGTH
-from layout_worker import replica_batch, step, whole_gradients
+from layout_worker import (
+    assert_changes_are_exact,
+    gradient_exporter,
+    replica_batch,
+    step,
+    whole_gradients,
+)
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
@@ -121,7 +127,10 @@ def gradients(config, model, parameters, layout, samples, vocab_size):
         updates=1,
         in_loss=True,
     )
-    return whole_gradients([p for p in parameters if not p.local_name.endswith("expert_bias")], layout)
+    trained = [p for p in parameters if not p.local_name.endswith("expert_bias")]
+    found = whole_gradients(trained, layout)
+    assert_changes_are_exact(gradient_exporter(trained, layout))
+    return found
 
 
 def exporter_of(parameters, layout):
