@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megatron_rl_corr.models import hf_checkpoint
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 
 
@@ -22,6 +23,20 @@ def test_folder_when_whole_then_its_tensor_and_shape(folder):
     assert torch.equal(checkpoint.tensor("a"), torch.arange(4096.0))
     with pytest.raises(ValueError, match=f"the checkpoint {folder} has no tensor b"):
         checkpoint.tensor("b")
+
+
+def test_tensors_when_one_file_behind_the_other_then_each_file_is_opened_once(folder, monkeypatch):
+    files = {"a": "model.safetensors", "b": "other.safetensors", "c": "other.safetensors"}
+    save_file({"b": torch.ones(2), "c": torch.zeros(3)}, folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    opened, real = [], hf_checkpoint.safe_open
+    monkeypatch.setattr(
+        hf_checkpoint, "safe_open", lambda path, **how: opened.append(path.name) or real(path, **how)
+    )
+    checkpoint = HFCheckpoint(folder)
+    assert [checkpoint.tensor(name).sum() for name in "aabccb"] == [8386560, 8386560, 2, 0, 0, 2]
+    assert checkpoint.shape("c") == (3,)
+    assert opened == ["model.safetensors", "other.safetensors"]
 
 
 @pytest.mark.parametrize(
