@@ -76,11 +76,7 @@ def main() -> None:
 def measured(folder: Path, kind: str, engine: str, dtype: str, pushes: int) -> tuple:
     """One row of the table."""
     folder.mkdir(parents=True)
-    model = folder / "model"
-    maker = [sys.executable, ROOT / "benchmarks/tiny_qwen3_worker.py", model, kind]
-    subprocess.run(maker, check=True, capture_output=True)
-    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n} + {n}:"}}\n' for n in range(16)))
-    (folder / "reward.py").write_text(REWARD)
+    model = write_inputs(folder, kind)
     server = local_server(model, engine=engine, dtype=dtype, log_path=folder / "server.log", seed=0, slots=32)
     server.start()
     try:
@@ -102,6 +98,16 @@ def measured(folder: Path, kind: str, engine: str, dtype: str, pushes: int) -> t
         f"{max(row['rollout/probe_bits'] for row in rows):.1f}",
         *(f"{statistics.median(row['time/push_s'] for row in each):.2f}" for each in (rows, plain)),
     )
+
+
+def write_inputs(folder: Path, kind: str) -> Path:
+    """Write prompts.jsonl, reward.py and a tiny Qwen3, dense or moe, whose folder is returned."""
+    model = folder / "model"
+    maker = [sys.executable, ROOT / "benchmarks/tiny_qwen3_worker.py", model, kind]
+    subprocess.run(maker, check=True, capture_output=True)
+    (folder / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n} + {n}:"}}\n' for n in range(16)))
+    (folder / "reward.py").write_text(REWARD)
+    return model
 
 
 def run(folder: Path, model: Path, url: str, engine: str, steps: int, *more: str) -> tuple[list[dict], int]:
