@@ -82,7 +82,12 @@ worker = Extension()
 worker.vllm_config = worker.weight_transfer_engine = None
 methods = [name for name in dir(Extension) if name.startswith("rl_corr")]
 sys.modules["safetensors"] = StandIn("safetensors")  # vLLM has it
-arguments = {"rl_corr_bucket": [[]], "rl_corr_load_folder": ["/"], "rl_corr_leave": ["x"]}
+arguments = {
+    "rl_corr_bucket": [[]],
+    "rl_corr_begin_changes": ["1", "0", 1],
+    "rl_corr_load_folder": ["/"],
+    "rl_corr_leave": ["x"],
+}
 print({name: getattr(worker, name)(*arguments.get(name, [])) for name in methods})
 """
 
@@ -94,7 +99,7 @@ def test_extension_when_imported_beside_vllm_then_it_needs_torch_and_the_standar
     # A method that fails answers and raises nothing: an exception puts every later answer of other
     # ranks one call late.
     answers = eval(ran.stdout.splitlines()[-1])
-    assert len(answers) == 8
+    assert len(answers) == 9
     for answer in answers.values():
         assert answer == {
             "error": 'start the server with --weight-transfer-config \'{"backend": "rl_corr"}\''

@@ -1,5 +1,5 @@
-"""Pushes of changes alone to a real server: what it has afterwards is what a push of everything makes, and
-what goes wrong on the way is found and mended by one.
+"""Pushes of changes alone to a real server of each engine: what it has afterwards is what a push of
+everything makes, and what goes wrong on the way is found and mended by one.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ class Trainer(Pushing):
     """One rank of one stage whose parameters are Hugging Face tensors."""
 
     def __init__(self, server, model_dir, full_every=20):
-        super().__init__([server.url], "distributed", model_dir, None)
+        super().__init__([server.url], "distributed", model_dir, None, server.engine)
         self.weights = load_file(model_dir / "model.safetensors")
         parameters = [
             SimpleNamespace(
@@ -70,8 +70,8 @@ class Trainer(Pushing):
 
 
 @pytest.fixture
-def trainer(sglang_server_fp32, tiny_moe_dir):
-    trainer = Trainer(sglang_server_fp32, tiny_moe_dir)
+def trainer(engine_server, tiny_moe_dir):
+    trainer = Trainer(engine_server[1], tiny_moe_dir)
     before, whole = trainer.version(), {name: one.clone() for name, one in trainer.weights.items()}
     try:
         yield trainer
@@ -142,10 +142,10 @@ def test_push_when_changes_go_wrong_then_it_is_found_and_everything_is_sent(trai
 
 
 def test_push_when_the_server_has_other_weights_or_it_is_time_then_everything_is_sent(
-    sglang_server_fp32, tiny_moe_dir, trainer
+    engine_server, tiny_moe_dir, trainer
 ):
     trainer.push_changes("0")
-    other = Trainer(sglang_server_fp32, tiny_moe_dir)
+    other = Trainer(engine_server[1], tiny_moe_dir)
     try:
         other.push_changes("other")  # as a server that was started anew, it has weights of another name
     finally:
