@@ -19,7 +19,9 @@ from megatron_rl_corr.weight_sync import update
 from megatron_rl_corr.weight_sync.changes import DeltaPushes, changed_units
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.update import push_weights
+from tests.hf_truth import assert_is_truth
 from tests.weight_sync.pushing import BUCKET_BYTES, Pushing
+from tests.weight_sync.test_push_real_servers import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -80,7 +82,9 @@ def trainer(engine_server, tiny_moe_dir):
         trainer.close()
 
 
-def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is_as_after_everything(trainer):
+def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is_as_after_everything(
+    trainer, tiny_moe_dir, tmp_path
+):
     everything = sum(tensor.nbytes for tensor in trainer.weights.values())
     trainer.push_changes("0")
     assert sum(trainer.sent) == everything and trainer.deltas.share == 1
@@ -92,7 +96,9 @@ def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is
         after = trainer.push_changes(str(number))
         assert 0.015 < trainer.deltas.share < 0.025 and sum(trainer.sent) < 0.05 * everything
         assert trainer.compared == len(trainer.parameters()) > 20  # of whole parameters, by the trainer's own
-        assert trainer.sample().oldest_version == str(number)
+        sample = trainer.sample()
+        assert sample.oldest_version == str(number)
+    assert_is_truth(sample, model_of(tiny_moe_dir, trainer.weights, tmp_path / "hf"), atol=1e-5)
     assert after == trainer.checksums_of_everything("whole")
 
 
