@@ -9,7 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.weight_changes import ChangedTensor, end_of_stage, packed
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.models.layouts import Replicated
 from megatron_rl_corr.models.names import ParameterRule
@@ -29,8 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 class Trainer(Pushing):
     """One rank of one stage whose parameters are Hugging Face tensors."""
 
-    def __init__(self, server, model_dir, full_every=20):
-        super().__init__([server.url], "distributed", model_dir, None, server.engine)
+    def __init__(self, server, model_dir, *others, full_every=20):
+        urls = [one.url for one in (server, *others)]
+        super().__init__(urls, "distributed", model_dir, None, server.engine)
         self.weights = load_file(model_dir / "model.safetensors")
         parameters = [
             SimpleNamespace(
@@ -205,3 +209,96 @@ def test_push_when_changes_fail_again_and_again_then_they_are_not_tried_any_more
     repeated = EVENTS.counts["push_repeated"]
     trainer.push_changes("everything")
     assert EVENTS.counts["push_repeated"] == repeated
+
+
+class Sent:
+    """Requests of an update to a vLLM server, one by one."""
+
+    def __init__(self, trainer):
+        self._call = trainer.loop.call
+        self._control = trainer.client.control(trainer.client.base_urls)
+        self._shapes = {name: list(tensor.shape) for name, tensor in trainer.weights.items()}
+        self._name, self._weight = next(item for item in trainer.weights.items() if "q_proj" in item[0])
+
+    def begin(self, base):
+        self._call(self._control.begin_weight_update(self._shapes, changes_follow=True))
+        self._call(self._control.begin_changes("1", base, 1))
+
+    def bucket(self, bucket):
+        entry = load_engine("vllm").serialized(bucket)
+        self._call(self._control.update_weights_from_tensor([[entry]]))
+
+    def changes(self, number=0, name=None):
+        """A bucket: one value of a layer, as it is, or of another name."""
+        one = torch.full_like(self._weight, torch.nan)
+        one[0, 0] = self._weight[0, 0]
+        return packed([(name or self._name, ChangedTensor.of(one))], stage=0, number=number)
+
+    def end(self):
+        self._call(self._control.end_weight_update())
+
+    def is_mixed(self):
+        state = Request("POST", "/collective_rpc", {"method": "rl_corr_state", "kwargs": {}})
+        [url] = self._control.base_urls
+        return self._call(self._control.ask(url, state))["results"][0]["mixed"]
+
+
+def test_changes_when_a_vllm_server_does_not_know_what_they_are_of_then_refused_before_a_byte(
+    vllm_server_fp32, tiny_moe_dir
+):
+    trainer = Trainer(vllm_server_fp32, tiny_moe_dir)
+    sent, before = Sent(trainer), trainer.version()
+    try:
+        whole = trainer.checksums_of_everything(before)  # by a trainer that sends everything always
+        with pytest.raises(
+            RolloutServerError, match="does not know what the changes are of; send everything"
+        ):
+            sent.begin("0")
+        trainer.push_changes("0")
+        sent.begin("0")
+        sent.bucket(sent.changes())
+        sent.bucket(end_of_stage(stage=0, buckets=1))
+        sent.end()
+        with pytest.raises(RolloutServerError, match="changes of '0' do not fit weights that are '1'"):
+            sent.begin("0")
+        assert not sent.is_mixed() and trainer.checksums() == whole
+    finally:
+        trainer.checksums_of_everything(before)
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("none", "not all buckets of changes have come"),
+        ("whole", "whole weights came where changes were expected"),
+        ("unknown", "x.weight is not part of this update"),
+        ("doubled", "bucket 0 of stage 0 came where 1 was expected"),
+    ],
+)
+def test_changes_when_they_break_off_at_a_vllm_server_then_it_takes_everything_next(
+    vllm_server_fp32, tiny_moe_dir, wrong, told
+):
+    trainer = Trainer(vllm_server_fp32, tiny_moe_dir)
+    sent, before = Sent(trainer), trainer.version()
+    try:
+        whole = trainer.push_changes("0")
+        sent.begin("0")
+        sent.bucket(sent.changes())
+        buckets = {
+            "whole": [item for item in trainer.weights.items() if "k_proj" in item[0]][:1],
+            "unknown": sent.changes(1, "x.weight"),
+            "doubled": sent.changes(0),
+        }
+        with pytest.raises(RolloutServerError, match=told):
+            if wrong in buckets:
+                sent.bucket(buckets[wrong])
+            sent.end()
+        assert sent.is_mixed()
+        with pytest.raises(RolloutServerError, match="send everything first"):
+            sent.begin("0")
+        trainer.deltas.note_failure(of_changes=True)
+        assert trainer.push_changes("1") == whole and trainer.deltas.share == 1 and not sent.is_mixed()
+    finally:
+        trainer.checksums_of_everything(before)
+        trainer.close()
