@@ -71,5 +71,6 @@ def test_push_when_all_tensors_come_singly_then_all_are_loaded_and_every_checksu
     assert one["wrong"] == []
     changes = one["changes"]
     assert changes["wrong"] == changes["hashed otherwise"] == []
+    assert changes["told"] == changes["loaders of the update"] == []
     assert changes["computing"] > 5 and changes["moved"] > 10
     assert all("rotary_emb" in stayed or "cos_sin" in stayed for stayed in one["stayed"]), one["stayed"]

@@ -35,7 +35,7 @@ def companion(vllm_server_fp32, tiny_moe_dir):
 def test_push_of_changes_when_a_server_was_started_again_then_all_get_everything(
     companion, victim, tiny_moe_dir
 ):
-    trainer = Trainer(companion, tiny_moe_dir, victim)
+    trainer = Trainer(companion, tiny_moe_dir, victim.server)
     shares = []
     try:
         for version in range(6):

@@ -18,6 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload import layerwise
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError
@@ -116,6 +117,7 @@ def judge_changes(worker, model, folder):
     old = {name: tensor for name, tensor in everything.items() if not coverage._why_kept(name)}
     generator = torch.Generator().manual_seed(5)
     changed = {n: torch.rand(w.shape, generator=generator) < 0.05 for n, w in old.items()}
+    changed["model.norm.weight"][:] = False
     new = {n: torch.where(changed[n], w + 0.1, w) for n, w in old.items()}
 
     def pushed(weights, buckets, changes=False):
@@ -125,10 +127,20 @@ def judge_changes(worker, model, folder):
 
     expected, checksums = pushed(new, [[named] for named in new.items()])
     before, _ = pushed(old, [[named] for named in old.items()])
-    changes = [(n, ChangedTensor.of(torch.where(changed[n], w, torch.nan))) for n, w in new.items()]
+    changes = [
+        (n, ChangedTensor.of(torch.where(changed[n], w, torch.nan)))
+        for n, w in new.items()
+        if n != "model.norm.weight"
+    ]
     buckets = [packed([one], stage=0, number=number) for number, one in enumerate(changes)]
+    told = []
+    layerwise.logger.warning, warning = (lambda *words: told.append(words)), layerwise.logger.warning
     got, found = pushed(new, [*buckets, end_of_stage(stage=0, buckets=len(buckets))], changes=True)
+    layerwise.logger.warning = warning
+    loaders = {name: getattr(tensor, "weight_loader", None) for name, tensor in state(model).items()}
     return {
+        "told": [str(words) for words in told],
+        "loaders of the update": sorted(name for name, one in loaders.items() if hasattr(one, "__wrapped__")),
         "computing": sum("computes" in name for name in expected),
         "moved": sum(not torch.equal(expected[name], before[name]) for name in expected),
         "wrong": sorted(name for name in expected if not torch.equal(expected[name], got[name])),

@@ -114,6 +114,9 @@ def test_push_when_nothing_or_most_changed_then_nothing_or_everything_is_sent(tr
     trainer.train(seed=5, share=0.5)
     trainer.push_changes("2")
     assert trainer.deltas.share == 1
+    trainer.train(seed=6)
+    trainer.push_changes("3")
+    assert trainer.deltas.share < 0.05
     trainer.weights["model.norm.weight"][0] = torch.nan  # which stands for no change on the way
     assert trainer.deltas.changes(same_servers=True) is None
     trainer.weights["model.norm.weight"][0] = 1.0
@@ -249,11 +252,13 @@ def test_changes_when_a_vllm_server_does_not_know_what_they_are_of_then_refused_
     trainer = Trainer(vllm_server_fp32, tiny_moe_dir)
     sent, before = Sent(trainer), trainer.version()
     try:
+        trainer.push_changes("kept")
         whole = trainer.checksums_of_everything(before)  # by a trainer that sends everything always
         with pytest.raises(
             RolloutServerError, match="does not know what the changes are of; send everything"
         ):
             sent.begin("0")
+        trainer.deltas.note_failure(of_changes=True)
         trainer.push_changes("0")
         sent.begin("0")
         sent.bucket(sent.changes())

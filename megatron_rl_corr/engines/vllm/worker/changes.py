@@ -75,23 +75,16 @@ class ChangesUpdate(LayerwiseUpdate):
         parameters, buffers = layerwise.get_layerwise_info(layer).kernel_tensors
         replaced, unknown = {}, []
         for name, tensor in layerwise.get_layer_tensors(layer).items():
-            if not tensor.is_meta:  # loaded where it lies
-                self._note_changes(layer, tensor, unknown)
-                continue
             full = f"{path}.{name}"
-            if name in buffers:
-                whole = buffers[name]
-            elif full in kept:
-                whole = parameters[name] if kept[full] is None else kept[full]
-            else:
+            if tensor.is_meta and (name in buffers or full in kept):  # others are loaded where they lie
+                copy = kept.get(full)
+                loaded = ((parameters | buffers)[name] if copy is None else copy).data.detach()
+                loaded.__class__, loaded.__dict__ = tensor.__class__, tensor.__dict__.copy()
+                setattr(layer, name, loaded)
+                replaced[name], tensor = tensor, loaded
+            elif tensor.is_meta:
                 unknown.append(full)
-                self._note_changes(layer, tensor, unknown)
-                continue
-            loaded = whole.data.detach()
-            loaded.__class__, loaded.__dict__ = tensor.__class__, tensor.__dict__.copy()
-            replaced[name] = tensor
-            setattr(layer, name, loaded)
-            self._note_changes(layer, loaded, unknown)
+            self._note_changes(layer, tensor, unknown)
         self._unloaded[layer] = replaced
 
     def _note_changes(self, layer: nn.Module, tensor: Tensor, unknown: list[str]) -> None:
@@ -110,7 +103,7 @@ class ChangesUpdate(LayerwiseUpdate):
         tensor.weight_loader = noted
 
     def _give_loaders_back(self) -> None:
-        for tensor, loader in self._loaders:
+        for tensor, loader in reversed(self._loaders):  # two layers may have the same tensor
             tensor.weight_loader = loader
         self._loaders.clear()
 
