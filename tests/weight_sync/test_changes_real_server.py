@@ -220,8 +220,16 @@ class Sent:
     def __init__(self, trainer):
         self._call = trainer.loop.call
         self._control = trainer.client.control(trainer.client.base_urls)
+        self._weights = trainer.weights
         self._shapes = {name: list(tensor.shape) for name, tensor in trainer.weights.items()}
         self._name, self._weight = next(item for item in trainer.weights.items() if "q_proj" in item[0])
+
+    def everything(self, name):
+        """An update of one tensor."""
+        shapes = {name: self._shapes[name]}
+        self._call(self._control.begin_weight_update(shapes, changes_follow=True))
+        self.bucket([(name, self._weights[name])])
+        self.end()
 
     def begin(self, base):
         self._call(self._control.begin_weight_update(self._shapes, changes_follow=True))
@@ -258,6 +266,11 @@ def test_changes_when_a_vllm_server_does_not_know_what_they_are_of_then_refused_
             RolloutServerError, match="does not know what the changes are of; send everything"
         ):
             sent.begin("0")
+        sent.everything("model.norm.weight")
+        sent.begin("0")
+        with pytest.raises(RolloutServerError, match="qkv_proj.weight was not kept as it was loaded; send"):
+            sent.bucket(sent.changes())
+        assert not sent.is_mixed()
         trainer.deltas.note_failure(of_changes=True)
         trainer.push_changes("0")
         sent.begin("0")
