@@ -87,7 +87,8 @@ class WeightSyncConfig(Options):
     push: Literal["full", "delta"] = "full"
     """delta sends the values that differ from those of the push before, and all of them every
     `push_full_every` pushes, to servers that do not have those, and where a check finds that they differ.
-    It needs SGLang with --custom-weight-loader megatron_rl_corr.engines.sglang.changes_loader.begin.
+    SGLang servers need --custom-weight-loader megatron_rl_corr.engines.sglang.changes_loader.begin, and
+    vLLM servers memory of the host for what their kernels pack.
     """
 
     push_full_every: Annotated[int, Between(2)] = option(20, needs="push=delta")

@@ -247,7 +247,11 @@ class Engine(Inspection, MemoryRelease, Protocol):
         raise self._unsupported("weight updates")
 
     def begin_weight_update(
-        self, tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+        self,
+        tensors: Mapping[str, Sequence[int]] | None = None,
+        *,
+        checksums: bool = True,
+        changes_follow: bool = False,
     ) -> Request:
         """Open the session that weights must be sent in.
 
@@ -255,6 +259,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
             tensors: all that will be sent, Hugging Face name -> shape, for servers that check it;
                 None: not known.
             checksums: `weights_checker` will be asked afterwards.
+            changes_follow: `begin_changes` may come, in this session or a later one.
         """
         raise self._unsupported("weight updates")
 

@@ -142,20 +142,17 @@ class ServerControl:
         return await self._ask_all(lambda engine: engine.continue_generation())
 
     async def begin_weight_update(
-        self, tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+        self, tensors: Mapping[str, Sequence[int]] | None = None, **options: bool
     ) -> bool:
         """Open the session that weights must be sent in. False: the servers have none, and need none.
 
         Args:
-            tensors: as in `Engine.begin_weight_update`.
-            checksums: as there.
+            tensors, options: as in `Engine.begin_weight_update`.
         """
-        return await self._ask_all_that_have(
-            lambda engine: engine.begin_weight_update(tensors, checksums=checksums)
-        )
+        return await self._ask_all_that_have(lambda engine: engine.begin_weight_update(tensors, **options))
 
     async def reopen_weight_update(
-        self, tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+        self, tensors: Mapping[str, Sequence[int]] | None = None, **options: bool
     ) -> bool:
         """`begin_weight_update`, also where an earlier trainer was killed and left its session open.
 
@@ -163,14 +160,14 @@ class ServerControl:
         """
         return any(
             await all_or_raise_first(
-                control._reopen(tensors, checksums=checksums) for control in self.by_engine().values()
+                control._reopen(tensors, options) for control in self.by_engine().values()
             )
         )
 
-    async def _reopen(self, tensors: Mapping[str, Sequence[int]] | None, *, checksums: bool) -> bool:
+    async def _reopen(self, tensors: Mapping[str, Sequence[int]] | None, options: Mapping[str, bool]) -> bool:
         """The same for servers of one engine."""
         try:
-            return await self.begin_weight_update(tensors, checksums=checksums)
+            return await self.begin_weight_update(tensors, **options)
         except RolloutServerError as error:
             if not self.engine_of(error.url).update_is_open(error):
                 raise
@@ -181,7 +178,7 @@ class ServerControl:
         raise_first(
             [a for a in answers if not (isinstance(a, RolloutServerError) and a.status in (400, 404))]
         )
-        return await self.begin_weight_update(tensors, checksums=checksums)
+        return await self.begin_weight_update(tensors, **options)
 
     async def end_weight_update(self) -> bool:
         """Close that session; a server may then repack its weights. False: the servers have none."""

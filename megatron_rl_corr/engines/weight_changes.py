@@ -78,6 +78,18 @@ def end_of_stage(*, stage: int, buckets: int) -> list[NamedTensor]:
     return [(PREFIX + json.dumps(header), torch.zeros(1, dtype=torch.int32))]
 
 
+def shapes_of(bucket: Sequence[NamedTensor]) -> dict[str, list[int]]:
+    """The weights that a bucket of `packed` or `end_of_stage` has changes of: Hugging Face name -> shape.
+
+    Raises:
+        ValueError: it is another bucket.
+    """
+    headers = [name.removeprefix(PREFIX) for name, _ in bucket[::2] if name.startswith(PREFIX)]
+    if len(headers) < len(bucket[::2]):
+        raise ValueError("whole weights came where changes were expected; does another trainer push here?")
+    return {name: shape for header in headers for name, shape, _ in json.loads(header)["tensors"]}
+
+
 class ChangesReceiver:
     """What a server knows of the changes that it is sent; one for each of its models."""
 
@@ -87,10 +99,10 @@ class ChangesReceiver:
         """What the last whole push of changes made; None: there was none, or it broke off."""
         self._push, self._next = "", {}
 
-    def begin(self, push: str, base: str, stages: int, code: str = "older", **others: object) -> None:
+    def begin(self, push: str, base: str, stages: int, code: str = "older", **others: object) -> str | None:
         """Expect the changes from version `base` to `push`, from so many pipeline stages.
 
-        What does not fit is refused by `load`: an engine may not survive an exception here.
+        Returns why they do not fit, which `load` refuses: an engine may not survive an exception here.
 
         Args:
             code: the trainer's CODE.
@@ -106,6 +118,7 @@ class ChangesReceiver:
             self._refused = f"changes of {base!r} do not fit weights that are {self.version!r}"
         self.version, self._push = None, push
         self._next: dict[int, int | None] = dict.fromkeys(range(stages), 0)
+        return self._refused
 
     def load(self, named: Iterable[NamedTensor], load_weights: Callable[[Iterator[NamedTensor]], Any]) -> Any:
         """Put one bucket into the model.

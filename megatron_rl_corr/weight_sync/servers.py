@@ -102,6 +102,8 @@ class WeightServers:
         """Servers of which this update has told that they miss it."""
         self._found: dict[str, str] = {}
         """What each server called its weights before this update."""
+        self.changes_follow = False
+        """Pushes may bring changes alone, from the first one of everything on."""
         self.same_as_before = False
         """All servers of this update took the last one, and have its weights."""
         self.planned: dict[str, list[int]] | None = None
@@ -223,7 +225,11 @@ class WeightServers:
         if not self.transport.in_session:
             return
         try:
-            self._loop.call(self._control.reopen_weight_update(self.planned, checksums=bool(self.verifiers)))
+            self._loop.call(
+                self._control.reopen_weight_update(
+                    self.planned, checksums=bool(self.verifiers), changes_follow=self.changes_follow
+                )
+            )
         except RolloutServerError as error:
             if error.status is not None:
                 self._loop.call(self._rename_back())  # nothing was sent

@@ -79,6 +79,7 @@ def push_weights(
         OSError: on the rank that saw it, for a folder or a process group.
         PeerFailure: on every other rank.
     """
+    servers.changes_follow = deltas is not None
     _use_reachable_servers(exporter, servers)
     repeated = False
     changes = None if deltas is None else deltas.changes(same_servers=servers.same_as_before)

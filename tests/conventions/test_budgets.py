@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "config": 2_630,
     "models": 1_860,
-    "engines": 5_145,
+    "engines": 5_340,
     "reduce": 600,
     "core": 1_850,
     "logprobs": 955,

@@ -14,7 +14,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.vllm.checks import bucket_problem, config_problem, incomplete, problem
 from megatron_rl_corr.engines.vllm.tensors import decoded, entries, serialized
-from megatron_rl_corr.engines.vllm.worker_code import check_code, worker_code
+from megatron_rl_corr.engines.vllm.worker_code import _ENGINES, _FILES, check_code, worker_code
 
 VLLM = load_engine("vllm")
 
@@ -82,7 +82,12 @@ worker = Extension()
 worker.vllm_config = worker.weight_transfer_engine = None
 methods = [name for name in dir(Extension) if name.startswith("rl_corr")]
 sys.modules["safetensors"] = StandIn("safetensors")  # vLLM has it
-arguments = {"rl_corr_bucket": [[]], "rl_corr_load_folder": ["/"], "rl_corr_leave": ["x"]}
+arguments = {
+    "rl_corr_bucket": [[]],
+    "rl_corr_begin_changes": ["1", "0", 1],
+    "rl_corr_load_folder": ["/"],
+    "rl_corr_leave": ["x"],
+}
 print({name: getattr(worker, name)(*arguments.get(name, [])) for name in methods})
 """
 
@@ -94,7 +99,7 @@ def test_extension_when_imported_beside_vllm_then_it_needs_torch_and_the_standar
     # A method that fails answers and raises nothing: an exception puts every later answer of other
     # ranks one call late.
     answers = eval(ran.stdout.splitlines()[-1])
-    assert len(answers) == 8
+    assert len(answers) == 9
     for answer in answers.values():
         assert answer == {
             "error": 'start the server with --weight-transfer-config \'{"backend": "rl_corr"}\''
@@ -267,6 +272,8 @@ def test_handle_when_the_senders_gpu_is_another_one_of_this_server_then_it_is_op
 
 def test_code_when_it_is_not_the_trainers_then_refused_with_both_names():
     code = worker_code()
+    files = {path.name for pattern in _FILES for path in _ENGINES.glob(pattern)}
+    assert {"weight_changes.py", "changes.py", "loading.py", "checks.py"} <= files
     assert re.fullmatch(re.escape(__version__) + "-[0-9a-f]{8}", code)
     begin, folder = VLLM.begin_weight_update({}), VLLM.update_weights_from_disk("folder")
     assert [request.json["kwargs"]["code"] for request in (begin, folder)] == [code, code]
@@ -276,6 +283,15 @@ def test_code_when_it_is_not_the_trainers_then_refused_with_both_names():
             ValueError, match=f"is of megatron-rl-corr {code}, and the trainer's is {named}; install"
         ):
             check_code(code, theirs)
+
+
+def test_changes_when_the_server_quantises_then_refused_by_name():
+    plain = {"vllm_config": {"model_config": {"quantization": None}}}
+    assert VLLM.changes_problem(plain) is None
+    fp8 = {"vllm_config": {"model_config": {"quantization": "fp8"}}}
+    assert VLLM.changes_problem(fp8) == (
+        "it quantises what it is sent, all of a tensor at once; use `push` full"
+    )
 
 
 def test_pause_modes_then_retract_computes_keys_anew_and_in_place_keeps_them():

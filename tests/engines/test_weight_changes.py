@@ -15,6 +15,7 @@ from megatron_rl_corr.engines.weight_changes import (
     ChangesReceiver,
     end_of_stage,
     packed,
+    shapes_of,
 )
 
 
@@ -125,11 +126,13 @@ def test_changes_when_they_are_of_another_version_then_refused(receiver):
     for stage in (0, 1):
         receiver.load(end_of_stage(stage=stage, buckets=0), lambda weights: None)
     assert receiver.version == "1"
-    receiver.begin("2", "0", 2, CODE)
+    assert receiver.begin("2", "0", 2, CODE) == "changes of '0' do not fit weights that are '1'"
     with pytest.raises(ValueError, match="changes of '0' do not fit weights that are '1'"):
         receiver.load(bucket(0, 0), lambda weights: [*weights])
     assert receiver.version is None
-    receiver.begin("2", "1", 2, CODE)  # what a server has is not known after that, and the trainer proves it
+    assert (
+        receiver.begin("2", "1", 2, CODE) is None
+    )  # what a server has is not known after that, and the trainer proves it
     receiver.load(bucket(0, 0), lambda weights: [*weights])
 
 
@@ -158,5 +161,8 @@ def test_packed_when_dtypes_differ_then_places_and_values_of_each():
         [("w", between(OLD, NEW)), ("b", between(OLD.bfloat16(), NEW.bfloat16()))], stage=3, number=7
     )
     assert [tensor.dtype for _, tensor in both] == [torch.int32, torch.float32, torch.int32, torch.bfloat16]
+    assert shapes_of(both) == {"w": [2, 4], "b": [2, 4]} and shapes_of(end_of_stage(stage=0, buckets=1)) == {}
+    with pytest.raises(ValueError, match="whole weights came where changes were expected"):
+        shapes_of([*both, ("w", OLD)])
     told = json.loads(both[0][0].removeprefix(PREFIX))
     assert told == {"stage": 3, "number": 7, "parts": 2, "tensors": [["w", [2, 4], 4]]}

@@ -1,4 +1,6 @@
-"""Every architecture through vLLM's own loaders: what is sent is loaded, hashed and counted."""
+"""Every architecture through vLLM's own loaders: what is sent is loaded, hashed and counted, and so is
+what changed alone.
+"""
 
 import json
 from pathlib import Path
@@ -67,4 +69,8 @@ def test_push_when_all_tensors_come_singly_then_all_are_loaded_and_every_checksu
     for sent in ("other", "again"):
         assert "told" not in one[sent] and one[sent]["proven"] == one[sent]["held"] > 20, one[sent]
     assert one["wrong"] == []
+    changes = one["changes"]
+    assert changes["wrong"] == changes["hashed otherwise"] == []
+    assert changes["told"] == changes["loaders of the update"] == []
+    assert changes["computing"] > 5 and changes["moved"] > 10
     assert all("rotary_emb" in stayed or "cos_sin" in stayed for stayed in one["stayed"]), one["stayed"]

@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_rl_corr.doctor import quick_check
@@ -22,6 +21,7 @@ from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth, scored
 from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer
+from tests.weight_sync.test_changes_real_server import Trainer
 from tests.weight_sync.test_push_real_servers import Pushing, model_of, noisy, weights  # noqa: F401
 from tools.cpu import environment, gpu_available, vllm_arguments
 
@@ -326,7 +326,7 @@ def test_push_when_parts_of_a_fused_layer_are_exchanged_on_their_way_then_its_pa
         trainer.push(noisy(weights, seed=10), "new")
 
 
-def test_push_when_embeddings_are_tied_then_samples_are_of_the_new_weights(tmp_path, tiny_moe_dir):
+def test_pushes_when_embeddings_are_tied_then_samples_are_of_the_new_weights(tmp_path, tiny_moe_dir):
     config = AutoConfig.for_model(
         "qwen3",
         vocab_size=83,
@@ -347,8 +347,6 @@ def test_push_when_embeddings_are_tied_then_samples_are_of_the_new_weights(tmp_p
         models[seed].save_pretrained(tmp_path / str(seed))
         for file in tiny_moe_dir.glob("*token*"):
             shutil.copy(file, tmp_path / str(seed))
-    new = load_file(tmp_path / "1/model.safetensors")
-    assert "lm_head.weight" not in new
     with PreloadedServer(
         tmp_path / "0",
         engine="vllm",
@@ -357,15 +355,26 @@ def test_push_when_embeddings_are_tied_then_samples_are_of_the_new_weights(tmp_p
         extra_arguments=vllm_arguments(),
         environment=environment("vllm"),
     ) as server:
-        trainer = Pushing([server.url], "tensor", tmp_path / "0", None, "vllm")
+        trainer = Trainer(server, tmp_path / "1")
+        assert "lm_head.weight" not in trainer.weights
+        samples = []
         try:
-            trainer.push(new, "1")
-            assert trainer.compared == len(trainer.parameters())
-            sample = trainer.sample()
+            for version in ("everything", "proof", "changes"):
+                trainer.push_changes(version)
+                assert trainer.compared == len(trainer.parameters())
+                samples.append((trainer.sample(), {n: one.clone() for n, one in trainer.weights.items()}))
+                trainer.train(seed=4)
+            assert trainer.deltas.share < 0.1
         finally:
             trainer.close()
+    for sample, held in samples:
+        models[1].load_state_dict(held, strict=False)
+        assert_near(sample, models[1])
+
+
+def assert_near(sample, model):
     ids = torch.cat([sample.prompt_ids, sample.output_ids])
     with torch.no_grad():
-        logits = models[1](ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
+        logits = model(ids[None]).logits[0, len(sample.prompt_ids) - 1 : -1]
     truth = torch.log_softmax(logits, -1).gather(1, sample.output_ids[:, None])[:, 0]
     torch.testing.assert_close(sample.rollout_logprobs, truth, atol=1e-5, rtol=0)

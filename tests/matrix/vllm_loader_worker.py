@@ -2,7 +2,8 @@
 
 vllm_loader_worker.py MODEL_DIR ...  where each folder has a checkpoint `one` and another of the same
 shapes, `two`. Prints a line of JSON for each: what `two` left as it was, what differs after `one` was sent
-again, in buckets of one tensor, what the checksums prove, and what the count of parameters says.
+again, in buckets of one tensor, what the checksums prove, and what the count of parameters says; and what
+differs after changes of `one` from what it is after everything.
 """
 
 import json
@@ -17,6 +18,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.reload import layerwise
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError
@@ -24,6 +26,7 @@ from megatron_rl_corr.engines.vllm.checks import BACKEND
 from megatron_rl_corr.engines.vllm.worker import Extension
 from megatron_rl_corr.engines.vllm.worker.transfer import WeightTransfer
 from megatron_rl_corr.engines.vllm.worker_code import worker_code
+from megatron_rl_corr.engines.weight_changes import ChangedTensor, end_of_stage, packed
 from megatron_rl_corr.weight_sync.coverage import make_coverage
 from megatron_rl_corr.weight_sync.verify import make_verifiers
 
@@ -73,11 +76,7 @@ def push(worker, folder):
     coverage, verifier = make_coverage(folder), make_verifiers("checksum", folder, {"vllm": ENGINE})["vllm"]
     tensors = load_file(folder / "model.safetensors")
     sent = {name: tensor for name, tensor in tensors.items() if not coverage._why_kept(name)}
-    shapes = {name: list(tensor.shape) for name, tensor in sent.items()}
-    answered(worker.rl_corr_begin(shapes, code=worker_code()))
-    for named in sent.items():
-        answered(worker.rl_corr_bucket([{"serialized": ENGINE.serialized([named])}]))
-    answered(worker.rl_corr_end())
+    send(worker, sent, [[named] for named in sent.items()])
     verifier.keep(list(sent.items()), "1")
     coverage.count(list(sent.items()))
     server = ENGINE.checksums("http://a", {}, {"results": [answered(worker.rl_corr_checksums())]})
@@ -87,6 +86,66 @@ def push(worker, folder):
         return {"proven": verifier.compare([server]), "held": len(server.ranks[0][1])}
     except RolloutError as error:
         return {"told": str(error)}
+
+
+def send(worker, weights, buckets, changes=False):
+    """An update of these weights."""
+    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
+    answered(worker.rl_corr_begin(shapes, code=worker_code(), keep=True))
+    if changes:
+        answered(worker.rl_corr_begin_changes("1", "0", 1))
+    for bucket in buckets:
+        answered(worker.rl_corr_bucket([{"serialized": ENGINE.serialized(bucket)}]))
+    answered(worker.rl_corr_end())
+
+
+def computed(model):
+    """What the kernels of every linear layer make of the same numbers."""
+    found = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "cpu_linear"):
+            names = ("input_size_per_partition", "input_size", "embedding_dim")
+            wide = next(getattr(module, name) for name in names if hasattr(module, name))
+            numbers = torch.randn(3, wide, generator=torch.Generator().manual_seed(wide))
+            found[f"{path} computes"] = module.cpu_linear(numbers, module.weight, None)
+    return found
+
+
+def judge_changes(worker, model, folder):
+    """What changes make that everything does not, from state to state."""
+    coverage, everything = make_coverage(folder), load_file(folder / "model.safetensors")
+    old = {name: tensor for name, tensor in everything.items() if not coverage._why_kept(name)}
+    generator = torch.Generator().manual_seed(5)
+    changed = {n: torch.rand(w.shape, generator=generator) < 0.05 for n, w in old.items()}
+    changed["model.norm.weight"][:] = False
+    new = {n: torch.where(changed[n], w + 0.1, w) for n, w in old.items()}
+
+    def pushed(weights, buckets, changes=False):
+        send(worker, weights, buckets, changes)
+        copies = {name: tensor.clone() for name, tensor in (state(model) | computed(model)).items()}
+        return copies, answered(worker.rl_corr_checksums())["checksums"]
+
+    expected, checksums = pushed(new, [[named] for named in new.items()])
+    before, _ = pushed(old, [[named] for named in old.items()])
+    changes = [
+        (n, ChangedTensor.of(torch.where(changed[n], w, torch.nan)))
+        for n, w in new.items()
+        if n != "model.norm.weight"
+    ]
+    buckets = [packed([one], stage=0, number=number) for number, one in enumerate(changes)]
+    told = []
+    layerwise.logger.warning, warning = (lambda *words: told.append(words)), layerwise.logger.warning
+    got, found = pushed(new, [*buckets, end_of_stage(stage=0, buckets=len(buckets))], changes=True)
+    layerwise.logger.warning = warning
+    loaders = {name: getattr(tensor, "weight_loader", None) for name, tensor in state(model).items()}
+    return {
+        "told": [str(words) for words in told],
+        "loaders of the update": sorted(name for name, one in loaders.items() if hasattr(one, "__wrapped__")),
+        "computing": sum("computes" in name for name in expected),
+        "moved": sum(not torch.equal(expected[name], before[name]) for name in expected),
+        "wrong": sorted(name for name in expected if not torch.equal(expected[name], got[name])),
+        "hashed otherwise": sorted(name for name in checksums if checksums[name] != found[name]),
+    }
 
 
 def judge(folder):
@@ -107,6 +166,7 @@ def judge(folder):
         "stayed": stayed,
         "again": again,
         "wrong": sorted(changed()),
+        "changes": judge_changes(worker, model, folder / "one"),
     }
 
 

@@ -72,10 +72,14 @@ class Pushing:
         return set(self.checksums())
 
     def checksums(self):
-        """Parameter -> checksum, at the first server."""
+        """Parameter -> checksum, of the first server's first rank."""
+        return self.all_checksums()[0]
+
+    def all_checksums(self):
+        """The same of each of its ranks."""
         url = self.client.base_urls[0]
         (answer,) = self.loop.call(self.client.control([url]).weights_checker())
-        return self.client.control([url]).engine_of(url).all_checksums(url, answer)[0]
+        return self.client.control([url]).engine_of(url).all_checksums(url, answer)
 
     def version(self):
         """What the first server calls its weights."""

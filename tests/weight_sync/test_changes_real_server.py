@@ -1,5 +1,5 @@
-"""Pushes of changes alone to a real server: what it has afterwards is what a push of everything makes, and
-what goes wrong on the way is found and mended by one.
+"""Pushes of changes alone to a real server of each engine: what it has afterwards is what a push of
+everything makes, and what goes wrong on the way is found and mended by one.
 """
 
 from dataclasses import replace
@@ -9,7 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.weight_changes import ChangedTensor, end_of_stage, packed
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.models.layouts import Replicated
 from megatron_rl_corr.models.names import ParameterRule
@@ -19,7 +22,9 @@ from megatron_rl_corr.weight_sync import update
 from megatron_rl_corr.weight_sync.changes import DeltaPushes, changed_units
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.update import push_weights
+from tests.hf_truth import assert_is_truth
 from tests.weight_sync.pushing import BUCKET_BYTES, Pushing
+from tests.weight_sync.test_push_real_servers import model_of
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -27,8 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 class Trainer(Pushing):
     """One rank of one stage whose parameters are Hugging Face tensors."""
 
-    def __init__(self, server, model_dir, full_every=20):
-        super().__init__([server.url], "distributed", model_dir, None)
+    def __init__(self, server, model_dir, *others, full_every=20):
+        urls = [one.url for one in (server, *others)]
+        super().__init__(urls, "distributed", model_dir, None, server.engine)
         self.weights = load_file(model_dir / "model.safetensors")
         parameters = [
             SimpleNamespace(
@@ -70,8 +76,8 @@ class Trainer(Pushing):
 
 
 @pytest.fixture
-def trainer(sglang_server_fp32, tiny_moe_dir):
-    trainer = Trainer(sglang_server_fp32, tiny_moe_dir)
+def trainer(engine_server, tiny_moe_dir):
+    trainer = Trainer(engine_server[1], tiny_moe_dir)
     before, whole = trainer.version(), {name: one.clone() for name, one in trainer.weights.items()}
     try:
         yield trainer
@@ -80,7 +86,9 @@ def trainer(sglang_server_fp32, tiny_moe_dir):
         trainer.close()
 
 
-def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is_as_after_everything(trainer):
+def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is_as_after_everything(
+    trainer, tiny_moe_dir, tmp_path
+):
     everything = sum(tensor.nbytes for tensor in trainer.weights.values())
     trainer.push_changes("0")
     assert sum(trainer.sent) == everything and trainer.deltas.share == 1
@@ -92,7 +100,9 @@ def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is
         after = trainer.push_changes(str(number))
         assert 0.015 < trainer.deltas.share < 0.025 and sum(trainer.sent) < 0.05 * everything
         assert trainer.compared == len(trainer.parameters()) > 20  # of whole parameters, by the trainer's own
-        assert trainer.sample().oldest_version == str(number)
+        sample = trainer.sample()
+        assert sample.oldest_version == str(number)
+    assert_is_truth(sample, model_of(tiny_moe_dir, trainer.weights, tmp_path / "hf"), atol=1e-5)
     assert after == trainer.checksums_of_everything("whole")
 
 
@@ -104,6 +114,9 @@ def test_push_when_nothing_or_most_changed_then_nothing_or_everything_is_sent(tr
     trainer.train(seed=5, share=0.5)
     trainer.push_changes("2")
     assert trainer.deltas.share == 1
+    trainer.train(seed=6)
+    trainer.push_changes("3")
+    assert trainer.deltas.share < 0.05
     trainer.weights["model.norm.weight"][0] = torch.nan  # which stands for no change on the way
     assert trainer.deltas.changes(same_servers=True) is None
     trainer.weights["model.norm.weight"][0] = 1.0
@@ -142,10 +155,10 @@ def test_push_when_changes_go_wrong_then_it_is_found_and_everything_is_sent(trai
 
 
 def test_push_when_the_server_has_other_weights_or_it_is_time_then_everything_is_sent(
-    sglang_server_fp32, tiny_moe_dir, trainer
+    engine_server, tiny_moe_dir, trainer
 ):
     trainer.push_changes("0")
-    other = Trainer(sglang_server_fp32, tiny_moe_dir)
+    other = Trainer(engine_server[1], tiny_moe_dir)
     try:
         other.push_changes("other")  # as a server that was started anew, it has weights of another name
     finally:
@@ -199,3 +212,111 @@ def test_push_when_changes_fail_again_and_again_then_they_are_not_tried_any_more
     repeated = EVENTS.counts["push_repeated"]
     trainer.push_changes("everything")
     assert EVENTS.counts["push_repeated"] == repeated
+
+
+class Sent:
+    """Requests of an update to a vLLM server, one by one."""
+
+    def __init__(self, trainer):
+        self._call = trainer.loop.call
+        self._control = trainer.client.control(trainer.client.base_urls)
+        self._weights = trainer.weights
+        self._shapes = {name: list(tensor.shape) for name, tensor in trainer.weights.items()}
+        self._name, self._weight = next(item for item in trainer.weights.items() if "q_proj" in item[0])
+
+    def everything(self, name):
+        """An update of one tensor."""
+        shapes = {name: self._shapes[name]}
+        self._call(self._control.begin_weight_update(shapes, changes_follow=True))
+        self.bucket([(name, self._weights[name])])
+        self.end()
+
+    def begin(self, base):
+        self._call(self._control.begin_weight_update(self._shapes, changes_follow=True))
+        self._call(self._control.begin_changes("1", base, 1))
+
+    def bucket(self, bucket):
+        entry = load_engine("vllm").serialized(bucket)
+        self._call(self._control.update_weights_from_tensor([[entry]]))
+
+    def changes(self, number=0, name=None):
+        """A bucket: one value of a layer, as it is, or of another name."""
+        one = torch.full_like(self._weight, torch.nan)
+        one[0, 0] = self._weight[0, 0]
+        return packed([(name or self._name, ChangedTensor.of(one))], stage=0, number=number)
+
+    def end(self):
+        self._call(self._control.end_weight_update())
+
+    def is_mixed(self):
+        state = Request("POST", "/collective_rpc", {"method": "rl_corr_state", "kwargs": {}})
+        [url] = self._control.base_urls
+        return self._call(self._control.ask(url, state))["results"][0]["mixed"]
+
+
+def test_changes_when_a_vllm_server_does_not_know_what_they_are_of_then_refused_before_a_byte(
+    vllm_server_fp32, tiny_moe_dir
+):
+    trainer = Trainer(vllm_server_fp32, tiny_moe_dir)
+    sent, before = Sent(trainer), trainer.version()
+    try:
+        trainer.push_changes("kept")
+        whole = trainer.checksums_of_everything(before)  # by a trainer that sends everything always
+        with pytest.raises(
+            RolloutServerError, match="does not know what the changes are of; send everything"
+        ):
+            sent.begin("0")
+        sent.everything("model.norm.weight")
+        sent.begin("0")
+        with pytest.raises(RolloutServerError, match="qkv_proj.weight was not kept as it was loaded; send"):
+            sent.bucket(sent.changes())
+        assert not sent.is_mixed()
+        trainer.deltas.note_failure(of_changes=True)
+        trainer.push_changes("0")
+        sent.begin("0")
+        sent.bucket(sent.changes())
+        sent.bucket(end_of_stage(stage=0, buckets=1))
+        sent.end()
+        with pytest.raises(RolloutServerError, match="changes of '0' do not fit weights that are '1'"):
+            sent.begin("0")
+        assert not sent.is_mixed() and trainer.checksums() == whole
+    finally:
+        trainer.checksums_of_everything(before)
+        trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("none", "not all buckets of changes have come"),
+        ("whole", "whole weights came where changes were expected"),
+        ("unknown", "x.weight is not part of this update"),
+        ("doubled", "bucket 0 of stage 0 came where 1 was expected"),
+    ],
+)
+def test_changes_when_they_break_off_at_a_vllm_server_then_it_takes_everything_next(
+    vllm_server_fp32, tiny_moe_dir, wrong, told
+):
+    trainer = Trainer(vllm_server_fp32, tiny_moe_dir)
+    sent, before = Sent(trainer), trainer.version()
+    try:
+        whole = trainer.push_changes("0")
+        sent.begin("0")
+        sent.bucket(sent.changes())
+        buckets = {
+            "whole": [item for item in trainer.weights.items() if "k_proj" in item[0]][:1],
+            "unknown": sent.changes(1, "x.weight"),
+            "doubled": sent.changes(0),
+        }
+        with pytest.raises(RolloutServerError, match=told):
+            if wrong in buckets:
+                sent.bucket(buckets[wrong])
+            sent.end()
+        assert sent.is_mixed()
+        with pytest.raises(RolloutServerError, match="send everything first"):
+            sent.begin("0")
+        trainer.deltas.note_failure(of_changes=True)
+        assert trainer.push_changes("1") == whole and trainer.deltas.share == 1 and not sent.is_mixed()
+    finally:
+        trainer.checksums_of_everything(before)
+        trainer.close()

@@ -55,7 +55,7 @@ class Recorder:
     async def pause_generation(self, mode):
         self.asked.append(mode)
 
-    async def reopen_weight_update(self, tensors, *, checksums):
+    async def reopen_weight_update(self, tensors, **options):
         self.asked.append("begin")
 
     async def update_weight_version(self, version):
@@ -188,7 +188,7 @@ def test_begin_when_an_update_is_refused_then_the_weights_are_called_as_before(c
         def control(self, urls):
             return Refusing(urls, self.versions, self.asked)
 
-        async def reopen_weight_update(self, tensors, *, checksums):
+        async def reopen_weight_update(self, tensors, **options):
             raise RolloutServerError(A, "/begin_weight_update", 400, "x has another shape")
 
         async def update_weight_version(self, version):

@@ -122,13 +122,17 @@ def continue_generation() -> Request:
 
 
 def begin_weight_update(
-    tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+    tensors: Mapping[str, Sequence[int]] | None = None,
+    *,
+    checksums: bool = True,
+    changes_follow: bool = False,
 ) -> Request:
     """Opens the session in which SGLang >= 0.5.21 accepts weights from a process group.
 
     Args:
         tensors: without effect; SGLang checks each tensor as it comes, and refuses a wrong one without harm.
         checksums: without effect; SGLang hashes what it holds when it is asked.
+        changes_follow: without effect; SGLang's weights lie in memory as they were loaded.
     """
     return Request("POST", "/begin_weight_update", {})
 

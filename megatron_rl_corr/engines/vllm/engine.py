@@ -107,6 +107,8 @@ class VLLM(Engine):
     continue_generation = staticmethod(updates.continue_generation)
     pause_problem = staticmethod(updates.pause_problem)
     begin_weight_update = staticmethod(updates.begin_weight_update)
+    changes_problem = staticmethod(servers.changes_problem)
+    begin_changes = staticmethod(updates.begin_changes)
     end_weight_update = staticmethod(updates.end_weight_update)
     update_is_open = staticmethod(updates.update_is_open)
     init_weights_update_group = staticmethod(updates.init_weights_update_group)

@@ -35,13 +35,13 @@ def checksums_of(
         if was == UNKNOWN:
             continue
         memory = checksum(parameter.data, device.type) or ""
-        if was and memory == was and not _is_constant(parameter.data):
+        if was and memory == was and not is_constant(parameter.data):
             unpacked.add(name)
         if not was or name in unpacked:
             found[name] = memory
     return found
 
 
-def _is_constant(tensor: Tensor) -> bool:
+def is_constant(tensor: Tensor) -> bool:
     """A tensor of equal numbers is the same in every order, and does not show whether it was packed."""
     return bool((tensor == tensor.flatten()[:1]).all())

@@ -114,6 +114,13 @@ def quantization(server_info: Mapping[str, Any]) -> str | None:
     return config_of(server_info, "model_config").get("quantization")
 
 
+def changes_problem(server_info: Mapping[str, Any]) -> str | None:
+    """Why it can't take pushes of changes alone, with the remedy; None: it can."""
+    if quantization(server_info) is not None:
+        return "it quantises what it is sent, all of a tensor at once; use `push` full"
+    return None
+
+
 def dtype(server_info: Mapping[str, Any]) -> str:
     """What the server computes in, for instance "bfloat16"."""
     return str(config_of(server_info, "model_config").get("dtype")).removeprefix("torch.")

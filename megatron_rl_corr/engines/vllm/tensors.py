@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
-"""Types of weights that are sent, by the names that requests have for them."""
+DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "int32")}
+"""Types that are sent, by the names that requests have for them: of weights, and of the places of changes."""
 
 _DEVICE, _HANDLE, _COUNTER, _EVENT = 6, 7, 11, 13
 """Where torch's rebuild_cuda_tensor takes the device's number and, as bytes, handles of memory,

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums, rank_number
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
-from megatron_rl_corr.engines.types import Request, ServerChecksums
+from megatron_rl_corr.engines.types import Request, ServerChecksums, ServerRanks
 from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.worker_code import worker_code
 
@@ -76,7 +76,10 @@ def pause_problem(
 
 
 def begin_weight_update(
-    tensors: Mapping[str, Sequence[int]] | None = None, *, checksums: bool = True
+    tensors: Mapping[str, Sequence[int]] | None = None,
+    *,
+    checksums: bool = True,
+    changes_follow: bool = False,
 ) -> Request:
     """Begin an update; one that a killed trainer left open is broken off.
 
@@ -85,9 +88,17 @@ def begin_weight_update(
     Args:
         tensors: all that it will bring, Hugging Face name -> shape; None: checked bucket by bucket.
         checksums: hash the parameters while they are loaded.
+        changes_follow: keep what `begin_changes` needs.
     """
     shapes = None if tensors is None else {name: list(shape) for name, shape in tensors.items()}
-    return _call("rl_corr_begin", tensors=shapes, checksums=checksums, code=worker_code())
+    return _call(
+        "rl_corr_begin", tensors=shapes, checksums=checksums, keep=changes_follow, code=worker_code()
+    )
+
+
+def begin_changes(push: str, base: str, stages: int, *, ranks: ServerRanks) -> Request:
+    """Expect in the open update what has changed alone; refused where the server does not have `base`."""
+    return _call("rl_corr_begin_changes", push=push, base=base, stages=stages)
 
 
 def end_weight_update() -> Request:

@@ -20,6 +20,7 @@ _FILES = (
     "vllm/memory_checksums.py",
     "vllm/tensors.py",
     "vllm/worker/*.py",
+    "weight_changes.py",
 )
 """What decides how a server checks, decodes, loads and hashes weights."""
 

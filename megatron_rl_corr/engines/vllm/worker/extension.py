@@ -64,6 +64,7 @@ class Extension:
         self,
         tensors: Mapping[str, Sequence[int]] | None = None,
         checksums: bool = True,
+        keep: bool = False,
         code: str | None = None,
     ) -> None:
         """Begin an update, whatever became of the one before.
@@ -71,13 +72,21 @@ class Extension:
         Args:
             tensors: all that it will bring, Hugging Face name -> shape; None: checked bucket by bucket.
             checksums: hash the parameters while they are loaded.
+            keep: updates of what changes alone may follow.
             code: the trainer's `worker_code`.
 
         Refused, before its weights are touched, where this server can't take it.
         """
         transfer = self._rl_corr_transfer()
         check_code(CODE, code)
-        transfer.begin(tensors, with_checksums=checksums)
+        transfer.begin(tensors, with_checksums=checksums, keep=keep)
+
+    @_answers_errors
+    def rl_corr_begin_changes(self, push: str, base: str, stages: int) -> None:
+        """Expect in the open update what has changed alone, from version `base` to `push`, from so many
+        pipeline stages. Refused where this server can't take it.
+        """
+        self._rl_corr_transfer().begin_changes(push, base, stages)
 
     @_answers_errors
     def rl_corr_bucket(self, buckets: Sequence[Mapping[str, Any]]) -> None:

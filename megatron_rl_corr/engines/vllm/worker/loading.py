@@ -20,6 +20,12 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from megatron_rl_corr.engines.checksums import checksum
+from megatron_rl_corr.engines.vllm.memory_checksums import is_constant
+
+Kept = dict[str, Tensor | None]
+"""Name of each parameter that an update has loaded -> as it was loaded, in the host's memory; None: so it
+lies in the model.
+"""
 
 PREPACKED_EXPERTS = ("0.32.", "0.33.")
 """Starts of the versions whose experts on the CPU are packed at the first load only, and are
@@ -47,10 +53,20 @@ class LayerwiseUpdate:
         model_config: vLLM's.
         device: of the model.
         with_checksums: hash each parameter.
+        kept: is told how each parameter was loaded; None: nothing is kept.
     """
 
-    def __init__(self, model: nn.Module, model_config: object, device: torch.device, *, with_checksums: bool):
+    def __init__(
+        self,
+        model: nn.Module,
+        model_config: object,
+        device: torch.device,
+        *,
+        with_checksums: bool,
+        kept: Kept | None = None,
+    ):
         self._model, self._config, self._device, self._hashes = model, model_config, device, with_checksums
+        self._kept = kept
         self._names = {module: name for name, module in model.named_modules()}
         self._checksums: dict[str, str] = {}
         self._processed: set[nn.Module] = set()
@@ -113,11 +129,13 @@ class LayerwiseUpdate:
         if not isinstance(method, layerwise.QuantizeMethodBase):
             original(layer, info)
             self._hash(layer)
+            self._keep(layer, {})
             return
-        pack = method.process_weights_after_loading
+        pack, loaded = method.process_weights_after_loading, {}
 
         def hash_and_pack(packed: nn.Module) -> None:
             self._hash(packed)
+            loaded.update(self._as_loaded(packed))
             pack(packed)
             if self._device.type == "cpu" and _has_experts(packed):
                 packed.quant_method.moe_kernel.fused_experts.process_weights_after_loading(packed)
@@ -128,14 +146,42 @@ class LayerwiseUpdate:
             original(layer, info)
         finally:
             del method.process_weights_after_loading
+        self._keep(layer, loaded)
 
     def _hash(self, layer: nn.Module) -> None:
         if not self._hashes:
             return
+        for full, parameter in self._parameters(layer):
+            self._checksums[full] = checksum(parameter.data, self._device.type) or ""
+
+    def _as_loaded(self, layer: nn.Module) -> dict[str, Tensor]:
+        """A layer's parameters in the host's memory, but for those that are known not to be packed."""
+        if self._kept is None:
+            return {}
+        return {
+            full: torch.empty_like(one.data, device="cpu").copy_(one.data)
+            for full, one in self._parameters(layer)
+            if self._kept.get(full, one) is not None
+        }
+
+    def _keep(self, layer: nn.Module, loaded: dict[str, Tensor]) -> None:
+        """Keep those of `_as_loaded` that lie otherwise in memory now."""
+        if self._kept is None:
+            return
+        for full, one in self._parameters(layer):
+            copy = loaded.get(full)
+            self._kept[full] = None if copy is None or _lies_so(one.data, copy) else copy
+
+    def _parameters(self, layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in layer._parameters.items():
             if parameter is not None:
-                full = f"{self._names[layer]}.{name}"
-                self._checksums[full] = checksum(parameter.data, self._device.type) or ""
+                yield f"{self._names[layer]}.{name}", parameter
+
+
+def _lies_so(memory: Tensor, loaded: Tensor) -> bool:
+    """A parameter has been packed into itself; equal numbers, which are so in every order, do not show it."""
+    same = (memory.shape, memory.dtype) == (loaded.shape, loaded.dtype) and torch.equal(memory.cpu(), loaded)
+    return same and not is_constant(loaded)
 
 
 def _has_experts(layer: nn.Module) -> bool:

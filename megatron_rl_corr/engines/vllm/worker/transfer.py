@@ -29,7 +29,9 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from megatron_rl_corr.engines.vllm import checks, tensors
 from megatron_rl_corr.engines.vllm.checks import BACKEND
 from megatron_rl_corr.engines.vllm.memory_checksums import UNKNOWN
-from megatron_rl_corr.engines.vllm.worker.loading import LayerwiseUpdate, experts_problem
+from megatron_rl_corr.engines.vllm.worker.changes import ChangesUpdate
+from megatron_rl_corr.engines.vllm.worker.loading import Kept, LayerwiseUpdate, experts_problem
+from megatron_rl_corr.engines.weight_changes import CODE, ChangesReceiver, shapes_of
 
 GROUP_BACKENDS = ("gloo", "nccl")
 
@@ -85,6 +87,9 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Name of each parameter that an update has loaded -> its checksum before it was packed."""
         self.unpacked: set[str] = set()
         """Parameters that lie in memory as they were loaded."""
+        self._keeps = self._brings_changes = False
+        self._kept: Kept = {}
+        self._changes = ChangesReceiver()
 
     # The group
 
@@ -125,12 +130,13 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     # An update
 
-    def begin(self, sent: checks.Shapes | None, *, with_checksums: bool) -> None:
+    def begin(self, sent: checks.Shapes | None, *, with_checksums: bool, keep: bool = False) -> None:
         """Check the next update, end one that a killed trainer has left open, and accept buckets.
 
         Args:
             sent: all of its tensors; None: any that the server's checkpoint has.
             with_checksums: hash the parameters.
+            keep: keep what kernels want packed as it was loaded too, for updates of what changes alone.
 
         Raises:
             ValueError: this server can't take it; its weights have not been touched.
@@ -148,8 +154,23 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             problem = checks.problem(sent, self._held)
         if problem is not None:
             raise ValueError(problem)
-        self._planned, self._with_checksums = sent, with_checksums
+        self._planned, self._with_checksums, self._keeps = sent, with_checksums, keep
         self.is_open, self._received = True, set()
+
+    def begin_changes(self, push: str, base: str, stages: int) -> None:
+        """Expect in the open update what has changed alone; arguments as of `ChangesReceiver.begin`.
+
+        Raises:
+            ValueError: it does not fit what this server has; its weights have not been touched.
+        """
+        if not self.is_open:
+            raise ValueError("no update is open; begin one before its changes")
+        if self.is_mixed or not self._kept:
+            raise ValueError("this server does not know what the changes are of; send everything first")
+        problem = self._changes.begin(push, base, stages, CODE)
+        if problem is not None:
+            raise ValueError(problem)
+        self._brings_changes = True
 
     def start_weight_update(self) -> None:
         """vLLM's own endpoint of this name. Raises ValueError: `begin` is needed."""
@@ -174,9 +195,8 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         entries = [] if update_info.serialized is None else tensors.entries(update_info.serialized)
         named = [(one["name"], one["shape"]) for one in entries]
         named = named or list(zip(update_info.names, update_info.shapes, strict=True))
-        planned = self._held if self._planned is None else self._planned
-        problem = checks.bucket_problem(dict(named), planned, self._received)
-        if problem is None and len(dict(named)) < len(named):
+        problem = None if self._brings_changes else self._bucket_problem(dict(named))
+        if problem is None and len(dict(named)) < len(named) and not self._brings_changes:
             problem = "a tensor is twice in one bucket"
         if problem is None and not entries and update_info.group_name not in self._groups:
             problem = (
@@ -186,15 +206,45 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         if problem is not None:
             raise ValueError(problem)
         if entries:
-            self.load((one["name"], tensors.decoded(one, self.device)) for one in entries)
+            weights = ((one["name"], tensors.decoded(one, self.device)) for one in entries)
         else:
-            self.load(self._broadcast(update_info))
+            weights = self._broadcast(update_info)
+        if self._brings_changes:
+            self._load_changes(list(weights))
+        else:
+            self.load(weights)
+
+    def _bucket_problem(self, shapes: checks.Shapes) -> str | None:
+        planned = self._held if self._planned is None else self._planned
+        return checks.bucket_problem(shapes, planned, self._received)
+
+    def _load_changes(self, bucket: list[tuple[str, Tensor]]) -> None:
+        problem = self._bucket_problem(shapes_of(bucket))
+        if problem is not None:
+            raise ValueError(problem)
+        if self._update is None:
+            self._update = ChangesUpdate(
+                self.model,
+                self.model_config,
+                self.device,
+                with_checksums=self._with_checksums,
+                kept=self._kept,
+                receiver=self._changes,
+            )
+        self._update.load(bucket)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load tensors that were checked."""
         if self._update is None:
+            if not self._keeps:
+                self._kept.clear()
+            self._changes.version = None
             self._update = LayerwiseUpdate(
-                self.model, self.model_config, self.device, with_checksums=self._with_checksums
+                self.model,
+                self.model_config,
+                self.device,
+                with_checksums=self._with_checksums,
+                kept=self._kept if self._keeps else None,
             )
 
         def noted() -> Iterator[tuple[str, Tensor]]:
@@ -218,10 +268,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """End an update that is complete. Raises ValueError for one that is not; it is broken off then."""
         if not self.is_open:
             raise ValueError("no update is open")
-        planned = self._planned if self._planned is not None else self._received
-        problem = checks.incomplete(planned, self._received)
-        if problem is None and self._planned is None:
-            problem = checks.problem({name: self._held[name] for name in self._received}, self._held)
+        problem = self._incomplete()
         if problem is not None:
             self.break_off()
             raise ValueError(f"the update is not complete: {problem}")
@@ -230,7 +277,17 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         except BaseException:
             self.break_off()
             raise
-        self._update, self.is_open, self.is_mixed = None, False, False
+        self._update, self.is_open, self.is_mixed, self._brings_changes = None, False, False, False
+
+    def _incomplete(self) -> str | None:
+        """What of the open update is missing; None: nothing."""
+        if self._brings_changes:
+            return None if self._changes.version is not None else "not all buckets of changes have come"
+        planned = self._planned if self._planned is not None else self._received
+        problem = checks.incomplete(planned, self._received)
+        if problem is None and self._planned is None:
+            problem = checks.problem({name: self._held[name] for name in self._received}, self._held)
+        return problem
 
     def break_off(self) -> None:
         """End an open update: layers that are not complete get their old weights back, so that
@@ -240,6 +297,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         before a whole update.
         """
         update, self._update, self.is_open, self._received = self._update, None, False, set()
+        self._brings_changes = False
         if update is not None:
             update.roll_back()
             if update.touched:
