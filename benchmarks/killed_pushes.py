@@ -91,7 +91,7 @@ def drilled(folder: Path, engines: list[str], pushes: int, seed: int) -> tuple:
             server.wait_ready()
         status, kills = trained(folder, model, servers, pushes, random.Random(seed))
         rows = [json.loads(line) for line in (folder / "log/metrics.jsonl").read_text().splitlines()]
-        version = str(rows[-1]["weight_version"])
+        version = f"-{rows[-1]['weight_version']}"  # behind the name of the run
         equal = asyncio.run(compared([server.url for server in servers], version))
     finally:
         for server in servers:
@@ -195,7 +195,7 @@ async def compared(urls: list[str], version: str) -> str:
         everyone = client.control(urls)
         await everyone.wait_healthy(60)
         versions = await everyone.reported_versions()
-        current = [url for url, own in zip(urls, versions, strict=True) if own == version]
+        current = [url for url, own in zip(urls, versions, strict=True) if own and own.endswith(version)]
         for servers in client.control(current).by_engine().values():
             answers = await servers.weights_checker()
             of_each = [
