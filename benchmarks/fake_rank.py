@@ -284,6 +284,20 @@ class HeldBytes(TorchDispatchMode):
         self.now = self.most = 0
         self._seen: dict[int, weakref.finalize] = {}
 
+    def __enter__(self):
+        self._from_numpy, torch.from_numpy = torch.from_numpy, self._counted_from_numpy
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.from_numpy = self._from_numpy
+        return super().__exit__(*exception)
+
+    def _counted_from_numpy(self, array: Any) -> torch.Tensor:
+        # No operation of torch's, and yet a tensor that a rank would have on its device.
+        tensor = self._from_numpy(array)
+        self._add(tensor.untyped_storage(), set())
+        return tensor
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))
         made = found if isinstance(found, list | tuple) else [found]

@@ -38,7 +38,7 @@ from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch 
 from megatron_rl_corr.mcore.loss import make_loss_inputs  # noqa: E402
 from megatron_rl_corr.mcore.scoring import OldPass  # noqa: E402
 from megatron_rl_corr.mcore.step_metrics import batch_metrics  # noqa: E402
-from megatron_rl_corr.moe.routes import ReplayedRoutes  # noqa: E402
+from megatron_rl_corr.moe.routes import ReplayedRoutes, Routes  # noqa: E402
 from megatron_rl_corr.reduce.collectives import all_reduce_metrics  # noqa: E402
 from megatron_rl_corr.reduce.layout import Layout  # noqa: E402
 from megatron_rl_corr.reduce.metrics import Max, Metric, Sum  # noqa: E402
@@ -60,7 +60,7 @@ CORRECTION = RolloutCorrectionConfig(
 class FakeBatches(BatchCollector):
     """Takes made-up samples in the place of servers'."""
 
-    def __init__(self, samples: list[Trajectory], layout: Layout, shape: BatchShape, routes: ReplayedRoutes):
+    def __init__(self, samples: list[Trajectory], layout: Layout, shape: BatchShape, routes: Routes):
         sampling = SamplingParams(max_new_tokens=shape.seq_length, temperature=1.0)
         super().__init__(
             layout, shape, sampling, num_turns=None, truncated_samples="train", routes=routes, by_lag=True
@@ -80,7 +80,8 @@ class FakeBatches(BatchCollector):
         return True
 
     def _count(self, taken: Taken, version: int) -> list[float]:
-        own = count_samples(taken, version, self._routes.server_shape.experts)
+        shape = self._routes.server_shape
+        own = count_samples(taken, version, None if shape is None else shape.experts)
         return [float(own.get(name, 0)) for name in COUNTED]
 
     def _origin(self, group: Group) -> None:
@@ -142,12 +143,13 @@ def main() -> None:
     with counted(names, {}, lengths_that_come(dealt)) as counts:
         before = time.thread_time()
         batch = collect(0)
-        collected_s = time.thread_time() - before
         Packs.balanced(batch, batch_shape, layout)
         seconds = time.thread_time() - before
     routes.given = batch = None
     with counted(names, {}, lengths_that_come(dealt)), HeldBytes() as held:
         batch = collect(0)
+    with counted(names, {}, lengths_that_come(dealt)) as without_routes:
+        FakeBatches(samples, layout, batch_shape, Routes()).collect(0)
     print(
         json.dumps(
             {
@@ -156,11 +158,11 @@ def main() -> None:
                 "tokens_of_replica": int(np.sum(dealt)),
                 "samples_moved": float(moved.mean()),
                 "tokens_moved": float(lengths[moved].sum() / lengths.sum()),
-                "collect_s": collected_s,
                 "interpreter_s": seconds,
                 "held": held.most,
                 "kept": held.now,
                 "groups": counts.table(),
+                "without_routes": without_routes.table(),
                 "correction": correction(batch, batch_shape, layout, names) if layout.is_last_stage else None,
             }
         )

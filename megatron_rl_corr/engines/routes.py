@@ -5,6 +5,7 @@ T tokens of prompt and response, H hidden layers, M of them with experts, k expe
 """
 
 import binascii
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -182,9 +183,9 @@ def write_routes(
     # Neighbouring layers are a view; others are gathered by index.
     dense = list(layers) == list(range(layers[0], layers[-1] + 1))
     chosen = slice(layers[0], layers[-1] + 1) if dense else torch.tensor(layers)
-    starts, place = np.asarray(boundaries), 0
+    place = 0
     for begin, end in runs:
-        sample = int(np.searchsorted(starts, begin, side="right")) - 1
+        sample = bisect.bisect_right(boundaries, begin) - 1
         own, start, room = routes[sample], boundaries[sample], into[place : place + end - begin]
         assert end <= boundaries[sample + 1], "a run goes beyond its sample"
         known = 0

@@ -101,11 +101,12 @@ PACKED = {
         {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "recompute": True},
         {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True},
         {"packed": 64, "cp": 2, "pp": 2},
+        {"packed": 64, "pp": 4},
         {"packed": 32, "tp": 2, "ep": 2, "etp": 2, "sp": True},
     ],
 }
 """Sequences packed into microbatches of at most so many tokens; a number of microbatches is not
-theirs to choose.
+theirs to choose. The stages in the middle, of 4, get no token of a batch.
 """
 
 TRUNCATED = {
