@@ -113,8 +113,8 @@ def test_projection_when_made_then_the_formula_of_its_job(printed):
     # 72 bytes of each of 16 sequences, in 17 all-reduces: 2 x 3/4 x 1152 B = 1728 B; trees of 4 hops of 1 us
     # and of 1152 B at 1 GB/s, 4 x (17 + 1.152) us, against rings of 17 x 6 us and 1.728 us.
     assert row[3] == "17, 1.7 kB, 0.07 ms"
-    # tp: 7 x 16 x 16 x 8192 / 4 B = 3.67 MB, 3.67 ms; 16 x 7 us. And 16 bytes of each of these tokens, 0.52 MB
-    # and 7 us.
+    # tp: 7 x 16 x 16 x 8192 / 4 B = 3.67 MB, 3.67 ms; 16 x 7 us. And 16 bytes of each of these tokens,
+    # 0.52 MB and 7 us.
     assert row[2] == "17, 4.2 MB, 4.31 ms"
 
 
