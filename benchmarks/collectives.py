@@ -30,7 +30,8 @@ GROUPS = ("tp", "cp", "dp_cp", "tp_cp", "pp", "world")
 PURPOSES = {
     "all_reduce_done": "did a replica fail",
     "_share_failures": "samples that failed",
-    "_broadcast_from_first": "the batch",
+    "_broadcast_from_first": "counts and rows of the batch",
+    "scatter_slices": "tokens of the batch",
     "forward": "log-probs of labels",
     "whole_unit_sums": "sums over sequences",
     "_totals_of_batch": "counts of the batch",
@@ -225,7 +226,8 @@ def seconds(kind: str, ranks: int, number: float, given: float, options: argpars
     Rings; an all-reduce as the quicker of a ring and a tree of 2 ceil(log2 n) hops, each of all its bytes.
     """
     latency, bandwidth = options.latency_us * 1e-6, options.bandwidth_gb_s * 1e9
-    hops = {"broadcast": ranks - 1, "all-gather": ranks - 1, "all-reduce": 2 * (ranks - 1)}[kind]
+    hops = {"broadcast": ranks - 1, "all-gather": ranks - 1, "all-reduce": 2 * (ranks - 1), "receive": 1}
+    hops = hops[kind]
     ring = number * hops * latency + bytes_sent(kind, ranks, given) / bandwidth
     if kind != "all-reduce":
         return ring
@@ -252,7 +254,7 @@ def print_projection(laws: dict[str, dict], options: argparse.Namespace) -> None
         ]:
             cells = {group: [0, 0.0, 0.0] for group in GROUPS}
             for (group, _, kind), (numbers, payload) in laws[config].items():
-                if ranks[group] == 1:
+                if ranks[group] == 1 or kind == "receive" and split["pp"] * split["cp"] == 1:
                     continue
                 number = numbers[0] + numbers[1] * SEQUENCES
                 given = sum(c * size for c, size in zip(payload, sizes(step), strict=True))

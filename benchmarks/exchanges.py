@@ -13,9 +13,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import megatron_rl_corr
 
 PACKAGE = str(Path(megatron_rl_corr.__file__).parent)
-CARRIERS = ("all_reduce", "all_reduce_cp", "all_reduce_dp_cp", "all_gather_stacked")
+CARRIERS = ("all_reduce", "all_reduce_cp", "all_reduce_dp_cp", "all_gather_stacked", "exchange")
 """They exchange on behalf of others: who called them is what a collective is for."""
-KINDS = {"_allgather_base_": "all-gather", "allreduce_": "all-reduce", "broadcast_": "broadcast"}
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "allreduce_": "all-reduce",
+    "broadcast_": "broadcast",
+    "recv_": "receive",
+}
+"""What is sent to one rank is counted there alone."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +30,10 @@ class Exchange:
 
     group: str
     kind: str
-    """all-gather, all-reduce or broadcast."""
+    """all-gather, all-reduce, broadcast or receive."""
     ranks: int
     payload: int
-    """Bytes of what this rank gives."""
+    """Bytes of what this rank gives, or receives from one other."""
     caller: str
     """The function of the package that asked for it; empty outside of the package."""
 
@@ -37,8 +43,10 @@ class Exchange:
 
 
 def bytes_sent(kind: str, ranks: int, payload: float) -> float:
-    """Bytes that a rank sends, and receives, in a ring; the broadcast's last rank sends nothing."""
-    if kind == "broadcast":
+    """Bytes that a rank sends, and receives, in a ring; the broadcast's last rank sends nothing. What one
+    rank sends to another is its payload.
+    """
+    if kind in ("broadcast", "receive"):
         return payload
     return (ranks - 1) * payload if kind == "all-gather" else 2 * (ranks - 1) / ranks * payload
 
@@ -52,7 +60,7 @@ class ExchangeCount(TorchDispatchMode):
         self.seen: list[Exchange] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and func._schema.name != "c10d::send":
             kind = KINDS[func._schema.name.removeprefix("c10d::")]
             # The first object that is no tensor is the group; a reduction's kind comes after it.
             group = ProcessGroup.unbox(next(arg for arg in args if isinstance(arg, torch.ScriptObject)))

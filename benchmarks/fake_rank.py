@@ -182,7 +182,11 @@ def _uneven_stages(layers: int, stages: int) -> dict[str, int]:
 
 
 @contextmanager
-def counted(names: dict[Any, str], objects: dict[Any, list]) -> Iterator[Counts]:
+def counted(
+    names: dict[Any, str],
+    objects: dict[Any, list],
+    values: dict[tuple[torch.dtype, tuple[int, ...]], torch.Tensor] | None = None,
+) -> Iterator[Counts]:
     """Within, whatever is asked of torch.distributed is counted and returns at once, as if all others came.
 
     A tensor on the meta device needs no backend then; one in memory keeps what it holds, or becomes ones
@@ -192,10 +196,11 @@ def counted(names: dict[Any, str], objects: dict[Any, list]) -> Iterator[Counts]
         names: process group -> what it is called; None is the world.
         objects: process group -> what comes of its members where objects are gathered or broadcast; of any
             other this rank's own.
+        values: (type, shape) -> what a tensor like this holds when another rank has broadcast it.
     """
     from megatron_rl_corr.reduce import collectives
 
-    counts, rank = Counts(), dist.get_rank()
+    counts, rank, values = Counts(), dist.get_rank(), values or {}
 
     def name(group: Any) -> str:
         return names.get(group, "others") if group is not None else "world"
@@ -214,7 +219,20 @@ def counted(names: dict[Any, str], objects: dict[Any, list]) -> Iterator[Counts]
             "broadcast", name(group), received=0 if own else tensor.nbytes, sent=tensor.nbytes if own else 0
         )
         if not own:
-            tensor.fill_(1)
+            tensor.copy_(values.get((tensor.dtype, tuple(tensor.shape)), torch.ones(())))
+
+    def send(tensor, dst=None, group=None, **_):
+        counts.note("send", name(group), sent=tensor.nbytes)
+
+    def receive(tensor, src=None, group=None, **_):
+        counts.note("receive", name(group), received=tensor.nbytes)
+
+    def scatter(tensor, parts=None, src=None, group=None, **_):
+        if parts is None:
+            counts.note("scatter", name(group), received=tensor.nbytes)
+        else:
+            counts.note("scatter", name(group), sent=sum(part.nbytes for part in parts[1:]))
+            tensor.copy_(parts[0])
 
     def batch(operations):
         for one in operations:
@@ -239,6 +257,9 @@ def counted(names: dict[Any, str], objects: dict[Any, list]) -> Iterator[Counts]
     replaced = {
         (dist, "all_reduce"): all_reduce,
         (dist, "broadcast"): broadcast,
+        (dist, "send"): send,
+        (dist, "recv"): receive,
+        (dist, "scatter"): scatter,
         (dist, "batch_isend_irecv"): batch,
         (dist, "all_gather_object"): all_gather_object,
         (dist, "gather_object"): gather_object,
@@ -262,6 +283,20 @@ class HeldBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.most = 0
         self._seen: dict[int, weakref.finalize] = {}
+
+    def __enter__(self):
+        self._from_numpy, torch.from_numpy = torch.from_numpy, self._counted_from_numpy
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        torch.from_numpy = self._from_numpy
+        return super().__exit__(*exception)
+
+    def _counted_from_numpy(self, array: Any) -> torch.Tensor:
+        # No operation of torch's, and yet a tensor that a rank would have on its device.
+        tensor = self._from_numpy(array)
+        self._add(tensor.untyped_storage(), set())
+        return tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         found = func(*args, **(kwargs or {}))

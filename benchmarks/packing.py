@@ -209,7 +209,7 @@ def some_batch(lengths: list[int], options: argparse.Namespace, kind: str):
     multiple = 1 if kind == "packed" else options.length
     return RolloutBatch.from_trajectories(
         samples, rewards, length=options.length, version=0, multiple=multiple
-    )
+    ).to(DEVICE)
 
 
 def one_step(model: list, batch, limits, layout, options: argparse.Namespace) -> float:

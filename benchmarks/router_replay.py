@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +61,7 @@ def measure(options: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from benchmarks.correction import machine_name
-    from megatron_rl_corr.engines.routes import no_routes, pack
+    from megatron_rl_corr.engines.routes import no_routes, write_routes
     from megatron_rl_corr.engines.sglang.routed_experts import decode
     from megatron_rl_corr.mcore import compat
     from megatron_rl_corr.moe.replay import ReplayedRouters
@@ -85,7 +86,9 @@ def measure(options: argparse.Namespace) -> None:
     decoded = [decode(one, tokens=options.length + 1, shape=shape) for one in sent]
     decoding = time.process_time() - started
     boundaries = [sample * options.length for sample in range(options.samples + 1)]
-    routed.given = torch.cat([pack(decoded, boundaries, shape), no_routes(shape, 1)]).to(DEVICE)
+    given = no_routes(shape, boundaries[-1] + 1)
+    write_routes(decoded, boundaries, list(pairwise(boundaries)), range(options.layers), given[:-1])
+    routed.given = given.to(DEVICE)
     times = {kind: [] for kind in steps}
     for _ in range(options.repeats):
         for kind, step in steps.items():
@@ -195,7 +198,7 @@ def some_batch(options: argparse.Namespace):
         length=options.length,
         version=0,
         multiple=options.length,
-    )
+    ).to(DEVICE)
 
 
 def encoded_choice(options: argparse.Namespace) -> str:

@@ -1,4 +1,5 @@
-"""What a push of weights costs with thousands of ranks, counted on this package's own code.
+"""What a push of weights and a batch's way to its ranks cost with thousands of ranks, counted on this
+package's own code.
 
 python benchmarks/scale.py [--users U1 U2 U3] [--beside FOLDER ...]
 
@@ -15,6 +16,11 @@ and to answer.
 A second table has `--rollout-push delta`, from the same counts by the law that
 tests/weight_sync/test_changes_real_server.py holds on real servers: 6 bytes for each changed value, made
 before the pause, in as many buckets as they fill, and one more of each stage.
+
+Two more have a batch, from the leaders' samples with their routed experts (R3) to the ranks
+(benchmarks/scale_batch_worker.py), and what a correction and its metrics exchange. Samples have lengths by
+a lognormal law around half of the longest; those of a large user are played a part as long, and bytes and
+seconds multiplied, as they are linear in tokens.
 """
 
 import argparse
@@ -32,6 +38,7 @@ from benchmarks.quiet import only_tables  # noqa: E402
 from megatron_rl_corr.weight_sync.export import default_bucket_mib  # noqa: E402
 
 WORKER = ROOT / "benchmarks/scale_worker.py"
+BATCH_WORKER = ROOT / "benchmarks/scale_batch_worker.py"
 USERS = {
     "U1": {
         "model": "QWEN3_30B_A3B",
@@ -39,6 +46,8 @@ USERS = {
         "servers": 16,
         "gpus": 4,
         "elements": 30_532_122_624,
+        "samples": 64,
+        "tokens": 8192,
     },
     "U2": {
         "model": "QWEN3_235B_A22B",
@@ -46,6 +55,8 @@ USERS = {
         "servers": 64,
         "gpus": 8,
         "elements": 235_093_634_560,
+        "samples": 256,
+        "tokens": 32768,
     },
     "DeepSeek-V3": {
         "model": "DEEPSEEK_V3",
@@ -53,6 +64,8 @@ USERS = {
         "servers": 128,
         "gpus": 16,
         "elements": 671_026_419_200,
+        "samples": 256,
+        "tokens": 32768,
     },
     "U3": {
         "model": "KIMI_K2",
@@ -60,9 +73,15 @@ USERS = {
         "servers": 256,
         "gpus": 16,
         "elements": 1_026_408_232_448,
+        "samples": 256,
+        "tokens": 65536,
     },
 }
-"""Training ranks and servers; a server has so many GPUs."""
+"""Training ranks and servers; a server has so many GPUs. Samples of a replica, and the longest one's
+tokens.
+"""
+PLAYED_TOKENS = 8192
+"""Of the longest sample that is played, of users with 256 samples; of others, as many as they have."""
 GBITS = (400, 100, 25)
 """Speeds of one network card."""
 SHARES = (0.005, 0.02)
@@ -90,6 +109,12 @@ def main() -> None:
             name = "this" if folder == ROOT else folder.name
             cells = [user, name, USERS[user]["parallel"]["world"], USERS[user]["servers"], *row(pushes[user])]
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
+    print_changes(pushes)
+    print_batches(options.users, [*options.beside, ROOT])
+
+
+def print_changes(pushes: dict[str, dict]) -> None:
+    """The table of pushes of changes."""
     columns = ["user", "values that changed", "GB", "requests"]
     columns += [f"paused s at {speed} Gb/s" for speed in GBITS]
     print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
@@ -99,6 +124,95 @@ def main() -> None:
             cells = [user, f"{share:.1%}", f"{changes['bytes'] / 1e9:.1f}", f"{changes['requests']:,}"]
             cells += [f"{paused_s(changes, speed):.1f}" for speed in GBITS]
             print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def print_batches(users: list[str], folders: list[Path]) -> None:
+    """The table of a batch's way, and that of what a correction exchanges."""
+    columns = [
+        "user",
+        "package",
+        "rank",
+        "samples that moved",
+        "GB sent in dealing",
+        "GB sent to the replica",
+    ]
+    columns += ["MB of the batch received", "MB of routes received", "holds MiB", "keeps MiB", "CPU s"]
+    print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+    corrections = {}
+    for user in users:
+        for folder in folders:
+            name = "this" if folder == ROOT else folder.name
+            for role, found in counted_batch(USERS[user], folder).items():
+                cells = [user, name, role, *batch_row(found)]
+                print("| " + " | ".join(cells) + " |", flush=True)
+                corrections[user] = found["correction"]
+    columns = ["user", "metrics", "all-reduces over context", "bytes", "over data x context", "bytes"]
+    print("\n| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
+    for user, found in corrections.items():
+        for one in found.values():
+            groups = [one["groups"].get(f"all-reduce over {name}") for name in ("context", "data x context")]
+            cells = [user, f"{one['metrics']:,}"]
+            cells += [f"{group[of]:,}" if group else "0" for group in groups for of in ("calls", "bytes")]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def batch_row(found: dict) -> list[str]:
+    """The cells of a rank's batch."""
+    leads = found["is_leader"]
+    dealt, replica = sent_bytes(found)
+    return [
+        f"{found['samples_moved']:.1%}" if leads else "",
+        f"{dealt / 1e9:.2f}" if leads else "",
+        f"{replica / 1e9:.2f}" if leads else "",
+        "" if leads else f"{received_bytes(found['without_routes']) / 1e6:,.1f}",
+        ""
+        if leads
+        else f"{(received_bytes(found['groups']) - received_bytes(found['without_routes'])) / 1e6:,.0f}",
+        f"{found['held'] / 2**20:,.0f}",
+        f"{found['kept'] / 2**20:,.0f}",
+        f"{found['interpreter_s']:.1f}" if leads else "",
+    ]
+
+
+def sent_bytes(found: dict) -> tuple[int, int]:
+    """Bytes that a leader sends (to other leaders, to its replica)."""
+    dealt = found["groups"].get("send over data x context", {"sent": 0})["sent"]
+    others = ("stage of a replica", "stages", "tensor", "world")
+    return dealt, sum(
+        one["sent"]
+        for name, one in found["groups"].items()
+        if name.split(" over ")[1] in others and not name.startswith("all-reduce")
+    )
+
+
+def received_bytes(groups: dict[str, dict[str, int]]) -> int:
+    """Bytes of the batch that come to a rank."""
+    return sum(
+        one["received"]
+        for name, one in groups.items()
+        if not name.startswith(("all-reduce", "all-gather")) and "data x context" not in name
+    )
+
+
+def counted_batch(user: dict, package: Path) -> dict[str, dict]:
+    """What a batch asks of the leader and of ranks of other stages, by role, in the job's own size."""
+    stages = user["parallel"]["pipeline"]
+    stage_ranks = user["parallel"]["world"] // stages
+    played = {"leader": 0}
+    if stages > 2:
+        played["middle stage"] = stage_ranks
+    played["last stage" if stages > 1 else "tensor rank 1"] = (stages - 1) * stage_ranks + (stages == 1)
+    return {role: counted_slices(user, rank, package) for role, rank in played.items()}
+
+
+def counted_slices(user: dict, rank: int, package: Path) -> dict:
+    """What a batch asks of one rank, in the job's own size."""
+    part = 1 if user["samples"] < 256 else user["tokens"] // PLAYED_TOKENS
+    found = counted_rank(user | {"tokens": user["tokens"] // part}, rank, package, BATCH_WORKER)
+    for groups in (found["groups"], found["without_routes"]):
+        for one in groups.values():
+            one |= {name: value * part for name, value in one.items() if name != "calls"}
+    return found | {name: found[name] * part for name in ("held", "kept", "interpreter_s")}
 
 
 def row(push: dict) -> list[str]:
@@ -190,17 +304,17 @@ def gathered(rank: dict) -> int:
     )
 
 
-def counted_rank(user: dict, rank: int, package: Path) -> dict:
-    """What one rank's push asks for, by a process that plays it."""
+def counted_rank(user: dict, rank: int, package: Path, worker: Path = WORKER) -> dict:
+    """What one rank's push asks for, or with BATCH_WORKER its batch, by a process that plays it."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", WORKER, json.dumps(user | {"rank": rank})],
+        [sys.executable, "-W", "ignore", worker, json.dumps(user | {"rank": rank})],
         env=os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"},
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
     if run.returncode != 0:
-        raise SystemExit(f"{WORKER.name} ended with status {run.returncode}:\n{run.stderr[-3000:]}")
+        raise SystemExit(f"{worker.name} ended with status {run.returncode}:\n{run.stderr[-3000:]}")
     return json.loads(run.stdout.splitlines()[-1])
 
 

@@ -1,10 +1,21 @@
-"""benchmarks/scale.py: what a push of thousands of ranks asks for stays within its bounds, counted on one
-rank of a job of 2,048 that trains a model of 1T.
+"""benchmarks/scale.py: what a push and a batch of thousands of ranks ask for stays within its bounds, counted
+on one rank of a job of 2,048 that trains a model of 1T.
 """
 
 import pytest
 
-from benchmarks.scale import BUCKET, ROOT, USERS, counted_rank, gathered, paused_s, push_of_changes
+from benchmarks.scale import (
+    BATCH_WORKER,
+    BUCKET,
+    ROOT,
+    USERS,
+    counted_rank,
+    gathered,
+    paused_s,
+    push_of_changes,
+    received_bytes,
+    sent_bytes,
+)
 from tests.tiers import matrix
 
 U3 = USERS["U3"]
@@ -71,3 +82,83 @@ def test_push_when_counted_for_every_user_then_within_the_same_bounds(user):
         rank = counted_rank(given, stage * stage_ranks, ROOT)
         assert rank["sends"] and gathered(rank) < rank["sent_to_servers"]
         assert rank["held"] <= MOST_HELD
+
+
+SHORT = {"tokens": 256}
+"""Samples as many as in the job, and a 256th as long."""
+ROUTES = 8 * 2
+"""Bytes of a token's routes in one layer: 8 of 384 experts."""
+ROWS = 16 * 1024
+"""Bytes of what is known once of each of 256 samples, and of the counts of a batch, at most."""
+
+
+@pytest.fixture(scope="module")
+def leader():
+    return counted_rank(U3 | SHORT, 0, ROOT, BATCH_WORKER)
+
+
+@pytest.fixture(scope="module")
+def last():
+    stages, world = U3["parallel"]["pipeline"], U3["parallel"]["world"]
+    return counted_rank(U3 | SHORT, (stages - 1) * world // stages, ROOT, BATCH_WORKER)
+
+
+def test_batch_when_it_is_dealt_out_then_few_samples_move(leader):
+    assert leader["is_leader"] and 0 < leader["samples_moved"] < 0.05
+    dealt, replica = sent_bytes(leader)
+    assert dealt < 0.05 * replica
+
+
+def test_batch_when_a_leader_sends_it_then_each_slice_once_and_few_of_them_are_held(leader):
+    # 60 layers with experts on 16 stages: at most 4 on one.
+    tokens, share = leader["tokens_of_replica"], leader["tokens_of_replica"] / 2
+    _, replica = sent_bytes(leader)
+    # All routes; ids to the first stage, 4 columns of 4 bytes to the last; its own slice to its tensor ranks.
+    slices = tokens * (60 * ROUTES + 4 + 16) + share * (4 * ROUTES + 4)
+    assert replica < 1.02 * slices + 4 * ROWS
+    # The batch on the host, 45 bytes a token; its own slice, one that is made and one that travels.
+    assert leader["held"] < 45 * tokens + share * (3 * 4 * ROUTES + 16) + 16 * ROWS
+
+
+def test_batch_when_a_stage_has_neither_embedding_nor_logits_then_it_gets_routes_alone():
+    middle = counted_rank(U3 | SHORT, U3["parallel"]["world"] // 16, ROOT, BATCH_WORKER)
+    share = middle["tokens_of_replica"] / 2
+    assert received_bytes(middle["without_routes"]) < ROWS
+    assert received_bytes(middle["groups"]) < 1.02 * share * 4 * ROUTES + ROWS
+    # Its own routes, and where its tokens lie.
+    assert middle["held"] < 1.02 * share * (4 * ROUTES + 16) + 2 * ROWS
+
+
+def test_batch_when_a_stage_has_logits_then_it_gets_its_own_tokens_once(last):
+    share = last["tokens_of_replica"] / 2
+    assert last["is_last"] and received_bytes(last["without_routes"]) < 1.02 * share * 16 + ROWS
+    assert last["held"] < 1.02 * share * (3 * ROUTES + 45 + 16) + 2 * ROWS
+
+
+def test_correction_when_there_are_1000_metrics_more_then_as_many_collectives_of_few_bytes(last):
+    few, many = (last["correction"][more]["groups"] for more in ("0", "1000"))
+    calls = {"all-reduce over context": 1, "all-reduce over data x context": 4}
+    assert {name: one["calls"] for name, one in few.items()} == calls
+    assert {name: one["calls"] for name, one in many.items()} == calls
+    # Five numbers of each sample of the replica, whatever its tokens.
+    assert few["all-reduce over context"]["bytes"] == many["all-reduce over context"]["bytes"] == 5 * 8 * 256
+    over_all = "all-reduce over data x context"
+    assert few[over_all]["bytes"] < 16384 and many[over_all]["bytes"] == few[over_all]["bytes"] + 8000
+
+
+def test_correction_when_there_are_8_times_the_ranks_then_the_same_collectives_and_groups_more(last):
+    given = U3["parallel"]
+    world = given["world"] * 8
+    more = counted_rank(
+        U3 | SHORT | {"parallel": given | {"world": world}},
+        (given["pipeline"] - 1) * world // given["pipeline"],
+        ROOT,
+        BATCH_WORKER,
+    )
+    before, after = (one["correction"]["0"]["groups"] for one in (last, more))
+    assert {name: one["calls"] for name, one in after.items()} == {
+        name: one["calls"] for name, one in before.items()
+    }
+    grown = {name: after[name]["bytes"] - before[name]["bytes"] for name in after}
+    # Three numbers of each group of prompts: of 16 x 32 groups, and of 128 x 32.
+    assert grown == {"all-reduce over context": 0, "all-reduce over data x context": 112 * 32 * 24}

@@ -5,6 +5,7 @@ T tokens of prompt and response, H hidden layers, M of them with experts, k expe
 """
 
 import binascii
+import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -129,18 +130,23 @@ def checked_routes(
     return torch.from_numpy(found)
 
 
-def no_routes(shape: ExpertShape, *sizes: int) -> Tensor:
+def no_routes(
+    shape: ExpertShape, *sizes: int, layers: int | None = None, device: torch.device | str = "cpu"
+) -> Tensor:
     """Rows that hold no routes: k times the largest value of the type, which no top-k is.
 
     Args:
         shape: the model's.
         sizes: leading dimensions, for instance a number of tokens.
+        layers: how many; None: M.
+        device: of the result.
 
     Returns:
-        [*sizes, M, k] of shape.dtype.
+        [*sizes, layers, k] of shape.dtype.
     """
+    layers = len(shape.layers) if layers is None else layers
     fill = torch.iinfo(shape.dtype).max
-    return torch.full((*sizes, len(shape.layers), shape.top_k), fill, dtype=shape.dtype)
+    return torch.full((*sizes, layers, shape.top_k), fill, dtype=shape.dtype, device=device)
 
 
 def has_routes(routes: Tensor, experts: int) -> Tensor:
@@ -156,20 +162,38 @@ def has_routes(routes: Tensor, experts: int) -> Tensor:
     return routes[..., 0] < experts if routes.shape[-1] == 1 else routes[..., 0] != routes[..., 1]
 
 
-def pack(routes: Sequence[Tensor | None], boundaries: Sequence[int], shape: ExpertShape) -> Tensor:
-    """Routes of several samples one behind the other, without routes between each one's end and the next.
+def write_routes(
+    routes: Sequence[Tensor | None],
+    boundaries: Sequence[int],
+    runs: Sequence[tuple[int, int]],
+    layers: Sequence[int],
+    into: Tensor,
+) -> None:
+    """Write some tokens' routes of several samples, one run behind the other; no routes between a sample's
+    end and the next.
 
     Args:
         routes: for each of N samples [T - 1, M, k], or None.
         boundaries: [N + 1] rising from 0, where each sample begins: at least T - 1 apart.
-        shape: the model's.
-
-    Returns:
-        [boundaries[-1], M, k].
+        runs: (begin, end) of neighbouring tokens of one sample each, rising within it.
+        layers: which of the M.
+        into: [tokens of all runs, layers, k], all of which is written.
     """
-    packed = no_routes(shape, boundaries[-1])
-    for start, end, own in zip(boundaries[:-1], boundaries[1:], routes, strict=True):
+    fill = torch.iinfo(into.dtype).max
+    # Neighbouring layers are a view; others are gathered by index.
+    dense = list(layers) == list(range(layers[0], layers[-1] + 1))
+    chosen = slice(layers[0], layers[-1] + 1) if dense else torch.tensor(layers)
+    place = 0
+    for begin, end in runs:
+        sample = bisect.bisect_right(boundaries, begin) - 1
+        own, start, room = routes[sample], boundaries[sample], into[place : place + end - begin]
+        assert end <= boundaries[sample + 1], "a run goes beyond its sample"
+        known = 0
         if own is not None:
-            assert len(own) <= end - start, f"routes of {len(own)} tokens in the place of {end - start}"
-            packed[start : start + len(own)] = own
-    return packed
+            assert len(own) <= boundaries[sample + 1] - start, "routes of more tokens than the sample has"
+            part = own[begin - start : end - start, chosen]
+            known = len(part)
+            room[:known] = part
+        room[known:] = fill
+        place += end - begin
+    assert place == len(into), f"runs of {place} tokens in the place of {len(into)}"

@@ -135,10 +135,8 @@ class BatchInTraining:
         """[T' + 1] int64: the places of these samples' tokens among the batch's T, and behind
         them T, of no token.
         """
-        tokens = self.batch.tokens
-        return torch.from_numpy(np.append(self.batch.host_places_of(samples), tokens.numel())).to(
-            tokens.device
-        )
+        places = np.append(self.batch.host_places_of(samples), self.batch.num_tokens)
+        return torch.from_numpy(places).to(self.batch.seq_ids.device)
 
 
 @dataclass(frozen=True)

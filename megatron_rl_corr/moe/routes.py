@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_rl_corr.engines.routes import ExpertShape, pack
+from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.moe.agreement import RouteAgreement, RoutesRefused, agreement_metrics, judge
 from megatron_rl_corr.moe.scatter import scatter_routed_experts
 from megatron_rl_corr.moe.statistics import COLUMNS, ExpertLog, expert_table, means, summary
@@ -180,9 +180,9 @@ class ReplayedRoutes(Routes):
     def scatter(self, samples: Sequence[Tensor | None] | None, boundaries: Sequence[int]) -> None:
         if self.server_shape is None:
             return
-        packed = None if samples is None else pack(samples, boundaries, self.server_shape)
+        self.given = None  # the batch before: not beside this one
         self.given = scatter_routed_experts(
-            packed,
+            samples,
             boundaries,
             shape=self.server_shape,
             stage_layers=self.routers.stage_layers,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,10 +18,9 @@ from torch import Tensor
 from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 
 
-def zigzag_positions(
-    rank: int, size: int, boundaries: Sequence[int], device: torch.device | str | None = None
-) -> Tensor:
-    """Positions in the row of the tokens that a context-parallel rank holds, in its order: [t] int64.
+def zigzag_runs(rank: int, size: int, boundaries: Sequence[int]) -> list[tuple[int, int]]:
+    """(begin, end) in the row of the neighbouring tokens that a context-parallel rank holds, in its order:
+    two runs of each sequence, or one without context parallelism.
 
     Each sequence is cut into 2 * size chunks, of which a rank holds chunks `rank` and 2 * size - 1 - rank: a
     causal mask then costs every rank the same. Source: Megatron-core, get_batch_on_this_cp_rank (whole rows),
@@ -31,14 +31,13 @@ def zigzag_positions(
         size: of the group.
         boundaries: cumulative lengths 0, n1, n1 + n2, ..., L of the row's sequences, padding included; (0, L)
             for a row that is cut as a whole.
-        device: of the result.
 
     Raises:
         ValueError: for a sequence whose length is no multiple of 2 * size.
     """
     if size == 1:
-        return torch.arange(boundaries[-1], device=device)
-    parts = []
+        return list(pairwise(boundaries))
+    runs = []
     for start, end in zip(boundaries[:-1], boundaries[1:], strict=True):
         chunk, rest = divmod(end - start, 2 * size)
         if rest:
@@ -46,9 +45,20 @@ def zigzag_positions(
                 f"a sequence of {end - start} tokens can't be cut for --context-parallel-size {size}: "
                 f"pad it to a multiple of {2 * size}"
             )
-        for index in (rank, 2 * size - 1 - rank):
-            parts.append(torch.arange(start + index * chunk, start + (index + 1) * chunk, device=device))
-    return torch.cat(parts)
+        runs += [
+            (start + index * chunk, start + (index + 1) * chunk) for index in (rank, 2 * size - 1 - rank)
+        ]
+    return runs
+
+
+def zigzag_positions(
+    rank: int, size: int, boundaries: Sequence[int], device: torch.device | str | None = None
+) -> Tensor:
+    """The positions of all `zigzag_runs`, one behind the other: [t] int64 on the device."""
+    if size == 1:
+        return torch.arange(boundaries[-1], device=device)
+    runs = zigzag_runs(rank, size, boundaries)
+    return torch.cat([torch.arange(begin, end, device=device) for begin, end in runs])
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,13 @@ class Layout:
         """Global rank of this pipeline's last stage."""
         return dist.get_process_group_ranks(self.pp_group)[-1]
 
+    def replica_rank(self, stage: int, context: int) -> int:
+        """Global rank of this replica's first tensor-parallel rank of a stage and a context-parallel rank."""
+        stages = dist.get_process_group_ranks(self.pp_group)
+        # Tensor ranks are numbered before context ranks, and stages are equally far apart everywhere.
+        first = dist.get_process_group_ranks(self.tp_cp_group)[context * self.tp_group.size()]
+        return first + stages[stage] - stages[self.pp_rank]
+
     @property
     def groups(self) -> ParallelGroups:
         """The groups that the correction is reduced over."""

@@ -54,6 +54,7 @@ KNOWN_HOMONYMS: list[str] = []
 HOST_READS = {
     ("reduce/metrics.py", "value"): "one rank's number, when a person asks",
     ("reduce/collectives.py", "all_reduce_metrics"): "the one read of a step's metrics",
+    ("reduce/slices.py", "_wait"): "a leader makes no further slice before one has left its memory",
     ("reduce/failure.py", "all_reduce_done"): "whether to stop decides what Python does next",
 }
 """(file, function): why it may wait for the device."""

@@ -12,10 +12,18 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_rl_corr.engines.routes import BLOCK, ExpertShape, cut_routes, has_routes, no_routes, pack
+from megatron_rl_corr.engines.routes import (
+    BLOCK,
+    ExpertShape,
+    cut_routes,
+    has_routes,
+    no_routes,
+    write_routes,
+)
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.engines.sglang.responses import parse_generate
 from megatron_rl_corr.engines.sglang.routed_experts import decode
+from megatron_rl_corr.reduce.context import zigzag_positions, zigzag_runs
 from megatron_rl_corr.rollout import (
     Environment,
     Prompt,
@@ -140,10 +148,30 @@ def test_routes_when_an_answer_is_written_otherwise_then_nothing_is_cut(body):
     assert cut_routes(body) == (body, None)
 
 
-def test_pack_when_samples_are_unlike_long_or_have_none_then_no_routes_behind_their_end():
-    packed = pack([decode(encoded(ROWS), tokens=3, shape=SHAPE), None], [0, 4, 6], SHAPE)
-    assert packed.shape == (6, 2, 2)
-    assert has_routes(packed, 4)[:, 0].tolist() == [True, True, False, False, False, False]
+def written(samples, boundaries, runs, layers):
+    into = torch.zeros(sum(end - begin for begin, end in runs), len(layers), 2, dtype=torch.uint8)
+    write_routes(samples, boundaries, runs, layers, into)
+    return into
+
+
+def test_write_routes_when_samples_are_unlike_long_or_have_none_then_no_routes_behind_their_end():
+    samples = [decode(encoded(ROWS), tokens=3, shape=SHAPE), None]
+    into = written(samples, [0, 4, 6], [(0, 4), (4, 6)], (0, 1))
+    assert has_routes(into, 4)[:, 0].tolist() == [True, True, False, False, False, False]
+    assert torch.equal(into[:2], samples[0])
+
+
+@pytest.mark.parametrize("layers", [(0, 1), (1, 2), (0, 2), (2,)])
+def test_write_routes_when_runs_are_of_two_chunks_then_the_same_rows_as_of_the_whole(layers):
+    samples = [torch.arange(7 * 6, dtype=torch.uint8).view(7, 3, 2), torch.full((3, 3, 2), 9).byte()]
+    samples[1][..., 1] = 8
+    boundaries = [0, 8, 12]
+    whole = written(samples, boundaries, [(0, 8), (8, 12)], layers)
+    assert torch.equal(whole[:7], samples[0][:, layers]) and torch.equal(whole[8:11], samples[1][:, layers])
+    assert not has_routes(whole[[7, 11]], 255).any()
+    for rank in (0, 1):
+        own = written(samples, boundaries, zigzag_runs(rank, 2, boundaries), layers)
+        assert torch.equal(own, whole[zigzag_positions(rank, 2, boundaries)])
 
 
 def answer(**meta):

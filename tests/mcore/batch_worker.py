@@ -18,6 +18,7 @@ from megatron_rl_corr.mcore.batch.microbatch import LossInputs
 from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.batch.sampling_masks import cut_sampling_masks, scatter_sampling_masks
+from megatron_rl_corr.mcore.batch.slices import share_batch
 from megatron_rl_corr.mcore.loss import make_loss_inputs
 from megatron_rl_corr.mcore.scoring import OldPass
 from megatron_rl_corr.mcore.step_metrics import batch_metrics
@@ -105,13 +106,13 @@ def turns(layout: SimpleNamespace, cp: dist.ProcessGroup | None = None) -> dict:
     """Rows of 8 with up to three turns, corrected by turns, with three policies; of two cp ranks,
     each its columns.
     """
-    rank, size = (0, 1) if cp is None else (cp.rank(), cp.size())
-    made = RolloutBatch.empty([5, 6, 1, 1], 8)
+    rank = 0 if cp is None else cp.rank()
+    made = None
     if rank == 0:
         made = RolloutBatch.from_trajectories(
             EPISODES, torch.arange(4.0), length=8, version=7, multiple=8, num_turns=3
         )
-    batch = made.broadcast(layout, num_turns=3).context_slice(rank, size)
+    batch = share_batch(made, 4, layout, multiple=8, num_turns=3)
     log_ratio = torch.full((4, 8), 50.0)  # nobody may look at it outside the mask
     log_ratio[0, [1, 2, 4]] = torch.tensor([0.1, -0.35, 0.5])
     log_ratio[1, [0, 3, 5]] = torch.tensor([0.2, -0.4, 0.9])
@@ -145,6 +146,7 @@ def two_ranks(rank: int, port: int, path: str) -> None:
         pp_size=1,
         cp_size=2,
         is_last_stage=True,
+        replica_rank=lambda stage, context: context,
     )
     sampling_masks = {}
     # Of the last two no token is on the second rank.
@@ -237,13 +239,22 @@ def targets(batch: RolloutBatch) -> dict:
 def main(path: str) -> None:
     rewards = torch.tensor([1.0, 5.0, 2.0, 4.0])
     batch = RolloutBatch.from_trajectories(SAMPLES, rewards, length=LENGTH, version=7, multiple=LENGTH)
-    alone = SimpleNamespace(size=lambda: 1)
-    layout = SimpleNamespace(pp_rank=0, tp_cp_group=alone, pp_group=alone)
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    layout = SimpleNamespace(
+        pp_rank=0,
+        pp_size=1,
+        cp_size=1,
+        is_last_stage=True,
+        tp_cp_group=alone,
+        pp_group=alone,
+        cp_group=alone,
+        tp_group=alone,
+    )
     torch.save(
         {
             "batch": fields(batch),
             "seq_ids": batch.seq_ids,
-            "broadcast": fields(batch.broadcast(layout)),
+            "broadcast": fields(share_batch(batch, 4, layout, multiple=LENGTH)),
             "fits": error_of(3),
             "too long": error_of(4),
             "microbatches": cut(batch),

@@ -25,6 +25,7 @@ from torch.distributed import TCPStore
 
 from megatron_rl_corr import launch, plugin
 from megatron_rl_corr.mcore.batch import server_collector as collection
+from megatron_rl_corr.mcore.batch import slices
 from megatron_rl_corr.mcore.loss import CorrectedLoss
 from megatron_rl_corr.observability.run_log import RunLog
 from megatron_rl_corr.weight_sync.export import StageExporter
@@ -36,6 +37,7 @@ RANKS, FAILING = 2, 1
 LONGEST_S = 150.0
 PLACES = {
     "collection": (collection.Collector, "collect", KeyError("no such counter")),
+    "slices": (slices, "scatter_slices", MemoryError("no room for a slice")),
     "forward": (megatron.core.models.gpt.GPTModel, "forward", ValueError("the stage is broken")),
     "loss": (CorrectedLoss, "__call__", RuntimeError("the loss is broken")),
     "report": (RunLog, "write", OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")),

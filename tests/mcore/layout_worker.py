@@ -37,13 +37,10 @@ from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch.deal import Rewarded, deal_out
 from megatron_rl_corr.mcore.batch.packing import PackLimits
 from megatron_rl_corr.mcore.batch.packs import Packs
-from megatron_rl_corr.mcore.batch.rollout_batch import (
-    BatchShape,
-    RolloutBatch,
-    chunk_multiple,
-    with_shared_lengths,
-)
+from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch, chunk_multiple
 from megatron_rl_corr.mcore.batch.sampling_masks import cut_sampling_masks, scatter_sampling_masks
+from megatron_rl_corr.mcore.batch.slices import share_batch
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs, make_forward_step
 from megatron_rl_corr.mcore.loss import CorrectedLoss, LossScale, make_loss_inputs, make_unscored_loss_inputs
 from megatron_rl_corr.mcore.reference.policy import less_reference_kl
@@ -196,8 +193,8 @@ def replica_batch(samples, layout, *, packed=False):
     ]
     rewards = torch.tensor([s["reward"] for s in mine], dtype=torch.float32)
     if packed:
-        mine, shift, whole, trajectories = packed_batch(trajectories, rewards, samples, layout)
-        return with_sampling_masks(mine, trajectories, whole, layout), shift
+        mine, shift, trajectories = packed_batch(trajectories, rewards, samples, layout)
+        return with_sampling_masks(mine, trajectories, layout), shift
     batch = RolloutBatch.from_trajectories(
         trajectories, rewards, length=LENGTH, version=0, multiple=LENGTH, mask_truncated=True
     )
@@ -205,18 +202,18 @@ def replica_batch(samples, layout, *, packed=False):
     for row, s in enumerate(mine):
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
-    mine = batch.broadcast(layout).context_slice(layout.cp_group.rank(), layout.cp_group.size())
-    return with_sampling_masks(mine, trajectories, batch, layout), shift[mine.seq_ids, mine.positions]
+    mine = share_batch(batch if layout.is_data_leader else None, len(mine), layout, multiple=LENGTH)
+    return with_sampling_masks(mine, trajectories, layout), shift[mine.seq_ids, mine.positions]
 
 
-def with_sampling_masks(mine, trajectories, whole, layout):
+def with_sampling_masks(mine, trajectories, layout):
     if trajectories[0].support is None:
         return mine
     parts = (
-        cut_sampling_masks(trajectories, whole.cu_seqlens, layout.cp_size) if layout.is_data_leader else None
+        cut_sampling_masks(trajectories, mine.cu_seqlens, layout.cp_size) if layout.is_data_leader else None
     )
     with Traffic() as traffic:
-        sampling_masks = scatter_sampling_masks(parts, len(mine.tokens), layout=layout)
+        sampling_masks = scatter_sampling_masks(parts, mine.num_tokens, layout=layout)
     Traffic.seen = traffic.bytes
     return replace(mine, sampling_masks=sampling_masks)
 
@@ -238,22 +235,17 @@ def packed_batch(trajectories, rewards, samples, layout):
         batch = RolloutBatch.from_trajectories(
             trajectories, rewards, length=LENGTH, version=0, multiple=multiple, mask_truncated=True
         )
-    batch = with_shared_lengths(batch, len(trajectories), layout, multiple=multiple)
-    whole = batch.broadcast(layout)
+    batch = share_batch(batch, len(trajectories), layout, multiple=multiple)
     if layout.dp_size > 1:
-        groups = len(samples) // GROUP_SIZE
-        whole = replace(whole, parted_groups=groups)
-    batch = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
-    shift = torch.zeros(whole.num_sequences, LENGTH)
-    for row, start in enumerate(whole.cu_seqlens[:-1]):
-        own = slice(start, start + whole.lengths[row])
-        if not whole.loss_mask[own].any():
-            continue  # no response
-        labels = whole.labels[own].tolist()
-        s = next(s for s in samples if torch.cat([s["prompt"], s["output"]])[1:].tolist() == labels)
+        batch = replace(batch, parted_groups=len(samples) // GROUP_SIZE)
+    numbers = torch.tensor([one.sample_index for one in trajectories])  # as dealt, on the leader
+    broadcast_to_replica([numbers], layout)
+    shift = torch.zeros(batch.num_sequences, LENGTH)
+    for row, number in enumerate(numbers.tolist()):
+        s = samples[number]
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
-    return batch, shift[batch.seq_ids, batch.positions], whole, trajectories
+    return batch, shift[batch.seq_ids, batch.positions], trajectories
 
 
 def packs_of(batch, layout, spec, microbatches):

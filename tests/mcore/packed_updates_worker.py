@@ -70,7 +70,7 @@ class TrainedLogprobs:
 
     def begin(self):
         """A new update: its samples' log-probs, NaN for the others."""
-        self.values = torch.full((len(self.batch.labels) + 1,), torch.nan)
+        self.values = torch.full((self.batch.num_tokens + 1,), torch.nan)
 
     def __call__(self, output, micro, settings, **arguments):
         logprobs, entropy = self.original(output, micro, settings, **arguments)

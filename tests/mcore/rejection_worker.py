@@ -7,6 +7,7 @@ layout, what `everything_of` returns.
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,8 +161,15 @@ BALANCED = {
 WEIGHTS = RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0)
 
 
+def with_servers(batch, change):
+    """The batch with change(log-probs) for the servers' own; on stages that have none, as it is."""
+    if batch.rollout_logprobs is None:
+        return batch
+    return replace(batch, rollout_logprobs=change(batch.rollout_logprobs))
+
+
 def nothing_left(batch):
-    return replace(batch, rollout_logprobs=batch.rollout_logprobs - 3.0)
+    return with_servers(batch, lambda logprobs: logprobs - 3.0)
 
 
 def equal_rewards(batch):
@@ -173,7 +181,7 @@ SKIPPED = {
     "rejected in the loss": (BYPASS, nothing_left),
     "no log-probs": (
         WEIGHTS,
-        lambda batch: replace(batch, rollout_logprobs=batch.rollout_logprobs * torch.nan),
+        lambda batch: with_servers(batch, lambda logprobs: logprobs * torch.nan),
     ),
     "equal rewards": (WEIGHTS, equal_rewards),
     "equal rewards, scored": (WIDE, equal_rewards),
@@ -202,24 +210,23 @@ def first_steps(model_dir, samples, spec):
         "shift of cut ones",
         "right",
     ):
-        mask, given = batch.loss_mask, batch
+        given = batch
         if "cut" in fault:  # as --rollout-truncated-samples mask leaves them
             given = replace(batch, in_loss=torch.zeros_like(batch.version_lags, dtype=torch.bool))
         if fault.startswith("shift"):
             # The log-prob of the token before, wherever this rank has it.
-            given = replace(given, rollout_logprobs=batch.rollout_logprobs.roll(1).where(mask, 0.0))
+            given = with_servers(given, lambda logprobs: logprobs.roll(1).where(batch.loss_mask, 0.0))
         elif fault == "no own token":
             given = replace(batch, version_lags=batch.version_lags + 1)
         elif fault == "nan":
-            given = replace(batch, rollout_logprobs=batch.rollout_logprobs * torch.nan)
+            given = with_servers(batch, lambda logprobs: logprobs * torch.nan)
         elif fault == "other tokens are old":
             lags = (torch.arange(batch.num_sequences) % 2).float()
-            worse = batch.rollout_logprobs - mask * 0.5 * batch.spread(lags)
-            given = replace(batch, version_lags=lags, rollout_logprobs=worse)
+            given = with_servers(
+                replace(batch, version_lags=lags), partial(older_are_worse, batch=batch, lags=lags)
+            )
         elif fault == "few tokens are absurd":
-            few = mask & (mask.cumsum(0) % 40 == 20)
-            assert few.any() or mask.sum() < 20
-            given = replace(batch, rollout_logprobs=torch.where(few, -1e30, batch.rollout_logprobs))
+            given = with_servers(batch, partial(few_are_absurd, mask=batch.loss_mask))
         kept = [p.tensor.detach().clone() for p in parameters]
         if fault == "checkpoint":
             for p in parameters:
@@ -232,6 +239,16 @@ def first_steps(model_dir, samples, spec):
             p.tensor.data.copy_(before)
     ps.destroy_model_parallel()
     return found
+
+
+def older_are_worse(logprobs, *, batch, lags):
+    return logprobs - batch.loss_mask * 0.5 * batch.spread(lags)
+
+
+def few_are_absurd(logprobs, *, mask):
+    few = mask & (mask.cumsum(0) % 40 == 20)
+    assert few.any() or mask.sum() < 20
+    return torch.where(few, -1e30, logprobs)
 
 
 def first_step(config, model, layout, logprobs, batch):

@@ -124,11 +124,11 @@ def naive_parts(model_dir, samples, spec):
         replayed = compute_log_probs(model, packs, logprobs, routes=routes)
     chosen = compute_log_probs(model, packs, logprobs, routes=Routes())
     count = spec["pp"] if "vpp" in spec else 1
-    measured = torch.zeros(len(batch.tokens), dtype=torch.bool)
+    measured = torch.zeros(batch.num_tokens, dtype=torch.bool)
     measured[[place for pack in packs.samples[:count] for place in batch.host_places_of(pack)]] = True
-    measured &= batch.loss_mask
     found = None
     if replayed is not None:
+        measured &= batch.loss_mask
         found = [(logp - batch.rollout_logprobs)[measured].tolist() for logp, _ in (replayed, chosen)]
     counted = layout.tp_group.rank() == 0
     ps.destroy_model_parallel()

@@ -22,6 +22,7 @@ ROOT = WORKER.parents[2]
 WITHIN_S = 10.0
 CASES = {
     "collection": "KeyError: 'no such counter'",
+    "slices": "MemoryError: no room for a slice",
     "forward": "ValueError: the stage is broken",
     "loss": "RuntimeError: the loss is broken",
     "report": (

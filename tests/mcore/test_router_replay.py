@@ -28,6 +28,7 @@ TWO = [
 FOUR = [
     {"tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3", "recompute", "R2 recompute"]},
     {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "runs": ["R3", "recompute", "shift"]},
+    {"pp": 4, "runs": ["R3"]},
     *in_matrix(
         {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias"]},
         {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]},

@@ -62,10 +62,13 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     # Valid and kept tokens, and sequences, in float64; 2 x 4096 bins.
     assert laws["dp_cp", "counts of the batch", "all"] == ["all-reduce", "1", "24"]
     assert laws["dp_cp", "M2PO's histogram", "M2PO"] == ["all-reduce", "1", "65536"]
-    # Three int64 and a float32 a token; four float32 and a length a row; a float64 for each count of how the
-    # samples came.
+    # Five float64 a row; one for each count of how the samples came.
     for group in ("tp_cp", "pp"):
-        assert laws[group, "the batch", "all"] == ["broadcast", "4", f"{8 * len(COUNTED)} + 24 S + 28 T"]
+        rows = f"{8 * len(COUNTED)} + 40 S"
+        assert laws[group, "counts and rows of the batch", "all"] == ["broadcast", "2", rows]
+    # Three int32 and a float32 of each token of this rank, on the last stage.
+    assert laws["world", "tokens of the batch", "all"] == ["receive", "1", "16 T/cp"]
+    assert laws["tp", "tokens of the batch", "all"] == ["broadcast", "1", "16 T/cp"]
     # What is kept, what has a gradient, two KLs, and the ESS of the sequences.
     assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "40"]
     # Once when the leaders have taken their groups, once when they have made batches of them.
@@ -110,8 +113,9 @@ def test_projection_when_made_then_the_formula_of_its_job(printed):
     # 72 bytes of each of 16 sequences, in 17 all-reduces: 2 x 3/4 x 1152 B = 1728 B; trees of 4 hops of 1 us
     # and of 1152 B at 1 GB/s, 4 x (17 + 1.152) us, against rings of 17 x 6 us and 1.728 us.
     assert row[3] == "17, 1.7 kB, 0.07 ms"
-    # tp: 7 x 16 x 16 x 8192 / 4 B = 3.67 MB, 3.67 ms; 16 x 7 us.
-    assert row[2] == "16, 3.7 MB, 3.78 ms"
+    # tp: 7 x 16 x 16 x 8192 / 4 B = 3.67 MB, 3.67 ms; 16 x 7 us. And 16 bytes of each of these tokens,
+    # 0.52 MB and 7 us.
+    assert row[2] == "17, 4.2 MB, 4.31 ms"
 
 
 def test_bytes_when_sent_in_a_ring_then_by_hand():

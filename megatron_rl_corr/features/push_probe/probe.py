@@ -153,7 +153,8 @@ class PushProbe:
             version=0,
             multiple=multiple,
         )
-        return whole.context_slice(self.layout.cp_group.rank(), self.layout.cp_size)
+        own = whole.context_slice(self.layout.cp_group.rank(), self.layout.cp_size)
+        return own.to(communication_device())
 
 
 def _trajectory(text: tuple[int, ...]) -> Trajectory:

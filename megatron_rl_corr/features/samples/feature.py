@@ -70,7 +70,7 @@ class SavedSamplesFeature(Feature):
         batch, inputs, samples = scored.batch, scored.inputs, self._samples
         with_train = scored.has_old_logprobs
         names = ("train_logprobs", "loss_mask", "advantages") if with_train else ("advantages",)
-        values = batch.rollout_logprobs.new_empty(len(names), len(batch.seq_ids))
+        values = batch.rewards.new_empty(len(names), len(batch.seq_ids))
         if inputs is not None:
             known = {
                 "train_logprobs": inputs.old_logprobs,

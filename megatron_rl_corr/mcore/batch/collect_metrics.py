@@ -124,12 +124,23 @@ def _without_logprobs(sample: Trajectory) -> bool:
 
 def _duplicates(group: Group) -> int:
     """Samples with the same ids as an earlier one of the group."""
-    return len(group.trajectories) - len({tuple(sample.output_ids.tolist()) for sample in group.trajectories})
+    return len(group.trajectories) - len(
+        {sample.output_ids.numpy().tobytes() for sample in group.trajectories}
+    )
+
+
+def _without_routes(rows: torch.Tensor, experts: int) -> torch.Tensor:
+    """[T, M, k] -> [T]: tokens that have no routes in any layer. Few have none in the first: only these are
+    looked at further.
+    """
+    without = ~has_routes(rows[:, 0], experts)
+    without[without.clone()] = ~has_routes(rows[without], experts).any(dim=1)
+    return without
 
 
 def _count_routes(samples: Sequence[Trajectory], experts: int) -> dict[str, int]:
     routes = [sample.routed_experts for sample in samples]
-    without = [(~has_routes(rows, experts)).all(dim=1) for rows in routes]
+    without = [_without_routes(rows, experts) for rows in routes]
     return {
         "route_tokens": sum(len(rows) for rows in routes),
         "route_bytes": sum(rows.nbytes for rows in routes),

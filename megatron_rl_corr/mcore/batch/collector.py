@@ -17,8 +17,9 @@ from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, collection_met
 from megatron_rl_corr.mcore.batch.deal import Rewarded, deal_out
 from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.batch.reward_parts import RewardParts
-from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch, with_shared_lengths
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
+from megatron_rl_corr.mcore.batch.slices import share_batch
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_results, communication_device
@@ -150,29 +151,29 @@ class BatchCollector(ABC):
         broadcast_to_replica([counted], self._layout)
         # Of the ranks that share a replica's rows, one contributes what is counted once.
         counted = counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted)
-        own, parts = counted.split([len(COUNTED), len(counted) - len(COUNTED)])
+        values, parts = counted.split([len(COUNTED), len(counted) - len(COUNTED)])
         self.metrics = self._parts.metrics(parts) | collection_metrics(
-            own,
+            values,
             with_routes=self._routes.server_shape is not None,
             packed=self._shape.packing is not None,
             filtered=self.filtered,
             oversampled=self.oversampled,
             truncated_samples=self._truncated_samples,
         )
-        whole = self._broadcast(batch, self._rows)
+        own = self._share(batch, self._rows)
+        del batch  # the leader's, whole
         if self._shape.packing is not None and self._layout.dp_size > 1:
-            whole = replace(whole, parted_groups=self._groups * self._layout.dp_size)
+            own = replace(own, parted_groups=self._groups * self._layout.dp_size)
         if not self._by_lag:
-            whole = replace(whole, token_lags=None)
+            own = replace(own, token_lags=None)
         if self.engines:
-            whole = replace(whole, engine_ids=self._share_engine_ids(), engines=self.engines)
-        own = whole.context_slice(self._layout.cp_group.rank(), self._layout.cp_group.size())
+            own = replace(own, engine_ids=self._share_engine_ids(), engines=self.engines)
         parts, self._sampling_masks = self._sampling_masks, None
         own = self._with_masks(own, parts)
         experts = (
             [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
         )
-        self._routes.scatter(experts, whole.cu_seqlens.tolist())
+        self._routes.scatter(experts, own.cu_seqlens.tolist())
         return own
 
     def take_aside(self) -> list[Trajectory]:
@@ -207,16 +208,15 @@ class BatchCollector(ABC):
             except ValueError as failure:
                 error = failure
         all_reduce_failure(error)
-        whole = self._broadcast(batch, count)
-        own = whole.context_slice(layout.cp_group.rank(), layout.cp_size)
-        return self._with_masks(own, masks), whole.cu_seqlens.tolist()
+        own = self._share(batch, count)
+        return self._with_masks(own, masks), own.cu_seqlens.tolist()
 
     @collective
     def _with_masks(self, own: RolloutBatch, parts: list | None) -> RolloutBatch:
         """This rank's share of a batch with its part of the sampling masks, which the leader has cut."""
         if not self.sampling.truncated:
             return own
-        masks = scatter_sampling_masks(parts, len(own.tokens), layout=self._layout)
+        masks = scatter_sampling_masks(parts, own.num_tokens, layout=self._layout)
         return replace(own, sampling_masks=masks)
 
     @collective
@@ -233,10 +233,9 @@ class BatchCollector(ABC):
         return ids
 
     @collective
-    def _broadcast(self, batch: RolloutBatch | None, rows: int) -> RolloutBatch:
-        """The leader's batch (None on others) of so many samples, on every rank of its replica."""
-        batch = with_shared_lengths(batch, rows, self._layout, multiple=self._multiple)
-        return batch.broadcast(self._layout, num_turns=self._num_turns)
+    def _share(self, batch: RolloutBatch | None, rows: int) -> RolloutBatch:
+        """This rank's share of the leader's batch (None on others) of so many samples."""
+        return share_batch(batch, rows, self._layout, multiple=self._multiple, num_turns=self._num_turns)
 
     @collective
     def _deal_and_lay_out(self, version: int) -> tuple[RolloutBatch | None, int]:

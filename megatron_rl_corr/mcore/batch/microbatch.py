@@ -66,10 +66,10 @@ class Microbatch:
 
     index: int
     """Its number in the step."""
-    tokens: Tensor
-    """[b, L] int64."""
-    labels: Tensor
-    """[b, L] int64."""
+    tokens: Tensor | None
+    """[b, L] int64; None on stages that have neither embedding nor logits."""
+    labels: Tensor | None
+    """[b, L] int64; None on stages without logits."""
     position_ids: Tensor
     """[b, L] int64, in the whole sequence."""
     seq_ids: Tensor
@@ -81,8 +81,8 @@ class Microbatch:
     """
     padding: Tensor
     """[b, L] bool: not a token of a sequence."""
-    sampled: SampledRows
-    """Which of the b * L labels were sampled; the others get no log-prob."""
+    sampled: SampledRows | None
+    """Which of the b * L labels were sampled; the others get no log-prob. None on stages without logits."""
     places: Tensor
     """[L, b] int64: each token's place among the batch's T; T in a pack's padding. As routers see
     tokens, L first.

@@ -96,7 +96,7 @@ class Packs:
         lengths = np.diff(self.batch.cu_seqlens)
         tokens = [-(-sum(lengths[i] for i in pack) // self.multiple) * self.multiple for pack in self.samples]
         values = [[self.batch.lengths.sum(), sum(tokens)], [self.count], [max(tokens)]]
-        device = self.batch.tokens.device
+        device = self.batch.seq_ids.device
         real, count, most = (
             torch.tensor(value, dtype=torch.float64).to(device, non_blocking=True) for value in values
         )
@@ -113,7 +113,7 @@ class Packs:
             known: microbatches of this replica that Megatron's calculator knows.
         """
         total = torch.tensor(
-            float(self.batch.lengths.sum()), dtype=torch.float64, device=self.batch.tokens.device
+            float(self.batch.lengths.sum()), dtype=torch.float64, device=self.batch.seq_ids.device
         )
         # Each context-parallel rank counts whole sequences.
         dist.all_reduce(total, group=layout.dp_cp_group)
@@ -127,7 +127,7 @@ class Packs:
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """A value a token of each pack -> [T], in the batch's order."""
-        whole = parts[0].new_zeros(len(self.batch.tokens))
+        whole = parts[0].new_zeros(self.batch.num_tokens)
         for samples, part in zip(self.samples, parts, strict=True):
             places, _ = self.batch.places_of(samples)
             whole[places] = part[: len(places)]
@@ -135,7 +135,7 @@ class Packs:
 
     def _pack(self, index: int, samples: Sequence[int], loss_inputs: LossInputs | None) -> Microbatch:
         part, host_places = self.batch.part(samples), self.batch.host_places_of(samples)
-        device, total = part.tokens.device, int(part.cu_seqlens[-1])
+        device, total = part.seq_ids.device, int(part.cu_seqlens[-1])
         places = torch.from_numpy(host_places).to(device, non_blocking=True)
         padded = -(-total // self.multiple) * self.multiple
         rest = (padded - total) // self.batch.cp[1]
@@ -146,18 +146,21 @@ class Packs:
         def rows(values: Tensor) -> Tensor:
             return values.view(self.height, -1)
 
-        sampled = np.append(self.batch.sampled[host_places], np.zeros(rest, dtype=bool))
+        sampled = None
+        if self.batch.loss_mask is not None:
+            mask = np.append(self.batch.sampled[host_places], np.zeros(rest, dtype=bool))
+            sampled = SampledRows.of(mask, device)
         return Microbatch(
             index,
-            rows(filled(part.tokens)),
-            rows(filled(part.labels)),
+            None if part.tokens is None else rows(filled(part.tokens)),
+            None if part.labels is None else rows(filled(part.labels)),
             rows(filled(part.positions)),
             filled(part.seq_ids, len(samples) - 1),
             len(samples),
-            len(sampled) if self.are_rows else 1,
+            len(places) + rest if self.are_rows else 1,
             rows(filled(part.padding, True)),
-            SampledRows.of(sampled, device),
-            rows(filled(places, len(self.batch.tokens))).t(),
+            sampled,
+            rows(filled(places, self.batch.num_tokens)).t(),
             None if loss_inputs is None else loss_inputs.at(places, rest),
             None if part.sampling_masks is None else part.sampling_masks.padded(rest),
             None if self.are_rows else _packed_seq_params(part.cu_seqlens, padded, device),

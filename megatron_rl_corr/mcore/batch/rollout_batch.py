@@ -19,11 +19,8 @@ from torch import Tensor
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.mcore.batch.packing import PackLimits
-from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
-from megatron_rl_corr.reduce.context import zigzag_positions
-from megatron_rl_corr.reduce.failure import communication_device
-from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.context import zigzag_positions, zigzag_runs
 from megatron_rl_corr.rollout import versions
 
 
@@ -92,14 +89,16 @@ class RolloutBatch:
     cp 2 rank 0 has positions [0, 3, 0, 3].
     """
 
-    tokens: Tensor
-    """[T] int64, input ids; 0 in padding."""
-    labels: Tensor
-    """[T] int64: the next token of the sequence."""
-    loss_mask: Tensor
-    """[T] bool: the label was sampled by the policy."""
-    rollout_logprobs: Tensor
-    """[T] float32 of the label; 0 outside the mask, NaN where the server gave none."""
+    tokens: Tensor | None
+    """[T] int64, input ids; 0 in padding. On the first and the last stage, None on others."""
+    labels: Tensor | None
+    """[T] int64: the next token of the sequence. On the last stage, None on others."""
+    loss_mask: Tensor | None
+    """[T] bool: the label was sampled by the policy. On the last stage, None on others."""
+    rollout_logprobs: Tensor | None
+    """[T] float32 of the label; 0 outside the mask, NaN where the server gave none. On the
+    last stage, None on others.
+    """
     positions: Tensor
     """[T] int64, in the whole sequence."""
     seq_ids: Tensor
@@ -138,32 +137,54 @@ class RolloutBatch:
     """(rank, size) of the context-parallel ranks that share the tokens; (0, 1) for whole sequences."""
 
     @classmethod
-    def empty(cls, lengths: Sequence[int], multiple: int, *, num_turns: int | None = None) -> RolloutBatch:
-        """Zeros of the right shapes, on the communication device.
+    def bare(
+        cls,
+        lengths: Sequence[int],
+        multiple: int,
+        *,
+        cp: tuple[int, int] = (0, 1),
+        device: torch.device | str = "cpu",
+    ) -> RolloutBatch:
+        """Sequences of which nothing is known but where their tokens lie: that follows from the lengths.
 
         Args:
             lengths: [S] tokens of each sequence.
             multiple: each is padded to one.
-            num_turns: as the field.
+            cp: as the field.
+            device: of the tensors.
         """
-        device, real = communication_device(), np.asarray(lengths, dtype=np.int64)
-        padded = -(-real // multiple) * multiple
-        starts = np.concatenate([[0], np.cumsum(padded)])
-        ids, total = np.repeat(np.arange(len(real)), padded), int(starts[-1])
-        long = torch.zeros(total, dtype=torch.int64, device=device)
+        real = np.asarray(lengths, dtype=np.int64)
+        starts = np.concatenate([[0], np.cumsum(-(-real // multiple) * multiple)])
+        runs = np.asarray(zigzag_runs(*cp, starts.tolist()), dtype=np.int64).reshape(-1, 2)
+        ids = np.searchsorted(starts, runs[:, 0], side="right") - 1
+        of_runs = [np.arange(begin, end) for begin, end in runs - starts[ids, None]]
         rows = torch.zeros(len(real), device=device)
         return cls(
-            tokens=long,
-            labels=long.clone(),
-            loss_mask=long.bool(),
-            rollout_logprobs=long.float(),
-            positions=torch.from_numpy(np.arange(total) - starts[ids]).to(device),
-            seq_ids=torch.from_numpy(ids).to(device),
+            tokens=None,
+            labels=None,
+            loss_mask=None,
+            rollout_logprobs=None,
+            positions=torch.from_numpy(np.concatenate(of_runs)).to(device),
+            seq_ids=torch.from_numpy(np.repeat(ids, np.diff(runs)[:, 0])).to(device),
             cu_seqlens=starts,
             lengths=real,
             rewards=rows,
             group_ids=rows.long(),
             version_lags=rows.clone(),
+            cp=cp,
+        )
+
+    @classmethod
+    def empty(cls, lengths: Sequence[int], multiple: int, *, num_turns: int | None = None) -> RolloutBatch:
+        """As `bare`, of whole sequences on the host, with zeros for each token. num_turns: as the field."""
+        made = cls.bare(lengths, multiple)
+        long = torch.zeros_like(made.seq_ids)
+        return replace(
+            made,
+            tokens=long,
+            labels=long.clone(),
+            loss_mask=long.bool(),
+            rollout_logprobs=long.float(),
             token_lags=long.clone(),
             turn_ids=None if num_turns is None else long.clone(),
             num_turns=num_turns,
@@ -181,7 +202,7 @@ class RolloutBatch:
         num_turns: int | None = None,
         mask_truncated: bool = False,
     ) -> RolloutBatch:
-        """The samples' tokens in their order, on the communication device.
+        """The samples' tokens in their order, on the host.
 
         Args:
             trajectories: of one replica.
@@ -198,7 +219,7 @@ class RolloutBatch:
         whole = cls.empty(
             [_real_length(sample, length) for sample in trajectories], multiple, num_turns=num_turns
         )
-        host = {name: value.cpu() for name, value in vars(whole).items() if isinstance(value, Tensor)}
+        host = {name: value for name, value in vars(whole).items() if isinstance(value, Tensor)}
         for sample, start in zip(trajectories, whole.cu_seqlens[:-1], strict=True):
             ids = torch.cat([sample.prompt_ids, sample.output_ids])
             own, sampled = slice(start, start + len(ids) - 1), sample.sampled
@@ -215,38 +236,12 @@ class RolloutBatch:
             host["in_loss"] = torch.tensor([sample.finish_reason != "length" for sample in trajectories])
         lags = [version - versions.number(sample.oldest_version) for sample in trajectories]
         host["version_lags"], host["rewards"] = torch.tensor(lags, dtype=torch.float32), rewards.float()
-        return replace(whole, **{name: value.to(whole.tokens.device) for name, value in host.items()})
+        return replace(whole, **host)
 
-    @collective
-    def broadcast(self, layout: Layout, *, num_turns: int | None = None) -> RolloutBatch:
-        """The data leader's batch on its whole replica: two tensors over tensor x context, then pipeline.
-
-        Every rank passes a batch of the same lengths (`with_shared_lengths`); only the leader's values count.
-        """
-        # The lag of a sampled label travels with the mask: 0 where it was not sampled, else 1 + its lag.
-        integers = [self.tokens, self.labels, self.loss_mask * (1 + self.token_lags)]
-        if num_turns is not None:
-            integers.append(torch.zeros_like(self.tokens) if self.turn_ids is None else self.turn_ids)
-        whole = torch.stack(integers)
-        in_loss = torch.ones_like(self.rewards) if self.in_loss is None else self.in_loss.float()
-        rows = torch.stack([self.rewards, self.group_ids.float(), self.version_lags, in_loss])
-        real = torch.cat([self.rollout_logprobs, rows.reshape(-1)])
-        broadcast_to_replica([whole, real], layout)
-        rewards, group_ids, lags, in_loss = real[len(self.tokens) :].view(4, -1)
-        return replace(
-            self,
-            tokens=whole[0],
-            labels=whole[1],
-            loss_mask=whole[2] > 0,
-            token_lags=(whole[2] - 1).clamp_(min=0),
-            turn_ids=None if num_turns is None else whole[3],
-            num_turns=num_turns,
-            rollout_logprobs=real[: len(self.tokens)],
-            rewards=rewards,
-            group_ids=group_ids.long(),
-            version_lags=lags,
-            in_loss=in_loss.bool(),
-        )
+    def to(self, device: torch.device) -> RolloutBatch:
+        """The same, its tensors on a device."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: value.to(device) for name, value in tensors.items()})
 
     def context_slice(self, rank: int, size: int) -> RolloutBatch:
         """Context-parallel rank `rank`'s part: of each sequence the chunks rank and 2 * size - 1 -
@@ -256,7 +251,7 @@ class RolloutBatch:
             return self
         return replace(
             self,
-            **self._tokens_at(zigzag_positions(rank, size, self.cu_seqlens.tolist(), self.tokens.device)),
+            **self._tokens_at(zigzag_positions(rank, size, self.cu_seqlens.tolist(), self.seq_ids.device)),
             cp=(rank, size),
         )
 
@@ -277,6 +272,11 @@ class RolloutBatch:
     def num_sequences(self) -> int:
         """S."""
         return len(self.rewards)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.seq_ids)
 
     def name_of(self, sample: int) -> str:
         """The sample's name in an error: a prompt's samples may be on several replicas."""
@@ -321,7 +321,10 @@ class RolloutBatch:
         """(the places of these samples' tokens among the T, [T'], the samples' own [S']),
         int64 on the device.
         """
-        host, device = (self.host_places_of(samples), np.asarray(samples, dtype=np.int64)), self.tokens.device
+        host, device = (
+            (self.host_places_of(samples), np.asarray(samples, dtype=np.int64)),
+            self.seq_ids.device,
+        )
         places, rows = (torch.from_numpy(numbers).to(device, non_blocking=True) for numbers in host)
         return places, rows
 
@@ -369,21 +372,6 @@ def _real_length(sample: Trajectory, length: int) -> int:
             f"--seq-length {ids - 1} or more, or a smaller --rollout-max-new-tokens"
         )
     return max(ids - 1, 1)
-
-
-@collective
-def with_shared_lengths(
-    batch: RolloutBatch | None, sequences: int, layout: Layout, *, multiple: int
-) -> RolloutBatch:
-    """The leader's batch, or on other ranks (None) an empty one of its lengths; every rank of a
-    replica calls it.
-    """
-    device = communication_device()
-    lengths = torch.zeros(sequences, dtype=torch.int64, device=device)
-    if batch is not None:
-        lengths = torch.from_numpy(batch.lengths).to(device)
-    broadcast_to_replica([lengths], layout)
-    return RolloutBatch.empty(lengths.cpu().numpy(), multiple) if batch is None else batch
 
 
 def trained_tokens(batch: RolloutBatch) -> Tensor:

@@ -29,36 +29,25 @@ def scatter_sampling_masks(parts: list[Part] | None, tokens: int, *, layout: Lay
     """The sampling masks of each rank's tokens on the last stage; None on other stages, which
     never see an id.
 
-    Every rank of a replica calls it. The leader sends all masks to the last stage's first rank; that rank
-    sends each context-parallel rank its own, once, and tensor-parallel ranks, which hold the same tokens, get
-    them from the first.
+    Every rank of a replica calls it. The leader sends each context-parallel rank of the last stage its own,
+    once, and tensor-parallel ranks, which hold the same tokens, get them from the first.
 
     Args:
         parts: `cut_sampling_masks` on the data leader; None on others.
         tokens: T.
         layout: this rank's process groups.
     """
-    device, stage, last = communication_device(), layout.tp_cp_group, layout.pp_size - 1
-    # Tensor ranks are numbered before context ranks.
-    assert stage.rank() == layout.cp_group.rank() * layout.tp_group.size() + layout.tp_group.rank()
-    if layout.pp_size > 1:
-        if parts is not None:
-            for part in parts:
-                _send(part, device, dist.get_global_rank(layout.pp_group, last), layout.pp_group)
-            parts = None
-        elif layout.is_last_stage and stage.rank() == 0:
-            leader = dist.get_global_rank(layout.pp_group, 0)
-            parts = [_receive(tokens, device, leader, layout.pp_group) for _ in range(layout.cp_size)]
-    if not layout.is_last_stage:
-        return None
-    tp, own = layout.tp_group, None
+    device, tp, own = communication_device(), layout.tp_group, None
     if parts is not None:
-        for cp in range(1, layout.cp_size):
-            _send(parts[cp], device, dist.get_global_rank(stage, cp * tp.size()), stage)
-        own = parts[0]
-    elif tp.rank() == 0:
-        own = _receive(tokens, device, dist.get_global_rank(stage, 0), stage)
-    return _broadcast_from_first(own, tokens, device, tp)
+        for context, part in enumerate(parts):
+            to = layout.replica_rank(layout.pp_size - 1, context)
+            if to == dist.get_rank():
+                own = part
+            else:
+                _send(part, device, to)
+    elif layout.is_last_stage and tp.rank() == 0:
+        own = _receive(tokens, device, layout.replica_rank(0, 0))
+    return _broadcast_from_first(own, tokens, device, tp) if layout.is_last_stage else None
 
 
 def cut_sampling_masks(samples: Sequence[Trajectory], boundaries: Sequence[int], cp: int) -> list[Part]:
@@ -117,21 +106,21 @@ def _checked_lengths(sample: Trajectory) -> np.ndarray:
 
 
 @collective
-def _send(part: Part, device: torch.device, to: int, group: dist.ProcessGroup) -> None:
+def _send(part: Part, device: torch.device, to: int) -> None:
     for tensor in part:
         if tensor.numel():
-            dist.send(tensor.to(device), to, group=group)
+            dist.send(tensor.to(device), to)
 
 
 @collective
-def _receive(tokens: int, device: torch.device, source: int, group: dist.ProcessGroup) -> Part:
+def _receive(tokens: int, device: torch.device, source: int) -> Part:
     """The lengths come first: their sum is the number of ids that follow."""
     lengths = torch.empty(tokens, dtype=torch.int32, device=device)
     if tokens:
-        dist.recv(lengths, source, group=group)
+        dist.recv(lengths, source)
     ids = torch.empty(int(lengths.sum()), dtype=torch.int32, device=device)
     if ids.numel():
-        dist.recv(ids, source, group=group)
+        dist.recv(ids, source)
     return lengths, ids
 
 
