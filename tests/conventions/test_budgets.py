@@ -13,14 +13,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
     "config": 2_630,
-    "models": 1_860,
+    "models": 1_870,
     "engines": 5_360,
     "reduce": 655,
     "core": 1_850,
     "logprobs": 955,
     "data": 4_405,
     "rollout": 2_990,
-    "weight_sync": 2_175,
+    "weight_sync": 2_185,
     "doctor": 725,
     "moe": 930,
     "mcore": 7_390,
