@@ -315,36 +315,38 @@ class RolloutClient(ServerControl):
 
     async def turn(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: torch.Tensor,
         sampling: SamplingParams,
         draw: Draw,
         *,
-        after: Trajectory | None = None,
+        prefer: str | None = None,
+        routes_from: int = 0,
     ) -> Trajectory:
-        """One turn of an episode: the response to all its tokens so far.
+        """One turn of an episode: the response to all its tokens so far, as `Turns` appends it.
 
         Args:
-            prompt_ids: token ids of the prompt and of all turns so far.
+            prompt_ids: [T] int64, the prompt and all turns so far, each in the vocabulary: they are not
+                checked again with each turn.
             sampling: parameters of this turn.
             draw: the place of the turn in the run, which its seed depends on.
-            after: the episode before the environment's last reply. The turn goes to the server where that one
-                ended, which has its prefix in the cache, unless it is left out or crowded; and only the
-                routed experts of tokens behind it are requested.
+            prefer: where the turn before ended: that server has its tokens in the cache. It is asked unless
+                it is left out or crowded.
+            routes_from: the token from which on routed experts are requested.
 
         Raises:
             ValueError, SampleFailure, RolloutError: as `generate`.
         """
         self.check_sampling(sampling)
-        ids = checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
         async with self._health.watching():
             return await self._retries.sample(
-                torch.tensor(ids, dtype=torch.int64),
+                prompt_ids,
                 sampling,
                 draw=draw,
                 prompt_index=0,
                 sample_index=draw.sample,
                 vocab_size=self.vocab_size,
-                after=after,
+                prefer=prefer,
+                routes_from=routes_from,
             )
 
     def check_sampling(self, sampling: SamplingParams) -> None:

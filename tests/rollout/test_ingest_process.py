@@ -37,9 +37,10 @@ def test_message_when_received_then_equal_and_its_tensors_can_be_written(link):
         "empty": torch.empty(0, 2),
         "text": "x",
     }
+    inbox = messages.Inbox(theirs)
     for number in range(3):
         messages.send(ours, "ask", number, value | {"number": number})
-        kind, which, found = messages.receive(theirs)
+        kind, which, found = inbox.receive()
         assert (kind, which, found["number"]) == ("ask", number, number)
         assert all(torch.equal(found[name], value[name]) for name in ("a", "b", "empty"))
         assert found["none"] is None and found["text"] == "x"
@@ -54,8 +55,9 @@ def test_message_when_its_tensors_are_gone_then_so_is_its_memory(link):
         return sum("rollout-ingest" in line for line in open("/proc/self/maps"))
 
     descriptors = len(os.listdir("/proc/self/fd"))
-    messages.send(ours, "answer", 0, torch.zeros(1 << 20))
-    _, _, found = messages.receive(theirs)
+    kept = messages.send(ours, "answer", 0, torch.zeros(1 << 20))
+    _, _, found = messages.Inbox(theirs).receive()
+    del kept
     assert mapped() == 1 and len(os.listdir("/proc/self/fd")) == descriptors
     view = found[5:]
     del found
@@ -70,7 +72,7 @@ def test_message_when_the_other_side_is_gone_then_eof(link):
     ours, theirs = link
     ours.close()
     with pytest.raises(EOFError):
-        messages.receive(theirs)
+        messages.Inbox(theirs).receive()
     with pytest.raises(OSError):
         messages.send(theirs, "ask", 0, None)
 
@@ -127,6 +129,8 @@ def test_process_when_it_is_killed_then_the_samples_are_asked_again_by_another(f
     asked = []
 
     async def slow_once(request):
+        if request.path != "/generate":
+            return web.Response(status=404)
         body = await request.json()
         asked.append(body["input_ids"])
         if len(asked) == 1:
@@ -177,7 +181,7 @@ def test_process_when_this_one_dies_then_it_ends(tmp_path):
         "async def main():\n"
         "    client = RolloutClient(['http://127.0.0.1:9'], vocab_size=8, ingest_process=True)\n"
         "    client._ingest._open()\n"
-        "    print(client._ingest._process.pid, flush=True)\n"
+        "    print(client._ingest._current.process.pid, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
         "asyncio.run(main())\n"
     )
