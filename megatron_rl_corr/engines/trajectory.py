@@ -307,7 +307,9 @@ def concatenated(parts: Sequence[Trajectory], between: Sequence[torch.Tensor] | 
 
 
 def _joined_routes(parts: Sequence[Trajectory]) -> torch.Tensor | None:
-    """Each token's, from the first part that has it; but the last part, one that sampled no token has none."""
+    """Each token's, from the first part that has it. But for the last one, a part without a sampled
+    token has none.
+    """
     if parts[0].routed_experts is None:
         return None
     rows, known = [], parts[0].routes_from

@@ -8,6 +8,7 @@ import logging
 import uuid
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from megatron_rl_corr.engines.errors import (
@@ -350,4 +351,4 @@ class Retries:
         counts.stop += whole.finish_reason == "stop"
         counts.length += whole.finish_reason == "length"
         counts.abort += whole.finish_reason == "abort"
-        counts.nonfinite_logprobs += int(whole.rollout_logprobs.isnan().sum())
+        counts.nonfinite_logprobs += int(np.isnan(whole.rollout_logprobs.numpy()).sum())

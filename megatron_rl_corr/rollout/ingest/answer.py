@@ -17,9 +17,9 @@ from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 
-STARTED_AT_ONCE, READ_AT_ONCE = 16, 4
-"""Requests that are sent, and answers that are parsed, before the event loop does something else: a thousand
-that are ready at once would keep it for seconds.
+STARTED_AT_ONCE = 16
+"""Requests that are sent before the event loop does something else, and so it is with one answer that is
+parsed: a thousand that are ready at once would keep it for seconds.
 """
 
 
@@ -80,7 +80,7 @@ class IngestHere:
     def __init__(self, fleet: Fleet):
         self._fleet = fleet
         self._starting = asyncio.Semaphore(STARTED_AT_ONCE)
-        self._reading = asyncio.Semaphore(READ_AT_ONCE)
+        self._reading = asyncio.Lock()
 
     @property
     def waiting_here(self) -> int:
