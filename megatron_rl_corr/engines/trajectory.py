@@ -169,8 +169,8 @@ class Trajectory:
     """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
     """[P + R - 1 - routes_from, M, k] uint8 or int16: which experts each token went to, but for the last
-    one, which the server never runs. They are those of the pass that sampled the token behind it; where that pass's are
-    not known any more, the token has none: k times the type's largest value.
+    one, which the server never runs. They are those of the pass that sampled the token behind it; where
+    that pass's are not known any more, the token has none: k times the type's largest value.
     """
     turn_ids: torch.Tensor | None = None
     """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment

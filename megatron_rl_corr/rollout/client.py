@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl_corr.config.run import ENGINES
+from megatron_rl_corr.config.run import ENGINES, OVER_HTTP
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.fleet import Fleet
@@ -65,7 +65,8 @@ class RolloutClient(ServerControl):
             response in flight is computed anew where its weights change, and its routes from there on
             are known to be its own.
         decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
-        ingest_process: samples are asked for, and their answers parsed, in a process of their own.
+        ingest_process: samples are asked for, and their answers parsed, in a process of their own. None:
+            where they have routed experts.
 
     Raises:
         ValueError: an argument is out of its range, or no address.
@@ -95,7 +96,7 @@ class RolloutClient(ServerControl):
         replicas: int = 1,
         pushes_retract: bool = False,
         decode: Decode | None = None,
-        ingest_process: bool = False,
+        ingest_process: bool | None = None,
     ):
         arguments = {
             "engine": engine,
@@ -141,6 +142,8 @@ class RolloutClient(ServerControl):
             replicas=replicas,
         )
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
+        if ingest_process is None:
+            ingest_process = experts is not None and engine in OVER_HTTP
         self._ingest = IngestProcess(fleet, {"urls": fleet.urls, **arguments}) if ingest_process else None
         self._retries = Retries(
             fleet,

@@ -39,7 +39,7 @@ CLIENT = {
     "update_timeout_s": 3600.0,
     "max_retries": 3,
     "max_continuations": 8,
-    "ingest_process": False,
+    "ingest_process": None,
     "ca_file": None,
     "engine": "auto",
 }
@@ -93,7 +93,7 @@ DEFAULTS = CLIENT | {
     "max_first_step_kl": None,
     "bucket_mib": None,
     "push": "full",
-    "ingest_process": False,
+    "ingest_process": "auto",
     "push_full_every": 20,
     "log_dir": None,
     "save_trajectories": None,
@@ -485,7 +485,7 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     ]
     monkeypatch.setenv("SERVER_KEY", "s3cret")
     _, options = parse([*REQUIRED, *flags, "--rollout-api-key-env", "SERVER_KEY"])
-    others = {"engine": "auto", "api_key": "s3cret", "ingest_process": False}
+    others = {"engine": "auto", "api_key": "s3cret", "ingest_process": None}
     assert options.client_arguments() == given | others
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT)

@@ -105,12 +105,12 @@ class Inbox:
         if ancillary:
             [descriptor] = array.array("i", ancillary[0][2])
             try:
-                whole = _mapped(descriptor, sum(map(_padded, sizes)))
+                whole = _mapped(descriptor, sum(map(_padded, sizes))).numpy()
             finally:
                 os.close(descriptor)
-            if self._freed is not None:
+            if self._freed is not None:  # every tensor in it keeps this array
                 weakref.finalize(whole, self._freed, number).atexit = False
-            mapped, begin = memoryview(whole.numpy()), 0
+            mapped, begin = memoryview(whole), 0
         else:
             mapped, begin = memoryview(bytearray(got[begin:])), 0
         parts = []

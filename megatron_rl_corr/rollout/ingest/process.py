@@ -32,6 +32,7 @@ MOST_STILLBORN = 3
 """Processes that may end one after the other without a word."""
 REMEDY = "see the log for why it ended; the request is sent again by a new one"
 OPTION = "`ingest_process`"
+WORKER = "megatron_rl_corr.rollout.ingest.worker"
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class _Process:
     loop: asyncio.AbstractEventLoop
     outbox: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     """(kind, number, value) to send; None: no more."""
-    waiting: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    """By the numbers of the requests."""
+    waiting: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
+    """By the number of a request, the server's address and who waits for its answer."""
     has_spoken: bool = False
 
 
@@ -75,7 +76,7 @@ class IngestProcess:
         """
         current, number = self._open(), next(self._numbers)
         future: asyncio.Future[Any] = current.loop.create_future()
-        current.waiting[number] = future
+        current.waiting[number] = url, future
         current.outbox.put(("ask", number, (url, self._fleet.name_of(url), asked)))
         try:
             fields, server_times = await future
@@ -106,13 +107,13 @@ class IngestProcess:
         if self._stillborn == MOST_STILLBORN:
             raise RuntimeError(
                 f"{OPTION}: the process that receives answers has ended {MOST_STILLBORN} times before it "
-                "could take a request; see its last words in the log, or switch it off"
+                "could take a request; see its last words in the log, or set {OPTION} off"
             )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             process = subprocess.Popen(
                 # -P: what lies in the working folder is not imported for a module of the same name.
-                [sys.executable, "-P", "-m", "megatron_rl_corr.rollout.ingest.worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", WORKER, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=os.environ
@@ -136,7 +137,7 @@ class IngestProcess:
                 messages.send(current.link, *message)
             except OSError as error:  # no descriptor or memory; where the process has gone, `_read` sees it
                 if kind == "ask":
-                    self._in_loop(current, "error", number, (_gone(str(error)), 0))
+                    self._in_loop(current, "error", number, (_gone(message[2][0], str(error)), 0))
 
     def _read(self, current: _Process) -> None:
         """On a thread, until the process ends: hand its answers to those who wait."""
@@ -167,7 +168,7 @@ class IngestProcess:
             self._lost(current, value)
             return
         current.has_spoken, self._stillborn = True, 0
-        future = current.waiting.get(number)
+        _, future = current.waiting.get(number, ("", None))
         if future is None or future.done():  # it was cancelled
             return
         if kind == "error":
@@ -183,10 +184,10 @@ class IngestProcess:
             logger.warning("the process that receives answers has ended: %s (status %s)", why, status)
             self._current = None
             self._stillborn += not current.has_spoken
-        for future in current.waiting.values():
+        for url, future in current.waiting.values():
             if not future.done():
-                future.set_exception(_gone(why))
+                future.set_exception(_gone(url, why))
 
 
-def _gone(why: str) -> LocalFault:
-    return LocalFault("", "", f"the process that receives answers is gone ({why})", REMEDY, sent=True)
+def _gone(url: str, why: str) -> LocalFault:
+    return LocalFault(url, "", f"the process that receives answers is gone ({why})", REMEDY, sent=True)

@@ -1,6 +1,6 @@
 """The ingest process: sends requests for samples, and parses their answers, until the trainer's side is gone.
 
-python -m megatron_rl_corr.rollout.ingest.worker DESCRIPTOR
+python -m megatron_rl_corr.rollout.ingest.worker DESCRIPTOR PARENT
 """
 
 from __future__ import annotations
@@ -126,10 +126,10 @@ def _portable(error: Exception, url: str) -> Exception:
 def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; its end is ours
-    parent = os.getppid()
+    descriptor, parent = map(int, sys.argv[1:])
 
     async def work() -> None:
-        await IngestWorker(socket.socket(fileno=int(sys.argv[1])), parent).run()
+        await IngestWorker(socket.socket(fileno=descriptor), parent).run()
 
     asyncio.run(work())
 
