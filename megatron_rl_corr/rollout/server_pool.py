@@ -116,8 +116,8 @@ class ServerPool:
         """Requests in flight over all servers."""
         self._at = {server.url: server for server in self.servers}
         self._loads = [0] * len(self.servers)
-        """Of each server what it is chosen by, as one number: with hundreds of servers a request must not
-        look at each of them in Python.
+        """The load of each server, as one number: with hundreds of servers a request must not look at each
+        of them in Python.
         """
 
     @property
