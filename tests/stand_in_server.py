@@ -60,7 +60,8 @@ def run(scenario, *handlers, **options):
     async def inner():
         async with serving(handlers[0]) as first, serving(handlers[-1]) as last:
             urls = [first, last][: len(handlers)]
-            defaults = {"vocab_size": 10, "outage_timeout_s": 0.1}
+            # A process of its own takes seconds to start.
+            defaults = {"vocab_size": 10, "outage_timeout_s": 0.1, "ingest_process": False}
             async with RolloutClient(urls, **(defaults | options)) as client:
                 return await asyncio.wait_for(scenario(client), timeout=20)
 

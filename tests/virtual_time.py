@@ -82,7 +82,7 @@ def _sender(handlers: dict[str, Callable]) -> Callable:
             raise failure(404, "")
 
         async def body():
-            return orjson.loads(b"" if request.json is None else orjson.dumps(request.json))
+            return orjson.loads(request.body or b"")
 
         asked = SimpleNamespace(
             path=path, json=body, transport=SimpleNamespace(close=lambda: hung_up.append(True))

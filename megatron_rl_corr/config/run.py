@@ -81,9 +81,10 @@ class ServersConfig(Options):
     the end of an update.
     """
 
-    ingest_process: bool = False
+    ingest_process: Literal["auto", "on", "off"] = "auto"
     """Ask for samples, and read their answers, in a process beside each data-parallel replica: answers with
-    routed experts, of a hundred megabytes, then cost the trainer's interpreter some milliseconds.
+    routed experts, of a hundred megabytes, then cost the trainer's interpreter some milliseconds. auto: with
+    `router_replay` R3.
     """
 
     max_retries: Annotated[int, Between(0)] = option(3, metavar="N")
@@ -101,8 +102,11 @@ class ServersConfig(Options):
     def check(self) -> None:
         if self.engine in OVER_HTTP:
             check_urls_of("`urls`", self.urls)
-        elif self.ingest_process:
-            raise ValueError(f"`ingest_process` has no effect on `engine` {self.engine}; leave it out")
+        elif self.ingest_process != "auto":
+            raise ValueError(
+                f"`ingest_process` {self.ingest_process} has no effect on `engine` {self.engine}; "
+                "leave it out"
+            )
 
     def check_key(self) -> None:
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
@@ -124,7 +128,9 @@ class ServersConfig(Options):
         others = ("urls", "server_check", "api_key_env")
         names = [field.name for field in dataclasses.fields(ServersConfig) if field.name not in others]
         key = None if self.api_key_env is None else os.environ[self.api_key_env]
-        return {name: getattr(self, name) for name in names} | {"api_key": key}
+        given = {name: getattr(self, name) for name in names}
+        process = {"auto": None, "on": True, "off": False}[self.ingest_process]
+        return given | {"api_key": key, "ingest_process": process}
 
 
 @dataclass(frozen=True, kw_only=True)

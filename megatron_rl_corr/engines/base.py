@@ -14,6 +14,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from megatron_rl_corr.engines.errors import RolloutServerError
@@ -108,7 +109,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
 
     def generate(
         self,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int] | np.ndarray,
         sampling: SamplingParams,
         request_id: str | None = None,
         *,
@@ -120,7 +121,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """Ask for one response to one prompt, with a log-prob for every sampled token, and no text.
 
         Args:
-            prompt_ids: P ids, each in the vocabulary.
+            prompt_ids: P ids, each in the vocabulary; an array is not made a list of.
             sampling: how to sample; where it `needs_mask` the answer must bring the sampling mask.
             request_id: a name by which `abort_request` can end it.
             seed: in [-2**63, 2**63), for servers that heed one.
@@ -142,7 +143,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
         vocab_size: int | None = None,
         truncated: bool = False,
         experts: ExpertShape | None = None,
-        known_routes: Tensor | None = None,
+        routes_from: int = 0,
         pushes_retract: bool = False,
     ) -> Trajectory:
         """The response in the answer to `generate`.
@@ -156,7 +157,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
             truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its
                 log-probs are renormalised on it.
             experts: the request asked for routed experts of a model of this shape.
-            known_routes: [routes_from, M, k], those that were not asked for.
+            routes_from: the token that they were asked for from.
             pushes_retract: weights change in a pause of mode retract, for an engine that tells how often a
                 response was computed anew, but not where.
 

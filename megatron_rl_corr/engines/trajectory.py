@@ -5,6 +5,7 @@ experts a token.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -167,9 +168,9 @@ class Trajectory:
     support: Support | None = None
     """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
     routed_experts: torch.Tensor | None = None
-    """[P + R - 1, M, k] uint8 or int16: which experts each token went to, but for the last one, which the
-    server never runs. They are those of the pass that sampled the token behind it; where that pass's are
-    not known any more, the token has none: k times the type's largest value.
+    """[P + R - 1 - routes_from, M, k] uint8 or int16: which experts each token went to, but for the last
+    one, which the server never runs. They are those of the pass that sampled the token behind it; where
+    that pass's are not known any more, the token has none: k times the type's largest value.
     """
     turn_ids: torch.Tensor | None = None
     """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment
@@ -179,6 +180,10 @@ class Trajectory:
     engine: str = ""
     """What that server runs, a name in config/run.py ENGINES: "vllm"; several with "+" between, in the
     order of the alphabet, where a response was continued at a server of another one. "": not known.
+    """
+    routes_from: int = 0
+    """The token that `routed_experts` begin with. 0 but in a part that another one with the
+    tokens before goes before.
     """
     environment_reward: float | None = None
     """What the environment scored the episode; None: it did not, or there is none."""
@@ -210,8 +215,9 @@ class Trajectory:
                 f"routed_experts must be 3-d uint8 or int16, got {routes.dim()}-d {routes.dtype}"
             )
         tokens = self.prompt_ids.numel() + self.output_ids.numel()
-        if routes is not None and routes.shape[0] != tokens - 1:
-            raise ValueError(f"{tokens} tokens have routed_experts of {routes.shape[0]}, not {tokens - 1}")
+        rows = tokens - 1 - self.routes_from
+        if routes is not None and routes.shape[0] != rows:
+            raise ValueError(f"{tokens} tokens have routed_experts of {routes.shape[0]}, not {rows}")
 
     @property
     def oldest_version(self) -> str:
@@ -245,73 +251,99 @@ def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
     """
     if partial.finish_reason != "abort":
         raise ValueError(f"a response that ended with {partial.finish_reason} has no continuation")
-    return concatenated(partial, continuation)
-
-
-def concatenated(
-    partial: Trajectory, continuation: Trajectory, *, between: torch.Tensor | None = None
-) -> Trajectory:
-    """`join` whatever the finish reason, with tokens that were not sampled in between: ids [B] int64,
-    none by default.
-
-    Those have NaN for a log-prob, themselves alone for a set of ids, and the weight version of
-    the token before.
-    """
-    between = partial.output_ids.new_empty(0) if between is None else between
-    so_far = torch.cat([partial.prompt_ids, partial.output_ids, between])
+    so_far = torch.cat([partial.prompt_ids, partial.output_ids])
     if not torch.equal(continuation.prompt_ids, so_far):
         raise ValueError(
             f"the continuation's prompt of {continuation.prompt_ids.numel()} tokens is not the "
             f"{so_far.numel()} tokens of the partial response, prompt included"
         )
-    support, routes = partial.support, partial.routed_experts
+    return concatenated([partial, continuation])
+
+
+def concatenated(parts: Sequence[Trajectory], between: Sequence[torch.Tensor] | None = None) -> Trajectory:
+    """Parts of one response, each of which has the ones before it for a prompt, as one trajectory; as `join`
+    whatever their finish reasons, with tokens that were not sampled in between.
+
+    Those have NaN for a log-prob, themselves alone for a set of ids, and the weight version of the token
+    before. Every tensor is copied once, however many parts there are.
+
+    Args:
+        parts: N, in order.
+        between: N - 1 times ids [B] int64; None: none.
+    """
+    first, last = parts[0], parts[-1]
+    none = first.output_ids.new_empty(0)
+    replies = [*([none] * (len(parts) - 1) if between is None else between), none]
+    prompt = first.prompt_ids.numel()
+    for part, reply in zip(parts, replies, strict=True):
+        if part.prompt_ids.numel() != prompt:
+            raise ValueError(
+                f"a continuation's prompt of {part.prompt_ids.numel()} tokens is not the {prompt} tokens "
+                "before it"
+            )
+        prompt += part.output_ids.numel() + reply.numel()
     for name in ("support", "routed_experts"):
-        if (getattr(partial, name) is None) != (getattr(continuation, name) is None):
+        if len({getattr(part, name) is None for part in parts}) > 1:
             raise ValueError(f"only one of a partial response and its continuation has {name}")
-    if support is not None:
-        later, own = continuation.support, between.to(torch.int32)
-        support = Support(
-            torch.cat([support.ids, own, later.ids]),
-            torch.cat([support.lengths, torch.ones_like(own), later.lengths]),
-        )
-    if routes is not None:
-        settled = len(routes) if partial.output_ids.numel() else 0
-        routes = torch.cat([routes[:settled], continuation.routed_experts[settled:]])
-    unknown = torch.full((between.numel(),), torch.nan)
+    outputs, logprobs, ids, lengths = [], [], [], []
+    for part, reply in zip(parts, replies, strict=True):
+        outputs += [part.output_ids, reply]
+        logprobs += [part.rollout_logprobs, torch.full((reply.numel(),), torch.nan)]
+        if part.support is not None:
+            own = reply.to(torch.int32)
+            ids += [part.support.ids, own]
+            lengths += [part.support.lengths, torch.ones_like(own)]
     return replace(
-        partial,
-        output_ids=torch.cat([partial.output_ids, between, continuation.output_ids]),
-        rollout_logprobs=torch.cat([partial.rollout_logprobs, unknown, continuation.rollout_logprobs]),
-        finish_reason=continuation.finish_reason,
-        weight_versions=_joined_spans(partial, continuation, between.numel()),
-        server=continuation.server,
-        engine=_joined_engines(partial, continuation),
-        support=support,
-        routed_experts=routes,
+        first,
+        output_ids=torch.cat(outputs),
+        rollout_logprobs=torch.cat(logprobs),
+        finish_reason=last.finish_reason,
+        weight_versions=_joined_spans(parts, replies),
+        server=last.server,
+        engine=_joined_engines(parts),
+        support=Support(torch.cat(ids), torch.cat(lengths)) if ids else None,
+        routed_experts=_joined_routes(parts),
     )
 
 
-def _joined_engines(partial: Trajectory, continuation: Trajectory) -> str:
-    """The names of those that sampled a token, in alphabetical order; the continuation's where
+def _joined_routes(parts: Sequence[Trajectory]) -> torch.Tensor | None:
+    """Each token's, from the first part that has it. But for the last one, a part without a sampled
+    token has none.
+    """
+    if parts[0].routed_experts is None:
+        return None
+    rows, known = [], parts[0].routes_from
+    for number, part in enumerate(parts):
+        if part.output_ids.numel() or number == len(parts) - 1:
+            rows.append(part.routed_experts[known - part.routes_from :])
+            known = part.routes_from + len(part.routed_experts)
+    return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _joined_engines(parts: Sequence[Trajectory]) -> str:
+    """The names of those that sampled a token, in alphabetical order; the last one's where
     there is no token.
     """
-    sampled = [part for part in (partial, continuation) if part.output_ids.numel()] or [continuation]
+    sampled = [part for part in parts if part.output_ids.numel()] or parts[-1:]
     return "+".join(sorted({name for part in sampled for name in part.engine.split("+")} - {""}))
 
 
-def _joined_spans(partial: Trajectory, continuation: Trajectory, between: int) -> tuple[VersionSpan, ...]:
-    """The spans one behind the other, the tokens in between with the first; those without a token
+def _joined_spans(parts: Sequence[Trajectory], replies: Sequence[torch.Tensor]) -> tuple[VersionSpan, ...]:
+    """The spans one behind the other, the tokens in between with those before; those without a token
     go, but for one.
     """
-    shift, joined = partial.output_ids.numel() + between, []
-    *before, last = partial.weight_versions
-    later = [VersionSpan(s.version, s.start + shift, s.end + shift) for s in continuation.weight_versions]
-    for span in (*before, replace(last, end=last.end + between), *later):
-        if span.start == span.end:
-            continue
-        if joined and joined[-1].version == span.version:
-            span = VersionSpan(span.version, joined.pop().start, span.end)
-        joined.append(span)
+    joined, begin, later = [], 0, []
+    for part, reply in zip(parts, replies, strict=True):
+        *before, end = part.weight_versions
+        own = (*before, replace(end, end=end.end + reply.numel()))
+        later = [VersionSpan(span.version, span.start + begin, span.end + begin) for span in own]
+        for span in later:
+            if span.start == span.end:
+                continue
+            if joined and joined[-1].version == span.version:
+                span = VersionSpan(span.version, joined.pop().start, span.end)
+            joined.append(span)
+        begin += part.output_ids.numel() + reply.numel()
     return tuple(joined) or tuple(later[-1:])
 
 

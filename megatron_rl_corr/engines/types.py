@@ -60,7 +60,7 @@ class Request:
         """`json` as it is sent: made once, however many servers are sent this request."""
         import orjson  # for what speaks HTTP alone
 
-        return None if self.json is None else orjson.dumps(self.json)
+        return None if self.json is None else orjson.dumps(self.json, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def checked_prompt_ids(prompt_ids: Sequence[int], *, vocab_size: int, prompt_index: int) -> list[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl_corr.config.run import ENGINES
+from megatron_rl_corr.config.run import ENGINES, OVER_HTTP
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.fleet import Fleet
@@ -65,7 +65,8 @@ class RolloutClient(ServerControl):
             response in flight is computed anew where its weights change, and its routes from there on
             are known to be its own.
         decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
-        ingest_process: samples are asked for, and their answers parsed, in a process of their own.
+        ingest_process: samples are asked for, and their answers parsed, in a process of their own. None:
+            where they have routed experts.
 
     Raises:
         ValueError: an argument is out of its range, or no address.
@@ -95,7 +96,7 @@ class RolloutClient(ServerControl):
         replicas: int = 1,
         pushes_retract: bool = False,
         decode: Decode | None = None,
-        ingest_process: bool = False,
+        ingest_process: bool | None = None,
     ):
         arguments = {
             "engine": engine,
@@ -141,6 +142,8 @@ class RolloutClient(ServerControl):
             replicas=replicas,
         )
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
+        if ingest_process is None:
+            ingest_process = experts is not None and engine in OVER_HTTP
         self._ingest = IngestProcess(fleet, {"urls": fleet.urls, **arguments}) if ingest_process else None
         self._retries = Retries(
             fleet,
@@ -315,36 +318,38 @@ class RolloutClient(ServerControl):
 
     async def turn(
         self,
-        prompt_ids: Sequence[int],
+        prompt_ids: torch.Tensor,
         sampling: SamplingParams,
         draw: Draw,
         *,
-        after: Trajectory | None = None,
+        prefer: str | None = None,
+        routes_from: int = 0,
     ) -> Trajectory:
-        """One turn of an episode: the response to all its tokens so far.
+        """One turn of an episode: the response to all its tokens so far, as `Turns` appends it.
 
         Args:
-            prompt_ids: token ids of the prompt and of all turns so far.
+            prompt_ids: [T] int64, the prompt and all turns so far, each in the vocabulary: they are not
+                checked again with each turn.
             sampling: parameters of this turn.
             draw: the place of the turn in the run, which its seed depends on.
-            after: the episode before the environment's last reply. The turn goes to the server where that one
-                ended, which has its prefix in the cache, unless it is left out or crowded; and only the
-                routed experts of tokens behind it are requested.
+            prefer: where the turn before ended: that server has its tokens in the cache. It is asked unless
+                it is left out or crowded.
+            routes_from: the token from which on routed experts are requested.
 
         Raises:
             ValueError, SampleFailure, RolloutError: as `generate`.
         """
         self.check_sampling(sampling)
-        ids = checked_prompt_ids(prompt_ids, vocab_size=self.vocab_size, prompt_index=0)
         async with self._health.watching():
             return await self._retries.sample(
-                torch.tensor(ids, dtype=torch.int64),
+                prompt_ids,
                 sampling,
                 draw=draw,
                 prompt_index=0,
                 sample_index=draw.sample,
                 vocab_size=self.vocab_size,
-                after=after,
+                prefer=prefer,
+                routes_from=routes_from,
             )
 
     def check_sampling(self, sampling: SamplingParams) -> None:

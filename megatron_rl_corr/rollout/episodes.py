@@ -1,6 +1,6 @@
 """Samples episodes of several turns: one request a turn, whose prompt is all tokens so far.
 
-P prompt tokens, R response tokens so far, B tokens that the environment adds between two turns.
+B tokens that the environment adds between two turns.
 """
 
 import time
@@ -17,11 +17,12 @@ from megatron_rl_corr.data.reward_value import checked_reward
 from megatron_rl_corr.data.worker_pool import CallTimeout, UserCalls
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
-from megatron_rl_corr.engines.trajectory import ENVIRONMENT, SamplingParams, Trajectory, concatenated
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import DONE, FLAG, Environment, EnvironmentFactory
 from megatron_rl_corr.rollout.seeds import Draw
+from megatron_rl_corr.rollout.turns import Turns
 
 
 async def generate_episodes(
@@ -188,25 +189,26 @@ class _Episode:
         ids = (*self._sampling.stop_token_ids, *environment.stop_token_ids)
         sampling = replace(self._sampling, stop_token_ids=ids, stop=(*self._sampling.stop, *environment.stop))
         self.doing = "turn 0"
-        answer = await self._client.turn(self._prompt.input_ids, sampling, self._draw)
-        whole = first_turn(answer)
+        turns = Turns(self._prompt.input_ids)
+        answer = await self._client.turn(turns.ids, sampling, self._draw)
+        turns.add(answer)
         for turn in range(1, max_turns + 1):
             step = await self._call(environment.step, answer.output_ids.tolist(), answer.finish_reason)
             reply = None if step is DONE else self._checked(step)
             if reply is None or answer.finish_reason != "stop":
-                return whole
-            left = sampling.max_new_tokens - whole.output_ids.numel() - reply.numel()
+                return turns.whole(answer.finish_reason)
+            left = sampling.max_new_tokens - turns.response_tokens - reply.numel()
             if turn == max_turns or left < 1:
                 break
             self.doing = f"turn {turn}"
-            so_far = torch.cat([whole.prompt_ids, whole.output_ids, reply])
+            turns.say(reply)
             rest, draw = replace(sampling, max_new_tokens=left), replace(self._draw, turn=turn)
-            answer = await self._client.turn(so_far.tolist(), rest, draw, after=whole)
-            if answer.output_ids.numel():
-                whole = join_turn(whole, reply, answer)
-            else:  # the environment's reply is left out: a response ends with a sampled token
-                whole = replace(whole, finish_reason=answer.finish_reason)
-        return replace(whole, finish_reason="length")
+            answer = await self._client.turn(
+                turns.ids, rest, draw, prefer=turns.server, routes_from=turns.routes_known
+            )
+            if answer.output_ids.numel():  # else the reply is left out: a response ends with a sampled token
+                turns.add(answer)
+        return turns.whole("length")
 
     def _checked(self, reply: Any) -> torch.Tensor:
         """[B] int64. An id outside the vocabulary would end the server's process, with
@@ -232,29 +234,3 @@ class _Episode:
                 "vocabulary: is its tokenizer the one of the model being served?",
             )
         return torch.from_numpy(ids.astype(np.int64))
-
-
-def first_turn(answer: Trajectory) -> Trajectory:
-    """The answer to the first prompt, as the start of an episode."""
-    return replace(answer, turn_ids=torch.zeros_like(answer.output_ids))
-
-
-def join_turn(episode: Trajectory, reply: torch.Tensor, answer: Trajectory) -> Trajectory:
-    """The episode so far, the environment's reply and the policy's next turn as one trajectory.
-
-    Sampled tokens keep log-prob, weight version, sampling mask, and their routes or that they have
-    none, as in `join`.
-
-    Args:
-        episode: with R response tokens.
-        reply: [B] int64, ids of the environment's reply.
-        answer: the next turn, whose prompt is all tokens before it.
-    """
-    number = int(episode.turn_ids.max()) + 1
-    turn_ids = [
-        episode.turn_ids,
-        torch.full_like(reply, ENVIRONMENT),
-        torch.full_like(answer.output_ids, number),
-    ]
-    whole = concatenated(replace(episode, turn_ids=None), answer, between=reply)
-    return replace(whole, turn_ids=torch.cat(turn_ids))

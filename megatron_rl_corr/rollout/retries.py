@@ -7,11 +7,10 @@ import asyncio
 import logging
 import uuid
 from dataclasses import dataclass, replace
-from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.errors import (
     RolloutError,
     RolloutProtocolError,
@@ -21,12 +20,12 @@ from megatron_rl_corr.engines.errors import (
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import PAUSES_S, WAIT_S, LocalFault
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, join
-from megatron_rl_corr.engines.types import Request, UnsupportedByEngine
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, concatenated
+from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.blame import failure_of_sample, may_retry
 from megatron_rl_corr.rollout.health import ServerHealth
-from megatron_rl_corr.rollout.ingest.answer import Ingest, IngestHere, ParsedAnswer
+from megatron_rl_corr.rollout.ingest.answer import Ingest, IngestHere, ParsedAnswer, SampleRequest
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop
@@ -41,7 +40,7 @@ CUT_POLL_S = 0.2
 """Seconds after which it is ended again: a server does not know a request that is still on its way to it."""
 
 
-def _check_length(part: Trajectory, sampling: SamplingParams, request: Request) -> None:
+def _check_length(part: Trajectory, sampling: SamplingParams, endpoint: str) -> None:
     """RolloutServerError for a response that a server cut silently, before max_new_tokens, at
     its context length.
     """
@@ -49,7 +48,7 @@ def _check_length(part: Trajectory, sampling: SamplingParams, request: Request) 
     if part.finish_reason == "length" and tokens < sampling.max_new_tokens:
         raise RolloutServerError(
             part.server,
-            request.endpoint,
+            endpoint,
             200,
             f"a response cut to {tokens} of {sampling.max_new_tokens} tokens, behind "
             f"{part.prompt_ids.numel()} of prompt",
@@ -127,7 +126,8 @@ class Retries:
         prompt_index: int,
         sample_index: int,
         vocab_size: int,
-        after: Trajectory | None = None,
+        prefer: str | None = None,
+        routes_from: int = 0,
     ) -> Trajectory:
         """Return the whole sample.
 
@@ -137,8 +137,8 @@ class Retries:
             draw: decides the seeds.
             prompt_index, sample_index: go into the trajectory.
             vocab_size: sampled ids must be below it.
-            after: the episode so far whose tokens the prompt ends with: its server is preferred, and its
-                routes are not requested again.
+            prefer: address of the server that is asked unless it is crowded.
+            routes_from: the token from which on routes are requested.
 
         Raises:
             SampleFailure: this sample failed for good.
@@ -151,23 +151,28 @@ class Retries:
             "group_number": draw.group,
         }
         try:
-            server, known = (None, None) if after is None else (after.server, after.routed_experts)
-            whole = await self._part(
-                prompt_ids, sampling, draw.seed(0), prefer=server, known_routes=known, **names
+            part = await self._part(
+                prompt_ids, sampling, draw.seed(0), prefer=prefer, routes_from=routes_from, **names
             )
-            whole = self._through_stop(whole, sampling)
+            parts = [self._through_stop(part, sampling)]
             for _ in range(self._max_continuations):
-                missing = sampling.max_new_tokens - whole.output_ids.numel()
-                if whole.finish_reason != "abort" or not missing:
+                sampled = sum(part.output_ids.numel() for part in parts)
+                missing = sampling.max_new_tokens - sampled
+                if parts[-1].finish_reason != "abort" or not missing:
                     break
                 self._counts.continuations += 1
-                ids = torch.cat([whole.prompt_ids, whole.output_ids])
+                ids = torch.cat([prompt_ids, *(part.output_ids for part in parts)])
                 rest = replace(sampling, max_new_tokens=missing)
-                seed = draw.seed(whole.output_ids.numel())
                 # What was cut before its first token has rows, but no pass whose routes they could be.
-                known = whole.routed_experts if whole.output_ids.numel() else known
-                part = await self._part(ids, rest, seed, avoid=whole.server, known_routes=known, **names)
-                whole = self._through_stop(join(whole, part), sampling)
+                first = ids.numel() - 1 if sampled else routes_from
+                parts.append(
+                    await self._part(
+                        ids, rest, draw.seed(sampled), avoid=parts[-1].server, routes_from=first, **names
+                    )
+                )
+                if sampling.stop:  # a text may begin in one part and end in the next
+                    parts = [self._through_stop(concatenated(parts), sampling)]
+            whole = concatenated(parts) if len(parts) > 1 else parts[0]
         except RolloutError as failure:
             error = failure_of_sample(failure) or failure
             for note in getattr(failure, "__notes__", ()) if error is not failure else ():
@@ -200,7 +205,7 @@ class Retries:
         *,
         avoid: str | None = None,
         prefer: str | None = None,
-        known_routes: torch.Tensor | None,
+        routes_from: int,
         group_number: int,
         **names: int,
     ) -> Trajectory:
@@ -208,8 +213,7 @@ class Retries:
 
         A server that has failed this request gets it again only where no other is in: one that fails fast
         is the least busy, and would use up the retries. What one server refuses another one is asked once:
-        if that answers, it was the server's fault, not the sample's. known_routes: of the first tokens,
-        which are not asked for, also where tokens have none.
+        if that answers, it was the server's fault, not the sample's.
         """
         failures, failed, group = 0, set() if avoid is None else {avoid}, CURRENT.get()
         refusal: _Refusal | None = None
@@ -220,22 +224,20 @@ class Retries:
             if trace is not None:
                 trace.sent, trace.server = clock(), server.url
             joined = server.joined
-            request_id = uuid.uuid4().hex
-            request = self._fleet.engine_of(server.url).generate(  # made for those in flight only
-                ids.tolist(),
+            asked = SampleRequest(
+                ids,
                 sampling,
-                request_id,
-                seed=seed,
-                routed_experts=self._experts is not None,
+                uuid.uuid4().hex,
+                seed,
                 cache_key=self.cache_key,
-                routes_from=0 if known_routes is None else len(known_routes),
+                experts=self._experts,
+                routes_from=routes_from if self._experts is not None else 0,
+                pushes_retract=self._pushes_retract,
+                timed=trace is not None,
+                **names,
             )
-            routes = answer_size.of_routes(ids.numel() + sampling.max_new_tokens, self._experts)
-            request = replace(request, max_bytes=request.max_bytes + routes)
             try:
-                part = await self._ask(
-                    server, request, request_id, ids, sampling, trace, known_routes=known_routes, **names
-                )
+                part = await self._ask(server, asked, trace)
                 if trace is not None:
                     trace.tokens = part.output_ids.numel()
                 if refusal is not None:
@@ -285,33 +287,16 @@ class Retries:
             self._told_faults.add(fault.detail)
             logger.warning("%s", fault)
         EVENTS.tell("local_fault", str(fault), server=server.url)
-        in_flight = self._pool.outstanding - 1 - self._fleet.waiting_here  # without this one
+        in_flight = self._pool.outstanding - 1 - self._ingest.waiting_here  # without this one
         if in_flight <= 0 and clock() - since >= self._outage_timeout_s:
             fault.add_note(f"nothing else was in flight, and it went on for {clock() - since:.3g} s")
             raise fault
 
-    async def _ask(
-        self,
-        server: Server,
-        request: Request,
-        request_id: str,
-        ids: torch.Tensor,
-        sampling: SamplingParams,
-        trace: RequestTrace | None,
-        **names: Any,
-    ) -> Trajectory:
+    async def _ask(self, server: Server, asked: SampleRequest, trace: RequestTrace | None) -> Trajectory:
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
-        parse = names | {
-            "prompt_ids": ids,
-            "max_new_tokens": sampling.max_new_tokens,
-            "truncated": sampling.needs_mask,
-            "experts": self._experts,
-            "pushes_retract": self._pushes_retract,
-        }
-        sending = asyncio.ensure_future(
-            self._ingest.answer(server.url, request, parse, timed=trace is not None)
-        )
+        endpoint = self._fleet.engine_of(server.url).generate_endpoint
+        sending = asyncio.ensure_future(self._ingest.answer(server.url, asked))
         try:
             async with asyncio.timeout(None) as scope:
                 server.scopes[scope] = asyncio.get_running_loop().time()
@@ -321,11 +306,11 @@ class Retries:
                     del server.scopes[scope]
         except TimeoutError:  # it was abandoned
             sending.cancel()
-            raise RolloutServerError(server.url, request.endpoint, None, server.silence.detail) from None
+            raise RolloutServerError(server.url, endpoint, None, server.silence.detail) from None
         except asyncio.CancelledError:
-            await self._cut(server, request_id, sending)
+            await self._cut(server, asked.request_id, sending)
             raise
-        part = replace(answer.part, prompt_ids=ids)  # samples share them
+        part = answer.part
         if trace is not None:
             trace.answered, trace.server_times = clock(), answer.server_times
         # The weights may have been updated in flight, also more than once: by this trainer, and
@@ -333,15 +318,15 @@ class Retries:
         if sent_for >= 0 and part.output_ids.numel():
             other = [span.version for span in part.weight_versions if span.version not in versions[sent_for:]]
             if other:
-                raise StaleWeightsError(server.url, request.endpoint, other[0], versions[-1])
+                raise StaleWeightsError(server.url, endpoint, other[0], versions[-1])
             if (back := step_back(part.weight_versions, versions[sent_for:])) is not None:
                 what = f"weight_versions go back from {back[0]!r} to {back[1]!r}, which was pushed before it"
-                raise RolloutProtocolError(server.url, request.endpoint, what)
-        _check_length(part, sampling, request)
+                raise RolloutProtocolError(server.url, endpoint, what)
+        _check_length(part, asked.sampling, endpoint)
         server.flaps = 0
         if part.output_ids.numel():
             # What was computed anew after a pause counts as cached.
-            self._counts.prefilled += max(0, ids.numel() - part.cached_tokens)
+            self._counts.prefilled += max(0, part.prompt_ids.numel() - part.cached_tokens)
         return part
 
     async def _cut(self, server: Server, request_id: str, sending: asyncio.Future[ParsedAnswer]) -> None:
@@ -366,4 +351,4 @@ class Retries:
         counts.stop += whole.finish_reason == "stop"
         counts.length += whole.finish_reason == "length"
         counts.abort += whole.finish_reason == "abort"
-        counts.nonfinite_logprobs += int(whole.rollout_logprobs.isnan().sum())
+        counts.nonfinite_logprobs += int(np.isnan(whole.rollout_logprobs.numpy()).sum())

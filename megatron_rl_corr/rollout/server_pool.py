@@ -38,6 +38,8 @@ class Server:
     """Why the requests in flight were ended early."""
     flaps: int = 0
     """Times that it was left out since it last gave an answer."""
+    place: int = 0
+    """Its number in the pool's list."""
     unreached_until: float = -math.inf
     """Until then, by the loop's clock, another one is taken first: this process could not reach it, for a
     fault of its own that may be of this address alone.
@@ -64,6 +66,8 @@ def rotated(urls: Sequence[str], replica: int, replicas: int) -> list[str]:
     return [*urls[start:], *urls[:start]]
 
 
+NOT_FREE = 1 << 62
+"""The load of a server that is left out or full."""
 CROWDED, FEW = 2, 4
 """A preferred server is taken while it has up to CROWDED * (n + FEW) requests in flight, n those
 of the freest one.
@@ -97,9 +101,9 @@ class ServerPool:
         if not 0 <= replica < replicas:
             raise ValueError(f"replica must be at least 0 and below replicas, got {replica} of {replicas}")
         self._place = replica, replicas
-        self.use(urls)
         self._max_outstanding = max_outstanding
         self._max_per_server = max_per_server or max_outstanding
+        self.use(urls)
         self._outage_timeout_s = outage_timeout_s
         self._waiters: deque[asyncio.Future] = deque()
         self._timer: asyncio.TimerHandle | None = None
@@ -107,12 +111,14 @@ class ServerPool:
 
     def use(self, urls: Sequence[str]) -> None:
         """Use these servers and no others; call it before the first is taken."""
-        self.servers = [Server(url) for url in rotated(urls, *self._place)]
-
-    @property
-    def outstanding(self) -> int:
+        self.servers = [Server(url, place=place) for place, url in enumerate(rotated(urls, *self._place))]
+        self.outstanding = 0
         """Requests in flight over all servers."""
-        return sum(server.outstanding for server in self.servers)
+        self._at = {server.url: server for server in self.servers}
+        self._loads = [0] * len(self.servers)
+        """The load of each server, as one number: with hundreds of servers a request must not look at each
+        of them in Python.
+        """
 
     @property
     def left_out(self) -> list[Server]:
@@ -142,23 +148,29 @@ class ServerPool:
             if server is not None:
                 server.outstanding += 1
                 server.asked += 1
+                self.outstanding += 1
+                self._note_load(server)
                 return server
             await self._slot_freed()
 
     def give_back(self, server: Server) -> None:
         """Free the slot of a request that has ended, well or not."""
         server.outstanding -= 1
+        self.outstanding -= 1
+        self._note_load(server)
         self._wake(1)
 
     def leave_out(self, server: Server, cause: RolloutError) -> None:
         """Send the server no more requests until it rejoins."""
         server.cause, server.refused, server.answered = cause, None, False
+        self._note_load(server)
         self._time_outage()
 
     def rejoin(self, server: Server) -> None:
         """Send the server requests again: it is healthy."""
         server.cause = server.refused = None
         server.joined += 1
+        self._note_load(server)
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._is_outage = None, False
@@ -189,16 +201,27 @@ class ServerPool:
     def _freest(self, avoid: Collection[str], prefer: str | None) -> Server | None:
         if self.outstanding >= self._max_outstanding:
             return None
-        free = [s for s in self.servers if s.cause is None and s.outstanding < self._max_per_server]
+        freest = self.servers[self._loads.index(min(self._loads))]
+        if not self._is_free(freest):
+            return None
         now = asyncio.get_running_loop().time()
-        freest = min(
-            free,
-            key=lambda s: (s.url in avoid or s.unreached_until > now, s.outstanding, s.asked),
-            default=None,
-        )
-        wanted = [s for s in free if s.url == prefer and s.url not in avoid]
-        preferred = [s for s in wanted if s.outstanding <= CROWDED * (freest.outstanding + FEW)]
-        return preferred[0] if preferred else freest
+        if freest.url in avoid or freest.unreached_until > now:
+            freest = min(
+                filter(self._is_free, self.servers),
+                key=lambda s: (s.url in avoid or s.unreached_until > now, self._loads[s.place]),
+            )
+        preferred = None if prefer in avoid else self._at.get(prefer)
+        if preferred is not None and self._is_free(preferred):
+            return preferred if preferred.outstanding <= CROWDED * (freest.outstanding + FEW) else freest
+        return freest
+
+    def _is_free(self, server: Server) -> bool:
+        return self._loads[server.place] != NOT_FREE
+
+    def _note_load(self, server: Server) -> None:
+        """Its requests in flight, then how often it was asked, as one number; after a change of either."""
+        free = server.cause is None and server.outstanding < self._max_per_server
+        self._loads[server.place] = server.outstanding << 40 | server.asked if free else NOT_FREE
 
     async def _slot_freed(self) -> None:
         waiter = asyncio.get_running_loop().create_future()

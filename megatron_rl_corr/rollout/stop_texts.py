@@ -64,7 +64,7 @@ def cut_at_stop(sample: Trajectory, stop: Sequence[str], decode: Decode) -> Traj
         lengths = support.lengths[:count]
         support = Support(support.ids[: int(lengths.sum())], lengths)
     if routes is not None:
-        routes = routes[: sample.prompt_ids.numel() + count - 1]
+        routes = routes[: sample.prompt_ids.numel() + count - 1 - sample.routes_from]
     spans = [
         VersionSpan(span.version, span.start, min(span.end, count))
         for span in sample.weight_versions

@@ -39,7 +39,7 @@ CLIENT = {
     "update_timeout_s": 3600.0,
     "max_retries": 3,
     "max_continuations": 8,
-    "ingest_process": False,
+    "ingest_process": None,
     "ca_file": None,
     "engine": "auto",
 }
@@ -93,10 +93,11 @@ DEFAULTS = CLIENT | {
     "max_first_step_kl": None,
     "bucket_mib": None,
     "push": "full",
-    "ingest_process": False,
+    "ingest_process": "auto",
     "push_full_every": 20,
     "log_dir": None,
     "save_trajectories": None,
+    "save_routed_experts": False,
     "save_hf": None,
     "save_hf_interval": None,
     "replay": None,
@@ -485,7 +486,7 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     ]
     monkeypatch.setenv("SERVER_KEY", "s3cret")
     _, options = parse([*REQUIRED, *flags, "--rollout-api-key-env", "SERVER_KEY"])
-    others = {"engine": "auto", "api_key": "s3cret", "ingest_process": False}
+    others = {"engine": "auto", "api_key": "s3cret", "ingest_process": None}
     assert options.client_arguments() == given | others
     assert "s3cret" not in repr(options)
     RolloutClient(options.urls, vocab_size=10, **CLIENT)
@@ -1047,6 +1048,21 @@ def test_parse_when_a_run_is_replayed_then_nothing_of_sampling_is_required():
 def test_parse_when_a_replay_is_given_what_only_sampling_needs_then_refused_by_name(given):
     with pytest.raises(ValueError, match=f"{given[0]} has no effect with --rollout-replay"):
         parse([*REPLAY, *given])
+
+
+def test_saved_routes_when_there_is_no_file_or_no_route_then_refused_by_name():
+    flags = ["--rollout-save-routed-experts"]
+    assert "has no effect without --rollout-save-trajectories" in refusal(*REQUIRED, *flags)
+    flags += ["--rollout-save-trajectories", "samples"]
+    assert "has no effect without --router-replay R3" in refusal(*REQUIRED, *flags)
+    _, options = parse([*REQUIRED, *flags, "--router-replay", "R3"])
+    assert options.save_routed_experts
+
+
+def test_ingest_process_when_given_then_the_client_gets_it():
+    for word, told in (("auto", None), ("on", True), ("off", False)):
+        _, options = parse([*REQUIRED, "--rollout-ingest-process", word])
+        assert options.client_arguments()["ingest_process"] is told
 
 
 def test_replay_when_its_own_files_would_be_replaced_then_refused(tmp_path, monkeypatch):

@@ -68,6 +68,7 @@ BROAD_EXCEPTIONS = {
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",
     ("rollout/queue.py", "_replace"): "raised by take",
     ("rollout/ingest/worker.py", "_answer"): "raised in the process that waits for the answer",
+    ("rollout/ingest/worker.py", "_portable"): "the error goes there by its words",
     ("rollout/group_filter.py", "passes"): "counted as a failure, with the user's traceback",
     ("engines/vllm/worker/extension.py", "answered"): "the client raises it, as the answer to its request",
 }

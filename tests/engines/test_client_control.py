@@ -346,7 +346,7 @@ def test_buckets_when_they_follow_each_other_then_on_one_connection_and_any_othe
 
 def test_buckets_when_servers_are_asked_the_same_then_the_body_is_made_once(faulty, monkeypatch):
     made = []
-    monkeypatch.setattr("orjson.dumps", lambda body: made.append(body) or json.dumps(body).encode())
+    monkeypatch.setattr("orjson.dumps", lambda body, **_: made.append(body) or json.dumps(body).encode())
 
     async def handle(request):
         return web.json_response({"success": True, "status": "ok"})

@@ -288,18 +288,16 @@ def test_generate_when_a_server_has_retracted_then_no_routes_before_the_last_pla
 def test_generate_when_the_first_routes_are_known_then_a_retraction_leaves_them_as_they_are():
     body = retracted(1, 2)
     body["meta_info"]["routed_experts"] = encoded(ROWS[:1] * 6)
-    known = torch.tensor([[[2, 0], [1, 3]]], dtype=torch.uint8)
     for told, first in ((True, 3), (False, 7)):
-        routes = parse(body, known_routes=known, pushes_retract=told).routed_experts
-        assert torch.equal(routes[:1], known)
-        assert has_routes(routes, 4).all(dim=1).tolist() == [True] + [False] * (first - 1) + [True] * (
+        part = parse(body, routes_from=1, pushes_retract=told)
+        assert part.routes_from == 1
+        assert has_routes(part.routed_experts, 4).all(dim=1).tolist() == [False] * (first - 1) + [True] * (
             7 - first
         )
-    # an earlier request's were lost: they stay so, and this one's come behind them
-    none = no_routes(SHAPE, 4)
+    # an earlier request has those of all that was computed anew
     body["meta_info"]["routed_experts"] = encoded(ROWS[:1] * 3)
-    routes = parse(body, known_routes=none, pushes_retract=True).routed_experts
-    assert has_routes(routes, 4).all(dim=1).tolist() == [False] * 4 + [True] * 3
+    routes = parse(body, routes_from=4, pushes_retract=True).routed_experts
+    assert has_routes(routes, 4).all(dim=1).tolist() == [True] * 3
 
 
 def test_generate_when_one_expert_a_token_is_retracted_then_its_tokens_have_none():

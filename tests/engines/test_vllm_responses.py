@@ -111,11 +111,10 @@ def test_parse_when_answer_is_right_then_every_field_is_there():
 
 
 def test_parse_when_a_part_of_the_routes_is_known_then_the_answer_has_the_rest():
-    known = torch.from_numpy(ROUTES[:3])
     made = changed((*CHOICE, "routed_experts"), npy(ROUTES[3:]))
-    assert parse(made, known_routes=known).routed_experts.tolist() == ROUTES.tolist()
+    assert parse(made, routes_from=3).routed_experts.tolist() == ROUTES[3:].tolist()
     with pytest.raises(RolloutProtocolError, match="rule rows.*from token 3 on"):
-        parse(answer(), known_routes=known)
+        parse(answer(), routes_from=3)
 
 
 @pytest.mark.parametrize("known, start, cached", [(0, 0, 1), (0, 0, 2), (1, 1, 2), (2, 2, 3)])
@@ -128,7 +127,7 @@ def test_parse_when_routes_of_cached_tokens_are_left_out_then_refused_by_the_opt
     made = changed((*CHOICE, "routed_experts"), npy(ROUTES[max(start, cached) :]))
     made["usage"]["prompt_tokens_details"]["cached_tokens"] = cached
     with pytest.raises(RolloutProtocolError) as refused:
-        parse(made, known_routes=torch.from_numpy(ROUTES[:known]))
+        parse(made, routes_from=known)
     told = f"rule rows: routed_experts of {4 - cached} rows, where {4 - known} belong to 5 tokens"
     assert told in str(refused.value) and f"from token {known} on" in str(refused.value)
     assert "start it without --enable-omit-prefix-routed-experts" in str(refused.value)
@@ -137,7 +136,7 @@ def test_parse_when_routes_of_cached_tokens_are_left_out_then_refused_by_the_opt
 
 def test_parse_when_what_was_cached_is_what_was_not_asked_for_then_the_rows_are_the_rest():
     made = changed((*CHOICE, "routed_experts"), npy(ROUTES[2:]))  # cached 2, asked for from 2 on
-    assert parse(made, known_routes=torch.from_numpy(ROUTES[:2])).routed_experts.tolist() == ROUTES.tolist()
+    assert parse(made, routes_from=2).routed_experts.tolist() == ROUTES[2:].tolist()
 
 
 def test_parse_when_not_asked_for_mask_and_routes_then_they_are_left_out():

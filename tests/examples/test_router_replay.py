@@ -49,6 +49,7 @@ def replayed(tmp_path_factory):
             # Its passes would be recorded too, with routes that no server gave.
             "--rollout-probe-push",
             "off",
+            "--rollout-save-routed-experts",
             "--rollout-save-trajectories",
             folder / "samples",
         ],

@@ -2,13 +2,18 @@
 
 import threading
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron_rl_corr.engines.routes import ExpertShape, no_routes
 from megatron_rl_corr.features.samples import feature as samples_feature
 from megatron_rl_corr.features.samples.feature import SavedSamplesFeature
+from megatron_rl_corr.rollout.sample_file import read_trajectories
 from tests.rollout.test_sample_file import response
+
+SHAPE = ExpertShape(num_layers=2, layers=(0, 1), top_k=2, experts=8)
 
 
 @pytest.fixture
@@ -23,6 +28,7 @@ def saved(tmp_path, monkeypatch):
     monkeypatch.setattr(samples_feature, "all_reduce_results", all_reduce_results)
     options = types.SimpleNamespace(
         save_trajectories=str(tmp_path / "samples"),
+        save_routed_experts=False,
         updates_of_batch=1,
         max_turns=None,
         hf_checkpoint=str(tmp_path),
@@ -100,3 +106,21 @@ def test_file_when_the_run_ends_meanwhile_then_it_is_whole(saved):
     feature.save_batch(batch)
     feature.close()
     assert path.is_file()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_file_when_samples_have_routes_then_it_has_them_only_if_asked(saved, kept):
+    feature, batch, path, _ = saved
+    feature.options.save_routed_experts = kept
+    routed = [
+        replace(one, routed_experts=no_routes(SHAPE, one.prompt_ids.numel() + one.output_ids.numel() - 1))
+        for one in feature._samples.trajectories
+    ]
+    feature._samples.trajectories = routed
+    assert feature.save_batch(batch) and feature.settle()
+    for sample, one in zip(read_trajectories(path), routed, strict=True):
+        if kept:
+            assert torch.equal(sample.trajectory.routed_experts, one.routed_experts)
+        else:
+            assert sample.trajectory.routed_experts is None
+    assert all(one.routed_experts is not None for one in feature._samples.trajectories)

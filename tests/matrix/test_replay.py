@@ -34,6 +34,7 @@ REPLICAS = [
 ]
 """Two replicas of two tensor-parallel ranks, whose samples are dealt out."""
 SEVERAL = ["--rollout-updates-per-batch", 2, "--router-replay", "R3"]
+ROUTED = [*REPLICAS, *SEVERAL, "--rollout-save-routed-experts"]
 FILTERED = ["--rollout-temperature", 0.8, "--rollout-top-p", 0.95, "--rollout-top-k", 20]
 
 OF_SAMPLING = ("packing/moved_bytes", "rollout/skipped_prompts/long")
@@ -45,7 +46,7 @@ they are sampled.
 @pytest.fixture(scope="module")
 def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    wanted = {"whole": LAYOUT, "replicas": [*REPLICAS, *SEVERAL], "filtered": [*REPLICAS, *FILTERED]}
+    wanted = {"whole": LAYOUT, "replicas": ROUTED, "filtered": [*REPLICAS, *FILTERED]}
     return made(folder, keeping_server, tiny_moe_dir, wanted)
 
 
@@ -55,7 +56,7 @@ def folder_of(runs):
 
 @pytest.mark.parametrize(
     "name, flags",
-    [("whole", LAYOUT), ("replicas", [*REPLICAS, *SEVERAL]), ("filtered", [*REPLICAS, *FILTERED])],
+    [("whole", LAYOUT), ("replicas", ROUTED), ("filtered", [*REPLICAS, *FILTERED])],
 )
 def test_run_when_replayed_in_its_layout_then_its_steps_and_weights_bit_for_bit(
     name, flags, runs, tiny_moe_dir

@@ -33,7 +33,8 @@ def test_run_when_routes_are_replayed_then_the_trainer_takes_those_of_the_server
 ):
     from transformers import AutoModelForCausalLM
 
-    done = run(tmp_path, servers, tiny_moe_dir, *SHORT, "--router-replay", "R3", steps=2, tokens=5)
+    flags = ["--router-replay", "R3", "--rollout-save-routed-experts"]
+    done = run(tmp_path, servers, tiny_moe_dir, *SHORT, *flags, steps=2, tokens=5)
     assert done.returncode == 0, done.stderr[-6000:]
     steps, samples = steps_of(tmp_path), samples_of(tmp_path)
     for step in steps:

@@ -25,7 +25,7 @@ from megatron_rl_corr.rollout import (
     generate_episodes,
     load_environment,
 )
-from megatron_rl_corr.rollout.episodes import first_turn, join_turn
+from megatron_rl_corr.rollout.turns import Turns
 
 NAN = float("nan")
 PROMPTS = [Prompt(7, [1, 2], {"answer": 3})]
@@ -44,12 +44,12 @@ class Script:
     def numbered(self, count, given):
         return given or list(range(count))
 
-    async def turn(self, prompt_ids, sampling, draw, *, after=None):
+    async def turn(self, prompt_ids, sampling, draw, **_):
         self.draws.append(draw)
-        self.asked.append((list(prompt_ids), sampling.max_new_tokens, sampling.stop_token_ids))
+        self.asked.append((prompt_ids.tolist(), sampling.max_new_tokens, sampling.stop_token_ids))
         output_ids, reason = self.answers.pop(0)
         await asyncio.sleep(0)
-        return answer(prompt_ids, output_ids, reason, version=f"v{len(self.asked)}")
+        return answer(prompt_ids.tolist(), output_ids, reason, version=f"v{len(self.asked)}")
 
 
 def answer(prompt_ids, output_ids, reason="stop", version="v1", **options):
@@ -134,9 +134,9 @@ def test_episode_when_the_environment_answers_twice_then_one_trajectory_of_three
 @pytest.mark.parametrize("stop", [["</call>"], "</call>"])
 def test_episode_when_a_text_ends_its_turns_then_each_request_has_it_and_a_bare_text_is_refused(stop):
     class Asked(Script):
-        async def turn(self, prompt_ids, sampling, draw, *, after=None):
+        async def turn(self, prompt_ids, sampling, draw, **how):
             stops.append(sampling.stop)
-            return await super().turn(prompt_ids, sampling, draw, after=after)
+            return await super().turn(prompt_ids, sampling, draw, **how)
 
     stops, environment = [], Says([50], DONE)
     environment.stop = stop
@@ -515,12 +515,27 @@ def routes(tokens, of):
     return (torch.arange(tokens - 1) + of * 10).to(torch.int16).view(-1, 1, 1)
 
 
-def test_join_turn_when_sets_and_routes_are_known_then_those_of_the_pass_that_was_first_to_have_them():
+def turned(first, reply, later):
+    turns = Turns(first.prompt_ids)
+    turns.add(first)
+    turns.say(torch.tensor(reply))
+    turns.add(later)
+    return turns.whole(later.finish_reason)
+
+
+@pytest.mark.parametrize("known", [0, 3])
+def test_turns_when_sets_and_routes_are_known_then_those_of_the_pass_that_was_first_to_have_them(known):
     first = answer([1, 2], [3, 4], support=support([3, 5], [4]), routed_experts=routes(4, 1))
     later = answer(
-        [1, 2, 3, 4, 50, 51], [6], "length", "v1", support=support([7, 6]), routed_experts=routes(7, 2)
+        [1, 2, 3, 4, 50, 51],
+        [6],
+        "length",
+        "v1",
+        support=support([7, 6]),
+        routed_experts=routes(7, 2)[known:],
+        routes_from=known,
     )
-    whole = join_turn(first_turn(first), torch.tensor([50, 51]), later)
+    whole = turned(first, [50, 51], later)
     assert whole.support.ids.tolist() == [3, 5, 4, 50, 51, 7, 6]
     assert whole.support.lengths.tolist() == [2, 1, 1, 1, 2]
     # Three rows of the first pass; the last sampled token and what was said went through the
@@ -530,10 +545,18 @@ def test_join_turn_when_sets_and_routes_are_known_then_those_of_the_pass_that_wa
     assert whole.weight_versions == (VersionSpan("v1", 0, 5),)
 
 
-def test_join_turn_when_the_answer_is_to_other_tokens_then_refused():
-    first = first_turn(answer([1, 2], [3, 4]))
-    with pytest.raises(ValueError, match="prompt of 5 tokens is not the 5 tokens of the partial response"):
-        join_turn(first, torch.tensor([50]), answer([1, 2, 3, 4, 51], [6]))
+def test_turns_when_an_answer_is_to_fewer_tokens_then_refused():
+    with pytest.raises(ValueError, match="prompt of 4 tokens is not the 5 tokens before it"):
+        turned(answer([1, 2], [3, 4]), [50], answer([1, 2, 3, 4], [6]))
+
+
+def test_turns_when_the_last_reply_has_no_answer_then_it_is_left_out():
+    turns = Turns([1, 2])
+    turns.add(answer([1, 2], [3, 4]))
+    before = turns.ids
+    turns.say(torch.tensor([50] * 9))
+    assert before.tolist() == [1, 2, 3, 4] and turns.ids.tolist() == [1, 2, 3, 4, *[50] * 9]
+    assert turns.whole("length").output_ids.tolist() == [3, 4]
 
 
 class Counts(Environment):

@@ -4,7 +4,6 @@ send their routes.
 
 import base64
 import json
-from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -42,17 +41,17 @@ class Talks(Environment):
 class Forgetful(RolloutClient):
     """Asks for a turn as if it were the first."""
 
-    async def turn(self, prompt_ids, sampling, draw, *, after=None):
+    async def turn(self, prompt_ids, sampling, draw, **kept):
         return await super().turn(prompt_ids, sampling, draw)
 
 
 class Scattering(RolloutClient):
     """Sends a turn to another server than the one before; by load alone it may well go back to that one."""
 
-    async def turn(self, prompt_ids, sampling, draw, *, after=None):
-        if after is not None:
-            after = replace(after, server=next(url for url in self.base_urls if url != after.server))
-        return await super().turn(prompt_ids, sampling, draw, after=after)
+    async def turn(self, prompt_ids, sampling, draw, *, prefer=None, routes_from=0):
+        if prefer is not None:
+            prefer = next(url for url in self.base_urls if url != prefer)
+        return await super().turn(prompt_ids, sampling, draw, prefer=prefer, routes_from=routes_from)
 
 
 @pytest.fixture
@@ -72,7 +71,8 @@ def episodes(tiny_moe_dir):
             for i, first in enumerate(ids)
         ]
         with LoopThread() as loop:
-            client = kind(urls, vocab_size=vocab_size, timeout_s=120, experts=experts)
+            # The answers are counted in this process.
+            client = kind(urls, vocab_size=vocab_size, timeout_s=120, experts=experts, ingest_process=False)
             rows, send = [], client.fleet.send
 
             async def counted(url, request, **options):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from megatron_rl_corr.engines import answer_size
@@ -28,7 +29,7 @@ NEUTRAL = {
 
 
 def generate_request(
-    prompt_ids: list[int],
+    prompt_ids: Sequence[int] | np.ndarray,
     sampling: SamplingParams,
     request_id: str | None = None,
     *,

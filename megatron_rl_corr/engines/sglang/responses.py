@@ -37,7 +37,7 @@ def parse_generate(
     vocab_size: int | None = None,
     truncated: bool = False,
     experts: ExpertShape | None = None,
-    known_routes: torch.Tensor | None = None,
+    routes_from: int = 0,
     pushes_retract: bool = False,
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
@@ -54,7 +54,7 @@ def parse_generate(
         truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs
             are renormalised on it.
         experts: the request asked for routed experts, and the model routes so.
-        known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
+        routes_from: the token that it asked for routes from.
         pushes_retract: weights change in a pause that retracts: `tokens_recomputed`.
 
     Raises:
@@ -105,9 +105,10 @@ def parse_generate(
                 prompt_ids.numel(),
                 output_ids.size,
                 experts,
-                known_routes,
+                routes_from,
                 pushes_retract,
             ),
+            routes_from=routes_from,
         )
 
 
@@ -168,33 +169,32 @@ def _routes(
     prompt: int,
     output: int,
     experts: ExpertShape | None,
-    known: torch.Tensor | None,
+    first: int,
     pushes_retract: bool,
 ) -> torch.Tensor | None:
-    """[P + R - 1, M, k]: the known rows, behind them the answer's, without those of tokens computed anew."""
+    """[P + R - 1 - first, M, k]: the answer's rows, none for tokens computed anew."""
     if experts is None:
         return None
     tokens = prompt + output
-    if known is None:
-        known = no_routes(experts, 0)
     encoded = meta.get("routed_experts")
     if encoded is True and cut is not None:
         encoded = cut
     # Aborted while it waited, for the first time or to be computed anew: the server has no routes to give.
     if encoded is None and meta["finish_reason"]["type"] == "abort":
-        return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
+        return no_routes(experts, tokens - 1 - first)
     if encoded is None:
         raise ValueError(
             "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 "
             "needs: start the server with --enable-return-routed-experts"
         )
     try:
-        own = decode(encoded, tokens=tokens, shape=experts, first=len(known))
+        own = decode(encoded, tokens=tokens, shape=experts, first=first)
     except ValueError as error:
         raise ValueError(f"{error}; is it serving another model?") from None
     anew = tokens_recomputed(meta, versions, prompt=prompt, tokens=tokens, pushes_retract=pushes_retract)
-    lost = max(0, anew - len(known))
-    return torch.cat([known, no_routes(experts, lost), own[lost:]]) if len(known) or lost else own
+    lost = max(0, anew - first)
+    own[:lost] = no_routes(experts, lost)
+    return own
 
 
 def _finish_reason(meta: dict, server: str) -> str:

@@ -1,5 +1,9 @@
 """Builds the requests that are sent to a vLLM server: data in, `Request` out, nothing is sent here."""
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
@@ -24,7 +28,7 @@ NEUTRAL = {
 
 
 def generate_request(
-    prompt_ids: list[int],
+    prompt_ids: Sequence[int] | np.ndarray,
     sampling: SamplingParams,
     request_id: str | None = None,
     *,

@@ -42,7 +42,7 @@ def parse_generate(
     vocab_size: int | None = None,
     truncated: bool = False,
     experts: ExpertShape | None = None,
-    known_routes: torch.Tensor | None = None,
+    routes_from: int = 0,
     pushes_retract: bool = False,
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
@@ -59,7 +59,7 @@ def parse_generate(
         truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs
             are renormalised on it.
         experts: the request asked for routed experts, and the model routes so.
-        known_routes: [routes_from, M, k], of the first tokens, which the request did not ask for.
+        routes_from: the token that it asked for routes from.
         pushes_retract: without effect; vLLM (0.32) hands out the routes of each pass with the token sampled
             in it, and none of a pass that computes tokens anew.
 
@@ -92,7 +92,8 @@ def parse_generate(
             cached_tokens=_cached_tokens(usage, prompt_ids.numel()),
             server=server,
             support=_support(choice, ids, vocab_size) if truncated else None,
-            routed_experts=_routes(choice, encoded, prompt_ids.numel() + ids.size, experts, known_routes),
+            routed_experts=_routes(choice, encoded, prompt_ids.numel() + ids.size, experts, routes_from),
+            routes_from=routes_from,
         )
 
 
@@ -192,19 +193,17 @@ def _routes(
     cut: memoryview | None,
     tokens: int,
     experts: ExpertShape | None,
-    known: torch.Tensor | None,
+    first: int,
 ) -> torch.Tensor | None:
-    """[T - 1, M, k]: the known rows, and those of the answer behind them."""
+    """[T - 1 - first, M, k]."""
     if experts is None:
         return None
-    if known is None:
-        known = no_routes(experts, 0)
     encoded = choice.get("routed_experts")
     if encoded is True and cut is not None:
         encoded = cut
     # before it ran: the server has no routes to give
     if encoded is None and choice["finish_reason"] == "abort":
-        return torch.cat([known, no_routes(experts, tokens - 1 - len(known))])
+        return no_routes(experts, tokens - 1 - first)
     if encoded is None:
         raise ValueError(
             "rule presence: it sent no routed_experts though they were asked for, which `router_replay` R3 "
@@ -212,8 +211,7 @@ def _routes(
             "where that runner is not the default)"
         )
     try:
-        own = decode(encoded, tokens=tokens, shape=experts, first=len(known))
-        return torch.cat([known, own]) if len(known) else own
+        return decode(encoded, tokens=tokens, shape=experts, first=first)
     except MissingRoutes:
         raise
     except ValueError as error:

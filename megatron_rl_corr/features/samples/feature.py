@@ -86,8 +86,11 @@ class SavedSamplesFeature(Feature):
         self._writing = True
         if self._layout.is_data_leader:
             known = replace(self._batch, step=scored.iteration + 1)
+            trajectories = samples.trajectories
+            if not self.options.save_routed_experts:
+                trajectories = [replace(one, routed_experts=None) for one in trajectories]
             written = samples_of_rows(
-                samples.trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
+                trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
             )
             self._file = self._writer.submit(self._write, written, known)
         return True

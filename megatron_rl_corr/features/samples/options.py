@@ -21,6 +21,19 @@ class SavedSamplesConfig(Options):
     except in bypass mode.
     """
 
+    save_routed_experts: bool = option(False, needs="save_trajectories")
+    """Keep the routes of `router_replay` R3 in these files, as a replay with R3 needs them: most of a file, a
+    byte or two for each token, layer and expert.
+    """
+
+    def check_saved_routes(self) -> None:
+        """ValueError where there are no routes to save."""
+        if self.save_routed_experts and self.router_replay != "R3":
+            raise ValueError(
+                "`save_routed_experts` has no effect without `router_replay` R3; drop it, or add "
+                "`router_replay` R3"
+            )
+
     def check_replayed_folder(self) -> None:
         """ValueError where the samples of a replay would be written over those that it reads."""
         both = self.replay is not None and self.save_trajectories is not None

@@ -266,7 +266,10 @@ class ReplayCollector(BatchCollector):
                 f"{row.prompt_ids.numel() + row.output_ids.numel() - 1} or more"
             )
         if self._routes.server_shape is not None and row.routed_experts is None:
-            raise ValueError(f"{who} has no routed experts; --router-replay R3 needs files of a run with R3")
+            raise ValueError(
+                f"{who} has no routed experts; --router-replay R3 needs files of a run with R3 and "
+                "--rollout-save-routed-experts"
+            )
         if self.sampling.truncated and row.support is None:
             raise ValueError(f"{who} has no support_ids, which `top_p` and `top_k` need")
 

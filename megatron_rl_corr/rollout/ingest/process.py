@@ -1,7 +1,7 @@
 """The trainer's side of an ingest process: requests go there, parsed answers come back in shared memory.
 
-A thread waits for answers; the event loop only hands them on. So the interpreter that trains
-spends some milliseconds on an answer of a hundred megabytes.
+One thread sends and another waits for answers; the event loop only hands both on. So the interpreter that
+trains spends some milliseconds on an answer of a hundred megabytes.
 """
 
 from __future__ import annotations
@@ -11,27 +11,44 @@ import contextlib
 import itertools
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import LocalFault
-from megatron_rl_corr.engines.types import Request
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.rollout.ingest import messages
-from megatron_rl_corr.rollout.ingest.answer import ParsedAnswer
+from megatron_rl_corr.rollout.ingest.answer import ParsedAnswer, SampleRequest
 
 END_S = 5.0
 """Seconds that the process may take to end once its connection is closed."""
+MOST_STILLBORN = 3
+"""Processes that may end one after the other without a word."""
 REMEDY = "see the log for why it ended; the request is sent again by a new one"
-
-_Waiting = dict[int, asyncio.Future[ParsedAnswer]]
-"""By the numbers of the requests."""
+OPTION = "`ingest_process`"
+WORKER = "megatron_rl_corr.rollout.ingest.worker"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class _Process:
+    """One process, and what it was asked."""
+
+    process: subprocess.Popen
+    link: socket.socket
+    loop: asyncio.AbstractEventLoop
+    outbox: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
+    """(kind, number, value) to send; None: no more."""
+    waiting: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
+    """By the number of a request, the server's address and who waits for its answer."""
+    has_spoken: bool = False
 
 
 class IngestProcess:
@@ -44,106 +61,133 @@ class IngestProcess:
 
     def __init__(self, fleet: Fleet, arguments: Mapping[str, Any]):
         self._fleet, self._arguments = fleet, dict(arguments)
-        self._process: subprocess.Popen | None = None
-        self._socket: socket.socket | None = None
-        self._waiting: _Waiting = {}
-        """What this process was asked; the next one has its own."""
+        self._current: _Process | None = None
         self._numbers = itertools.count()
+        self._stillborn = 0
+        self.waiting_here = 0
+        """Requests that waited for this host when the process last told of a fault of it."""
 
-    async def answer(
-        self, url: str, request: Request, parse: Mapping[str, Any], *, timed: bool
-    ) -> ParsedAnswer:
+    async def answer(self, url: str, asked: SampleRequest) -> ParsedAnswer:
         """As `Ingest.answer`.
 
         Raises:
             LocalFault: the process has ended.
+            RuntimeError: it ends again and again before it does anything.
         """
-        link, number = self._open(), next(self._numbers)
-        future: asyncio.Future[ParsedAnswer] = asyncio.get_running_loop().create_future()
-        waiting = self._waiting
-        waiting[number] = future
-        name = self._fleet.name_of(url)
-        job = {"url": url, "name": name, "request": request, "parse": dict(parse), "timed": timed}
+        current, number = self._open(), next(self._numbers)
+        future: asyncio.Future[Any] = current.loop.create_future()
+        current.waiting[number] = url, future
+        current.outbox.put(("ask", number, (url, self._fleet.name_of(url), asked)))
         try:
-            messages.send(link, "ask", number, job)
-            return await future
-        except OSError as error:
-            raise _gone(url, request.endpoint, str(error)) from None
+            fields, server_times = await future
         except asyncio.CancelledError:
-            with contextlib.suppress(OSError):
-                messages.send(link, "cancel", number, None)
+            current.outbox.put(("cancel", number, None))
             raise
         finally:
-            waiting.pop(number, None)
+            current.waiting.pop(number, None)
+        return ParsedAnswer(Trajectory(prompt_ids=asked.prompt_ids, **fields), server_times)
 
     async def close(self) -> None:
         """End the process, and what it was asked."""
-        process, link = self._process, self._socket
-        self._process = self._socket = None
-        if process is None or link is None:
+        current, self._current = self._current, None
+        if current is None:
             return
         with contextlib.suppress(OSError):
-            link.shutdown(socket.SHUT_RDWR)
+            current.link.shutdown(socket.SHUT_RDWR)
         try:
-            await asyncio.to_thread(process.wait, END_S)
+            await asyncio.to_thread(current.process.wait, END_S)
         except subprocess.TimeoutExpired:
-            process.kill()
-            await asyncio.to_thread(process.wait)
+            current.process.kill()
+            await asyncio.to_thread(current.process.wait)
 
-    def _open(self) -> socket.socket:
-        """The way to the process, which is started if there is none."""
-        if self._socket is not None:
-            return self._socket
+    def _open(self) -> _Process:
+        """The process, which is started if there is none."""
+        if self._current is not None:
+            return self._current
+        if self._stillborn == MOST_STILLBORN:
+            raise RuntimeError(
+                f"{OPTION}: the process that receives answers has ended {MOST_STILLBORN} times before it "
+                "could take a request; see its last words in the log, or set {OPTION} off"
+            )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_rl_corr.rollout.ingest.worker", str(theirs.fileno())],
+            process = subprocess.Popen(
+                # -P: what lies in the working folder is not imported for a module of the same name.
+                [sys.executable, "-P", "-m", WORKER, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+                env=os.environ
+                | {
+                    "OMP_NUM_THREADS": "1",
+                    "CUDA_VISIBLE_DEVICES": "",
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                },
             )
-        self._socket, self._waiting = ours, {}
-        messages.send(ours, "fleet", 0, self._arguments)
-        reader = threading.Thread(
-            target=self._read,
-            args=[ours, self._waiting, asyncio.get_running_loop()],
-            name="rollout-ingest",
-            daemon=True,
-        )
-        reader.start()
-        return ours
+        self._current = current = _Process(process, ours, asyncio.get_running_loop())
+        current.outbox.put(("fleet", 0, self._arguments))
+        for work in (self._send, self._read):
+            threading.Thread(target=work, args=[current], name="rollout-ingest", daemon=True).start()
+        return current
 
-    def _read(self, link: socket.socket, waiting: _Waiting, loop: asyncio.AbstractEventLoop) -> None:
+    def _send(self, current: _Process) -> None:
+        """On a thread, until the process ends: an event loop must not wait while the process is busy."""
+        while (message := current.outbox.get()) is not None:
+            kind, number, _ = message
+            try:
+                messages.send(current.link, *message)
+            except OSError as error:  # no descriptor or memory; where the process has gone, `_read` sees it
+                if kind == "ask":
+                    self._in_loop(current, "error", number, (_gone(message[2][0], str(error)), 0))
+
+    def _read(self, current: _Process) -> None:
         """On a thread, until the process ends: hand its answers to those who wait."""
-        with link, contextlib.suppress(RuntimeError):  # the loop may be closed
-            while True:
+        inbox = messages.Inbox(current.link, freed=lambda number: current.outbox.put(("freed", number, None)))
+        why = "it ended"
+        with current.link:
+            try:
+                while True:
+                    self._in_loop(current, *inbox.receive())
+            except EOFError:
+                pass
+            except OSError as error:
+                why = str(error)
+            finally:  # whatever it is, nobody else would tell those who wait
+                current.outbox.put(None)
                 try:
-                    kind, number, value = messages.receive(link)
-                except (EOFError, OSError):
-                    loop.call_soon_threadsafe(self._lost, link, waiting)
-                    return
-                loop.call_soon_threadsafe(self._hand_on, waiting, kind, number, value)
+                    current.process.wait(1)
+                except subprocess.TimeoutExpired:  # only its connection has ended
+                    current.process.kill()
+                self._in_loop(current, "lost", 0, why)
 
-    @staticmethod
-    def _hand_on(waiting: _Waiting, kind: str, number: int, value: Any) -> None:
-        future = waiting.get(number)
+    def _in_loop(self, current: _Process, kind: str, number: int, value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop may be closed
+            current.loop.call_soon_threadsafe(self._hand_on, current, kind, number, value)
+
+    def _hand_on(self, current: _Process, kind: str, number: int, value: Any) -> None:
+        if kind == "lost":
+            self._lost(current, value)
+            return
+        current.has_spoken, self._stillborn = True, 0
+        _, future = current.waiting.get(number, ("", None))
         if future is None or future.done():  # it was cancelled
             return
         if kind == "error":
-            future.set_exception(value)
+            error, self.waiting_here = value
+            future.set_exception(error)
         else:
             future.set_result(value)
 
-    def _lost(self, link: socket.socket, waiting: _Waiting) -> None:
+    def _lost(self, current: _Process, why: str) -> None:
         """The process has ended, by itself if it is still ours."""
-        if self._socket is link:
-            status = None if self._process is None else self._process.poll()
-            logger.warning("the process that receives answers has ended (status %s)", status)
-            self._process = self._socket = None
-        for future in waiting.values():
+        if self._current is current:
+            status = current.process.wait()
+            logger.warning("the process that receives answers has ended: %s (status %s)", why, status)
+            self._current = None
+            self._stillborn += not current.has_spoken
+        for url, future in current.waiting.values():
             if not future.done():
-                future.set_exception(_gone("", "", "it ended"))
+                future.set_exception(_gone(url, why))
 
 
-def _gone(url: str, endpoint: str, why: str) -> LocalFault:
-    return LocalFault(url, endpoint, f"the process that receives answers is gone ({why})", REMEDY, sent=True)
+def _gone(url: str, why: str) -> LocalFault:
+    return LocalFault(url, "", f"the process that receives answers is gone ({why})", REMEDY, sent=True)

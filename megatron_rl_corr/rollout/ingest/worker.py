@@ -1,22 +1,32 @@
 """The ingest process: sends requests for samples, and parses their answers, until the trainer's side is gone.
 
-python -m megatron_rl_corr.rollout.ingest.worker DESCRIPTOR
+python -m megatron_rl_corr.rollout.ingest.worker DESCRIPTOR PARENT
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
+import os
 import signal
 import socket
 import sys
-from typing import Any
+import traceback
 
 import torch
+from torch import Tensor
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
+from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.rollout.ingest import messages
-from megatron_rl_corr.rollout.ingest.answer import IngestHere
+from megatron_rl_corr.rollout.ingest.answer import IngestHere, SampleRequest
+
+PARENT_S = 1.0
+"""Seconds between two looks at whether the trainer lives: a process that it has forked may keep
+the connection open.
+"""
+REMEDY = "free memory on this host, or raise `ulimit -n`"
 
 
 class IngestWorker:
@@ -24,11 +34,17 @@ class IngestWorker:
 
     Args:
         link: to the trainer's side.
+        parent: the trainer's process; this one ends with it.
     """
 
-    def __init__(self, link: socket.socket):
-        self._link, self._tasks = link, dict[int, asyncio.Task]()
-        _, _, arguments = messages.receive(link)
+    def __init__(self, link: socket.socket, parent: int):
+        self._link, self._inbox, self._parent = link, messages.Inbox(link), parent
+        self._tasks: dict[int, asyncio.Task] = {}
+        self._kept: dict[int, Tensor] = {}
+        """Memory of answers that the other side uses: this one gives it back to the kernel, which
+        takes milliseconds.
+        """
+        _, _, arguments = self._inbox.receive()
         self._fleet = Fleet(**arguments)
         self._ingest = IngestHere(self._fleet)
         self._ended = asyncio.Event()
@@ -37,52 +53,85 @@ class IngestWorker:
         """Until the other side is gone."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._link, self._receive)
+        watching = loop.create_task(self._watch_parent())
+        messages.send(self._link, "ready", -1, None)
         await self._ended.wait()
         loop.remove_reader(self._link)
-        for task in list(self._tasks.values()):
+        for task in [watching, *self._tasks.values()]:
             task.cancel()
         await self._fleet.close()
 
+    async def _watch_parent(self) -> None:
+        while os.getppid() == self._parent:
+            await asyncio.sleep(PARENT_S)
+        self._ended.set()
+
     def _receive(self) -> None:
         try:
-            kind, number, value = messages.receive(self._link)
-        except (EOFError, OSError):
+            kind, number, value = self._inbox.receive()
+        except EOFError:
             self._ended.set()
             return
-        if kind == "cancel":
+        except OSError as error:  # which request it was is not known: all are asked again
+            print(f"the process that receives answers ends: {error}; {REMEDY}", file=sys.stderr, flush=True)
+            self._ended.set()
+            return
+        if kind == "freed":
+            self._kept.pop(number, None)
+        elif kind == "cancel":
             if number in self._tasks:
                 self._tasks[number].cancel()
-            return
-        task = asyncio.get_running_loop().create_task(self._answer(number, value))
-        self._tasks[number] = task
-        task.add_done_callback(lambda _: self._tasks.pop(number, None))
+        else:
+            task = asyncio.get_running_loop().create_task(self._answer(number, *value))
+            self._tasks[number] = task
+            task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
-    async def _answer(self, number: int, job: dict[str, Any]) -> None:
-        url, request = job["url"], job["request"]
-        self._fleet.add(url, job["name"])
+    async def _answer(self, number: int, url: str, name: str, asked: SampleRequest) -> None:
+        self._fleet.add(url, name)
         try:
-            kind, value = "answer", await self._ingest.answer(url, request, job["parse"], timed=job["timed"])
+            answer = await self._ingest.answer(url, asked)
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  raised where the answer is waited for
-            kind, value = "error", _portable(error, url, request.endpoint)
+            self._fail(number, _portable(error, url))
+            return
+        # The prompt is there already.
+        fields = {name: value for name, value in vars(answer.part).items() if name != "prompt_ids"}
         try:
-            messages.send(self._link, kind, number, value)
+            kept = messages.send(self._link, "answer", number, (fields, answer.server_times))
+        except OSError as error:
+            self._fail(number, LocalFault(url, "", str(error), REMEDY, sent=True))
+        else:
+            if kept is not None:
+                self._kept[number] = kept
+
+    def _fail(self, number: int, error: Exception) -> None:
+        try:
+            messages.send(self._link, "error", number, (error, self._ingest.waiting_here))
         except OSError:
             self._ended.set()
 
 
-def _portable(error: Exception, url: str, endpoint: str) -> Exception:
-    """The error as the other side can read it; another than a RolloutError by its words."""
-    if isinstance(error, RolloutError):
-        return error
-    return RolloutProtocolError(url, endpoint, f"{type(error).__name__}: {error}")
+def _portable(error: Exception, url: str) -> Exception:
+    """The error as the other side can make it anew; one that can't be, by its words."""
+    if not hasattr(error, "detail"):  # none of a server: its place is needed
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    try:
+        made = copy.copy(error)  # as pickle does it
+    except Exception:  # noqa: BLE001  an error of its own must not hide this one
+        return RolloutProtocolError(url, "", f"{type(error).__name__}: {error}")
+    return made
 
 
 def main() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; its end is ours
-    asyncio.run(IngestWorker(socket.socket(fileno=int(sys.argv[1]))).run())
+    descriptor, parent = map(int, sys.argv[1:])
+
+    async def work() -> None:
+        await IngestWorker(socket.socket(fileno=descriptor), parent).run()
+
+    asyncio.run(work())
 
 
 if __name__ == "__main__":

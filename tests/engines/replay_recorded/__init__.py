@@ -93,7 +93,7 @@ class ReplayRecorded(Engine):
         vocab_size=None,
         truncated=False,
         experts=None,
-        known_routes=None,
+        routes_from=0,
         pushes_retract=False,
     ):
         line = json.loads(body)
