@@ -24,7 +24,7 @@ BUDGETS = {
     "doctor": 725,
     "moe": 930,
     "mcore": 7_390,
-    "features": 1_975,
+    "features": 1_985,
     "observability": 780,
     "integrations": 515,
     "commands": 3_300,
