@@ -201,6 +201,7 @@ def counted(
     from megatron_rl_corr.reduce import collectives
 
     counts, rank, values = Counts(), dist.get_rank(), values or {}
+    ones = torch.ones(())  # made here, where nothing counts what is held
 
     def name(group: Any) -> str:
         return names.get(group, "others") if group is not None else "world"
@@ -219,7 +220,7 @@ def counted(
             "broadcast", name(group), received=0 if own else tensor.nbytes, sent=tensor.nbytes if own else 0
         )
         if not own:
-            tensor.copy_(values.get((tensor.dtype, tuple(tensor.shape)), torch.ones(())))
+            tensor.copy_(values.get((tensor.dtype, tuple(tensor.shape)), ones))
 
     def send(tensor, dst=None, group=None, **_):
         counts.note("send", name(group), sent=tensor.nbytes)

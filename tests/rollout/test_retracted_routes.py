@@ -124,6 +124,7 @@ def sampled(server, weights):
                 experts=SHAPE,
                 keyed_cache=mode == "in_place",
                 pushes_retract=pushes_retract,
+                ingest_process=False,  # answers are read below
             )
             transport = DistributedTransport(client.control, loop, backend="gloo")
             servers, answers, send = (
