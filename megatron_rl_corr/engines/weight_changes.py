@@ -108,17 +108,21 @@ class ChangesReceiver:
             code: the trainer's CODE.
             others: what a trainer of another version tells.
         """
-        self._refused = None
+        self._refused = self._problem(base, code)
+        if self._refused is None:
+            self.version, self._push = None, push
+            self._next: dict[int, int | None] = dict.fromkeys(range(stages), 0)
+        return self._refused
+
+    def _problem(self, base: str, code: str) -> str | None:
         if code != CODE:
-            self._refused = (
+            return (
                 f"this server's megatron-rl-corr is {CODE}, and the trainer's is {code}: install the "
                 "trainer's version in the server's environment, and start the server again"
             )
-        elif self.version not in (None, base):
-            self._refused = f"changes of {base!r} do not fit weights that are {self.version!r}"
-        self.version, self._push = None, push
-        self._next: dict[int, int | None] = dict.fromkeys(range(stages), 0)
-        return self._refused
+        if self.version not in (None, base):
+            return f"changes of {base!r} do not fit weights that are {self.version!r}"
+        return None
 
     def load(self, named: Iterable[NamedTensor], load_weights: Callable[[Iterator[NamedTensor]], Any]) -> Any:
         """Put one bucket into the model.
