@@ -169,7 +169,8 @@ def _whole(told: Sequence[list], places: Tensor, values: Tensor) -> Iterator[Nam
 class ChangedValues(Tensor):
     """A tensor whose NaN stand for no change: copied into another one, they leave what that has.
 
-    What is cut out of it, turned or converted is one too, in any thread: loaders have several.
+    What is cut out of it, turned or converted is one too, in any thread: loaders have several. Another way
+    into a tensor than copying, or out as a number, is a ValueError: NaN would be taken for a weight.
     """
 
     @classmethod
@@ -183,4 +184,8 @@ class ChangedValues(Tensor):
             values = values.as_subclass(Tensor).to(now.device)
             into[place] = torch.where(values.isnan(), now, values.to(now.dtype))
             return None
+        name = func.__name__
+        in_place = name.endswith("_") and not name.endswith("__") and not isinstance(args[0], cls)
+        if in_place or name == "item":
+            raise ValueError(f"a loader uses {name}, by which changes alone can't be loaded; use `push` full")
         return super().__torch_function__(func, types, args, kwargs or {})
