@@ -108,17 +108,21 @@ class ChangesReceiver:
             code: the trainer's CODE.
             others: what a trainer of another version tells.
         """
-        self._refused = None
+        self._refused = self._problem(base, code)
+        if self._refused is None:
+            self.version, self._push = None, push
+            self._next: dict[int, int | None] = dict.fromkeys(range(stages), 0)
+        return self._refused
+
+    def _problem(self, base: str, code: str) -> str | None:
         if code != CODE:
-            self._refused = (
+            return (
                 f"this server's megatron-rl-corr is {CODE}, and the trainer's is {code}: install the "
                 "trainer's version in the server's environment, and start the server again"
             )
-        elif self.version not in (None, base):
-            self._refused = f"changes of {base!r} do not fit weights that are {self.version!r}"
-        self.version, self._push = None, push
-        self._next: dict[int, int | None] = dict.fromkeys(range(stages), 0)
-        return self._refused
+        if self.version not in (None, base):
+            return f"changes of {base!r} do not fit weights that are {self.version!r}"
+        return None
 
     def load(self, named: Iterable[NamedTensor], load_weights: Callable[[Iterator[NamedTensor]], Any]) -> Any:
         """Put one bucket into the model.
@@ -165,7 +169,8 @@ def _whole(told: Sequence[list], places: Tensor, values: Tensor) -> Iterator[Nam
 class ChangedValues(Tensor):
     """A tensor whose NaN stand for no change: copied into another one, they leave what that has.
 
-    What is cut out of it, turned or converted is one too, in any thread: loaders have several.
+    What is cut out of it, turned or converted is one too, in any thread: loaders have several. Another way
+    into a tensor than copying, or out as a number, is a ValueError: NaN would be taken for a weight.
     """
 
     @classmethod
@@ -179,4 +184,8 @@ class ChangedValues(Tensor):
             values = values.as_subclass(Tensor).to(now.device)
             into[place] = torch.where(values.isnan(), now, values.to(now.dtype))
             return None
+        name = func.__name__
+        in_place = name.endswith("_") and not name.endswith("__") and not isinstance(args[0], cls)
+        if in_place or name == "item":
+            raise ValueError(f"a loader uses {name}, by which changes alone can't be loaded; use `push` full")
         return super().__torch_function__(func, types, args, kwargs or {})

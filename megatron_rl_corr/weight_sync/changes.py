@@ -127,7 +127,7 @@ class DeltaPushes:
             None if shard is None or before is None else _differs(shard, before).nonzero()[:, 0].int()
             for shard, before in zip(shards, self._pushed, strict=True)
         ]
-        due = not self._proven or self._since_full + 1 >= self._full_every
+        due = (changed > 0 and not self._proven) or self._since_full + 1 >= self._full_every
         return Changes(self._version, changed / every, due, places, self._gather_counts(places))
 
     @torch.no_grad()
@@ -148,9 +148,12 @@ class DeltaPushes:
             if before is not None and shard is not None:
                 before.copy_(shard)
 
-    def note_proof(self, is_right: bool) -> None:
-        """Servers had the same checksums after changes and after everything behind them, or not."""
-        self._proven, self._given_up = is_right, not is_right
+    def note_proof(self, changes: Changes, *, is_right: bool) -> None:
+        """Servers had the same checksums after changes and after everything behind them, or not.
+
+        Where nothing had changed that proves nothing.
+        """
+        self._proven, self._given_up = is_right and (self._proven or changes.share > 0), not is_right
 
     def note_failure(self, of_changes: bool) -> bool:
         """A push failed, so that what the servers have is not known, and the next one sends everything.

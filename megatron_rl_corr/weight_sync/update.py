@@ -88,7 +88,7 @@ def push_weights(
             _push_once(exporter, servers, version, bucket_bytes, changes)
             if deltas is not None:
                 if changes is not None and changes.due:
-                    _prove_changes(exporter, servers, version, bucket_bytes, deltas)
+                    _prove_changes(exporter, servers, version, bucket_bytes, deltas, changes)
                     changes = None
                 deltas.note_pushed(version, changes)
             return
@@ -113,7 +113,12 @@ def push_weights(
 
 @collective
 def _prove_changes(
-    exporter: StageExporter, servers: WeightServers, version: str, bucket_bytes: int, deltas: DeltaPushes
+    exporter: StageExporter,
+    servers: WeightServers,
+    version: str,
+    bucket_bytes: int,
+    deltas: DeltaPushes,
+    changes: Changes,
 ) -> None:
     """Send everything behind the changes, under the same version: no parameter of a server may change by it.
 
@@ -128,7 +133,7 @@ def _prove_changes(
     same = set(urls) <= before.keys() and before == servers.loaded
     differs = torch.tensor(float(exporter.leads and not same), device=communication_device())
     dist.all_reduce(differs, op=dist.ReduceOp.MAX)
-    deltas.note_proof(not differs)
+    deltas.note_proof(changes, is_right=not differs)
     if differs and exporter.leads:
         _tell_end_of_changes(version, "servers had other weights by them than by everything")
 

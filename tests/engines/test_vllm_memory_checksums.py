@@ -46,6 +46,16 @@ def test_checksums_when_a_layer_is_packed_then_as_it_was_loaded_and_of_the_other
         assert unpacked == {"plain.weight"}  # a norm of ones would look the same in every order
 
 
+def test_checksums_when_packing_leaves_a_layer_of_few_numbers_as_it_is_then_not_taken_for_unpacked(model):
+    unpacked = set()
+    for name in ("plain", "packed"):
+        model[name].weight.data = torch.tensor([[0.0, 0.0], [0.0, 1.0], [0.0, 0.0]])
+    checksums_of(model, CPU, sums(model), unpacked)
+    assert unpacked == set()
+    loaded = load(model, 0)
+    assert checksums_of(model, CPU, loaded, unpacked) == loaded and unpacked == {"plain.weight"}
+
+
 def test_checksums_when_the_memory_is_not_what_was_loaded_then_it_shows_after_one_that_fitted(model):
     unpacked, loaded = set(), load(model, 0)
     checksums_of(model, CPU, loaded, unpacked)

@@ -126,13 +126,12 @@ def test_changes_when_they_are_of_another_version_then_refused(receiver):
     for stage in (0, 1):
         receiver.load(end_of_stage(stage=stage, buckets=0), lambda weights: None)
     assert receiver.version == "1"
-    assert receiver.begin("2", "0", 2, CODE) == "changes of '0' do not fit weights that are '1'"
-    with pytest.raises(ValueError, match="changes of '0' do not fit weights that are '1'"):
-        receiver.load(bucket(0, 0), lambda weights: [*weights])
-    assert receiver.version is None
-    assert (
-        receiver.begin("2", "1", 2, CODE) is None
-    )  # what a server has is not known after that, and the trainer proves it
+    for _ in range(2):  # also if they are sent again
+        assert receiver.begin("2", "0", 2, CODE) == "changes of '0' do not fit weights that are '1'"
+        with pytest.raises(ValueError, match="changes of '0' do not fit weights that are '1'"):
+            receiver.load(bucket(0, 0), lambda weights: [*weights])
+        assert receiver.version == "1"
+    assert receiver.begin("2", "1", 2, CODE) is None and receiver.version is None
     receiver.load(bucket(0, 0), lambda weights: [*weights])
 
 
@@ -154,6 +153,22 @@ def test_changed_values_when_copied_in_any_way_and_thread_then_nan_leaves_what_w
     assert type(into) is torch.Tensor
     whole = torch.empty_like(values).copy_(values)  # still of changes
     assert type(whole) is ChangedValues and whole.isnan().sum() == 3
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda into, values: into.fill_(values[0].item()),
+        lambda into, values: into.index_copy_(0, torch.tensor([0, 1]), values),
+        lambda into, values: into.add_(values),
+    ],
+    ids=["item", "index_copy_", "add_"],
+)
+def test_changed_values_when_a_loader_does_not_copy_them_then_refused_by_name(load, request):
+    into, values = torch.zeros(2), torch.tensor([torch.nan, 1.0]).as_subclass(ChangedValues)
+    with pytest.raises(ValueError, match=f"a loader uses {request.node.callspec.id}, by which changes"):
+        load(into, values)
+    assert into.tolist() == [0, 0]
 
 
 def test_packed_when_dtypes_differ_then_places_and_values_of_each():

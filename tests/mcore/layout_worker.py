@@ -459,7 +459,7 @@ def assert_changes_are_exact(exporter):
     assert applied.keys() == now.keys() == exporter.planned().keys()
     assert all(torch.equal(applied[name], now[name]) for name in now)
     assert not exporter.sends or 0 < len(came) < len(now)
-    deltas.note_proof(is_right=True)
+    deltas.note_proof(changes, is_right=True)
     deltas.note_pushed("1", None)
     dues = []
     for number in range(2, 5):

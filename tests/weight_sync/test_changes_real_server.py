@@ -107,9 +107,11 @@ def test_push_when_a_few_values_change_then_only_they_are_sent_and_the_server_is
 
 
 def test_push_when_nothing_or_most_changed_then_nothing_or_everything_is_sent(trainer):
-    trainer.push_changes("0")
-    trainer.push_changes("proof")
-    before = trainer.checksums()
+    before = trainer.push_changes("0")
+    assert trainer.push_changes("nothing") == before and trainer.deltas.share == 0
+    trainer.train(seed=4)
+    before = trainer.push_changes("proof")  # by the first push in which anything changed
+    assert trainer.deltas.share == 1
     assert trainer.push_changes("1") == before and sum(trainer.sent) == 4 and trainer.deltas.share == 0
     trainer.train(seed=5, share=0.5)
     trainer.push_changes("2")
@@ -125,6 +127,7 @@ def test_push_when_nothing_or_most_changed_then_nothing_or_everything_is_sent(tr
 @pytest.mark.parametrize("way", ["lost", "doubled", "reordered", "spoilt", "not copied"])
 def test_push_when_changes_go_wrong_then_it_is_found_and_everything_is_sent(trainer, monkeypatch, way):
     trainer.push_changes("0")
+    trainer.train(seed=10)
     trainer.push_changes("proof")
     trainer.train(seed=11, share=0.09)
     sent, send_changes = [], trainer.servers.send_changes
@@ -168,6 +171,8 @@ def test_push_when_the_server_has_other_weights_or_it_is_time_then_everything_is
     trainer.deltas = DeltaPushes(trainer.exporter, full_every=3)
     shares = []
     for number in range(2, 10):
+        if number == 3:
+            trainer.train(seed=number)
         trainer.push_changes(str(number))
         shares.append(trainer.deltas.share)
     # The first, then what proves the changes; of three pushes one sends everything, and proves them again.
@@ -197,6 +202,7 @@ def test_push_when_everything_makes_other_weights_than_changes_then_no_push_send
 
 def test_push_when_changes_fail_again_and_again_then_they_are_not_tried_any_more(trainer):
     trainer.push_changes("0")
+    trainer.train(seed=8)
     trainer.push_changes("proof")
 
     def fails(bucket):
@@ -248,6 +254,9 @@ class Sent:
     def end(self):
         self._call(self._control.end_weight_update())
 
+    def checksums(self):
+        return self._call(self._control.weights_checker())
+
     def is_mixed(self):
         state = Request("POST", "/collective_rpc", {"method": "rl_corr_state", "kwargs": {}})
         [url] = self._control.base_urls
@@ -275,10 +284,13 @@ def test_changes_when_a_vllm_server_does_not_know_what_they_are_of_then_refused_
         trainer.push_changes("0")
         sent.begin("0")
         sent.bucket(sent.changes())
+        with pytest.raises(RolloutServerError, match="weights are being loaded; their checksums can be told"):
+            sent.checksums()
         sent.bucket(end_of_stage(stage=0, buckets=1))
         sent.end()
-        with pytest.raises(RolloutServerError, match="changes of '0' do not fit weights that are '1'"):
-            sent.begin("0")
+        for _ in range(2):
+            with pytest.raises(RolloutServerError, match="changes of '0' do not fit weights that are '1'"):
+                sent.begin("0")
         assert not sent.is_mixed() and trainer.checksums() == whole
     finally:
         trainer.checksums_of_everything(before)
@@ -319,4 +331,25 @@ def test_changes_when_they_break_off_at_a_vllm_server_then_it_takes_everything_n
         assert trainer.push_changes("1") == whole and trainer.deltas.share == 1 and not sent.is_mixed()
     finally:
         trainer.checksums_of_everything(before)
+        trainer.close()
+
+
+def test_checksums_after_an_update_without_them_then_not_those_of_the_weights_before(
+    vllm_server_fp32, tiny_moe_dir
+):
+    trainer = Trainer(vllm_server_fp32, tiny_moe_dir)
+    before, verifiers = trainer.version(), trainer.servers.verifiers
+    whole = {name: tensor.clone() for name, tensor in trainer.weights.items()}
+    try:
+        old = trainer.checksums_of_everything("0")
+        trainer.train(seed=12, share=0.5)
+        trainer.servers.verifiers = {}
+        trainer.checksums_of_everything("1")
+        found, trainer.servers.verifiers = trainer.checksums(), verifiers
+        new = trainer.checksums_of_everything("2")
+        assert old != new and "unknown" in found.values()  # of what kernels pack
+        assert all(one in ("unknown", new[name]) for name, one in found.items())
+    finally:
+        trainer.servers.verifiers = verifiers
+        trainer.push(whole, before)
         trainer.close()

@@ -125,8 +125,9 @@ class Extension:
 
     @_answers_errors
     def rl_corr_checksums(self) -> dict[str, Any]:
-        """Checksums of all parameters, and what they depend on."""
+        """Checksums of all parameters, and what they depend on. Refused while weights are loaded."""
         transfer, parallel = self._rl_corr_transfer(), self.vllm_config.parallel_config
+        transfer.check_is_whole()
         return {
             "checksums": checksums_of(transfer.model, self.device, transfer.checksums, transfer.unpacked),
             "device": self.device.type,

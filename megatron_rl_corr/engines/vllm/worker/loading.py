@@ -20,7 +20,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 
 from megatron_rl_corr.engines.checksums import checksum
-from megatron_rl_corr.engines.vllm.memory_checksums import is_constant
+from megatron_rl_corr.engines.vllm.memory_checksums import shows_order
 
 Kept = dict[str, Tensor | None]
 """Name of each parameter that an update has loaded -> as it was loaded, in the host's memory; None: so it
@@ -179,9 +179,9 @@ class LayerwiseUpdate:
 
 
 def _lies_so(memory: Tensor, loaded: Tensor) -> bool:
-    """A parameter has been packed into itself; equal numbers, which are so in every order, do not show it."""
+    """A parameter has been packed into itself, as far as its numbers show that."""
     same = (memory.shape, memory.dtype) == (loaded.shape, loaded.dtype) and torch.equal(memory.cpu(), loaded)
-    return same and not is_constant(loaded)
+    return same and shows_order(loaded)
 
 
 def _has_experts(layer: nn.Module) -> bool:

@@ -172,6 +172,15 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ValueError(problem)
         self._brings_changes = True
 
+    def check_is_whole(self) -> None:
+        """Raises ValueError while weights are being loaded: what is there is no one's, and maybe as no kernel
+        has it.
+        """
+        if self._update is not None:
+            raise ValueError(
+                "weights are being loaded; their checksums can be told when the update has ended"
+            )
+
     def start_weight_update(self) -> None:
         """vLLM's own endpoint of this name. Raises ValueError: `begin` is needed."""
         raise ValueError(
@@ -273,10 +282,15 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.break_off()
             raise ValueError(f"the update is not complete: {problem}")
         try:
-            self.checksums |= self._update.finish()
+            found = self._update.finish()
         except BaseException:
             self.break_off()
             raise
+        if not self._with_checksums:  # those of the weights before are of what is no more there
+            self.checksums = {
+                name: one if name in self.unpacked else UNKNOWN for name, one in self.checksums.items()
+            }
+        self.checksums |= found
         self._update, self.is_open, self.is_mixed, self._brings_changes = None, False, False, False
 
     def _incomplete(self) -> str | None:
