@@ -155,6 +155,10 @@ class DeltaPushes:
         """
         self._proven, self._given_up = is_right and (self._proven or changes.share > 0), not is_right
 
+    def note_no_proof(self) -> None:
+        """Servers were lost on the way to it: the next push of changes is proven instead."""
+        self._proven = False
+
     def note_failure(self, of_changes: bool) -> bool:
         """A push failed, so that what the servers have is not known, and the next one sends everything.
 

@@ -128,7 +128,8 @@ def _prove_changes(
     before, urls = dict(servers.loaded), servers.urls
     _use_reachable_servers(exporter, servers)
     _push_once(exporter, servers, version, bucket_bytes)
-    if servers.urls != urls:  # the next push of changes is judged instead
+    if servers.urls != urls:
+        deltas.note_no_proof()
         return
     same = set(urls) <= before.keys() and before == servers.loaded
     differs = torch.tensor(float(exporter.leads and not same), device=communication_device())

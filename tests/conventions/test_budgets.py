@@ -20,7 +20,7 @@ BUDGETS = {
     "logprobs": 955,
     "data": 4_405,
     "rollout": 3_190,
-    "weight_sync": 2_185,
+    "weight_sync": 2_188,
     "doctor": 725,
     "moe": 930,
     "mcore": 7_390,

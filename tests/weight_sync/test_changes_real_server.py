@@ -29,6 +29,14 @@ from tests.weight_sync.test_push_real_servers import model_of
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
+def exporter_of(weights):
+    parameters = [
+        SimpleNamespace(tensor=tensor, rule=lambda _, name=name: ParameterRule(Replicated(), (name,), False))
+        for name, tensor in weights.items()
+    ]
+    return StageExporter(parameters, ShardRanks(), StageGroups(None, None, 0), stage=0, num_stages=1)
+
+
 class Trainer(Pushing):
     """One rank of one stage whose parameters are Hugging Face tensors."""
 
@@ -36,15 +44,7 @@ class Trainer(Pushing):
         urls = [one.url for one in (server, *others)]
         super().__init__(urls, "distributed", model_dir, None, server.engine)
         self.weights = load_file(model_dir / "model.safetensors")
-        parameters = [
-            SimpleNamespace(
-                tensor=tensor, rule=lambda _, name=name: ParameterRule(Replicated(), (name,), False)
-            )
-            for name, tensor in self.weights.items()
-        ]
-        self.exporter = StageExporter(
-            parameters, ShardRanks(), StageGroups(None, None, 0), stage=0, num_stages=1
-        )
+        self.exporter = exporter_of(self.weights)
         self.deltas = DeltaPushes(self.exporter, full_every=full_every)
         self.sent = []
         send = self.transport.send
@@ -198,6 +198,25 @@ def test_push_when_everything_makes_other_weights_than_changes_then_no_push_send
     assert EVENTS.counts["changes_given_up"] >= 1
     trainer.push_changes("1")
     assert trainer.deltas.share == 1 and len(trainer.sent) > 2
+
+
+def test_proof_when_a_server_is_lost_in_it_then_the_next_push_of_changes_is_proven_instead(monkeypatch):
+    weights = {"w": torch.zeros(100)}
+    deltas = DeltaPushes(exporter_of(weights), full_every=20)
+    deltas.note_pushed("0", None)
+
+    def changes():
+        weights["w"][0] += 1
+        return deltas.changes(same_servers=True)
+
+    deltas.note_proof(changes(), is_right=True)
+    assert not changes().due
+    servers = SimpleNamespace(loaded={}, urls=("a", "b"))
+    monkeypatch.setattr(update, "_use_reachable_servers", lambda *_: setattr(servers, "urls", ("a",)))
+    monkeypatch.setattr(update, "_push_once", lambda *_: None)
+    update._prove_changes(deltas._exporter, servers, "1", 1, deltas, changes())
+    deltas.note_pushed("1", None)
+    assert changes().due
 
 
 def test_push_when_changes_fail_again_and_again_then_they_are_not_tried_any_more(trainer):
