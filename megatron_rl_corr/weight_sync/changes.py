@@ -22,8 +22,10 @@ from megatron_rl_corr.weight_sync.export import Members, Part, StageExporter, ra
 
 MOST_CHANGED = 0.1
 """Above this share of changed values all are sent: a place takes 4 bytes, a value 2 in 16 bits."""
-MOST_FAILURES = 3
-"""Failed pushes of changes after which none is tried any more."""
+MOST_REFUSALS = 3
+"""Pushes of changes refused by servers that were well, or found wrong there, after which none is tried any
+more.
+"""
 _BITS = {2: torch.int16, 4: torch.int32}
 
 
@@ -95,7 +97,7 @@ class DeltaPushes:
         """This rank's shards as the servers have them, in the host's memory."""
         self._version, self._since_full = "", 0
         self._proven = self._given_up = False
-        self._failures = 0
+        self._refusals = 0
         self.share = 1.0
         """Values that the last push sent over all of the model."""
 
@@ -105,7 +107,7 @@ class DeltaPushes:
         """What the next push sends; None: everything. Every rank calls it.
 
         Everything goes to servers that are not proven to have the last weights, where more than MOST_CHANGED
-        of the values changed, where one is NaN, which stands for no change, and after MOST_FAILURES.
+        of the values changed, where one is NaN, which stands for no change, and after MOST_REFUSALS.
 
         Args:
             same_servers: all servers of this push took the last one; the same on all ranks.
@@ -159,17 +161,19 @@ class DeltaPushes:
         """Servers were lost on the way to it: the next push of changes is proven instead."""
         self._proven = False
 
-    def note_failure(self, of_changes: bool) -> bool:
-        """A push failed, so that what the servers have is not known, and the next one sends everything.
+    def note_failure(self) -> None:
+        """A push failed, so that what the servers have is not known, and the next one sends everything."""
+        self._pushed = None
+
+    def note_refusal(self) -> bool:
+        """What failed was not a server or the way to it, but the changes.
 
         Returns:
-            True if no push sends changes alone from now on, as this was the last of MOST_FAILURES of them.
+            True if no push sends changes alone from now on, as this was the last of MOST_REFUSALS.
         """
-        self._pushed = None
-        self._failures += of_changes
-        ended = of_changes and self._failures == MOST_FAILURES
-        self._given_up = self._given_up or ended
-        return ended
+        self._refusals += 1
+        self._given_up = self._given_up or self._refusals == MOST_REFUSALS
+        return self._refusals == MOST_REFUSALS
 
     def _shards(self) -> list[Tensor | None]:
         """[P]: what the sender gathers of this rank."""

@@ -94,14 +94,16 @@ def push_weights(
             return
         except (*_FAILURES, PeerFailure) as error:
             of_changes, changes = changes is not None, None
-            if deltas is not None and deltas.note_failure(of_changes) and exporter.leads:
-                _tell_end_of_changes(version, "too many of them failed")
+            if deltas is not None:
+                deltas.note_failure()
             before = set(servers.urls)
             passes = _use_servers_that_answer(exporter, servers, error)
             gone = before - set(servers.urls)
             if passes is None or not (gone or of_changes or (passes and not repeated)):
                 _abandon(exporter, servers, error)
                 raise
+            if of_changes and not (gone or passes) and deltas.note_refusal() and exporter.leads:
+                _tell_end_of_changes(version, "servers that were well refused too many of them")
             repeated = repeated or not (gone or of_changes)
             if not isinstance(error, PeerFailure):  # the rank that knows why
                 logger.warning("sending the weights again to %s: %s", ", ".join(servers.urls), error)

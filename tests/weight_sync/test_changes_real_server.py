@@ -239,6 +239,26 @@ def test_push_when_changes_fail_again_and_again_then_they_are_not_tried_any_more
     assert EVENTS.counts["push_repeated"] == repeated
 
 
+def test_push_when_no_answer_comes_again_and_again_then_changes_are_tried_on(trainer):
+    trainer.push_changes("0")
+    trainer.train(seed=8)
+    trainer.push_changes("proof")
+
+    def lost(bucket):
+        raise RolloutServerError("http://a", "/update", None, "connection reset by peer")
+
+    send, given_up = trainer.servers.send_changes, EVENTS.counts.get("changes_given_up", 0)
+    for number in range(4):
+        trainer.servers.send_changes = lost
+        trainer.push_changes(f"lost {number}")
+        assert trainer.deltas.share == 1
+        trainer.servers.send_changes = send
+    assert EVENTS.counts.get("changes_given_up", 0) == given_up
+    trainer.train(seed=9)
+    trainer.push_changes("changes")
+    assert 0 < trainer.deltas.share < 0.2
+
+
 class Sent:
     """Requests of an update to a vLLM server, one by one."""
 
@@ -299,7 +319,7 @@ def test_changes_when_a_vllm_server_does_not_know_what_they_are_of_then_refused_
         with pytest.raises(RolloutServerError, match="qkv_proj.weight was not kept as it was loaded; send"):
             sent.bucket(sent.changes())
         assert not sent.is_mixed()
-        trainer.deltas.note_failure(of_changes=True)
+        trainer.deltas.note_failure()
         trainer.push_changes("0")
         sent.begin("0")
         sent.bucket(sent.changes())
@@ -346,7 +366,7 @@ def test_changes_when_they_break_off_at_a_vllm_server_then_it_takes_everything_n
         assert sent.is_mixed()
         with pytest.raises(RolloutServerError, match="send everything first"):
             sent.begin("0")
-        trainer.deltas.note_failure(of_changes=True)
+        trainer.deltas.note_failure()
         assert trainer.push_changes("1") == whole and trainer.deltas.share == 1 and not sent.is_mixed()
     finally:
         trainer.checksums_of_everything(before)
