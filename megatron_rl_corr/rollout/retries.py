@@ -311,6 +311,7 @@ class Retries:
             await self._cut(server, asked.request_id, sending)
             raise
         part = answer.part
+        server.answers += 1
         if trace is not None:
             trace.answered, trace.server_times = clock(), answer.server_times
         # The weights may have been updated in flight, also more than once: by this trainer, and
