@@ -9,10 +9,12 @@ import gc
 import os
 import pickle
 import resource
+import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
@@ -25,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.rollout import Environment, Prompt, RolloutClient, SamplingParams, generate_episodes
+from megatron_rl_corr.rollout import retries
 from megatron_rl_corr.rollout.ingest import messages
 from megatron_rl_corr.rollout.ingest.process import _Process
 from tests.stand_in_server import answer, one_token
@@ -200,26 +203,45 @@ def test_process_when_it_tells_of_a_fault_then_how_many_wait_there_is_kept(fault
 def test_process_when_it_can_not_start_then_an_error_that_names_the_option(faulty, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
 
+    why = "ended 3 times before it could take.*or set `ingest_process` off"
+
     async def scenario(client):
-        with pytest.raises(RuntimeError, match="`ingest_process`.*ended 3 times before it could take"):
+        with pytest.raises(RuntimeError, match=f"`ingest_process`.*{why}"):
             await client.generate([[1]] * 20, SamplingParams(1))
 
     ingesting(faulty, scenario, refuses, outage_timeout_s=10)
 
 
-def test_message_when_this_process_has_no_descriptor_left_then_an_error(link):
-    ours, theirs = link
-    kept = messages.send(ours, "answer", 0, torch.zeros(1 << 20))
+@contextmanager
+def descriptors_left(count):
     free = os.dup(0)
     os.close(free)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + count, limits[1]))
     try:
-        with pytest.raises(OSError) as error:
-            messages.Inbox(theirs).receive()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_message_when_this_process_has_no_descriptor_left_then_an_error(link):
+    ours, theirs = link
+    kept = messages.send(ours, "answer", 0, torch.zeros(1 << 20))
+    with descriptors_left(0), pytest.raises(OSError) as error:
+        messages.Inbox(theirs).receive()
     assert error.value.errno == errno.EMFILE and kept is not None
+
+
+def test_message_when_its_memory_can_not_be_mapped_then_an_error_of_this_host(link):
+    """One descriptor is left, for the memory, and none to open it: torch raises RuntimeError for that."""
+    ours, theirs = link
+    kept = messages.send(ours, "answer", 0, torch.zeros(1 << 20))
+    with descriptors_left(1):
+        with pytest.raises(OSError, match="can't be mapped") as sending:
+            messages.send(ours, "answer", 1, torch.zeros(1 << 20))
+        with pytest.raises(OSError, match="can't be mapped") as receiving:
+            messages.Inbox(theirs).receive()
+    assert sending.value.errno == receiving.value.errno == errno.ENOMEM and kept is not None
 
 
 def test_message_when_it_is_small_then_without_shared_memory_and_else_its_end_is_told(link):
@@ -284,6 +306,63 @@ def test_process_when_a_sample_is_cancelled_then_its_request_ends_and_others_go_
         return await client.generate([[1]], SamplingParams(1))
 
     assert len(ingesting(faulty, scenario, handle)) == 1
+
+
+def test_process_when_a_signal_ends_the_group_then_it_goes_on_until_the_trainer_ends(faulty):
+    """The trainer may finish its step and save before it leaves, as with --exit-signal-handler."""
+    asked = []
+
+    async def slow(request):
+        if request.path != "/generate":
+            return web.Response(status=404)
+        asked.append(1)
+        [process] = children()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        await asyncio.sleep(0.5)
+        return one_token(1)
+
+    async def scenario(client):
+        return await client.generate([[1]], SamplingParams(1))
+
+    assert len(ingesting(faulty, scenario, slow)) == 1 and len(asked) == 1
+
+
+def test_process_when_every_request_ends_it_then_an_error_and_not_for_ever_anew(faulty):
+    """Of several samples each sees the others in flight: none would find that nothing works."""
+
+    async def kills(request):
+        if request.path == "/generate":
+            for process in children():
+                process.kill()
+            await asyncio.sleep(1)
+        return web.Response(status=404)
+
+    async def scenario(client):
+        with pytest.raises(LocalFault, match="the process that receives answers is gone") as error:
+            await client.generate([[1], [2], [3]], SamplingParams(1))
+        assert "lost 2 times" in str(error.value.__notes__)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(retries, "MOST_LOST", 2)
+        ingesting(faulty, scenario, kills)
+
+
+def test_request_when_it_can_not_be_sent_there_then_an_error_and_no_endless_wait(faulty, monkeypatch):
+    send = messages.send
+
+    def sends(link, kind, number, value):
+        if kind == "ask":
+            raise TypeError("cannot pickle this")
+        return send(link, kind, number, value)
+
+    monkeypatch.setattr(messages, "send", sends)
+
+    async def scenario(client):
+        with pytest.raises(TypeError, match="cannot pickle this"):
+            await client.generate([[1]], SamplingParams(1))
+
+    ingesting(faulty, scenario, refuses)
 
 
 @pytest.mark.parametrize("forked", [False, True])
