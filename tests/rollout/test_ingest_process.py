@@ -26,8 +26,14 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.rollout import Environment, Prompt, RolloutClient, SamplingParams, generate_episodes
-from megatron_rl_corr.rollout import retries
+from megatron_rl_corr.rollout import (
+    Environment,
+    Prompt,
+    RolloutClient,
+    SamplingParams,
+    generate_episodes,
+    retries,
+)
 from megatron_rl_corr.rollout.ingest import messages
 from megatron_rl_corr.rollout.ingest.process import _Process
 from tests.stand_in_server import answer, one_token
