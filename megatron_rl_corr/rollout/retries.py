@@ -225,6 +225,7 @@ class Retries:
         unreached_since: float | None = None
         lost = 0
         while True:
+            await self._ingest.ready()
             trace = None if group is None else group.request(names["sample_index"])
             server = await self._pool.take(failed, prefer)
             if trace is not None:

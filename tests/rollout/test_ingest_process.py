@@ -6,6 +6,7 @@ import asyncio
 import base64
 import errno
 import gc
+import itertools
 import os
 import pickle
 import resource
@@ -181,6 +182,9 @@ def test_fault_of_this_host_when_it_lasts_and_all_wait_for_it_then_raised(faulty
     class Unreachable:
         waiting_here = 2
 
+        async def ready(self):
+            pass
+
         async def answer(self, url, asked):
             raise LocalFault(url, "/generate", "no descriptor", "raise it", sent=True)
 
@@ -248,6 +252,25 @@ def test_message_when_its_memory_can_not_be_mapped_then_an_error_of_this_host(li
         with pytest.raises(OSError, match="can't be mapped") as receiving:
             messages.Inbox(theirs).receive()
     assert sending.value.errno == receiving.value.errno == errno.ENOMEM and kept is not None
+
+
+def test_process_when_it_starts_slowly_then_no_server_is_taken_for_silent(faulty):
+    """It takes seconds, in which an idle server has no request though this client waits for its answer."""
+    readings = itertools.count()
+
+    async def idle(request):
+        if request.path == "/generate":
+            return one_token(1)
+        load = {"dp_rank": 0, "num_used_tokens": 0, "num_running_reqs": 0, "num_waiting_reqs": 0}
+        return web.json_response({"loads": [load | {"timestamp": float(next(readings))}]})
+
+    idle.shows_loads = True
+
+    async def scenario(client):
+        await client.generate([[1]], SamplingParams(1))
+        return client.counts()["left_out"]
+
+    assert ingesting(faulty, scenario, idle, read_timeout_s=0.5) == 0 and next(readings) == 0
 
 
 def test_message_when_it_is_small_then_without_shared_memory_and_else_its_end_is_told(link):
@@ -334,24 +357,30 @@ def test_process_when_a_signal_ends_the_group_then_it_goes_on_until_the_trainer_
     assert len(ingesting(faulty, scenario, slow)) == 1 and len(asked) == 1
 
 
-def test_process_when_every_request_ends_it_then_an_error_and_not_for_ever_anew(faulty):
-    """Of several samples each sees the others in flight: none would find that nothing works."""
+def test_answers_when_this_host_loses_each_then_an_error_and_not_for_ever_anew(faulty):
+    """As where every request ends the process. Of several samples each sees the others in flight: none
+    would find that nothing works.
+    """
+    asked = []
 
-    async def kills(request):
-        if request.path == "/generate":
-            for process in children():
-                process.kill()
-            await asyncio.sleep(1)
-        return web.Response(status=404)
+    class Losing:
+        waiting_here = 0
+
+        async def ready(self):
+            pass
+
+        async def answer(self, url, one):
+            asked.append(one.prompt_ids.tolist())
+            raise LocalFault(url, "/generate", "it is gone", "see why", sent=True)
 
     async def scenario(client):
-        with pytest.raises(LocalFault, match="the process that receives answers is gone") as error:
+        client._retries._ingest = Losing()
+        with pytest.raises(LocalFault, match="it is gone") as error:
             await client.generate([[1], [2], [3]], SamplingParams(1))
-        assert "lost 2 times" in str(error.value.__notes__)
+        assert f"lost {retries.MOST_LOST} times" in str(error.value.__notes__)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(retries, "MOST_LOST", 2)
-        ingesting(faulty, scenario, kills)
+    faulty.run(scenario, refuses, outage_timeout_s=0)
+    assert asked.count([1]) == retries.MOST_LOST
 
 
 def test_request_when_it_can_not_be_sent_there_then_an_error_and_no_endless_wait(faulty, monkeypatch):

@@ -49,6 +49,8 @@ class _Process:
     waiting: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
     """By the number of a request, the server's address and who waits for its answer."""
     has_spoken: bool = False
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has spoken, or ended."""
 
 
 class IngestProcess:
@@ -67,12 +69,21 @@ class IngestProcess:
         self.waiting_here = 0
         """Requests that waited for this host when the process last told of a fault of it."""
 
+    async def ready(self) -> None:
+        """As `Ingest.ready`.
+
+        Raises:
+            RuntimeError: the process ends again and again before it does anything.
+        """
+        while not (current := self._open()).started.is_set():
+            await current.started.wait()
+
     async def answer(self, url: str, asked: SampleRequest) -> ParsedAnswer:
         """As `Ingest.answer`.
 
         Raises:
             LocalFault: the process has ended.
-            RuntimeError: it ends again and again before it does anything.
+            RuntimeError: as `ready`.
         """
         current, number = self._open(), next(self._numbers)
         future: asyncio.Future[Any] = current.loop.create_future()
@@ -171,6 +182,7 @@ class IngestProcess:
             self._lost(current, value)
             return
         current.has_spoken, self._stillborn = True, 0
+        current.started.set()
         _, future = current.waiting.get(number, ("", None))
         if future is None or future.done():  # it was cancelled
             return
@@ -187,6 +199,7 @@ class IngestProcess:
             logger.warning("the process that receives answers has ended: %s (status %s)", why, status)
             self._current, self.waiting_here = None, 0
             self._stillborn += not current.has_spoken
+        current.started.set()
         for url, future in current.waiting.values():
             if not future.done():
                 future.set_exception(_gone(url, why))
