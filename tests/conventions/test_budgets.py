@@ -19,7 +19,7 @@ BUDGETS = {
     "core": 1_850,
     "logprobs": 955,
     "data": 4_405,
-    "rollout": 3_190,
+    "rollout": 3_220,
     "weight_sync": 2_185,
     "doctor": 725,
     "moe": 930,

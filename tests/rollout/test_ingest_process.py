@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 
@@ -25,6 +26,7 @@ from aiohttp import web
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.rollout import (
@@ -35,7 +37,7 @@ from megatron_rl_corr.rollout import (
     generate_episodes,
     retries,
 )
-from megatron_rl_corr.rollout.ingest import messages
+from megatron_rl_corr.rollout.ingest import messages, worker
 from megatron_rl_corr.rollout.ingest.process import _Process
 from tests.stand_in_server import answer, one_token
 
@@ -398,6 +400,13 @@ def test_request_when_it_can_not_be_sent_there_then_an_error_and_no_endless_wait
             await client.generate([[1]], SamplingParams(1))
 
     ingesting(faulty, scenario, refuses)
+
+
+def test_error_when_it_can_not_be_pickled_then_it_goes_by_its_words():
+    """Nobody would tell who waits for the answer."""
+    made = worker._portable(RuntimeError("with a socket", threading.Lock()), "http://s:1")
+    assert isinstance(made, RolloutProtocolError) and "with a socket" in str(made)
+    assert type(worker._portable(ValueError("simple"), "http://s:1")) is ValueError
 
 
 @pytest.mark.parametrize("forked", [False, True])

@@ -6,6 +6,7 @@ python -m megatron_rl_corr.rollout.ingest.worker DESCRIPTOR PARENT
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import pickle
 import signal
@@ -119,7 +120,8 @@ def _portable(error: Exception, url: str) -> Exception:
     if not hasattr(error, "detail"):  # none of a server: its place is needed
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
     try:
-        made = pickle.loads(pickle.dumps(error))
+        pickle.dumps(error)
+        made = copy.copy(error)  # as the other side makes it
     except Exception:  # noqa: BLE001  an error of its own must not hide this one
         return RolloutProtocolError(url, "", f"{type(error).__name__}: {error}")
     return made
