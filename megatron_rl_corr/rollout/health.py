@@ -248,7 +248,8 @@ class ServerHealth:
         Those of a server that is left out for the failure of another request too: nobody else would end them.
 
         The time between a check that shows progress and the next check, a fifth of read_timeout_s later,
-        counts as silence.
+        counts as silence. An answer is progress too: a server that has sent all of them has no request, while
+        they wait here to be read, one after the other.
         """
         now, period, bound = (
             asyncio.get_running_loop().time,
@@ -256,6 +257,7 @@ class ServerHealth:
             0.7 * self._read_timeout_s,
         )
         pause, progress, moved = period * random.random(), None, -math.inf  # many clients watch a server
+        answers = server.answers
         while True:
             due = now() + pause
             await asyncio.sleep(pause)
@@ -265,8 +267,9 @@ class ServerHealth:
                 progress = None  # nothing to wait for, or the trainer itself pauses it and sends weights
                 continue
             begun, joined = now(), server.joined
-            if progress is None or begun > due + period:  # this process was too busy to check
-                moved = begun
+            # it may also be that this process was too busy to check
+            if progress is None or begun > due + period or server.answers != answers:
+                moved, answers = begun, server.answers
             engine = self._fleet.engine_of(server.url)
             progress = progress or engine.progress(self._fleet, server.url)
             since = max(moved, oldest)

@@ -39,6 +39,11 @@ CUT_S = 3.0
 CUT_POLL_S = 0.2
 """Seconds after which it is ended again: a server does not know a request that is still on its way to it."""
 
+MOST_LOST = 5
+"""Times that this host may lose a request that has gone out, or its answer, before that ends the run. The
+requests beside it may be lost each time too: that others are in flight is no sign that it gets better.
+"""
+
 
 def _check_length(part: Trajectory, sampling: SamplingParams, endpoint: str) -> None:
     """RolloutServerError for a response that a server cut silently, before max_new_tokens, at
@@ -218,7 +223,9 @@ class Retries:
         failures, failed, group = 0, set() if avoid is None else {avoid}, CURRENT.get()
         refusal: _Refusal | None = None
         unreached_since: float | None = None
+        lost = 0
         while True:
+            await self._ingest.ready()
             trace = None if group is None else group.request(names["sample_index"])
             server = await self._pool.take(failed, prefer)
             if trace is not None:
@@ -247,7 +254,8 @@ class Retries:
                 if trace is not None:
                     trace.failure = type(fault).__name__
                 unreached_since = clock() if unreached_since is None else unreached_since
-                self._bear(fault, server, since=unreached_since)
+                lost += fault.sent
+                self._bear(fault, server, since=unreached_since, lost=lost)
                 await asyncio.sleep(PAUSES_S[0])
                 continue
             except RolloutError as error:
@@ -274,13 +282,13 @@ class Retries:
             failures += 1
             self._counts.retries += 1
 
-    def _bear(self, fault: LocalFault, server: Server, *, since: float) -> None:
+    def _bear(self, fault: LocalFault, server: Server, *, since: float, lost: int) -> None:
         """Blame no server, and let the request be sent again: what this process lacks comes
         free as others end.
 
         Raises:
             LocalFault: it has lasted for outage_timeout_s since `since`, and no request of this
-                process is in flight.
+                process is in flight, or this one was `lost` MOST_LOST times.
         """
         server.unreached_until = asyncio.get_running_loop().time() + WAIT_S
         if fault.detail not in self._told_faults:
@@ -288,8 +296,13 @@ class Retries:
             logger.warning("%s", fault)
         EVENTS.tell("local_fault", str(fault), server=server.url)
         in_flight = self._pool.outstanding - 1 - self._ingest.waiting_here  # without this one
-        if in_flight <= 0 and clock() - since >= self._outage_timeout_s:
+        if clock() - since < self._outage_timeout_s:
+            return
+        if in_flight <= 0:
             fault.add_note(f"nothing else was in flight, and it went on for {clock() - since:.3g} s")
+            raise fault
+        if lost >= MOST_LOST:
+            fault.add_note(f"the request or its answer was lost {lost} times in {clock() - since:.3g} s")
             raise fault
 
     async def _ask(self, server: Server, asked: SampleRequest, trace: RequestTrace | None) -> Trajectory:
@@ -311,6 +324,7 @@ class Retries:
             await self._cut(server, asked.request_id, sending)
             raise
         part = answer.part
+        server.answers += 1
         if trace is not None:
             trace.answered, trace.server_times = clock(), answer.server_times
         # The weights may have been updated in flight, also more than once: by this trainer, and

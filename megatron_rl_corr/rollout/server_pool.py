@@ -36,6 +36,8 @@ class Server:
     """
     silence: RolloutError | None = None
     """Why the requests in flight were ended early."""
+    answers: int = 0
+    """Samples that it has answered, read and parsed here."""
     flaps: int = 0
     """Times that it was left out since it last gave an answer."""
     place: int = 0

@@ -67,6 +67,12 @@ BROAD_EXCEPTIONS = {
     ("reduce/failure.py", "broadcast_made"): "all_reduce_failure raises it once the other ranks know",
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",
     ("rollout/queue.py", "_replace"): "raised by take",
+    ("rollout/ingest/process.py", "_read"): "raised where the answers are waited for",
+    ("rollout/ingest/process.py", "_send"): "raised where the answer is waited for",
+    (
+        "rollout/ingest/worker.py",
+        "_receive",
+    ): "the process ends, which is raised where its answers are waited for",
     ("rollout/ingest/worker.py", "_answer"): "raised in the process that waits for the answer",
     ("rollout/ingest/worker.py", "_portable"): "the error goes there by its words",
     ("rollout/group_filter.py", "passes"): "counted as a failure, with the user's traceback",

@@ -372,6 +372,27 @@ def test_generate_when_a_server_only_takes_long_then_it_is_not_given_up(faulty, 
     run_client(scenario, slow, well, read_timeout_s=0.4, timeout_s=0.5)
 
 
+def test_generate_when_answers_wait_here_to_be_read_then_their_server_is_not_given_up(faulty, fakes):
+    """It has no request any more: all its answers are here, or on their way, and are read one by one."""
+    done, _ = fakes
+    done.scheduler = "empty"
+
+    async def scenario(client):
+        answer, reading = client._retries._ingest.answer, asyncio.Lock()
+
+        async def slowly(url, asked):
+            found = await answer(url, asked)
+            async with reading:
+                await asyncio.sleep(0.2)
+            return found
+
+        client._retries._ingest.answer = slowly
+        assert len(await collect(client)) == len(ORDER)
+        assert client.counts()["left_out"] == 0 and done.asked == len(ORDER)
+
+    run_client(scenario, done, read_timeout_s=0.4)
+
+
 def test_generate_when_weights_are_sent_then_a_scheduler_that_is_busy_with_them_is_not_given_up(
     faulty, fakes
 ):

@@ -6,13 +6,17 @@ import asyncio
 import base64
 import errno
 import gc
+import itertools
 import os
 import pickle
 import resource
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import psutil
@@ -22,10 +26,18 @@ from aiohttp import web
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.rollout import Environment, Prompt, RolloutClient, SamplingParams, generate_episodes
-from megatron_rl_corr.rollout.ingest import messages
+from megatron_rl_corr.rollout import (
+    Environment,
+    Prompt,
+    RolloutClient,
+    SamplingParams,
+    generate_episodes,
+    retries,
+)
+from megatron_rl_corr.rollout.ingest import messages, worker
 from megatron_rl_corr.rollout.ingest.process import _Process
 from tests.stand_in_server import answer, one_token
 
@@ -172,6 +184,9 @@ def test_fault_of_this_host_when_it_lasts_and_all_wait_for_it_then_raised(faulty
     class Unreachable:
         waiting_here = 2
 
+        async def ready(self):
+            pass
+
         async def answer(self, url, asked):
             raise LocalFault(url, "/generate", "no descriptor", "raise it", sent=True)
 
@@ -200,26 +215,64 @@ def test_process_when_it_tells_of_a_fault_then_how_many_wait_there_is_kept(fault
 def test_process_when_it_can_not_start_then_an_error_that_names_the_option(faulty, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
 
+    why = "ended 3 times before it could take.*or set `ingest_process` off"
+
     async def scenario(client):
-        with pytest.raises(RuntimeError, match="`ingest_process`.*ended 3 times before it could take"):
+        with pytest.raises(RuntimeError, match=f"`ingest_process`.*{why}"):
             await client.generate([[1]] * 20, SamplingParams(1))
 
     ingesting(faulty, scenario, refuses, outage_timeout_s=10)
 
 
-def test_message_when_this_process_has_no_descriptor_left_then_an_error(link):
-    ours, theirs = link
-    kept = messages.send(ours, "answer", 0, torch.zeros(1 << 20))
+@contextmanager
+def descriptors_left(count):
     free = os.dup(0)
     os.close(free)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + count, limits[1]))
     try:
-        with pytest.raises(OSError) as error:
-            messages.Inbox(theirs).receive()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_message_when_this_process_has_no_descriptor_left_then_an_error(link):
+    ours, theirs = link
+    kept = messages.send(ours, "answer", 0, torch.zeros(1 << 20))
+    with descriptors_left(0), pytest.raises(OSError) as error:
+        messages.Inbox(theirs).receive()
     assert error.value.errno == errno.EMFILE and kept is not None
+
+
+def test_message_when_its_memory_can_not_be_mapped_then_an_error_of_this_host(link):
+    """One descriptor is left, for the memory, and none to open it: torch raises RuntimeError for that."""
+    ours, theirs = link
+    kept = messages.send(ours, "answer", 0, torch.zeros(1 << 20))
+    with descriptors_left(1):
+        with pytest.raises(OSError, match="can't be mapped") as sending:
+            messages.send(ours, "answer", 1, torch.zeros(1 << 20))
+        with pytest.raises(OSError, match="can't be mapped") as receiving:
+            messages.Inbox(theirs).receive()
+    assert sending.value.errno == receiving.value.errno == errno.ENOMEM and kept is not None
+
+
+def test_process_when_it_starts_slowly_then_no_server_is_taken_for_silent(faulty):
+    """It takes seconds, in which an idle server has no request though this client waits for its answer."""
+    readings = itertools.count()
+
+    async def idle(request):
+        if request.path == "/generate":
+            return one_token(1)
+        load = {"dp_rank": 0, "num_used_tokens": 0, "num_running_reqs": 0, "num_waiting_reqs": 0}
+        return web.json_response({"loads": [load | {"timestamp": float(next(readings))}]})
+
+    idle.shows_loads = True
+
+    async def scenario(client):
+        await client.generate([[1]], SamplingParams(1))
+        return client.counts()["left_out"]
+
+    assert ingesting(faulty, scenario, idle, read_timeout_s=0.5) == 0 and next(readings) == 0
 
 
 def test_message_when_it_is_small_then_without_shared_memory_and_else_its_end_is_told(link):
@@ -284,6 +337,76 @@ def test_process_when_a_sample_is_cancelled_then_its_request_ends_and_others_go_
         return await client.generate([[1]], SamplingParams(1))
 
     assert len(ingesting(faulty, scenario, handle)) == 1
+
+
+def test_process_when_a_signal_ends_the_group_then_it_goes_on_until_the_trainer_ends(faulty):
+    """The trainer may finish its step and save before it leaves, as with --exit-signal-handler."""
+    asked = []
+
+    async def slow(request):
+        if request.path != "/generate":
+            return web.Response(status=404)
+        asked.append(1)
+        [process] = children()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        await asyncio.sleep(0.5)
+        return one_token(1)
+
+    async def scenario(client):
+        return await client.generate([[1]], SamplingParams(1))
+
+    assert len(ingesting(faulty, scenario, slow)) == 1 and len(asked) == 1
+
+
+def test_answers_when_this_host_loses_each_then_an_error_and_not_for_ever_anew(faulty):
+    """As where every request ends the process. Of several samples each sees the others in flight: none
+    would find that nothing works.
+    """
+    asked = []
+
+    class Losing:
+        waiting_here = 0
+
+        async def ready(self):
+            pass
+
+        async def answer(self, url, one):
+            asked.append(one.prompt_ids.tolist())
+            raise LocalFault(url, "/generate", "it is gone", "see why", sent=True)
+
+    async def scenario(client):
+        client._retries._ingest = Losing()
+        with pytest.raises(LocalFault, match="it is gone") as error:
+            await client.generate([[1], [2], [3]], SamplingParams(1))
+        assert f"lost {retries.MOST_LOST} times" in str(error.value.__notes__)
+
+    faulty.run(scenario, refuses, outage_timeout_s=0)
+    assert asked.count([1]) == retries.MOST_LOST
+
+
+def test_request_when_it_can_not_be_sent_there_then_an_error_and_no_endless_wait(faulty, monkeypatch):
+    send = messages.send
+
+    def sends(link, kind, number, value):
+        if kind == "ask":
+            raise TypeError("cannot pickle this")
+        return send(link, kind, number, value)
+
+    monkeypatch.setattr(messages, "send", sends)
+
+    async def scenario(client):
+        with pytest.raises(TypeError, match="cannot pickle this"):
+            await client.generate([[1]], SamplingParams(1))
+
+    ingesting(faulty, scenario, refuses)
+
+
+def test_error_when_it_can_not_be_pickled_then_it_goes_by_its_words():
+    """Nobody would tell who waits for the answer."""
+    made = worker._portable(RuntimeError("with a socket", threading.Lock()), "http://s:1")
+    assert isinstance(made, RolloutProtocolError) and "with a socket" in str(made)
+    assert type(worker._portable(ValueError("simple"), "http://s:1")) is ValueError
 
 
 @pytest.mark.parametrize("forked", [False, True])

@@ -62,6 +62,9 @@ class Ingest(Protocol):
     def waiting_here(self) -> int:
         """Requests that wait for this host, and have reached no server."""
 
+    async def ready(self) -> None:
+        """Return once a request goes out when it is given to `answer`: no server is slow before."""
+
     async def answer(self, url: str, asked: SampleRequest) -> ParsedAnswer:
         """The parsed answer of one server.
 
@@ -86,6 +89,9 @@ class IngestHere:
     def waiting_here(self) -> int:
         """As `Ingest.waiting_here`."""
         return self._fleet.waiting_here
+
+    async def ready(self) -> None:
+        """As `Ingest.ready`."""
 
     async def answer(self, url: str, asked: SampleRequest) -> ParsedAnswer:
         """As `Ingest.answer`."""

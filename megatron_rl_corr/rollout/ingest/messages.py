@@ -129,8 +129,19 @@ class _OutOfBand(pickle.Pickler):
 
 
 def _mapped(memory: int, size: int) -> Tensor:
-    """[size] uint8, the memory itself. Unlike Python's mmap it keeps no descriptor."""
-    return torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=size, dtype=torch.uint8)
+    """[size] uint8, the memory itself. Unlike Python's mmap it keeps no descriptor.
+
+    Raises:
+        OSError: there is no descriptor left to open it, or no room for one more mapping.
+    """
+    try:
+        return torch.from_file(f"/proc/self/fd/{memory}", shared=True, size=size, dtype=torch.uint8)
+    except RuntimeError as error:  # torch's, for a call that fails
+        raise OSError(
+            errno.ENOMEM,
+            "shared memory can't be mapped: no descriptor or memory is left, or this process has as many "
+            "mappings as `sysctl vm.max_map_count` allows",
+        ) from error
 
 
 def _padded(size: int) -> int:

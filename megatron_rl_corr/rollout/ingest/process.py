@@ -49,6 +49,8 @@ class _Process:
     waiting: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
     """By the number of a request, the server's address and who waits for its answer."""
     has_spoken: bool = False
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    """It has spoken, or ended."""
 
 
 class IngestProcess:
@@ -67,12 +69,21 @@ class IngestProcess:
         self.waiting_here = 0
         """Requests that waited for this host when the process last told of a fault of it."""
 
+    async def ready(self) -> None:
+        """As `Ingest.ready`.
+
+        Raises:
+            RuntimeError: the process ends again and again before it does anything.
+        """
+        while not (current := self._open()).started.is_set():
+            await current.started.wait()
+
     async def answer(self, url: str, asked: SampleRequest) -> ParsedAnswer:
         """As `Ingest.answer`.
 
         Raises:
             LocalFault: the process has ended.
-            RuntimeError: it ends again and again before it does anything.
+            RuntimeError: as `ready`.
         """
         current, number = self._open(), next(self._numbers)
         future: asyncio.Future[Any] = current.loop.create_future()
@@ -107,7 +118,7 @@ class IngestProcess:
         if self._stillborn == MOST_STILLBORN:
             raise RuntimeError(
                 f"{OPTION}: the process that receives answers has ended {MOST_STILLBORN} times before it "
-                "could take a request; see its last words in the log, or set {OPTION} off"
+                f"could take a request; see its last words in the log, or set {OPTION} off"
             )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -135,9 +146,12 @@ class IngestProcess:
             kind, number, _ = message
             try:
                 messages.send(current.link, *message)
-            except OSError as error:  # no descriptor or memory; where the process has gone, `_read` sees it
+            # no descriptor or memory; where the process has gone, `_read` sees it
+            except Exception as error:  # noqa: BLE001  whatever it is, somebody waits for it
                 if kind == "ask":
-                    self._in_loop(current, "error", number, (_gone(message[2][0], str(error)), 0))
+                    known = isinstance(error, OSError)
+                    error = _gone(message[2][0], str(error)) if known else error
+                    self._in_loop(current, "error", number, (error, self.waiting_here))
 
     def _read(self, current: _Process) -> None:
         """On a thread, until the process ends: hand its answers to those who wait."""
@@ -149,9 +163,9 @@ class IngestProcess:
                     self._in_loop(current, *inbox.receive())
             except EOFError:
                 pass
-            except OSError as error:
-                why = str(error)
-            finally:  # whatever it is, nobody else would tell those who wait
+            except Exception as error:  # noqa: BLE001  nobody else would tell those who wait
+                why = str(error) if isinstance(error, OSError) else repr(error)
+            finally:
                 current.outbox.put(None)
                 try:
                     current.process.wait(1)
@@ -168,6 +182,7 @@ class IngestProcess:
             self._lost(current, value)
             return
         current.has_spoken, self._stillborn = True, 0
+        current.started.set()
         _, future = current.waiting.get(number, ("", None))
         if future is None or future.done():  # it was cancelled
             return
@@ -182,8 +197,9 @@ class IngestProcess:
         if self._current is current:
             status = current.process.wait()
             logger.warning("the process that receives answers has ended: %s (status %s)", why, status)
-            self._current = None
+            self._current, self.waiting_here = None, 0
             self._stillborn += not current.has_spoken
+        current.started.set()
         for url, future in current.waiting.values():
             if not future.done():
                 future.set_exception(_gone(url, why))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -72,7 +73,7 @@ class IngestWorker:
         except EOFError:
             self._ended.set()
             return
-        except OSError as error:  # which request it was is not known: all are asked again
+        except Exception as error:  # noqa: BLE001  which request it was is not known: all are asked again
             print(f"the process that receives answers ends: {error}; {REMEDY}", file=sys.stderr, flush=True)
             self._ended.set()
             return
@@ -101,6 +102,8 @@ class IngestWorker:
             kept = messages.send(self._link, "answer", number, (fields, answer.server_times))
         except OSError as error:
             self._fail(number, LocalFault(url, "", str(error), REMEDY, sent=True))
+        except Exception as error:  # noqa: BLE001  as above
+            self._fail(number, _portable(error, url))
         else:
             if kept is not None:
                 self._kept[number] = kept
@@ -117,7 +120,8 @@ def _portable(error: Exception, url: str) -> Exception:
     if not hasattr(error, "detail"):  # none of a server: its place is needed
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
     try:
-        made = copy.copy(error)  # as pickle does it
+        pickle.dumps(error)
+        made = copy.copy(error)  # as the other side makes it
     except Exception:  # noqa: BLE001  an error of its own must not hide this one
         return RolloutProtocolError(url, "", f"{type(error).__name__}: {error}")
     return made
@@ -125,7 +129,9 @@ def _portable(error: Exception, url: str) -> Exception:
 
 def main() -> None:
     torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's; its end is ours
+    # Both are the trainer's, which a terminal, torchrun and Slurm send to its group; its end is ours.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     descriptor, parent = map(int, sys.argv[1:])
 
     async def work() -> None:
