@@ -16,7 +16,9 @@ from benchmarks.scale import (
     received_bytes,
     sent_bytes,
 )
-from tests.tiers import matrix
+from tests.tiers import long, matrix
+
+pytestmark = matrix
 
 U3 = USERS["U3"]
 MIB = 2**20
@@ -73,7 +75,7 @@ def test_push_of_changes_when_two_percent_changed_then_six_bytes_for_each_and_no
     assert paused_s(changes, 400) == pytest.approx(1.2 + 1.664)
 
 
-@matrix
+@long
 @pytest.mark.parametrize("user", USERS)
 def test_push_when_counted_for_every_user_then_within_the_same_bounds(user):
     given = USERS[user]
