@@ -115,9 +115,10 @@ class HFCheckpoint:
     def _reading(self, name: str) -> Iterator[safe_open]:
         path = self.file_of(name)
         with _named_in_errors(path):
-            if self._last is None or self._last[0] != path:
-                self._last = path, safe_open(path, framework="pt")
-            yield self._last[1]
+            last = self._last  # another thread may read too
+            if last is None or last[0] != path:
+                last = self._last = path, safe_open(path, framework="pt")
+            yield last[1]
 
     def file_of(self, name: str) -> Path:
         """The file that has a tensor. Raises ValueError if the folder has none of that name."""
