@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from local_run import environment, local_server, megatron_flags, torchrun  # noqa: E402
 
-from benchmarks.pushes import write_inputs  # noqa: E402
+from benchmarks.pushes import run_flags, write_inputs  # noqa: E402
 from benchmarks.quiet import only_tables  # noqa: E402
 from megatron_rl_corr.engines.sglang.changes_loader import LOADER  # noqa: E402
 from megatron_rl_corr.rollout.client import RolloutClient  # noqa: E402
@@ -118,6 +118,7 @@ def trained(folder: Path, model: Path, servers: list, pushes: int, chance: rando
     command = torchrun(
         [
             *megatron_flags(model, folder / "tensorboard"),
+            *run_flags(folder, folder / "log", [server.url for server in servers]),
             "--pipeline-model-parallel-size",
             2,
             "--expert-model-parallel-size",
@@ -125,32 +126,12 @@ def trained(folder: Path, model: Path, servers: list, pushes: int, chance: rando
             "--bf16",
             "--micro-batch-size",
             4,
-            "--global-batch-size",
-            8,
             "--train-iters",
             pushes,
             "--lr",
             1e-5,
-            "--lr-decay-style",
-            "constant",
-            "--eval-interval",
-            100000,
-            "--rollout-url",
-            *[server.url for server in servers],
-            "--rollout-prompts",
-            folder / "prompts.jsonl",
-            "--rollout-reward-function",
-            f"{folder / 'reward.py'}:reward",
-            "--rollout-group-size",
-            4,
-            "--rollout-max-new-tokens",
-            2,
-            "--rollout-log-dir",
-            folder / "log",
             "--rollout-events",
             folder / "events.jsonl",
-            "--rollout-correction-preset",
-            "decoupled_token_is",
             "--rollout-push",
             "delta",
             "--rollout-push-full-every",

@@ -110,6 +110,32 @@ def write_inputs(folder: Path, kind: str) -> Path:
     return model
 
 
+def run_flags(inputs: Path, log: Path, urls: list[str]) -> list:
+    """Flags of a run with the inputs of `write_inputs`, whatever it trains with."""
+    return [
+        "--global-batch-size",
+        8,
+        "--lr-decay-style",
+        "constant",
+        "--eval-interval",
+        100000,
+        "--rollout-url",
+        *urls,
+        "--rollout-prompts",
+        inputs / "prompts.jsonl",
+        "--rollout-reward-function",
+        f"{inputs / 'reward.py'}:reward",
+        "--rollout-group-size",
+        4,
+        "--rollout-max-new-tokens",
+        2,
+        "--rollout-log-dir",
+        log,
+        "--rollout-correction-preset",
+        "decoupled_token_is",
+    ]
+
+
 def run(folder: Path, model: Path, url: str, engine: str, steps: int, *more: str) -> tuple[list[dict], int]:
     """The rows of metrics.jsonl of a run of one process, and its exit status."""
     dense = json.loads((model / "config.json").read_text())["model_type"] == "qwen3"
@@ -118,34 +144,15 @@ def run(folder: Path, model: Path, url: str, engine: str, steps: int, *more: str
     command = torchrun(
         [
             *flags,
+            *run_flags(folder.parent, folder, [url]),
             "--micro-batch-size",
-            8,
-            "--global-batch-size",
             8,
             "--train-iters",
             steps,
             "--lr",
             1e-3,
-            "--lr-decay-style",
-            "constant",
-            "--eval-interval",
-            100000,
-            "--rollout-url",
-            url,
             "--rollout-engine",
             engine,
-            "--rollout-prompts",
-            folder.parent / "prompts.jsonl",
-            "--rollout-reward-function",
-            f"{folder.parent / 'reward.py'}:reward",
-            "--rollout-group-size",
-            4,
-            "--rollout-max-new-tokens",
-            2,
-            "--rollout-log-dir",
-            folder,
-            "--rollout-correction-preset",
-            "decoupled_token_is",
             *more,
         ],
         processes=1,

@@ -32,12 +32,12 @@ def scatter_slices(
     Args:
         make: make(stage, context-parallel rank) is that slice, in any memory; on the data leader. None on
             others.
-        own: this rank's slice, which is filled: contiguous, on the communication device. Not used on stages
-            that get none.
+        own: this rank's slice, which is filled: contiguous, on the communication device. Of one without
+            elements nothing is sent. Not used on stages that get none.
         layout: this rank's process groups.
         stages: which get a slice.
     """
-    gets_one = layout.pp_rank in stages
+    gets_one = layout.pp_rank in stages and own.numel() > 0
     if make is not None:
         # The leader's own comes last, when nothing else is under way.
         places = [(stage, rank) for stage in sorted(stages) for rank in range(layout.cp_size)]
@@ -59,6 +59,8 @@ def _send_each(slices: Iterable[tuple[Tensor, int]]) -> None:
     """Send tensors to ranks of the job, as they are made: while one travels the next is made."""
     under_way: deque[tuple[list[dist.Work], Tensor]] = deque()
     for tensor, rank in slices:
+        if not tensor.numel():  # nothing is expected there
+            continue
         under_way.append((dist.batch_isend_irecv([dist.P2POp(dist.isend, _bytes(tensor), rank)]), tensor))
         del tensor
         if len(under_way) == UNDER_WAY:

@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 930,
-    "mcore": 7_390,
+    "mcore": 7_355,
     "features": 1_985,
     "observability": 780,
     "integrations": 515,

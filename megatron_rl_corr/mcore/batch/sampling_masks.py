@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import Trajectory
@@ -19,6 +18,7 @@ from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.context import zigzag_positions
 from megatron_rl_corr.reduce.failure import communication_device
 from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.reduce.slices import scatter_slices
 
 Part = tuple[Tensor, Tensor]
 """(how many ids each token has [T] int32, the ids int32)."""
@@ -37,17 +37,17 @@ def scatter_sampling_masks(parts: list[Part] | None, tokens: int, *, layout: Lay
         tokens: T.
         layout: this rank's process groups.
     """
-    device, tp, own = communication_device(), layout.tp_group, None
-    if parts is not None:
-        for context, part in enumerate(parts):
-            to = layout.replica_rank(layout.pp_size - 1, context)
-            if to == dist.get_rank():
-                own = part
-            else:
-                _send(part, device, to)
-    elif layout.is_last_stage and tp.rank() == 0:
-        own = _receive(tokens, device, layout.replica_rank(0, 0))
-    return _broadcast_from_first(own, tokens, device, tp) if layout.is_last_stage else None
+    device, last = communication_device(), layout.is_last_stage
+
+    def scatter(index: int, size: int) -> Tensor:
+        own = torch.empty(size if last else 0, dtype=torch.int32, device=device)
+        of_rank = None if parts is None else lambda stage, context: parts[context][index]
+        scatter_slices(of_rank, own, layout, stages={layout.pp_size - 1})
+        return own
+
+    lengths = scatter(0, tokens).cpu().numpy()  # their sum is the number of ids
+    ids = scatter(1, int(lengths.sum()))
+    return SamplingMasks.of(ids, lengths) if last else None
 
 
 def cut_sampling_masks(samples: Sequence[Trajectory], boundaries: Sequence[int], cp: int) -> list[Part]:
@@ -103,42 +103,3 @@ def _checked_lengths(sample: Trajectory) -> np.ndarray:
             "not what it said"
         )
     return lengths.numpy()
-
-
-@collective
-def _send(part: Part, device: torch.device, to: int) -> None:
-    for tensor in part:
-        if tensor.numel():
-            dist.send(tensor.to(device), to)
-
-
-@collective
-def _receive(tokens: int, device: torch.device, source: int) -> Part:
-    """The lengths come first: their sum is the number of ids that follow."""
-    lengths = torch.empty(tokens, dtype=torch.int32, device=device)
-    if tokens:
-        dist.recv(lengths, source)
-    ids = torch.empty(int(lengths.sum()), dtype=torch.int32, device=device)
-    if ids.numel():
-        dist.recv(ids, source)
-    return lengths, ids
-
-
-@collective
-def _broadcast_from_first(
-    part: Part | None, tokens: int, device: torch.device, group: dist.ProcessGroup
-) -> SamplingMasks:
-    """From tensor-parallel rank 0 (others: None) to its group."""
-    source = dist.get_process_group_ranks(group)[0]
-    lengths = torch.empty(tokens, dtype=torch.int32, device=device) if part is None else part[0].to(device)
-    if group.size() > 1:
-        dist.broadcast(lengths, source, group=group)
-    on_host = lengths.cpu().numpy()
-    ids = (
-        part[1].to(device)
-        if part is not None
-        else torch.empty(int(on_host.sum()), dtype=torch.int32, device=device)
-    )
-    if group.size() > 1 and ids.numel():
-        dist.broadcast(ids, source, group=group)
-    return SamplingMasks.of(ids, on_host)
