@@ -15,6 +15,9 @@ from megatron_rl_corr.config.features import FEATURES, feature_options
 from megatron_rl_corr.config.fields import options_of
 from megatron_rl_corr.config.flags import PREFIX
 from tests.features_removed import package_without
+from tests.tiers import long, matrix
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ["--rollout-url", "http://127.0.0.1:1", "--rollout-hf-checkpoint", "m", "--rollout-prompts", "p"]
@@ -57,7 +60,13 @@ def shown(folder, *arguments):
     return json.loads(ran.stdout)
 
 
-@pytest.mark.parametrize(("name", "owner"), zip(FEATURES, feature_options(), strict=True))
+@pytest.mark.parametrize(
+    ("name", "owner"),
+    [
+        pytest.param(name, owner, marks=[long] * (at % 3 > 0))
+        for at, (name, owner) in enumerate(zip(FEATURES, feature_options(), strict=True))
+    ],
+)
 def test_feature_when_deleted_then_its_flags_and_metrics_are_unknown_and_no_other(tmp_path, name, owner):
     # others are left to Megatron, which refuses them too
     flags = [one.flag for one in options_of(owner).values() if one.flag.startswith(PREFIX)]

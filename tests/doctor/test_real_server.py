@@ -26,7 +26,10 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from tests.faults.drills import drill
 from tests.preloaded import PreloadedServer
+from tests.tiers import in_matrix, matrix
 from tools.cpu import environment, sglang_arguments
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -317,7 +320,14 @@ def examined(servers):
     return "sglang", servers.right
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "the weights are changed, the server samples",
+        "the weights are being put back",
+        *in_matrix("the server is paused", "the weights are being sent", "their name is put back"),
+    ],
+)
 def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples(
     examined, vocab_size, moment
 ):

@@ -196,6 +196,7 @@ def test_quickstart_when_asynchronous_then_trained_twice_and_the_second_run_is_a
     assert (quickstart.out / "comparison.png").stat().st_size > 10_000
 
 
+@long
 def test_quickstart_when_colocated_then_the_server_gets_its_memory_back_for_every_step(tmp_path):
     given = ["--steps", "3", "--colocate", "--router-replay", "R3", *IN_FLOAT32]
     saves = ["--rollout-save-trajectories", str(tmp_path / "samples")]
@@ -301,6 +302,7 @@ def end_by_ctrl_c(quickstart):
     assert left_of(quickstart.out) == []
 
 
+@long
 def test_quickstart_when_replayed_without_logits_over_cp_and_vpp_then_no_mismatch(
     tmp_path,
 ):

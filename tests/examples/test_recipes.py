@@ -138,7 +138,7 @@ def test_dry_run_as_a_user_starts_it_then_every_parser_takes_the_flags(sparse):
         assert words in run.stdout
 
 
-@pytest.mark.parametrize("data", ["dapo", "gsm8k"])
+@pytest.mark.parametrize("data", ["gsm8k", *in_matrix("dapo")])
 def test_training_flags_then_megatron_and_our_checks_take_them_with_data_of_both_kinds(recipe, data):
     checked = recipe.check_training(data=data)
     assert checked.returncode == 0, checked.stderr[-2000:]

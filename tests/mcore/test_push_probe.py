@@ -80,6 +80,7 @@ def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_
             assert all(map(torch.equal, own, logprobs)) and all(map(torch.equal, other, rounded))
 
 
+@pytest.mark.parametrize("engine_server", ["sglang", *in_matrix("vllm")], indirect=True)
 def test_probe_when_rows_are_long_then_its_own_are_as_short_as_its_texts(
     tiny_moe_dir, engine_server, tmp_path
 ):
@@ -215,7 +216,9 @@ def test_probe_when_a_server_computes_with_another_setting_then_it_was_so_before
         assert "before the first push" in message and "model-flags" in message, (spec, message)
 
 
-@pytest.mark.parametrize("stale", ["layers.1.", "layers.2.mlp.gate.", "layers.0.self_attn.k_proj."])
+@pytest.mark.parametrize(
+    "stale", ["layers.2.mlp.gate.", *in_matrix("layers.1.", "layers.0.self_attn.k_proj.")]
+)
 def test_probe_when_a_push_leaves_tensors_as_they_were_then_the_server_is_named(
     stale, tiny_moe_dir, engine_server, tmp_path
 ):

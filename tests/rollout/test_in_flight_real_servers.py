@@ -15,6 +15,9 @@ from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 from tests.hf_truth import scored
 from tests.server_load import wait_for_tokens
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
 
 PROMPTS, SAMPLES = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2]], 3
 LONG = SamplingParams(250, ignore_eos=True)
@@ -153,8 +156,15 @@ def set_up(loop, urls, tiny_moe_dir, mode, *, engine, keyed=True):
     return client, WeightServers(client, loop, transport, pause_mode=mode)
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
+@pytest.mark.parametrize(
+    ("mode", "count"),
+    [
+        ("retract", 2),
+        ("in_place", 2),
+        ("abort", 1),
+        *in_matrix(("retract", 1), ("in_place", 1), ("abort", 2)),
+    ],
+)
 def test_weights_when_changed_while_sampling_then_every_token_carries_the_version_that_sampled_it(
     mode, count, urls, engine, weights, models, loop, tiny_moe_dir, wait_until_sampling
 ):

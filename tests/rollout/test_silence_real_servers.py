@@ -18,7 +18,7 @@ from aiohttp import web
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams, health
 from tests.faults.drills import drill
-from tests.tiers import long, matrix
+from tests.tiers import in_matrix, long, matrix
 
 pytestmark = matrix
 
@@ -137,7 +137,7 @@ def test_generate_when_answers_take_many_times_the_bound_and_wait_in_the_queue_t
         assert arrived[0] > bound and arrived[-1] - arrived[0] > 1.0, "the test is too fast to prove anything"
 
 
-@pytest.mark.parametrize("mode", ["retract", "abort"])
+@pytest.mark.parametrize("mode", ["retract", *in_matrix("abort")])
 def test_generate_when_a_server_is_paused_for_longer_than_the_bound_then_it_is_not_silent(
     loop, victim, wait_until_sampling, mode
 ):

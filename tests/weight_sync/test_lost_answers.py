@@ -11,8 +11,11 @@ from safetensors.torch import load_file
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from tests.faults.door import Door
+from tests.tiers import in_matrix, matrix
 from tests.weight_sync.test_memory_real_server import Colocated, Restartable
 from tests.weight_sync.test_push_real_servers import noisy
+
+pytestmark = matrix
 
 RELEASE, RESUME = "/release_memory_occupation", "/resume_memory_occupation"
 
@@ -101,7 +104,15 @@ MOMENTS = {
 """What fails -> the request, which one of it in the turn, and how. The server has done what it was asked."""
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "release, HTTP 504",
+        "cache resumed, cut",
+        "killed at its weights",
+        *in_matrix("release, cut", "weights resumed, HTTP 502", "killed at its cache"),
+    ],
+)
 def test_turn_when_one_of_two_servers_is_lost_in_it_then_the_run_goes_on_with_the_other(
     both, pair, door, weights, told, monkeypatch, moment
 ):

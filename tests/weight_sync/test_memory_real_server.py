@@ -31,11 +31,12 @@ from megatron_rl_corr.weight_sync.update import release_servers
 from tests.hf_truth import assert_is_truth
 from tests.preloaded import PreloadedServer
 from tests.server_load import wait_until_sampling
+from tests.tiers import in_matrix, matrix
 from tests.weight_sync.pushing import PROMPT, SAMPLING, Pushing
 from tests.weight_sync.test_push_real_servers import model_of, noisy
 from tools.cpu import environment, sglang_arguments
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = [matrix, pytest.mark.usefixtures("one_rank")]
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +202,15 @@ NOT_A_NUMBER: it may also sample, with log-probs that are none.
 """
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "order",
+    [
+        "weights pushed before their memory is back",
+        "sampled before the cache is back",
+        "released while it runs",
+        *in_matrix("weights never pushed", "released twice", "resumed what is there"),
+    ],
+)
 def test_server_when_asked_in_a_wrong_order_then_it_ends(trainer, saving, weights, order):
     """What our own order keeps from happening: each of these requests is one that we send,
     at another moment.
