@@ -58,8 +58,8 @@ def test_generate_when_top_k_is_set_then_masks_logprobs_and_experts_are_the_mode
 def test_hook_when_the_v2_runner_is_imported_then_its_list_is_replaced(tmp_path):
     (tmp_path / "code.py").write_text("""
 import vllm.v1.engine.core, vllm.v1.sample.ops.topk_topp_sampler
-from tools.cpu.vllm_replacements import LATE_V2
-print([r.target for r in LATE_V2 if r.is_applied()])
+from tools.cpu.vllm_replacements import EARLY, LATE_V2
+print([r.target for r in (*EARLY, *LATE_V2) if r.is_applied()])
 """)
     answer = run_preloaded([tmp_path / "code.py"], engine="vllm_v2", env=environment("vllm_v2"))
     assert answer.stdout.splitlines()[-1] == str([target for target, _ in replacements("vllm_v2")]), (
