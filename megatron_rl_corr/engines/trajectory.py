@@ -187,6 +187,10 @@ class Trajectory:
     """
     environment_reward: float | None = None
     """What the environment scored the episode; None: it did not, or there is none."""
+    branch: int = 0
+    """Which of its episode's sequences: an agent that edits its history begins another. All have the same
+    sample_index; a token that several share is sampled in one of them, and in the others' prompts.
+    """
 
     def __post_init__(self):
         int64, float32 = torch.int64, torch.float32

@@ -1,0 +1,100 @@
+"""What passes between the protocols, the episode that they ask, and the answers that they make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+    """The policy is asked for the assistant's next message. Example: ChatRequest([{"role": "user",
+    "content": "1+1"}]).
+    """
+
+    messages: list[dict[str, Any]]
+    """As in OpenAI's chat completions: role, content (text, "" for none), and where there are any tool_calls
+    (function.arguments is JSON text), tool_call_id, name and reasoning_content. No other keys.
+    """
+    tools: list[dict[str, Any]] | None = None
+    """As in OpenAI's chat completions: {"type": "function", "function": {...}}; None: none, not []."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template, such as enable_thinking."""
+    parses_tools: bool = True
+    """Tool calls are read from the answer's text; False: all of it is content (tool_choice none)."""
+    max_tokens: int | None = None
+    """Sampled tokens at most; None: as many as the run allows."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer."""
+    n: int = 1
+    """Answers."""
+    overridden: tuple[str, ...] = ()
+    """Fields that would change the policy; the run's own settings are used instead."""
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """The policy is asked to go on with a text, or with token ids."""
+
+    prompt: str | list[int]
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    n: int = 1
+    overridden: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """One answer of the policy."""
+
+    id: str
+    """Names the turn within its episode; the response has it, in its protocol's form."""
+    text: str
+    """What was sampled, without the end-of-turn token and without the stop text: of chats the content that
+    is left beside `tool_calls`.
+    """
+    finish_reason: str
+    """stop, length or tool_calls."""
+    prompt_tokens: int
+    cached_tokens: int
+    output_ids: torch.Tensor
+    """[R] int64: all that were sampled, the end-of-turn token too."""
+    token_texts: list[str]
+    """R texts of the tokens one by one."""
+    logprobs: torch.Tensor
+    """[R] float32."""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    """As in OpenAI's chat completions, with ids."""
+    reasoning: str = ""
+    """Thoughts, where the run asks for them apart from the content."""
+
+
+class EpisodeSession(Protocol):
+    """What a gateway asks for one episode; rollout/gateway/episode.py is the one of a run."""
+
+    async def chat(self, request: ChatRequest) -> Sequence[Answer]:
+        """n answers, each another turn of the episode.
+
+        Raises:
+            GatewayError: the request can't be answered; the harness is told why.
+        """
+
+    async def text(self, request: TextRequest) -> Sequence[Answer]:
+        """As `chat`, for a raw text."""
+
+    def undelivered(self, answers: Sequence[Answer]) -> None:
+        """The connection was gone before the harness had these: they are no turns of the episode."""
+
+
+class GatewayError(Exception):
+    """A request that can't be answered, in the terms of the official servers.
+
+    Example: GatewayError(400, "context_length_exceeded", "This model's maximum context length is ...").
+    """
+
+    def __init__(self, status: int, code: str, message: str, *, param: str | None = None):
+        super().__init__(message)
+        self.status, self.code, self.message, self.param = status, code, message, param
