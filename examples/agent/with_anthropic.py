@@ -1,0 +1,34 @@
+"""The task with a loop of one's own over the Anthropic SDK (pip install anthropic)."""
+
+from anthropic import AsyncAnthropic
+
+import task as sums
+
+TOOL = {
+    "name": "add",
+    "description": "The sum of two numbers.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    },
+}
+
+
+async def run(task, base_url, api_key):
+    """One episode; its reward."""
+    client = AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
+    messages, text = list(task["messages"]), ""
+    for _ in range(3):
+        answer = await client.messages.create(model="policy", max_tokens=24, messages=messages, tools=[TOOL])
+        messages.append({"role": "assistant", "content": answer.content})
+        text = "".join(block.text for block in answer.content if block.type == "text")
+        calls = [block for block in answer.content if block.type == "tool_use"]
+        if not calls:
+            break
+        results = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": str(sums.add(**call.input))}
+            for call in calls
+        ]
+        messages.append({"role": "user", "content": results})
+    return sums.reward(text, task["label"])

@@ -1,0 +1,30 @@
+"""The task with the OpenAI Agents SDK (pip install openai-agents)."""
+
+from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
+from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
+from openai import AsyncOpenAI
+
+import task as sums
+
+set_tracing_disabled(True)
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return sums.add(a, b)
+
+
+async def run(task, base_url, api_key):
+    """One episode; its reward. A model that calls without end, or what is not there, is wrong."""
+    client = AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    agent = Agent(
+        name="calculator",
+        tools=[add],
+        model=OpenAIChatCompletionsModel(model="policy", openai_client=client),
+    )
+    try:
+        result = await Runner.run(agent, task["messages"], max_turns=4)
+    except (MaxTurnsExceeded, ModelBehaviorError):
+        return 0.0
+    return sums.reward(result.final_output, task["label"])

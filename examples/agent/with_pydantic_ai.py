@@ -1,0 +1,25 @@
+"""The task with Pydantic AI (pip install "pydantic-ai-slim[openai]")."""
+
+from pydantic_ai import Agent, UnexpectedModelBehavior, UsageLimitExceeded, UsageLimits
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+
+import task as sums
+
+
+async def run(task, base_url, api_key):
+    """One episode; its reward. A model that calls without end, or what is not there, is wrong."""
+    model = OpenAIChatModel("policy", provider=OpenAIProvider(base_url=base_url, api_key=api_key))
+    agent = Agent(model, retries=1)
+
+    @agent.tool_plain
+    def add(a: int, b: int) -> int:
+        """The sum of two numbers."""
+        return sums.add(a, b)
+
+    question = task["messages"][-1]["content"]
+    try:
+        result = await agent.run(question, usage_limits=UsageLimits(request_limit=4))
+    except (UnexpectedModelBehavior, UsageLimitExceeded):
+        return 0.0
+    return sums.reward(result.output, task["label"])

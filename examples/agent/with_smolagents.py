@@ -1,0 +1,23 @@
+"""The task with smolagents (pip install "smolagents[openai]")."""
+
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
+
+import task as sums
+
+
+@tool
+def add(a: int, b: int) -> int:
+    """The sum of two numbers.
+
+    Args:
+        a: one.
+        b: the other.
+    """
+    return sums.add(a, b)
+
+
+def run(task, base_url, api_key):
+    """One episode; its reward."""
+    model = OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
+    agent = ToolCallingAgent([add], model, max_steps=3, verbosity_level=0)
+    return sums.reward(agent.run(task["messages"][-1]["content"]), task["label"])
