@@ -1,8 +1,7 @@
 """The task with a loop of one's own over the Anthropic SDK (pip install anthropic)."""
 
-from anthropic import AsyncAnthropic
-
 import task as sums
+from anthropic import AsyncAnthropic
 
 TOOL = {
     "name": "add",

@@ -1,11 +1,10 @@
 """The task with LangGraph (pip install langgraph langchain-openai)."""
 
+import task as sums
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from langgraph.errors import GraphRecursionError
 from langgraph.prebuilt import create_react_agent
-
-import task as sums
 
 
 @tool

@@ -1,10 +1,9 @@
 """The task with the OpenAI Agents SDK (pip install openai-agents)."""
 
+import task as sums
 from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
 from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
 from openai import AsyncOpenAI
-
-import task as sums
 
 set_tracing_disabled(True)
 

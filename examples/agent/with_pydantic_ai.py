@@ -1,10 +1,9 @@
 """The task with Pydantic AI (pip install "pydantic-ai-slim[openai]")."""
 
+import task as sums
 from pydantic_ai import Agent, UnexpectedModelBehavior, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
-import task as sums
 
 
 async def run(task, base_url, api_key):

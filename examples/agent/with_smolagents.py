@@ -1,8 +1,7 @@
 """The task with smolagents (pip install "smolagents[openai]")."""
 
-from smolagents import OpenAIServerModel, ToolCallingAgent, tool
-
 import task as sums
+from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
 
 @tool
