@@ -20,7 +20,7 @@ TEMPLATES = Path(__file__).parents[2] / "data/chat_templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 BOS = "<s>"
 CONTROL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|user|> <|assistant|> <|system|> <|observation|> <|end|> <|eot_id|> "
+    "<|endoftext|> <|im_start|> <|im_end|> <|user|> <|tool|> <|assistant|> <|system|> <|observation|> <|end|> <|eot_id|> "
     "<|start_header_id|> <|end_header_id|> [INST] [/INST] [TOOL_RESULTS] [/TOOL_RESULTS] <|im_user|> "
     "<|im_assistant|> <|im_system|> <|im_middle|> <|tool_call_begin|> <|argument_begin|> <|tool_call_end|> <User> "
     "<Assistant> <output> <end> [gMASK] <sop> <|start|> <|channel|> <|message|> <|call|> <|return|> <s> </s>"
@@ -28,10 +28,10 @@ CONTROL = (
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Tokens of their own that are no control tokens."""
 SIMPLE = (
+    "{% if tools %}{{ tools[0].function.name }}{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
     "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.name }}"
     "{{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|end|>\n{% endfor %}"
-    "{% if tools %}{{ tools[0].function.name }}{% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 ENDS = {

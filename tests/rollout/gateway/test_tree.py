@@ -159,7 +159,7 @@ def test_request_when_no_answer_is_in_its_history_or_tools_differ_then_the_reaso
             [USER],
             [USER, said("a "), MORE],
             ChatRequest([USER, said("a"), MORE], TOOLS),
-            ChatRequest([USER, said("a"), MORE], template_kwargs={"message": 1}) if False else [MORE],
+            [MORE],
         ],
     )
     assert reasons(made) == {"first": 1, "edited": 3, "tools": 1}
@@ -297,8 +297,9 @@ def test_control_tokens_when_a_user_or_a_tool_spells_one_then_it_is_text():
         (begin,), (end,), (answer,) = ids_of(f"<|{role}|>"), ids_of("<|end|>"), ids_of("<|assistant|>")
         one = [begin, *plain(evil), end]
         prompts = [one_request["prompt"] for one_request in servers.log]
-        assert prompts[0] == [*one, *plain("\n<|end|>"), answer]
-        assert made.tree.check() == [] and reasons(made) == {"first": 1, "template": 1}
+        assert prompts[0] == [*plain("<|end|>"), *one, *plain("\n"), answer]
+        assert prompts[1] == [*prompts[0], *ids_of("a<|end|>\n"), *one, *plain("\n"), answer]
+        assert made.tree.check() == [] and reasons(made) == {"first": 1}
 
 
 def test_control_tokens_when_nobody_spells_one_then_ids_are_those_of_the_rendered_text():
