@@ -38,7 +38,7 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 def _check_turns(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for what looks at turns where there is one in every rollout."""
     by_turn = config.decided_by_turn
-    if by_turn and not run.environment and not run.replay:
+    if by_turn and not run.maker and not run.replay:
         raise ValueError(
             f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a "
             "token or sequence level"

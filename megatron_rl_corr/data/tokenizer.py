@@ -109,6 +109,11 @@ class Tokenizer:
         """True if it can render messages."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
+    @property
+    def template_text(self) -> str:
+        """The chat template, where there are several the one with tools; "" without one."""
+        return self._tokenizer.get_chat_template(tools=[{}]) if self.has_template else ""
+
     def check_variables(self, variables: Mapping[str, Any], *, with_tools: bool) -> None:
         """ValueError for a variable that the chat template does not use, and so for an option without effect.
 

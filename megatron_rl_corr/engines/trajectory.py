@@ -5,7 +5,7 @@ experts a token.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -187,6 +187,8 @@ class Trajectory:
     """
     environment_reward: float | None = None
     """What the environment scored the episode; None: it did not, or there is none."""
+    environment_parts: Mapping[str, float] | None = None
+    """Named numbers beside that score; None: there are none."""
     branch: int = 0
     """Which of its episode's sequences: an agent that edits its history begins another. All have the same
     sample_index; a token that several share is sampled in one of them, and in the others' prompts.

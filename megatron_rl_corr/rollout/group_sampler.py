@@ -14,7 +14,7 @@ from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Drawn, GroupNumbers
-from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.episodes import SampleMaker
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.queue import Group
 from megatron_rl_corr.rollout.sampling import sampling_of_row
@@ -54,7 +54,7 @@ class GroupSampler:
         failures: Failures,
         failed_prompts: FailedPrompts,
         on_failed: float | None,
-        episodes: Episodes | None,
+        episodes: SampleMaker | None,
         drop_truncated: bool = False,
         traces: bool = False,
     ):

@@ -54,7 +54,7 @@ class SavedSamplesFeature(Feature):
             replicas=layout.dp_size,
             group_size=run.shape.group_size,
             packed=run.shape.packing is not None,
-            num_turns=options.max_turns,
+            num_turns=options.most_turns,
             hf_checkpoint=str(Path(options.hf_checkpoint).resolve()),
             masks_truncated=options.truncated_samples == "mask",
         )

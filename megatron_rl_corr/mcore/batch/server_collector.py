@@ -26,7 +26,7 @@ from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
-from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.episodes import SampleMaker
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_filter import GroupFilter, chosen_sample
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
@@ -49,8 +49,8 @@ class SampleSource:
     prompts: PromptDataset | None
     """None on ranks that draw none."""
     rewards: Rewards
-    episodes: Episodes | None = None
-    """With --rollout-environment."""
+    episodes: SampleMaker | None = None
+    """What makes samples of prompts; None: each is one response."""
     tokenizer: Tokenizer | None = None
     """The model's; None where --rollout-hf-checkpoint has none."""
 
@@ -82,7 +82,7 @@ class Collector(BatchCollector):
             layout,
             shape,
             training_sampling(options),
-            num_turns=options.max_turns,
+            num_turns=options.most_turns,
             truncated_samples=options.truncated_samples,
             routes=routes,
             by_lag=options.max_lag > 0,

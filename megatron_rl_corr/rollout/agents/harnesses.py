@@ -113,7 +113,7 @@ class Harnesses:
         except orjson.JSONEncodeError as error:
             raise SampleFailure(
                 CAUSE,
-                f"{self._name}: the row holds what no harness can be given ({error}); leave it out of it",
+                f"{self.name}: the row holds what no harness can be given ({error}); leave it out of it",
             ) from None
         starter = await self._living()
         number = self._count = self._count + 1
@@ -138,7 +138,8 @@ class Harnesses:
             await self._end(starter)
 
     @property
-    def _name(self) -> str:
+    def name(self) -> str:
+        """The option and what it names, for messages."""
         what = self.kind.function or " ".join(self.kind.command or ())
         return f"{self.kind.flag} {what}"
 
@@ -150,7 +151,7 @@ class Harnesses:
         """
         async with self._starting:
             if self._closed:
-                raise SampleFailure(CAUSE, f"{self._name}: the run ends")
+                raise SampleFailure(CAUSE, f"{self.name}: the run ends")
             for attempt in range(RESTARTS + 1):
                 if self._starter is not None and not self._starter.reading.done():
                     return self._starter
@@ -195,13 +196,13 @@ class Harnesses:
                 raise ValueError(
                     error
                     if error.startswith(self.kind.flag)
-                    else f"{self._name} could not be loaded:\n{error}"
+                    else f"{self.name} could not be loaded:\n{error}"
                 )
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError) as error:
             await self._end(starter)
             late = isinstance(error, TimeoutError)
             why = f"it took over {START_LIMIT_S:g} s" if late else "it ended its process"
-            raise ValueError(f"{self._name} could not be loaded: {why}") from None
+            raise ValueError(f"{self.name} could not be loaded: {why}") from None
         except BaseException:
             await self._end(starter)
             raise
@@ -227,7 +228,7 @@ class Harnesses:
             for asked in left.values():
                 if not asked.ended.done():
                     asked.ended.set_exception(
-                        SampleFailure(CAUSE, f"{self._name}: the process that started its harness ended")
+                        SampleFailure(CAUSE, f"{self.name}: the process that started its harness ended")
                     )
             if not self._closed:
                 EVENTS.tell(
@@ -252,7 +253,7 @@ class Harnesses:
         """What a harness that has ended gives, or its failure."""
 
         def shown(what: str) -> str:
-            return with_output(f"{self._name} {what}", ended["output"], key)
+            return with_output(f"{self.name} {what}", ended["output"], key)
 
         if ended["why"] == "timeout":
             raise SampleFailure(TIMEOUT, shown(f"took longer than {self.kind.timeout_s:g} s"))
@@ -276,7 +277,7 @@ class Harnesses:
         if self.kind.command is None:
             return answer["value"]
         try:
-            return checked_outcome(answer["value"], self._name)
+            return checked_outcome(answer["value"], self.name)
         except ValueError as error:
             raise SampleFailure(CAUSE, shown(f"failed: {error}")) from None
 
