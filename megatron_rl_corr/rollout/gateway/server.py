@@ -223,8 +223,8 @@ class Gateway:
                 raise GatewayError(
                     400,
                     "unsupported_parameter",
-                    f"'{overridden[0]}' differs from the run's, by which all is sampled; leave it out, or start "
-                    "the run without --rollout-gateway-strict to have it ignored.",
+                    f"'{overridden[0]}' differs from the run's, by which all is sampled; leave it out, or "
+                    "start the run without --rollout-gateway-strict to have it ignored.",
                     param=overridden[0],
                 )
             headers = {OVERRIDDEN_HEADER: ",".join(overridden)} if overridden else {}
@@ -278,6 +278,8 @@ class _Reply:
             if self._stream is None:
                 raise
             return await self._end_stream([self._form.error_event(error)])
+        except ConnectionError:  # the client has gone, and nobody reads what is returned
+            return web.Response()
         finally:
             if not delivered:
                 await self._undo(answering)
