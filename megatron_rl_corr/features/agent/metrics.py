@@ -37,9 +37,7 @@ def agent_metrics(values: Tensor) -> dict[str, Metric]:
         values: [len(COUNTED)] float64, this rank's share of what all replicas have counted.
     """
     named = dict(zip(COUNTED, values, strict=True))
-    means = {
-        name: Mean(torch.stack([named[own], named["episodes"]])) for name, own in PER_EPISODE.items()
-    }
+    means = {name: Mean(torch.stack([named[own], named["episodes"]])) for name, own in PER_EPISODE.items()}
     sums = SUMS | {f"agent/forks_{reason}": f"forks_{reason}" for reason in FORKS}
     return means | {name: Sum(named[own][None]) for name, own in sums.items()}
 
@@ -53,11 +51,15 @@ METRICS = in_group(
                 "agent/episodes", "agents' episodes that ended since the batch before, well or not", "count"
             ),
             MetricSpec("agent/harness_s", "seconds of an episode", "mean over these episodes"),
-            MetricSpec("agent/requests", "requests of an episode, refused ones too", "mean over these episodes"),
+            MetricSpec(
+                "agent/requests", "requests of an episode, refused ones too", "mean over these episodes"
+            ),
             MetricSpec("agent/turns", "answers in an episode", "mean over these episodes"),
             MetricSpec("agent/branches", "sequences of an episode", "mean over these episodes"),
             MetricSpec(
-                "agent/refused", "requests refused for what they ask: too long, too many, no template for it", "count"
+                "agent/refused",
+                "requests refused for what they ask: too long, too many, no template for it",
+                "count",
             ),
             MetricSpec(
                 "agent/rerendered",

@@ -13,7 +13,7 @@ ANY = "agent or agent_command"
 
 @dataclass(frozen=True, kw_only=True)
 class AgentConfig(Options):
-    """Agents: harnesses that ask the policy by OpenAI's or Anthropic's protocol, and are trained as they are."""
+    """Agents: harnesses that speak OpenAI's or Anthropic's protocol, trained as they are."""
 
     acts_in_replay = False
     makes_samples = EpisodeMaker(
@@ -86,8 +86,8 @@ class AgentConfig(Options):
         """ValueError for padded rows, of which each replica has equally many."""
         if (self.agent or self.agent_command) and self.pad_sequences:
             raise ValueError(
-                "`pad_sequences` with an agent: an episode may have any number of sequences, and each replica "
-                "has the same number of rows; drop `pad_sequences`, so that they are packed"
+                "`pad_sequences` with an agent: an episode may have any number of sequences, and each "
+                "replica has the same number of rows; drop `pad_sequences`, so that they are packed"
             )
 
 

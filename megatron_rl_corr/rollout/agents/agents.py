@@ -1,4 +1,4 @@
-"""Samples episodes of agents: a harness of the user's an episode, which asks the policy through the gateway."""
+"""Samples episodes of agents: a harness of the user's for each, which asks the policy through the gateway."""
 
 from __future__ import annotations
 
@@ -126,7 +126,9 @@ class Agents:
             raise ValueError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
         numbers = client.numbered(len(prompts), group_numbers)
         rules = replace(
-            self._rules, sampling=sampling, max_tokens=min(self._rules.max_tokens, await self._context_of(client))
+            self._rules,
+            sampling=sampling,
+            max_tokens=min(self._rules.max_tokens, await self._context_of(client)),
         )
         total, done, tokens, started = len(prompts) * samples_per_prompt, 0, 0, time.monotonic()
 
@@ -137,8 +139,8 @@ class Agents:
                 branches, latest = await self._run(episode, prompt)
             except RolloutError as error:
                 error.add_note(
-                    f"it was an agent's episode of prompt {prompt_index} sample {index} (row {prompt.index} of "
-                    "the data set)"
+                    f"it was an agent's episode of prompt {prompt_index} sample {index} (row "
+                    f"{prompt.index} of the data set)"
                 )
                 raise
             branches = [replace(one, prompt_index=prompt_index, sample_index=index) for one in branches]
@@ -170,7 +172,9 @@ class Agents:
         finally:
             gateway.close_episode(key)
             self.counts.add(episode.counts, time.monotonic() - begun)
-        branches = await episode.finish()  # what failed at the servers goes before what its harness made of it
+        branches = (
+            await episode.finish()
+        )  # what failed at the servers goes before what its harness made of it
         if failure is not None:
             raise failure
         if not branches:
@@ -228,8 +232,8 @@ class _Watched:
 def task_of(prompt: Prompt) -> dict[str, Any]:
     """What a harness is given of a row, as JSON has it.
 
-    All keys of the row (`messages`, `prompt` or whatever it calls them). Beside them, where the row has no key
-    of that name: `index`, the row's number in the data, from 0; `label`, what `label_key` names; and
+    All keys of the row (`messages`, `prompt` or whatever it calls them). Beside them, where the row has no
+    key of that name: `index`, the row's number in the data, from 0; `label`, what `label_key` names; and
     `input_ids`, where the row's prompt is ids.
 
     Example: {"index": 3, "label": "4", "messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}.
@@ -250,5 +254,3 @@ async def _context_length(client: RolloutClient) -> int:
         except UnsupportedByEngine:
             continue
     return min(lengths)
-
-

@@ -35,15 +35,14 @@ def answer_rules(
     Raises:
         ValueError: there is no such format.
     """
+    names = ", ".join(sorted(TOOL_FORMATS))
     if tool_format not in (AUTO, *TOOL_FORMATS):
-        raise ValueError(
-            f"`agent_tool_parser` must be auto or one of {', '.join(sorted(TOOL_FORMATS))}, got {tool_format!r}"
-        )
+        raise ValueError(f"`agent_tool_parser` must be auto or one of {names}, got {tool_format!r}")
     name = detect(tokenizer.template_text) if tool_format == AUTO else tool_format
     if name is None:
         warn(
             "`agent_tool_parser` auto: the chat template teaches no format of tool calls that is known, so "
-            f"none are read from answers; name one of {', '.join(sorted(TOOL_FORMATS))} if the agent uses tools"
+            f"none are read from answers; name one of {names} if the agent uses tools"
         )
     return EpisodeRules(
         sampling,
