@@ -20,7 +20,6 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     pieces,
     positive,
     refused,
-    require_parallel,
     stop_texts,
 )
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError
@@ -66,7 +65,7 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-_KINDS_OF_EFFORT = {"enabled": True, "adaptive": True, "disabled": False}
+_THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
 class MessageExchange:
@@ -86,9 +85,11 @@ class MessageExchange:
                 "output_config.format", "asks for a constrained answer, which is of another policy."
             )
         choice = given.get("tool_choice", {"type": "auto"})
-        require_parallel(
-            {"parallel_tool_calls": not choice.get("disable_parallel_tool_use")},
-        )
+        if choice.get("disable_parallel_tool_use"):
+            raise refused(
+                "tool_choice.disable_parallel_tool_use",
+                "is true: the policy decides how many calls an answer has; leave it out.",
+            )
         tools, constrained = _tools(given.get("tools"))
         self._model, self._memory = given["model"], memory
         self.streams = given.get("stream", False)
@@ -245,9 +246,9 @@ def _system(given: str | list[Any] | None) -> list[dict[str, Any]]:
 def _template_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if (thinking := given.get("thinking")) is not None:
-        if thinking.get("type") not in _KINDS_OF_EFFORT:
-            raise invalid(f"thinking.type: must be one of {', '.join(_KINDS_OF_EFFORT)}", "thinking.type")
-        made["enable_thinking"] = _KINDS_OF_EFFORT[thinking["type"]]
+        if thinking.get("type") not in _THINKING:
+            raise invalid(f"thinking.type: must be one of {', '.join(_THINKING)}", "thinking.type")
+        made["enable_thinking"] = _THINKING[thinking["type"]]
     if (effort := given.get("output_config", {}).get("effort")) is not None:
         made["reasoning_effort"] = effort
     return made

@@ -1,8 +1,8 @@
 """The HTTP server that agents ask: one API key is one episode.
 
-An answer is delivered once the kernel has taken its last byte, on a connection that the client has not
-closed by then. Every other answer is undelivered: `EpisodeSession.undelivered` is called for it, or the
-session's own call is cancelled.
+An answer is delivered once the kernel has taken its last byte, on a connection of which nothing is known
+by then that says that the client has gone. Every other answer is undelivered: `EpisodeSession.undelivered`
+is called for it, or the session's own call is cancelled.
 """
 
 from __future__ import annotations
@@ -49,13 +49,9 @@ OPENAI = ApiForm(
 OPENAI_RESPONSES = ApiForm(
     openai_messages.error_body,
     lambda error: event(
-        {
-            "type": "error",
-            "code": error.code,
-            "message": error.message,
-            "param": error.param,
-            "sequence_number": 0,
-        },
+        # Without `error` the official client takes it for an event as any other, and raises nothing.
+        {"type": "error", "sequence_number": 0, "code": error.code, "message": error.message}
+        | {"param": error.param, **openai_messages.error_body(error)},
         "error",
     ),
     b": sampling\n\n",
@@ -262,6 +258,8 @@ class _Reply:
         self._request, self._episode, self._asked, self._form = request, episode, asked, form
         self._headers, self._alive_after_s = headers, alive_after_s
         self._stream: web.StreamResponse | None = None
+        self._whole = False
+        """All bytes are written, and none was refused; the kernel has them unless writing is paused."""
 
     async def run(self) -> web.StreamResponse:
         """The response, all of it written."""
@@ -271,9 +269,11 @@ class _Reply:
         delivered = False
         try:
             answers = await self._answers(answering)
-            response = await self._write(answers)
-            delivered = True
-            return response
+            try:
+                return await self._write(answers)
+            finally:
+                # Also where this was cancelled since: the client may go as soon as it has read the last byte.
+                delivered = self._whole and not self._request.protocol.writing_paused
         except GatewayError as error:
             if self._stream is None:
                 raise
@@ -330,23 +330,24 @@ class _Reply:
             if len(waiting) >= STREAM_BYTES:
                 await stream.write(bytes(waiting))
                 waiting.clear()
-        if waiting:
-            await stream.write(bytes(waiting))
-        await stream.write_eof()
+        await stream.write_eof(bytes(waiting))
         await self._end_writing()
         return stream
 
     def _begin_writing(self) -> None:
-        """From now on each write waits until the kernel has all bytes; raises where the client has gone."""
+        """From now on writing is paused until the kernel has all bytes; raises where the client has gone."""
         transport = self._request.transport
         if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has closed the connection")
         transport.set_write_buffer_limits(high=0)
 
     async def _end_writing(self) -> None:
-        await self._request.writer.drain()
-        if self._request.transport is None or self._request.transport.is_closing():
+        """Wait until the kernel has all bytes."""
+        transport = self._request.transport
+        if transport is None or transport.is_closing():
             raise ConnectionResetError("the client has closed the connection")
+        self._whole = True
+        await self._request.writer.drain()
 
     async def _undo(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
         """Cancel the session's call; what it has answered by then is undelivered, what it raised is kept."""

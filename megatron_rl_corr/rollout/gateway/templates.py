@@ -395,9 +395,17 @@ class Templates:
 
     def _check_variables(self, variables: Mapping[str, Any], with_tools: bool) -> None:
         kind = (*sorted(variables), with_tools)
-        if kind not in self._checked:
-            self.tokenizer.check_variables(variables, with_tools=with_tools)
-            self._checked.add(kind)
+        if kind in self._checked:
+            return
+        self.tokenizer.check_variables(variables, with_tools=False)
+        if with_tools:
+            try:
+                self.tokenizer.check_variables({}, with_tools=True)
+            except ValueError as error:
+                raise ValueError(
+                    "`tools`: the chat template of the checkpoint does not show tools; describe them in a message"
+                ) from error
+        self._checked.add(kind)
 
     def _render_shown(
         self,

@@ -100,9 +100,9 @@ def parse(text, tools, turn):
     for number, block in enumerate(blocks):
         try:
             call = json.loads(block.removesuffix("</tool_call>"))
-        except ValueError:
+            function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+        except (ValueError, KeyError):
             return text, []
-        function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
         calls.append({"id": f"c{turn.zfill(5)}{number:03}", "type": "function", "function": function})
     return content, calls
 
