@@ -65,12 +65,13 @@ class OfflineSummary:
     def add(self, group: Group) -> None:
         """Count a whole group."""
         self.groups += 1
-        for place, row in enumerate(group.trajectories):
-            self.samples += 1
+        self.samples += len(group.episodes)
+        self.rewards += sum(group.episode_rewards)
+        for row in group.trajectories:
             self.tokens += int(row.sampled.sum())
-            self.rewards += group.rewards[place]
             self.reasons[row.finish_reason] += 1
-            for name, value in (group.reward_parts[place] if group.reward_parts else {}).items():
+        for parts in group.episode_parts:
+            for name, value in parts.items():
                 own = self.parts.setdefault(name, [0.0, 0])
                 own[0], own[1] = own[0] + value, own[1] + 1
 

@@ -18,7 +18,7 @@ from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
-from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
+from megatron_rl_corr.mcore.batch.rollout_batch import AgentBranches, BatchShape
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, meeting_interval_s
@@ -51,6 +51,10 @@ class SampleSource:
     rewards: Rewards
     episodes: Episodes | None = None
     """With --rollout-environment."""
+    agent_branches: AgentBranches | None = None
+    """What means in the loss take as one, where these episodes may give several sequences; None: each gives
+    one.
+    """
     tokenizer: Tokenizer | None = None
     """The model's; None where --rollout-hf-checkpoint has none."""
 
@@ -86,6 +90,7 @@ class Collector(BatchCollector):
             truncated_samples=options.truncated_samples,
             routes=routes,
             by_lag=options.max_lag > 0,
+            agent_branches=source.agent_branches,
         )
         client, prompts, self._with_origins = source.client, source.prompts, origins
         source.rewards.check_labels(prompts, "--rollout-prompts")
