@@ -220,6 +220,15 @@ _TOGETHER = (
 """Each is check(correction, run)."""
 
 
+def check_branches(config: RolloutCorrectionConfig) -> None:
+    """ValueError for what can't be trained on samples of several sequences, as an agent's episodes are."""
+    if config.advantage_by_token:
+        raise ValueError(
+            f"`advantage` {config.advantage_kind} compares a group's responses at each position, and an "
+            "episode of several sequences has several tokens there; use another one"
+        )
+
+
 def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any], updates: int) -> None:
     """ValueError for a clip given as a flag where it can't act.
 

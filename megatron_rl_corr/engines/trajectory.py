@@ -247,6 +247,20 @@ class Trajectory:
         return mask & self.sampled
 
 
+def episode_numbers(trajectories: Sequence[Trajectory]) -> list[int]:
+    """The episode of each trajectory, from 0: those of one are neighbours, branches 0, 1 ... of a sample.
+
+    Example: [0, 0, 0, 1] for three branches of sample 0 and one of sample 1.
+    """
+    numbers, last = [], None
+    for one in trajectories:
+        name = one.prompt_index, one.sample_index
+        goes_on = name == last and one.branch > 0
+        numbers.append(numbers[-1] if goes_on else numbers[-1] + 1 if numbers else 0)
+        last = name
+    return numbers
+
+
 def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:
     """An aborted response and what was sampled after it, as one response to the first one's prompt.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.cross_checks import check_branches
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.rewards import Rewards
@@ -143,6 +144,8 @@ def start(
         parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
     collector = parts.collector
+    if collector.agent_branches is not None:
+        check_branches(config)
     logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
     settings = RunSettings(options, args, layout, parts.vocab_size)
     run = RunParts(settings, *megatron.trained, parts.source, exporter, collector, shape, logprobs, reports)

@@ -104,7 +104,8 @@ class Client:
             raise AssertionError("asked twice")
         if prompts == [[2]] and sum(prompt == 2 for prompt, _ in self.asked) == 2:
             raise SampleFailure("refused", "no")
-        return [types.SimpleNamespace(sampled=torch.ones(2), finish_reason="stop", of=prompts[0][0])]
+        known = {"sampled": torch.ones(2), "finish_reason": "stop", "environment_reward": None}
+        return [types.SimpleNamespace(**known, of=prompts[0][0])]
 
 
 class Rewards:

@@ -63,12 +63,13 @@ class OfflineSummary:
     def add(self, group: Group) -> None:
         """Count a whole group."""
         self.groups += 1
-        for place, row in enumerate(group.trajectories):
-            self.samples += 1
+        self.samples += len(group.episodes)
+        self.rewards += sum(group.episode_rewards)
+        for row in group.trajectories:
             self.tokens += int(row.sampled.sum())
-            self.rewards += group.rewards[place]
             self.reasons[row.finish_reason] += 1
-            for name, value in (group.reward_parts[place] if group.reward_parts else {}).items():
+        for parts in group.episode_parts:
+            for name, value in parts.items():
                 own = self.parts.setdefault(name, [0.0, 0])
                 own[0], own[1] = own[0] + value, own[1] + 1
 
@@ -207,6 +208,7 @@ class OfflineRun:
             packed=True,
             num_turns=self._options.most_turns,
             hf_checkpoint=str(Path(self._options.hf_checkpoint).resolve()),
+            agent_branches=self._episodes and self._episodes.agent_branches,
         )
         samples = [sample for place, group in enumerate(done) for sample in self._samples(place, group)]
         write_trajectories(self._out / batch.file_name, samples, sampling=self._sampling, batch=batch)

@@ -57,6 +57,7 @@ class SavedSamplesFeature(Feature):
             num_turns=options.most_turns,
             hf_checkpoint=str(Path(options.hf_checkpoint).resolve()),
             masks_truncated=options.truncated_samples == "mask",
+            agent_branches=run.collector.agent_branches,
         )
         if layout.is_data_leader:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
-from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
+from megatron_rl_corr.mcore.batch.rollout_batch import AgentBranches, BatchShape
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, meeting_interval_s
@@ -54,6 +54,13 @@ class SampleSource:
     tokenizer: Tokenizer | None = None
     """The model's; None where --rollout-hf-checkpoint has none."""
 
+    @property
+    def agent_branches(self) -> AgentBranches | None:
+        """What means in the loss take as one, where its episodes may give several sequences; None: each gives
+        one.
+        """
+        return None if self.episodes is None else self.episodes.agent_branches
+
 
 class Collector(BatchCollector):
     """Collects the batches [first, last): on each replica's leader from the servers, on others from it."""
@@ -86,6 +93,7 @@ class Collector(BatchCollector):
             truncated_samples=options.truncated_samples,
             routes=routes,
             by_lag=options.max_lag > 0,
+            agent_branches=source.agent_branches,
         )
         client, prompts, self._with_origins = source.client, source.prompts, origins
         source.rewards.check_labels(prompts, "--rollout-prompts")

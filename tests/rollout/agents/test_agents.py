@@ -11,7 +11,7 @@ import pytest
 from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
-from megatron_rl_corr.engines.errors import RolloutOutage, SampleFailure
+from megatron_rl_corr.engines.errors import RolloutOutage, RolloutServerError, SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.agents.agents import Agents, task_of
 from megatron_rl_corr.rollout.agents.harnesses import Harnesses
@@ -143,7 +143,7 @@ def test_requests_when_too_many_then_refused_and_counted(tmp_path):
 
 
 def test_servers_when_they_fail_then_the_episode_does_with_their_cause(tmp_path):
-    outage = RolloutOutage([])
+    outage = RolloutOutage([(RolloutServerError("http://a:1", "/generate", 500, "gone"), None)])
     row = {"do": "asks_for_ever", "notes": str(tmp_path / "notes")}
     failure, _, _, _ = generate(row, client=Script(failure=outage), timeout_s=60.0)
     assert failure is outage  # at once, though its harness asks again for a minute
