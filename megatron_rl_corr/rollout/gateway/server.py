@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,9 @@ class Gateway:
         model_name: of the one model that is listed. Requests may name any other: it is what they get back.
         max_body_bytes: larger requests are refused.
         alive_after_s: seconds without an event after which a stream is told that the policy still samples.
+        opens: makes the session of a key that is not known; None: such requests are answered 401.
+        ended: awaited where an episode is ended by DELETE /episodes/KEY, and gives the answer; None: no
+            request ends one.
     """
 
     def __init__(
@@ -101,7 +104,10 @@ class Gateway:
         model_name: str = "policy",
         max_body_bytes: int = 64 << 20,
         alive_after_s: float = 15.0,
+        opens: Callable[[str], EpisodeSession] | None = None,
+        ended: Callable[[str, EpisodeSession], Awaitable[dict[str, Any]]] | None = None,
     ):
+        self._opens, self._ended = opens, ended
         self._sampling, self._strict, self._model = sampling, strict, model_name
         self._host, self._port, self._alive_after_s = host, port, alive_after_s
         self._episodes: dict[str, _OpenEpisode] = {}
@@ -128,6 +134,8 @@ class Gateway:
             application.router.add_get(prefix + "/responses/{id}", self._response)
             application.router.add_get(f"{prefix}/models", self._models)
         application.router.add_get(f"/{HEALTH}", self._health)
+        if self._ended is not None:
+            application.router.add_delete("/episodes/{key}", self._delete)
         # No log of accesses: paths have keys. A handler is cancelled where its client goes.
         self._runner = web.AppRunner(
             application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
@@ -187,6 +195,8 @@ class Gateway:
             raise GatewayError(
                 401, "invalid_api_key", "You didn't provide an API key; it names the episode that asks."
             )
+        if given not in self._episodes and self._opens is not None:
+            self._episodes[given] = _OpenEpisode(self._opens(given), Memory(self._sampling))
         if given not in self._episodes:
             raise GatewayError(
                 401, "invalid_api_key", "Incorrect API key provided: no episode with this key is under way."
@@ -238,6 +248,14 @@ class Gateway:
         self._episode(request)
         model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rollout"}
         return _json_response({"object": "list", "data": [model], "has_more": False})
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        if key not in self._episodes:
+            raise GatewayError(404, "not_found", "No episode with this key is under way.")
+        session = self._episodes[key].session
+        self.close_episode(key)
+        return _json_response(await self._ended(key, session))
 
     async def _health(self, request: web.Request) -> web.Response:
         return _json_response({"status": "ok"})
