@@ -50,6 +50,10 @@ class EpisodeRules:
     None: they stay in the content.
     """
 
+    def __post_init__(self):
+        if self.sampling.ignore_eos:
+            raise ValueError("ignore_eos leaves an agent's answer without an end; drop it")
+
 
 @dataclass
 class EpisodeCounts:

@@ -403,7 +403,7 @@ class Templates:
                 self.tokenizer.check_variables({}, with_tools=True)
             except ValueError as error:
                 raise ValueError(
-                    "`tools`: the chat template of the checkpoint does not show tools; describe them in a message"
+                    "`tools`: the checkpoint's chat template does not show tools; describe them in a message"
                 ) from error
         self._checked.add(kind)
 
