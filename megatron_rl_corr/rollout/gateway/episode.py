@@ -36,7 +36,7 @@ class EpisodeRules:
     """What is the same for all episodes of a run."""
 
     sampling: SamplingParams
-    """Of every answer; max_new_tokens bounds each of them."""
+    """How every answer is sampled; max_new_tokens bounds each of them."""
     max_tokens: int
     """Tokens of a sequence at most, its prompt too: `seq_length` + 1, or the servers' context if it is
     less.
@@ -227,6 +227,9 @@ class Episode:
 
     def _sampling_of(self, asked: Asked, request: ChatRequest | TextRequest, param: str) -> SamplingParams:
         prompt, most = asked.line.ids.numel(), self._rules.max_tokens
+        if asked.added.numel() and int(asked.added.max()) >= self._client.vocab_size:
+            what = f"token id {int(asked.added.max())} is outside the model's vocabulary"
+            raise GatewayError(400, "invalid_value", what, param=param)
         if prompt >= most:
             raise GatewayError(
                 400,
