@@ -17,7 +17,7 @@ Body = Mapping[str, Any]
 MOST_ANSWERS = 128
 """n at most, as OpenAI's servers have it."""
 MOST_PIECES = 128
-"""Of a streamed text: longer answers come in pieces of several tokens."""
+"""A streamed text has so many at most: long answers come in pieces of several tokens."""
 
 _NUMBER = (int, float)
 SAMPLING_FIELDS: dict[str, Any] = {
@@ -60,7 +60,7 @@ class Memory:
     """What protocols keep of an episode, until it is closed."""
 
     sampling: SamplingParams
-    """Of the run."""
+    """The run's."""
     responses: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = field(default_factory=dict)
     """id -> (body, all messages with the answer's), of the Responses API."""
     arguments: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -165,7 +165,8 @@ def stop_texts(given: Body, name: str = "stop") -> tuple[str, ...]:
     for index, text in enumerate(stop):
         checked_type(text, str, f"{name}[{index}]")
         if not text:
-            raise invalid(f"Invalid '{name}[{index}]': a stop text must not be empty.", name)
+            place = f"{name}[{index}]"
+            raise invalid(f"Invalid '{place}': a stop text must not be empty.", place)
     return stop
 
 

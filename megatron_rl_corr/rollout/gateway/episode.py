@@ -36,7 +36,7 @@ class EpisodeRules:
     """What is the same for all episodes of a run."""
 
     sampling: SamplingParams
-    """Of every answer; max_new_tokens bounds each of them."""
+    """How every answer is sampled; max_new_tokens bounds each of them."""
     max_tokens: int
     """Tokens of a sequence at most, its prompt too: `seq_length` + 1, or the servers' context if it is
     less.
@@ -49,6 +49,10 @@ class EpisodeRules:
     """Takes the thoughts apart from the content: a harness that does not send them back edits its history.
     None: they stay in the content.
     """
+
+    def __post_init__(self):
+        if self.sampling.ignore_eos:
+            raise ValueError("ignore_eos leaves an agent's answer without an end; drop it")
 
 
 @dataclass
@@ -223,6 +227,9 @@ class Episode:
 
     def _sampling_of(self, asked: Asked, request: ChatRequest | TextRequest, param: str) -> SamplingParams:
         prompt, most = asked.line.ids.numel(), self._rules.max_tokens
+        if asked.added.numel() and int(asked.added.max()) >= self._client.vocab_size:
+            what = f"token id {int(asked.added.max())} is outside the model's vocabulary"
+            raise GatewayError(400, "invalid_value", what, param=param)
         if prompt >= most:
             raise GatewayError(
                 400,

@@ -28,7 +28,7 @@ from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, EpisodeS
 OVERRIDDEN_HEADER = "x-rollout-overridden"
 NO_RETRY = {"x-should-retry": "false"}
 """The official clients repeat a request that failed by its status, unless the server says no."""
-HEALTH = "health"
+HEALTH, VERSION = "health", "v1"
 STREAM_BYTES = 1 << 16
 """Events are written in portions of this size."""
 
@@ -128,7 +128,7 @@ class Gateway:
             OSError: the port is taken.
         """
         application = web.Application(client_max_size=self._bytes, middlewares=[self._errors])
-        for prefix in ("/v1", "/episodes/{key}/v1"):
+        for prefix in (f"/{VERSION}", f"/episodes/{{key}}/{VERSION}"):
             for name, (exchange, form) in PROTOCOLS.items():
                 application.router.add_post(f"{prefix}/{name}", self._asked(exchange, form))
             application.router.add_get(prefix + "/responses/{id}", self._response)
@@ -147,7 +147,7 @@ class Gateway:
     @property
     def base_url(self) -> str:
         """For OpenAI's clients, with /v1."""
-        return f"{self.root_url}/v1"
+        return f"{self.root_url}/{VERSION}"
 
     @property
     def root_url(self) -> str:
@@ -216,7 +216,7 @@ class Gateway:
                 413, "request_too_large", f"The body must not have more than {self._bytes} bytes."
             )
         except web.HTTPException as raised:  # no such path, or method
-            text = f"Invalid URL ({request.method} /v1{request.path.partition('/v1')[2]})"
+            text = f"Invalid URL ({request.method} {request.path})"
             error = GatewayError(raised.status, "unknown_url", text)
         return _error_response(form, error)
 

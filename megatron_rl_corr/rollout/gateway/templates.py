@@ -26,8 +26,6 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 
 FIRST_SHIELD = 0xF0000
 """From here on characters have no meaning: one for each spelling of a control token."""
-KEPT_MESSAGES = 8192
-"""Messages whose form is kept: those of a few hundred conversations under way."""
 KEPT_PROMPTS = 64
 """First prompts whose ids are kept: a group's episodes begin with the same."""
 _MARK = "qmarkq"
@@ -76,7 +74,6 @@ class Templates:
 
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None):
         self.tokenizer, self._variables = tokenizer, dict(variables or {})
-        self._messages: OrderedDict[bytes, Message] = OrderedDict()
         self._prompts: OrderedDict[bytes, tuple[str, list[int]]] = OrderedDict()
         self._token_texts: dict[int, str] = {}
         self._checked: set[tuple] = set()
@@ -101,22 +98,11 @@ class Templates:
     # messages
 
     def message(self, given: Mapping[str, Any]) -> Message:
-        """A message in its forms, which are kept: a conversation's next request has it again.
+        """A message in its forms.
 
         Raises:
             ValueError: it is no message of text.
         """
-        whole = hashlib.blake2b(json.dumps(given).encode(), digest_size=16).digest()
-        if whole in self._messages:
-            self._messages.move_to_end(whole)
-            return self._messages[whole]
-        made = self._made(given)
-        self._messages[whole] = made
-        if len(self._messages) > KEPT_MESSAGES:
-            self._messages.popitem(last=False)
-        return made
-
-    def _made(self, given: Mapping[str, Any]) -> Message:
         role, calls = given.get("role"), given.get("tool_calls") or []
         if not isinstance(role, str):
             raise ValueError(f"a message must have a role, got {str(given)[:100]}")
@@ -403,7 +389,7 @@ class Templates:
                 self.tokenizer.check_variables({}, with_tools=True)
             except ValueError as error:
                 raise ValueError(
-                    "`tools`: the chat template of the checkpoint does not show tools; describe them in a message"
+                    "`tools`: the checkpoint's chat template does not show tools; describe them in a message"
                 ) from error
         self._checked.add(kind)
 

@@ -12,6 +12,7 @@ P prompt tokens, R sampled tokens, T tokens of a branch.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -68,7 +69,7 @@ class Asked:
     added_text: str
     """As the template wrote it, shielded; of a raw request its text behind the parent's, or "" for ids."""
     messages: list[Message] | None = None
-    """Of a conversation; None: a raw text or ids."""
+    """The conversation; None: it is a raw text or ids."""
     tools: list[dict[str, Any]] | None = None
     variables: Mapping[str, Any] = field(default_factory=dict)
     chain: bytes = b""
@@ -103,14 +104,14 @@ class Turn:
     ended: str | None
     """The text of the control token at its end; None: it was cut, or stopped by a text."""
     text: str
-    """Of the sampled ids, that token's left out."""
+    """What was sampled, without that token."""
     whole_text: str
-    """Of the sampled ids, all of them."""
+    """What was sampled, that token too."""
     seal: bytes
     """Digest of the ids and log-probs that the servers gave, and of all before."""
     depth: int
     key: bytes | None = None
-    """Of the conversation with the answer; None: of a raw text."""
+    """Digest of the conversation with the answer; None: it is a raw text."""
     children: list[Turn] = field(default_factory=list)
     continued: bool = False
     """A request has had it in its history: the harness has the answer."""
@@ -141,8 +142,12 @@ class Tree:
         self._templates = templates
         self._roots: list[Turn] = []
         self._by_key: dict[bytes, list[Turn]] = {}
+        self._messages: dict[bytes, Message] = {}
+        """Each message once, though each request brings all of its conversation again."""
+        self._tools: list[list[dict[str, Any]]] = []
+        """The lists of tools that differ, likewise."""
         self.next_number = 0
-        """Of the next answer."""
+        """The number of the next answer."""
         self._has_begun = False
         self.forks = dict.fromkeys(REASONS, 0)
         """Roots that were asked for, by reason."""
@@ -164,8 +169,8 @@ class Tree:
         """
         if not given:
             raise ValueError("`messages` must not be empty")
-        variables, tools = dict(variables or {}), tools or None
-        messages = [self._templates.message(one) for one in given]
+        variables, tools = dict(variables or {}), self._tools_once(tools)
+        messages = [self._message(one) for one in given]
         chain = _chain(messages)
         parent, history, reason = self._longest(chain, tools, variables)
         if parent is not None:
@@ -251,7 +256,7 @@ class Tree:
             0 if parent is None else parent.depth + 1,
         )
         if answer is not None:
-            turn.key = _link(asked.chain, self._templates.message(answer).key)
+            turn.key = _link(asked.chain, self._message(answer).key)
             self._by_key.setdefault(turn.key, []).append(turn)
         (self._roots if parent is None else parent.children).append(turn)
         self.next_number += 1
@@ -337,6 +342,19 @@ class Tree:
         return problems
 
     # internals
+
+    def _message(self, given: Mapping[str, Any]) -> Message:
+        whole = hashlib.blake2b(json.dumps(given).encode(), digest_size=16).digest()
+        if whole not in self._messages:
+            self._messages[whole] = self._templates.message(given)
+        return self._messages[whole]
+
+    def _tools_once(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        if not tools:
+            return None
+        if tools not in self._tools:
+            self._tools.append(tools)
+        return self._tools[self._tools.index(tools)]
 
     def _reason(self) -> str:
         return "edited" if self._has_begun else "first"

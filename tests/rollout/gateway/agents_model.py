@@ -19,12 +19,44 @@ from megatron_rl_corr.rollout.seeds import Draw
 TEMPLATES = Path(__file__).parents[2] / "data/chat_templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 BOS = "<s>"
-CONTROL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|user|> <|tool|> <|assistant|> <|system|> <|observation|> <|end|> <|eot_id|> "
-    "<|start_header_id|> <|end_header_id|> [INST] [/INST] [TOOL_RESULTS] [/TOOL_RESULTS] <|im_user|> "
-    "<|im_assistant|> <|im_system|> <|im_middle|> <|tool_call_begin|> <|argument_begin|> <|tool_call_end|> <User> "
-    "<Assistant> <output> <end> [gMASK] <sop> <|start|> <|channel|> <|message|> <|call|> <|return|> <s> </s>"
-).split()
+CONTROL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|user|>",
+    "<|tool|>",
+    "<|assistant|>",
+    "<|system|>",
+    "<|observation|>",
+    "<|end|>",
+    "<|eot_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "[INST]",
+    "[/INST]",
+    "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]",
+    "<|im_user|>",
+    "<|im_assistant|>",
+    "<|im_system|>",
+    "<|im_middle|>",
+    "<|tool_call_begin|>",
+    "<|argument_begin|>",
+    "<|tool_call_end|>",
+    "<User>",
+    "<Assistant>",
+    "<output>",
+    "<end>",
+    "[gMASK]",
+    "<sop>",
+    "<|start|>",
+    "<|channel|>",
+    "<|message|>",
+    "<|call|>",
+    "<|return|>",
+    "<s>",
+    "</s>",
+]
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 """Tokens of their own that are no control tokens."""
 SIMPLE = (

@@ -175,7 +175,7 @@ class World:
         if pick.random() < 0.2:
             made["id"] = f"n{pick.randint(0, 10**8):08}"
         if pick.random() < 0.05:
-            del made["id"]
+            made.pop("id", None)
         return made
 
     def edited(self, messages):

@@ -185,7 +185,7 @@ def test_variables_when_they_change_then_the_template_is_the_reason():
     assert reasons(made) == {"first": 1, "template": 1}
 
 
-def test_template_without_an_end_of_turn_when_the_next_message_begins_with_what_was_sampled_then_it_comes_once():
+def test_template_without_an_end_of_turn_when_the_next_message_begins_with_it_then_it_comes_once():
     result = {"role": "tool", "content": "wet"}
     for end, message, glue in [
         ("<|user|>", MORE, "\nmore<|assistant|>"),
