@@ -114,6 +114,13 @@ def forks(task, base_url, api_key):
         ask(base_url, api_key, [{"role": "user", "content": word}], temperature=0.3)
 
 
+def mixed(task, base_url, api_key):
+    """Two turns, or two branches, by the row; nothing of it is scored."""
+    if task["index"] % 2:
+        return forks(task, base_url, api_key)
+    turns(task, base_url, api_key)
+
+
 def asks_for_ever(task, base_url, api_key):
     while True:
         try:
@@ -150,6 +157,7 @@ DO = {
             variables,
             turns,
             forks,
+            mixed,
             asks_for_ever,
             fork_returns,
         )
