@@ -1,23 +1,28 @@
 """A batch of episodes of several sequences, collected, dealt out and trained on real Megatron ranks.
 
 branches_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"packed": 24, "cp": 2, "replay": true}' ...
-saves of each layout what every rank found: case -> its updates, metrics and the replica's episodes.
+saves of each layout what every rank found: case -> its updates, metrics and what the replica was dealt. With
+"folder" the samples of each case are saved there, and "replay of CASE" is what their files train.
 """
 
 import concurrent.futures
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, VersionSpan
+from megatron_rl_corr.features.samples.feature import SavedSamplesFeature
 from megatron_rl_corr.mcore import loss as loss_module
 from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
+from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.updates import Updates
@@ -56,7 +61,7 @@ class Given(BatchCollector):
 
     def __init__(self, samples, layout, shape, routes, agent_branches):
         how = {"num_turns": None, "truncated_samples": "train", "routes": routes}
-        super().__init__(layout, shape, SamplingParams(8), agent_branches=agent_branches, **how)
+        super().__init__(layout, shape, SamplingParams(16), agent_branches=agent_branches, **how)
         own = range(layout.dp_rank * self._groups, (layout.dp_rank + 1) * self._groups)
         self._taken = Taken(
             [group_of(number, samples, routes) for number in own], ready=0, running=0, dropped=0
@@ -71,7 +76,9 @@ class Given(BatchCollector):
         return True
 
     def _count(self, taken, version):
-        own = count_samples(taken, version, None)
+        shape = self._routes.server_shape
+        own = count_samples(taken, version, None if shape is None else shape.experts)
+        own["ended"] = own["samples"]
         return [float(own.get(name, 0)) for name in COUNTED]
 
     def _origin(self, group):
@@ -116,13 +123,43 @@ def replayed(model, layout, layers):
     return ReplayedRoutes(ReplayedRouters("R3", model, layout, num_layers=layers), layout, min_agreement=0.9)
 
 
-def trained(model, parameters, layout, samples, settings, optimizer, spec, case, routes):
+def files_of(folder, case, parts, model_dir):
+    """Options of a run that saves its samples, and of one that trains on them."""
+    known = {
+        "hf_checkpoint": str(model_dir),
+        "group_size": GROUP_SIZE,
+        "max_new_tokens": 16,
+        "updates_per_batch": parts,
+        "updates_of_batch": parts,
+        "save_routed_experts": True,
+        "save_trajectories": str(Path(folder) / case),
+        "max_turns": None,
+        "truncated_samples": "train",
+    }
+    left_out = ("updates_of_batch", "save_routed_experts", "save_trajectories")
+    given = {name: value for name, value in known.items() if name not in left_out}
+    return SimpleNamespace(**known), RunConfig(replay=str(Path(folder) / case), **given)
+
+
+def trained(
+    model, parameters, layout, samples, settings, optimizer, spec, case, routes, *, model_dir, replays
+):
     """([(log-probs, metrics, gradients) of each update], what the replica was dealt)."""
     parts = 1 if case == "unscored" else 2
     shape = BatchShape(
         EPISODES // parts, GROUP_SIZE, 2, LENGTH, packing=limits_of(spec), updates_per_batch=parts
     )
-    collector, reports = Given(samples, layout, shape, routes, CASES[case][3]), []
+    collector, reports, features = Given(samples, layout, shape, routes, CASES[case][3]), [], []
+    if "folder" in spec:
+        saving, replaying = files_of(spec["folder"], case, parts, model_dir)
+    if replays:
+        batches = {"batches": (BATCH, BATCH + 1), "iteration": BATCH * parts, "vocab_size": 80}
+        collector = ReplayCollector(replaying, layout, shape, **batches, routes=routes)
+    elif "folder" in spec:
+        features = [SavedSamplesFeature(saving)]
+        features[0].open(
+            SimpleNamespace(settings=SimpleNamespace(layout=layout), collector=collector, shape=shape)
+        )
     train_step = megatrons(model, optimizer)
     corrected = CorrectedStep(
         config=config_of(case),
@@ -134,6 +171,7 @@ def trained(model, parameters, layout, samples, settings, optimizer, spec, case,
         collector=collector,
         shape=shape,
         updates=Updates(parts, 1, None, SEED),
+        features=features,
     )
     trainable = [one for one in parameters if one.tensor.requires_grad]
     original, collect, seen, batches = loss_module.label_logprobs, collector.collect, None, []
@@ -156,6 +194,9 @@ def trained(model, parameters, layout, samples, settings, optimizer, spec, case,
             )
     finally:
         loss_module.label_logprobs = original
+        collector.close()
+        for feature in features:
+            feature.close()
     batch = batches[0]
     known = [list(labels_of(vars_of(one))) for one in collector.trajectories]
     return found, (batch.num_sequences, batch.num_episodes, batch.episodes.tolist(), known)
@@ -173,12 +214,15 @@ def run(model_dir, samples, spec):
         OptimizerConfig(optimizer="sgd", lr=RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0), model
     )
     first, found = [one.tensor.detach().clone() for one in parameters], {}
-    for case in spec.get("cases", CASES):
+    cases = list(spec.get("cases", CASES))
+    for name in [*cases, *(f"replay of {case}" for case in cases if "folder" in spec)]:
+        case = name.removeprefix("replay of ")
         routes = replayed(model, layout, config.num_layers) if spec.get("replay") else Routes()
         for one, values in zip(parameters, first, strict=True):
             one.tensor.data.copy_(values)
         optimizer.reload_model_params()
-        found[case] = trained(model, parameters, layout, samples, settings, optimizer, spec, case, routes)
+        arguments = model, parameters, layout, samples, settings, optimizer, spec, case, routes
+        found[name] = trained(*arguments, model_dir=model_dir, replays=name != case)
     return found
 
 

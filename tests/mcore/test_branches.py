@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_rl_corr.rollout.sample_file import read_batch, read_trajectories
 from tests import tensor_files
 from tests.mcore.branches_cases import BRANCHES, CASES, REJECTED
 from tests.megatron_forks import run_megatron
@@ -88,6 +89,33 @@ def test_step_when_episodes_have_several_sequences_then_that_of_hugging_face(
         check(spec, case, updates, expected, worked["labels"], worked["samples"])
         if case != "unscored":
             assert not any(kept[name] for name in REJECTED) and sum(kept.values()) > SEQUENCES / 2
+
+
+@pytest.mark.parametrize("layout", [{"packed": 24, "cp": 2}, {"packed": 24}])
+def test_replay_when_samples_have_several_sequences_then_every_bit_of_the_run(
+    layout, tiny_moe_dir, routed_samples, tmp_path
+):
+    spec = layout | {"replay": True, "cases": ["episodes", "sequences"], "folder": str(tmp_path / "saved")}
+    words = tiny_moe_dir, routed_samples, tmp_path / "found", json.dumps(spec)
+    run = run_megatron(HERE / "branches_worker.py", 2, *words, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    [ranks] = tensor_files.load(tmp_path / "found")
+    for case in spec["cases"]:
+        live, replayed = (joined([rank[name] for rank in ranks]) for name in (case, f"replay of {case}"))
+        for one, other in zip(live, replayed, strict=True):
+            for first, second in zip((one[0], one[2]), (other[0], other[2]), strict=True):
+                assert first.keys() == second.keys() and len(first) > 10
+                assert all(torch.equal(values, second[name]) for name, values in first.items())
+            assert numbers_of(one[1]) == numbers_of(other[1]) and len(one[1]) > 20
+        files = sorted((tmp_path / "saved" / case).iterdir())
+        rows = [sample.trajectory for path in files for sample in read_trajectories(path)]
+        assert len(rows) == SEQUENCES and sorted(row.branch for row in rows)[-8:] == [1, 1, 1, 1, 2, 2, 3, 4]
+        assert {read_batch(path).agent_branches for path in files} == {CASES[case][3]}
+
+
+def numbers_of(report):
+    """Without times; NaN is not equal to itself."""
+    return {name: str(value) for name, value in report.items() if "time" not in name and "per_s" not in name}
 
 
 def labels_of(path):
