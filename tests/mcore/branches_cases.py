@@ -4,6 +4,8 @@ BRANCHES = ((5, 1, 1, 1), (1, 2, 1, 1), (1, 1, 3, 1), (1, 1, 1, 2))
 """Sequences of each episode, group by group: 24."""
 OWN_REWARDS = (2, 2)
 """(group, sample) whose sequences have rewards of their own."""
+SINGLE = ((1, 1, 1, 1),) * 6
+"""Each sequence is a sample."""
 REJECTED = {(1, 1, 0), (1, 1, 1), (0, 0, 3), (3, 0, 0)}
 """(group, sample, branch) that the rule rejects: a whole episode of two, one of five branches, one alone."""
 KEPT, WEIGHT, RATE = (0.8, 1.3), 1.05, 0.05
@@ -23,10 +25,10 @@ CASES = {
 """`unscored` makes one update without a pass for old log-probs, and has no rule; the others make two."""
 
 
-def branched(samples):
+def branched(samples, branches=BRANCHES):
     """The sequences with their episodes and rewards, sampled by a policy near the one that is trained."""
     made, left = [], iter(samples)
-    for group, sizes in enumerate(BRANCHES):
+    for group, sizes in enumerate(branches):
         for number, size in enumerate(sizes):
             reward = 0.1 + (7 * group + 3 * number) % 10 / 10
             for branch in range(size):

@@ -2,7 +2,8 @@
 
 branches_worker.py PROCESSES MODEL_DIR SAMPLES.pt OUT.pt '{"packed": 24, "cp": 2, "replay": true}' ...
 saves of each layout what every rank found: case -> its updates, metrics and what the replica was dealt. With
-"folder" the samples of each case are saved there, and "replay of CASE" is what their files train.
+"folder" the samples of each case are saved there, and "replay of CASE" is what their files train. "single":
+each sample is one sequence, and "no agent CASE" knows of no episodes.
 """
 
 import concurrent.futures
@@ -30,14 +31,23 @@ from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.rollout.groups import Group, Taken
 
 sys.path.insert(0, str(Path(__file__).parent))
-from branches_cases import BATCH, BRANCHES, CASES, KEPT, RATE, SCALE_LENGTH, SEED, WEIGHT, branched, labels_of
+from branches_cases import (
+    BATCH,
+    BRANCHES,
+    CASES,
+    KEPT,
+    RATE,
+    SCALE_LENGTH,
+    SEED,
+    SINGLE,
+    WEIGHT,
+    branched,
+)
 from forked_layouts import save_results
 from layout_cases import OWN
 from layout_worker import GROUP_SIZE, LENGTH, limits_of, set_up, whole_gradients
 from packed_updates_worker import TrainedLogprobs
 from updates_worker import megatrons
-
-EPISODES = len(BRANCHES) * GROUP_SIZE
 
 
 def config_of(case):
@@ -141,18 +151,18 @@ def files_of(folder, case, parts, model_dir):
     return SimpleNamespace(**known), RunConfig(replay=str(Path(folder) / case), **given)
 
 
-def trained(
-    model, parameters, layout, samples, settings, optimizer, spec, case, routes, *, model_dir, replays
-):
+def trained(model, parameters, layout, samples, settings, optimizer, spec, name, routes, model_dir):
     """([(log-probs, metrics, gradients) of each update], what the replica was dealt)."""
-    parts = 1 if case == "unscored" else 2
+    case = name.removeprefix("replay of ").removeprefix("no agent ")
+    parts, episodes = 1 if case == "unscored" else 2, len({(s["group"], s["sample"]) for s in samples})
     shape = BatchShape(
-        EPISODES // parts, GROUP_SIZE, 2, LENGTH, packing=limits_of(spec), updates_per_batch=parts
+        episodes // parts, GROUP_SIZE, 2, LENGTH, packing=limits_of(spec), updates_per_batch=parts
     )
-    collector, reports, features = Given(samples, layout, shape, routes, CASES[case][3]), [], []
+    agent_branches = None if name.startswith("no agent") else CASES[case][3]
+    collector, reports, features = Given(samples, layout, shape, routes, agent_branches), [], []
     if "folder" in spec:
         saving, replaying = files_of(spec["folder"], case, parts, model_dir)
-    if replays:
+    if name.startswith("replay of"):
         batches = {"batches": (BATCH, BATCH + 1), "iteration": BATCH * parts, "vocab_size": 80}
         collector = ReplayCollector(replaying, layout, shape, **batches, routes=routes)
     elif "folder" in spec:
@@ -198,31 +208,28 @@ def trained(
         for feature in features:
             feature.close()
     batch = batches[0]
-    known = [list(labels_of(vars_of(one))) for one in collector.trajectories]
-    return found, (batch.num_sequences, batch.num_episodes, batch.episodes.tolist(), known)
-
-
-def vars_of(trajectory):
-    return {"prompt": trajectory.prompt_ids, "output": trajectory.output_ids}
+    of = None if batch.episodes is None else batch.episodes.tolist()
+    return found, (batch.num_sequences, batch.num_episodes, of, len(collector.trajectories))
 
 
 def run(model_dir, samples, spec):
     os.environ |= {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()), "LOCAL_RANK": "0"}
     model, parameters, layout, config, _, _, settings = set_up(model_dir, samples, spec)
-    samples = branched(samples)
+    samples = branched(samples, SINGLE if spec.get("single") else BRANCHES)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="sgd", lr=RATE, sgd_momentum=0.0, weight_decay=0.0, clip_grad=0.0), model
     )
     first, found = [one.tensor.detach().clone() for one in parameters], {}
     cases = list(spec.get("cases", CASES))
-    for name in [*cases, *(f"replay of {case}" for case in cases if "folder" in spec)]:
-        case = name.removeprefix("replay of ")
+    further = {"folder": "replay of", "single": "no agent"}
+    names = [f"{words} {case}" for key, words in further.items() if key in spec for case in cases]
+    for name in [*cases, *names]:
         routes = replayed(model, layout, config.num_layers) if spec.get("replay") else Routes()
         for one, values in zip(parameters, first, strict=True):
             one.tensor.data.copy_(values)
         optimizer.reload_model_params()
-        arguments = model, parameters, layout, samples, settings, optimizer, spec, case, routes
-        found[name] = trained(*arguments, model_dir=model_dir, replays=name != case)
+        arguments = model, parameters, layout, samples, settings, optimizer, spec, name, routes
+        found[name] = trained(*arguments, model_dir)
     return found
 
 

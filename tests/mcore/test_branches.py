@@ -101,16 +101,39 @@ def test_replay_when_samples_have_several_sequences_then_every_bit_of_the_run(
     assert run.returncode == 0, run.stderr[-3000:]
     [ranks] = tensor_files.load(tmp_path / "found")
     for case in spec["cases"]:
-        live, replayed = (joined([rank[name] for rank in ranks]) for name in (case, f"replay of {case}"))
-        for one, other in zip(live, replayed, strict=True):
-            for first, second in zip((one[0], one[2]), (other[0], other[2]), strict=True):
-                assert first.keys() == second.keys() and len(first) > 10
-                assert all(torch.equal(values, second[name]) for name, values in first.items())
-            assert numbers_of(one[1]) == numbers_of(other[1]) and len(one[1]) > 20
+        check_equal(ranks, case, f"replay of {case}")
         files = sorted((tmp_path / "saved" / case).iterdir())
         rows = [sample.trajectory for path in files for sample in read_trajectories(path)]
         assert len(rows) == SEQUENCES and sorted(row.branch for row in rows)[-8:] == [1, 1, 1, 1, 2, 2, 3, 4]
         assert {read_batch(path).agent_branches for path in files} == {CASES[case][3]}
+
+
+@pytest.mark.parametrize("layout", [{"packed": 24}, {"packed": 48, "tp": 2, "ep": 2, "sp": True}])
+def test_step_when_each_sample_has_one_sequence_then_every_bit_of_a_run_without_agents(
+    layout, tiny_moe_dir, routed_samples, tmp_path
+):
+    spec = layout | {"single": True}
+    words = tiny_moe_dir, routed_samples, tmp_path / "found", json.dumps(spec)
+    run = run_megatron(HERE / "branches_worker.py", 2, *words, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    [ranks] = tensor_files.load(tmp_path / "found")
+    for case in CASES:
+        check_equal(ranks, case, f"no agent {case}")
+        for rank in ranks:
+            sequences, episodes, of, _ = rank[case][1]
+            assert of == list(range(episodes)) and rank[f"no agent {case}"][1][:3] == (
+                sequences,
+                episodes,
+                None,
+            )
+
+
+def check_equal(ranks, *names):
+    for one, other in zip(*(joined([rank[name] for rank in ranks]) for name in names), strict=True):
+        for first, second in zip((one[0], one[2]), (other[0], other[2]), strict=True):
+            assert first.keys() == second.keys() and len(first) > 5
+            assert all(torch.equal(values, second[name]) for name, values in first.items())
+        assert numbers_of(one[1]) == numbers_of(other[1]) and len(one[1]) > 15
 
 
 def numbers_of(report):
