@@ -63,11 +63,15 @@ class BatchCollector(ABC):
         by_lag: bool = False,
         agent_branches: AgentBranches | None = None,
     ):
-        self._samples = shape.rows(layout.dp_size)
+        self._num_samples = shape.rows(layout.dp_size)
         if agent_branches is not None:
             check_packed_branches(shape.packing)
         self._layout, self._shape, self.agent_branches = layout, shape, agent_branches
-        self._groups, self.sampling, self._num_turns = self._samples // shape.group_size, sampling, num_turns
+        self._groups, self.sampling, self._num_turns = (
+            self._num_samples // shape.group_size,
+            sampling,
+            num_turns,
+        )
         self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Rewarded] | None = None
@@ -154,7 +158,7 @@ class BatchCollector(ABC):
         counted = self._take_groups(number)
         self._share_failures()
         batch, counted[COUNTED.index("moved_bytes")] = self._deal_and_lay_out(number)
-        sequences = self._samples
+        sequences = self._num_samples
         sizes = [] if self.agent_branches is None else [0 if batch is None else batch.num_sequences]
         counted = torch.cat([counted, self._parts.counts(), counted.new_tensor(sizes)]).to(self.device)
         broadcast_to_replica([counted], self._layout)
@@ -267,7 +271,9 @@ class BatchCollector(ABC):
         (scored, self._scored), sent = (self._scored, None), 0
         if self._shape.packing is not None and layout.pp_rank == 0 and layout.tp_group.rank() == 0:
             several = self.agent_branches is not None
-            scored, sent = deal_out(scored, self._samples, self._shape.packing, layout, with_episodes=several)
+            scored, sent = deal_out(
+                scored, self._num_samples, self._shape.packing, layout, with_episodes=several
+            )
         if scored is not None:
             try:
                 batch = RolloutBatch.from_trajectories(

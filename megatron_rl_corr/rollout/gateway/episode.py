@@ -134,6 +134,7 @@ class Episode:
 
         Raises:
             RolloutError: a request has failed for good, at the servers.
+            RuntimeError: a branch is not what the servers gave.
         """
         self._has_ended = True
         for work in self._in_flight:
@@ -141,8 +142,10 @@ class Episode:
         await asyncio.gather(*self._in_flight, return_exceptions=True)
         if self._failure is not None:
             raise self._failure
-        place = {"sample_index": self._draw.sample}
-        return [replace(branch, **place) for branch in self.tree.branches()]
+        branches = [replace(one, sample_index=self._draw.sample) for one in self.tree.branches()]
+        if problems := self.tree.check(branches, renders=False):
+            raise RuntimeError(f"an episode is not what was sampled: {'; '.join(problems)}")
+        return branches
 
     async def _counted(
         self, answers: Coroutine[Any, Any, Result], request: ChatRequest | TextRequest

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from megatron_rl_corr.data import json_text
 from megatron_rl_corr.data.checked_template import CheckedTemplate
 from megatron_rl_corr.data.messages import Arguments, Chat, Form
@@ -74,7 +77,7 @@ class Templates:
 
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None):
         self.tokenizer, self._variables = tokenizer, dict(variables or {})
-        self._prompts: OrderedDict[bytes, tuple[str, list[int]]] = OrderedDict()
+        self._prompts: OrderedDict[bytes, tuple[str, Tensor]] = OrderedDict()
         self._token_texts: dict[int, str] = {}
         self._checked: set[tuple] = set()
         self._spellings = sorted(tokenizer.control_tokens, key=lambda one: (-len(one), one))
@@ -226,18 +229,26 @@ class Templates:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
-    ) -> tuple[str, list[int]]:
-        """(text, ids) of a conversation up to where the assistant begins to answer."""
+    ) -> tuple[str, Tensor]:
+        """(text, ids) of a conversation up to where the assistant begins to answer; kept where it has not
+        said anything yet.
+
+        Raises:
+            ValueError: as `render`, or the template leaves out a message.
+        """
         what = [[one.plain for one in messages], tools, dict(variables)]
         key = hashlib.blake2b(json.dumps(what).encode(), digest_size=16).digest()
-        if key not in self._prompts:
-            text = self.render(messages, tools, variables, asks=True)
-            check_shown(messages, text)
-            self._prompts[key] = text, self.encode(text)
+        if key in self._prompts:
+            self._prompts.move_to_end(key)
+            return self._prompts[key]
+        text = self.render(messages, tools, variables, asks=True)
+        check_shown(messages, text)
+        made = text, torch.tensor(self.encode(text), dtype=torch.int64)
+        if all(one.plain["role"] != "assistant" for one in messages):
+            self._prompts[key] = made
             if len(self._prompts) > KEPT_PROMPTS:
                 self._prompts.popitem(last=False)
-        self._prompts.move_to_end(key)
-        return self._prompts[key]
+        return made
 
     def continuation(
         self,
@@ -287,20 +298,9 @@ class Templates:
 
     # ids
 
-    def encode(self, text: str, *, behind: str | None = None) -> list[int]:
-        """The ids of a shielded text, without any that the tokenizer would add.
-
-        Args:
-            text: that the template has written.
-            behind: the control token's text that it follows: tokenizers treat the beginning of a text
-                differently.
-        """
+    def encode(self, text: str) -> list[int]:
+        """The ids of a shielded text that begins a prompt, without any that the tokenizer would add."""
         if not self._shields.search(text):
-            if behind is None:
-                return self.tokenizer.encode(text, special_tokens=False)
-            ids = self.tokenizer.encode(behind + text, special_tokens=False)
-            if ids[:1] == [self.tokenizer.control_tokens.get(behind)]:
-                return ids[1:]
             return self.tokenizer.encode(text, special_tokens=False)
         ids, at = [], 0
         for found in [*self._spelled.finditer(text), None]:
@@ -311,6 +311,29 @@ class Templates:
                 ids.append(self.tokenizer.control_tokens[found[0]])
                 at = found.end()
         return ids
+
+    def encode_behind(self, text: str, ended: str | None) -> list[int]:
+        """The ids of a shielded text that goes on behind sampled ids.
+
+        Some tokenizers begin a text with a blank, or leave out what stands behind a control token: so
+        it is tokenised behind the control token that was sampled, or behind another one.
+
+        Args:
+            text: what the template has written, or a raw request.
+            ended: the control token's text; None: it follows another token.
+        """
+        before = ended or self._neutral
+        if before is None or self._shields.search(text):
+            return self.encode(text)
+        return self.tokenizer.encode(before + text, special_tokens=False)[1:]
+
+    @cached_property
+    def _neutral(self) -> str | None:
+        """A control token behind which a text is as it is within another; None: there is none."""
+        for one in self._spellings:
+            if len(self.tokenizer.encode(f"{one} ", special_tokens=False)) > 1:
+                return one
+        return None
 
     def encode_raw(self, text: str) -> list[int]:
         """The ids of a text that is no conversation, with the token that texts begin with, once: as servers

@@ -182,7 +182,7 @@ class Tree:
             reason = "template" if same else "edited"
         text, ids = self._templates.first(messages, tools, variables)
         return self._root(
-            torch.tensor(ids, dtype=torch.int64),
+            ids,
             text,
             reason,
             messages=messages,
@@ -202,9 +202,11 @@ class Tree:
         is_text = isinstance(prompt, str)
         rest = prompt if is_text else torch.tensor(list(prompt), dtype=torch.int64)
         parent = None
-        for turn, behind in self._begun_by(rest):
-            if parent is None or turn.line.ids.numel() > parent.line.ids.numel():
-                parent, rest = turn, behind
+        found = list(self._begun_by(rest))
+        if found:  # as in `_longest`
+            parent, rest = max(
+                found, key=lambda one: (one[0].line.ids.numel(), not one[0].continued, -one[0].number)
+            )
         if parent is None:
             ids = torch.tensor(self._templates.encode_raw(rest), dtype=torch.int64) if is_text else rest
             if not ids.numel():
@@ -213,7 +215,7 @@ class Tree:
         parent.continued = True
         added = rest
         if is_text:
-            added = torch.tensor(self._templates.encode(rest), dtype=torch.int64)
+            added = torch.tensor(self._templates.encode_behind(rest, parent.ended), dtype=torch.int64)
         return Asked(parent, None, parent.line.plus(added), added, rest if is_text else "")
 
     def add(
@@ -318,7 +320,7 @@ class Tree:
         """
         return [_branch(leaf.path(), shared, number) for number, (leaf, shared) in enumerate(self.leaves())]
 
-    def check(self, branches: Sequence[Trajectory] | None = None) -> list[str]:
+    def check(self, branches: Sequence[Trajectory] | None = None, *, renders: bool = True) -> list[str]:
         """The proof of the episode: what is wrong with it, nothing if it is exact.
 
         Each conversation is rendered once more from its messages, and what is not sampled must be the
@@ -327,8 +329,9 @@ class Tree:
 
         Args:
             branches: of the episode; None: those of `branches`.
+            renders: False: nothing is rendered and tokenised, which takes as long as all requests did.
         """
-        problems = [text for turn in self.turns() for text in self._problems_of(turn)]
+        problems = [text for turn in self.turns() for text in self._problems_of(turn, renders)]
         branches = self.branches() if branches is None else branches
         leaves = self.leaves()
         if len(branches) != len(leaves):
@@ -404,7 +407,7 @@ class Tree:
             return None
         parent.continued = True
         parent.rerendered = parent.rerendered or found.answer != parent.text
-        added = torch.tensor(self._templates.encode(found.glue, behind=parent.ended), dtype=torch.int64)
+        added = torch.tensor(self._templates.encode_behind(found.glue, parent.ended), dtype=torch.int64)
         return Asked(
             parent,
             None,
@@ -439,7 +442,7 @@ class Tree:
             asked = self._templates.decode(turn.asked.added.tolist())
         return [asked, turn.whole_text]
 
-    def _problems_of(self, turn: Turn) -> list[str]:
+    def _problems_of(self, turn: Turn, renders: bool) -> list[str]:
         asked, parent, where = turn.asked, turn.parent, f"turn {turn.number}"
         problems = []
         part, sealed = turn.part, parent and parent.seal
@@ -448,6 +451,8 @@ class Tree:
         before = torch.empty(0, dtype=torch.int64) if parent is None else parent.line.ids
         if not torch.equal(torch.cat([before, asked.added]), turn.part.prompt_ids):
             problems.append(f"{where}: it was not sampled behind the tokens before it")
+        if not renders:
+            return problems
         if asked.messages is None:
             return problems + self._problems_of_raw(asked, where)
         text = self._templates.render(asked.messages, asked.tools, asked.variables, asks=True)
@@ -464,14 +469,17 @@ class Tree:
             )
             text = None if found is None else found.glue
         if text != asked.added_text:
-            problems.append(f"{where}: the template's text behind what was sampled is another one")
-        elif self._templates.encode(text, behind=parent and parent.ended) != asked.added.tolist():
+            return [*problems, f"{where}: the template's text behind what was sampled is another one"]
+        made = self._templates
+        ids = made.encode(text) if parent is None else made.encode_behind(text, parent.ended)
+        if ids != asked.added.tolist():
             problems.append(f"{where}: the ids that were not sampled are not those of the template's text")
         return problems
 
     def _problems_of_raw(self, asked: Asked, where: str) -> list[str]:
-        made = self._templates.encode_raw if asked.parent is None else self._templates.encode
-        if not asked.added_text or made(asked.added_text) == asked.added.tolist():
+        text, made = asked.added_text, self._templates
+        ids = made.encode_raw(text) if asked.parent is None else made.encode_behind(text, asked.parent.ended)
+        if not text or ids == asked.added.tolist():
             return []
         return [f"{where}: the ids that were not sampled are not those of the request's text"]
 

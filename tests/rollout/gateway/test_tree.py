@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl_corr.data.tokenizer import Tokenizer as FolderTokenizer
+from megatron_rl_corr.rollout import SampleFailure
+from megatron_rl_corr.rollout.gateway.templates import Templates
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from tests.rollout.gateway.agents_model import (
     Servers,
@@ -311,7 +314,7 @@ def test_control_tokens_when_nobody_spells_one_then_ids_are_those_of_the_rendere
         {"role": "tool", "content": "{}"},
     ]
     text, ids = made.first([made.message(one) for one in messages], None, {})
-    assert ids == ids_of(text) and text == made.tokenizer.render(messages)
+    assert ids.tolist() == ids_of(text) and text == made.tokenizer.render(messages)
 
 
 def test_begin_token_when_the_template_or_the_tokenizer_writes_it_then_it_comes_once():
@@ -320,13 +323,13 @@ def test_begin_token_when_the_template_or_the_tokenizer_writes_it_then_it_comes_
     (bos,) = ids_of("<s>")
     made = templates("llama_3_1")
     _, ids = made.first([made.message(USER)], None, {})
-    assert ids.count(bos) == 1
+    assert ids.tolist().count(bos) == 1
     own = templates("{{ bos_token }}{{ messages[-1].content }}")
     own.tokenizer._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", bos)]
     )
     assert own.tokenizer.encode("a")[0] == bos
-    assert own.first([own.message(USER)], None, {})[1] == [bos, *ids_of("hi")]
+    assert own.first([own.message(USER)], None, {})[1].tolist() == [bos, *ids_of("hi")]
     assert own.encode_raw("hi") == own.encode_raw("<s>hi") == [bos, *ids_of("hi")]
 
 
@@ -534,3 +537,95 @@ def test_arguments_when_they_are_no_json_then_the_history_is_still_known():
         ).key
     )
     assert json.loads(json.dumps(one.plain))["tool_calls"] == [wrong]
+
+
+def test_form_of_calls_when_a_template_wants_text_or_objects_then_it_gets_them():
+    call = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": '{"b":1}'}}
+    (shown,) = [templates("deepseek_v3").message(said("", tool_calls=[call])).shown]
+    assert shown["content"] is None and shown["tool_calls"][0]["function"]["arguments"] == '{"b":1}'
+    for name in ("qwen2_5", "llama_3_1", "glm_4_5", "mistral"):
+        shown = templates(name).message(said(None, tool_calls=[call])).shown
+        assert shown["content"] == "" and shown["tool_calls"][0]["function"]["arguments"] == {"b": 1}, name
+
+
+def test_history_when_a_template_shows_the_ids_of_calls_and_they_change_then_it_is_edited():
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    first = [USER, said("", tool_calls=[call]), {"role": "tool", "content": "wet", "tool_call_id": "a"}]
+    other = [*first[:2], {**first[2], "tool_call_id": "b"}]
+    for history, expected in [(first, {"first": 1}), (other, {"first": 1, "edited": 1})]:
+        _, made, _ = asked(
+            *[("c<|im_end|>", "stop")] * 2, requests=[first, [*history, said("c"), MORE]], template="kimi"
+        )
+        assert reasons(made) == expected
+
+
+def test_servers_when_they_fail_for_good_then_the_episode_has_failed():
+    servers = Servers(("a<|end|>", "stop"), SampleFailure("retries", "all are down"))
+    made = episode(servers)
+
+    async def scenario():
+        await made.chat(ChatRequest([USER]))
+        for words in ("servers failed: all are down", "has failed"):
+            with pytest.raises(GatewayError, match=words) as error:
+                await made.chat(ChatRequest([MORE]))
+            assert error.value.status == 500
+        with pytest.raises(SampleFailure, match="all are down"):
+            await made.finish()
+
+    run(scenario())
+    assert made.counts.refused == 0 and made.counts.requests == 3
+
+
+def test_answer_when_it_is_cut_before_its_first_token_then_it_is_no_turn_and_may_be_asked_again():
+    made = episode(Servers(([], "abort"), ("ab", "abort")))
+
+    async def scenario():
+        with pytest.raises(GatewayError) as error:
+            await made.chat(ChatRequest([USER]))
+        assert error.value.status == 503
+        (answer,) = await made.chat(ChatRequest([USER]))
+        assert answer.finish_reason == "length"
+        return await made.finish()
+
+    (branch,) = run(scenario())
+    assert branch.finish_reason == "abort" and made.counts.turns == 1
+
+
+def test_episode_when_a_turn_is_not_what_a_server_gave_then_it_does_not_end_well():
+    made = episode(Servers(("ab<|end|>", "stop")))
+
+    async def scenario():
+        await made.chat(ChatRequest([USER]))
+        turn = next(made.tree.turns())
+        turn.part = replace(turn.part, rollout_logprobs=turn.part.rollout_logprobs + 1)
+        with pytest.raises(RuntimeError, match="that a server gave"):
+            await made.finish()
+
+    run(scenario())
+
+
+def blanks():
+    """A tokenizer that begins a text with a blank, and whose end of turn takes the white space behind it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {one: number for number, one in enumerate("▁abcQ:\n")}
+    made = Tokenizer(models.BPE(vocab, []))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    made.add_special_tokens([AddedToken("<E>", special=True, rstrip=True), AddedToken("<A>", special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<E>", clean_up_tokenization_spaces=False)
+    fast.chat_template = (
+        "{% for message in messages %}{{ message.role[0] }}:{{ message.content }}<E>\n{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    return fast
+
+
+def test_tokenizer_when_it_begins_a_text_with_a_blank_then_what_goes_on_has_none():
+    made = Templates(FolderTokenizer(blanks(), "FOLDER"))
+    (end,), blank = made.tokenizer._tokenizer.convert_tokens_to_ids(["<E>"]), 0
+    assert made.encode("a") == [blank, 1] and made.encode_behind("a", None) == [1]
+    assert made.encode_behind("\nab", "<E>") == [1, 2]  # the white space is the control token's
+    assert made.encode_behind("\nab", None) == [6, 1, 2]
+    assert made.encode("a<E>\nb") == [blank, 1, end, 2]
