@@ -32,7 +32,7 @@ class AgentCounts:
 
     episodes: int = 0
     seconds: float = 0.0
-    """Of their harnesses."""
+    """From the start of their harnesses to their ends."""
     requests: int = 0
     refused: int = 0
     turns: int = 0
@@ -160,7 +160,7 @@ class Agents:
 
     async def _run(self, episode: Episode, prompt: Prompt) -> tuple[list[Trajectory], int]:
         """The branches of an episode with its reward, and which of them has its latest turn."""
-        session, gateway = _Watched(episode), self._gateway
+        session, gateway = _WatchedEpisode(episode), self._gateway
         key, begun = gateway.open_episode(session), time.monotonic()
         failure, outcome = None, None
         try:
@@ -194,7 +194,7 @@ class Agents:
         return await asyncio.shield(self._context)
 
 
-class _Watched:
+class _WatchedEpisode:
     """An episode whose failure at the servers is known at once: its harness need not end by itself."""
 
     def __init__(self, episode: Episode):

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
-class _Asked:
+class _AskedHarness:
     """An episode's harness that was asked for."""
 
     key: str
@@ -53,14 +53,14 @@ class _Asked:
 
 
 @dataclass(eq=False)
-class _Starter:
+class _StarterProcess:
     """The process that starts them."""
 
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     mark: str
-    asked: dict[int, _Asked] = field(default_factory=dict)
+    asked: dict[int, _AskedHarness] = field(default_factory=dict)
     reading: asyncio.Task | None = None
 
 
@@ -77,7 +77,7 @@ class Harnesses:
 
     def __init__(self, kind: HarnessKind, hidden: Collection[str] = ()):
         self.kind, self._hidden = kind, {*hidden, *NOT_INHERITED}
-        self._starter: _Starter | None = None
+        self._starter: _StarterProcess | None = None
         self._starting: asyncio.Lock = asyncio.Lock()
         self._count, self._closed = 0, False
 
@@ -117,7 +117,7 @@ class Harnesses:
             ) from None
         starter = await self._living()
         number = self._count = self._count + 1
-        asked = _Asked(key, asyncio.get_running_loop().create_future())
+        asked = _AskedHarness(key, asyncio.get_running_loop().create_future())
         starter.asked[number] = asked
         urls = {"base_url": base_url, "root_url": root_url}
         try:
@@ -143,7 +143,7 @@ class Harnesses:
         what = self.kind.function or " ".join(self.kind.command or ())
         return f"{self.kind.flag} {what}"
 
-    async def _living(self) -> _Starter:
+    async def _living(self) -> _StarterProcess:
         """The process; another one in the place of one that has ended.
 
         Raises:
@@ -164,7 +164,7 @@ class Harnesses:
                     await asyncio.sleep(2**attempt)
             return self._starter
 
-    async def _started(self) -> _Starter:
+    async def _started(self) -> _StarterProcess:
         mine, its = socket.socketpair()
         environment = {
             name: value
@@ -186,7 +186,7 @@ class Harnesses:
                 env=environment,
                 process_group=0,
             )
-        starter = _Starter(process, reader, writer, secrets.token_hex(8))
+        starter = _StarterProcess(process, reader, writer, secrets.token_hex(8))
         try:
             async with asyncio.timeout(START_LIMIT_S):
                 writer.write(frame({"kind": asdict(self.kind), "mark": starter.mark}))
@@ -209,7 +209,7 @@ class Harnesses:
         starter.reading = asyncio.create_task(self._read(starter))
         return starter
 
-    async def _read(self, starter: _Starter) -> None:
+    async def _read(self, starter: _StarterProcess) -> None:
         """Take what the process tells, until it ends; what it then has not told has failed."""
         try:
             while True:
@@ -237,7 +237,7 @@ class Harnesses:
             # They end with it; those whom they had started are looked for.
             _end_marked(starter.mark, [asked.pid for asked in left.values() if asked.pid is not None])
 
-    async def _end(self, starter: _Starter) -> None:
+    async def _end(self, starter: _StarterProcess) -> None:
         starter.writer.close()  # on which it ends its harnesses, and itself
         try:
             async with asyncio.timeout(GRACE_S + 2.0):

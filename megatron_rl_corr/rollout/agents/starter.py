@@ -44,7 +44,7 @@ OUTPUT_BYTES = 4000
 RESULT_BYTES = 65_536
 """Longest result of a harness, as JSON."""
 READS_AT_END = 64
-"""Of each pipe of a harness that has ended, of 64 KiB each."""
+"""Most reads, of 64 KiB, of a pipe whose harness has ended."""
 PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork
@@ -62,13 +62,13 @@ class HarnessKind:
     command: tuple[str, ...] | None
     timeout_s: float
     memory_gib: float | None
-    """Of data (RLIMIT_DATA) of each of its processes; None: no limit."""
+    """Data (RLIMIT_DATA) that each of its processes may allocate; None: no limit."""
     flag: str
     """The option that names it, for errors."""
 
 
 @dataclass(eq=False)
-class Running:
+class RunningHarness:
     """A harness that runs, or whose end was not told yet."""
 
     number: int
@@ -152,7 +152,7 @@ class Starter:
         self._channel, self._kind, self._function = channel, kind, function
         self._pid = os.getpid()
         self._mark, self._folder = mark, folder
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningHarness] = {}
         """By process number."""
         self._left: dict[int, str] = {}
         """Process number of a harness that has ended -> its mark; looked for at the next sweep."""
@@ -262,7 +262,7 @@ class Starter:
         for _, end in pairs:
             os.close(end)
         pipes = {begin: kind for (begin, _), kind in zip(pairs, kinds, strict=True)}
-        one = Running(number, pid, time.monotonic() + self._kind.timeout_s, pipes, task_file)
+        one = RunningHarness(number, pid, time.monotonic() + self._kind.timeout_s, pipes, task_file)
         self._running[pid] = one
         for begin in pipes:
             fcntl.fcntl(begin, fcntl.F_SETFL, os.O_NONBLOCK)
@@ -325,7 +325,7 @@ class Starter:
             os.write(2, f"{self._kind.command[0]}: {error.strerror}\n".encode())
             os._exit(127)
 
-    def _read(self, one: Running, descriptor: int) -> bool:
+    def _read(self, one: RunningHarness, descriptor: int) -> bool:
         """Take what a pipe has, and close one at its end; False: it has nothing now."""
         try:
             data = os.read(descriptor, 1 << 16)
@@ -337,7 +337,7 @@ class Starter:
             self._shut(one, descriptor)
         return bool(data)
 
-    def _shut(self, one: Running, descriptor: int) -> None:
+    def _shut(self, one: RunningHarness, descriptor: int) -> None:
         self._selector.unregister(descriptor)
         os.close(descriptor)
         del one.pipes[descriptor]
@@ -353,7 +353,7 @@ class Starter:
             if pid in self._running:  # others are orphans of a harness
                 self._ended(self._running.pop(pid), os.waitstatus_to_exitcode(status))
 
-    def _ended(self, one: Running, status: int) -> None:
+    def _ended(self, one: RunningHarness, status: int) -> None:
         signal_group(one.pid, signal.SIGKILL)
         for descriptor in list(one.pipes):
             # An orphan may hold the other end, and write on, so that there may never be an end.
@@ -371,7 +371,7 @@ class Starter:
         }
         self._send({"ended": one.number, "status": status, "why": one.why, **texts})
 
-    def _stop(self, one: Running, why: str) -> None:
+    def _stop(self, one: RunningHarness, why: str) -> None:
         if one.why is None:
             one.why, one.deadline = why, time.monotonic() + GRACE_S
             signal_group(one.pid, signal.SIGTERM)

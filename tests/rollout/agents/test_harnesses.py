@@ -282,7 +282,7 @@ def test_episodes_when_many_at_once_then_each_has_its_result():
 
 
 def test_running_when_a_pipe_gives_much_then_a_bound_is_kept():
-    one = starter.Running(0, 1, 0.0, {})
+    one = starter.RunningHarness(0, 1, 0.0, {})
     for _ in range(10):
         one.take("output", b"x" * 3000)
         one.take("result", b"y" * 30_000)
