@@ -148,7 +148,7 @@ def files_of(folder, case, parts, model_dir):
     }
     left_out = ("updates_of_batch", "save_routed_experts", "save_trajectories")
     given = {name: value for name, value in known.items() if name not in left_out}
-    return SimpleNamespace(**known), RunConfig(replay=str(Path(folder) / case), **given)
+    return SimpleNamespace(most_turns=None, **known), RunConfig(replay=str(Path(folder) / case), **given)
 
 
 def trained(model, parameters, layout, samples, settings, optimizer, spec, name, routes, model_dir):
