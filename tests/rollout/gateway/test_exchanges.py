@@ -158,6 +158,15 @@ def test_responses_when_items_of_an_assistant_follow_each_other_then_one_message
     assert len(messages[2]["tool_calls"]) == 1
 
 
+def test_responses_when_an_output_stands_between_then_another_message(memory):
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    items = [USER, call, output, {**call, "call_id": "d"}, USER, {**call, "call_id": "e"}]
+    messages = ResponseExchange({"model": "m", "input": items}, memory).request.messages
+    roles = ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [message["role"] for message in messages] == roles
+
+
 def test_pieces_when_joined_then_the_text_and_all_tokens():
     for text, sampled in (
         ("one two three", None),
@@ -165,6 +174,7 @@ def test_pieces_when_joined_then_the_text_and_all_tokens():
         ("", ""),
         ("", "<tool_call>"),
         ("kept", "<think> no </think> kept"),
+        ("kept, and more of it", "<think> no </think> kept, and more of it"),
         ("a b " * 500, None),
     ):
         made = answer("a0", text, sampled=sampled)

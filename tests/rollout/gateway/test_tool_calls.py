@@ -112,3 +112,11 @@ def test_format_when_a_template_teaches_it_then_detected(name):
 
 def test_deepseek_when_of_the_other_version_then_its_calls_are_not_read():
     assert ours("deepseek_v3", deepseek(("add", "{}"), form=DEEPSEEK_31))[1] == []
+
+
+def test_calls_when_cut_then_no_half_of_a_command_is_called():
+    cut = "<tool_call>\n<function=add>\n<parameter=note>\nrm -rf /tmp/"
+    assert ours("qwen3_coder", cut) == [cut, []]
+    assert ours("qwen3_coder", f"{cut}x\n</parameter>\n</function>\n</tool_call>")[1] != []
+    cut = "<tool_call>add\n<arg_key>note</arg_key>\n<arg_value>rm -rf /tmp/</arg_value>"
+    assert ours("glm45", cut) == [cut, []]
