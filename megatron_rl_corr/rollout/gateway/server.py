@@ -268,8 +268,7 @@ class _Reply:
         try:
             answers = await self._answers(answering)
             response = await self._write(answers)
-            # It is paused still where the connection ended before all was out.
-            delivered = not self._request.protocol.writing_paused
+            delivered = True
             return response
         except GatewayError as error:
             if self._stream is None:
@@ -338,11 +337,8 @@ class _Reply:
         """Cancel the session's call, or take its answers back. Nothing is awaited: this task may be cancelled
         again, as its connection ends.
         """
-        if answering.done():
-            self._take_back(answering)
-        else:
-            answering.cancel()
-            answering.add_done_callback(self._take_back)
+        answering.cancel()
+        answering.add_done_callback(self._take_back)
 
     def _take_back(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
         """What it has answered is undelivered, what it raised is kept."""

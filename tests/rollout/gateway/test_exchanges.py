@@ -134,6 +134,23 @@ def test_arguments_when_sent_back_as_a_value_then_the_text_that_was_sampled(memo
     assert sent_back({"a": 2}) == '{"a": 2}'
 
 
+def test_blocks_when_results_stand_between_texts_then_messages_in_their_order(memory):
+    def text(said):
+        return {"type": "text", "text": said}
+
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "3"}
+    content = [text("a"), text("b"), result, {**result, "tool_use_id": "d"}, text("e")]
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    messages = MessageExchange(body, memory).request.messages
+    assert [(one["role"], one["content"]) for one in messages] == [
+        ("user", "a\nb"),
+        ("tool", "3"),
+        ("tool", "3"),
+        ("user", "e"),
+    ]
+    assert messages[2]["tool_call_id"] == "d"
+
+
 def test_responses_when_not_stored_then_not_found(memory):
     def ask(**fields):
         return ResponseExchange({"model": "m", "input": "hi", **fields}, memory)
