@@ -1,8 +1,8 @@
 """The HTTP server that agents ask: one API key is one episode.
 
-An answer is delivered once the kernel has taken its last byte, on a connection of which nothing is known
-by then that says that the client has gone. Every other answer is undelivered: `EpisodeSession.undelivered`
-is called for it, or the session's own call is cancelled.
+An answer is delivered once the kernel has taken its last byte, on a connection that has not ended by then:
+what a client that goes later has read can't be known. Every other answer is undelivered:
+`EpisodeSession.undelivered` is called for it, or the session's own call is cancelled.
 """
 
 from __future__ import annotations
@@ -276,8 +276,6 @@ class _Reply:
         self._request, self._episode, self._asked, self._form = request, episode, asked, form
         self._headers, self._alive_after_s = headers, alive_after_s
         self._stream: web.StreamResponse | None = None
-        self._whole = False
-        """All bytes are written, and none was refused; the kernel has them unless writing is paused."""
 
     async def run(self) -> web.StreamResponse:
         """The response, all of it written."""
@@ -287,11 +285,9 @@ class _Reply:
         delivered = False
         try:
             answers = await self._answers(answering)
-            try:
-                return await self._write(answers)
-            finally:
-                # Also where this was cancelled since: the client may go as soon as it has read the last byte.
-                delivered = self._whole and not self._request.protocol.writing_paused
+            response = await self._write(answers)
+            delivered = True
+            return response
         except GatewayError as error:
             if self._stream is None:
                 raise
@@ -300,7 +296,7 @@ class _Reply:
             return web.Response()
         finally:
             if not delivered:
-                await self._undo(answering)
+                self._undo(answering)
 
     async def _answers(self, answering: asyncio.Future[Sequence[Answer]]) -> Sequence[Answer]:
         """What the session answers; a stream is told meanwhile that it lives."""
@@ -326,10 +322,9 @@ class _Reply:
         if self._asked.streams:
             return await self._end_stream(self._asked.events(answers))
         response = _json_response(self._asked.body(answers), headers=self._headers)
-        self._begin_writing()
+        self._wait_for_the_kernel()
         await response.prepare(self._request)
         await response.write_eof()
-        await self._end_writing()
         return response
 
     async def _begun_stream(self) -> web.StreamResponse:
@@ -337,7 +332,7 @@ class _Reply:
             self._stream = web.StreamResponse(
                 headers=self._headers | {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             )
-            self._begin_writing()
+            self._wait_for_the_kernel()
             await self._stream.prepare(self._request)
         return self._stream
 
@@ -349,28 +344,22 @@ class _Reply:
                 await stream.write(bytes(waiting))
                 waiting.clear()
         await stream.write_eof(bytes(waiting))
-        await self._end_writing()
         return stream
 
-    def _begin_writing(self) -> None:
-        """From now on writing is paused until the kernel has all bytes; raises where the client has gone."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client has closed the connection")
-        transport.set_write_buffer_limits(high=0)
+    def _wait_for_the_kernel(self) -> None:
+        """From now on a write returns once the kernel has all of it."""
+        if self._request.transport is not None:
+            self._request.transport.set_write_buffer_limits(high=0)
 
-    async def _end_writing(self) -> None:
-        """Wait until the kernel has all bytes."""
-        transport = self._request.transport
-        if transport is None or transport.is_closing():
-            raise ConnectionResetError("the client has closed the connection")
-        self._whole = True
-        await self._request.writer.drain()
-
-    async def _undo(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
-        """Cancel the session's call; what it has answered by then is undelivered, what it raised is kept."""
+    def _undo(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
+        """Cancel the session's call, or take its answers back. Nothing is awaited: this task may be cancelled
+        again, as its connection ends.
+        """
         answering.cancel()
-        await asyncio.wait({answering})
+        answering.add_done_callback(self._take_back)
+
+    def _take_back(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
+        """What it has answered is undelivered, what it raised is kept."""
         if answering.cancelled():
             return
         error = answering.exception()

@@ -4,6 +4,8 @@ An answer with a malformed call has no calls: all of its text is content, and no
 unfinished is carried out. Functions that the request does not list are called all the same, so that the
 harness can say that there are none, as vLLM does and SGLang with SGLANG_FORWARD_UNKNOWN_TOOLS. Content stands
 before the first call, without the space around it; where there is no call it is the text as it stands.
+
+Policies in training repeat themselves: the time that a text takes grows as its length does, whatever it is.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ def parse_tool_calls(name: str, text: str, tools: Tools, *, turn: str) -> tuple[
         return text, []
     try:
         content, calls = form.read(text, tools)
-    except _Malformed:
+    except (_Malformed, RecursionError):  # JSON may be too deep to be read
         return text, []
     if not calls:
         return text, []
@@ -115,10 +117,25 @@ def _digits(digest: str, index: int, count: int) -> str:
 
 
 def _loads(text: str) -> Any:
+    made, end = _first_json(text.lstrip(), 0)
+    if text.lstrip()[end:].strip():
+        raise _Malformed("text behind JSON")
+    return made
+
+
+def _first_json(text: str, at: int) -> tuple[Any, int]:
+    """(the value that begins there, where it ends); NaN is no JSON."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return _DECODER.raw_decode(text, at)
+    except ValueError as error:  # also where a number has too many digits
         raise _Malformed(str(error)) from None
+
+
+def _no_json(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_json)
 
 
 def _dumps(value: Any) -> str:
@@ -153,12 +170,13 @@ def _qwen3_coder(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     command.
     """
     content, calls = text[: re.search(r"<tool_call>|<function=", text).start()], []
-    if text.count("<function=") != text.count("</function>"):
-        raise _Malformed("a function has no end")
-    for name, body in re.findall(r"<function=([^>\n]*)>(.*?)</function>", text, re.DOTALL):
+    for function in _spans(text, "<function=", "</function>"):
+        name, named, body = function.partition(">")
+        if not named or re.search(r"[<\n]", name):
+            raise _Malformed("a function has no name")
         types, arguments = _properties(tools, name), {}
         for key, value in re.findall(
-            r"<parameter=([^>]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", body, re.DOTALL
+            r"<parameter=([^<>]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", body, re.DOTALL
         ):
             value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = _typed(value, types.get(key))
@@ -172,21 +190,30 @@ def _glm(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     A value without a schema is JSON where it can be read so, as in SGLang; vLLM leaves out functions that the
     request does not list.
     """
-    content, calls = text.partition("<tool_call>")[0], []
-    if text.count("<tool_call>") != text.count("</tool_call>"):
-        raise _Malformed("a call has no end")
-    for block in re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL):
+    calls = []
+    for block in _spans(text, "<tool_call>", "</tool_call>"):
         name = re.split(r"\n|\\n|<arg_key>", block.lstrip(), maxsplit=1)[0].strip()
         if not name:
             raise _Malformed("a call has no name")
         types, arguments = _properties(tools, name), {}
-        for key, value in re.findall(
-            r"<arg_key>(.*?)</arg_key>(?:\\n|\s)*<arg_value>(.*?)</arg_value>", block, re.DOTALL
-        ):
-            schema = types.get(key.strip())
-            arguments[key.strip()] = _typed(value, {"type": "object"} if schema is None else schema)
+        for key, value in _glm_pairs(block):
+            arguments[key] = _typed(value, types.get(key, {"type": "object"}))
         calls.append(_Call(name, _dumps(arguments)))
-    return content, calls
+    return text.partition("<tool_call>")[0], calls
+
+
+def _glm_pairs(block: str) -> Iterator[tuple[str, str]]:
+    """Keys that a value follows."""
+    at = 0
+    while (begin := block.find("<arg_key>", at)) >= 0 and (end := block.find("</arg_key>", begin)) >= 0:
+        at = end + len("</arg_key>")
+        value = re.compile(r"(?:\\n|\s)*<arg_value>").match(block, at)
+        if value is None:
+            continue
+        if (close := block.find("</arg_value>", value.end())) < 0:
+            return
+        yield block[begin + len("<arg_key>") : end].strip(), block[value.end() : close]
+        at = close + len("</arg_value>")
 
 
 def _llama3(text: str, tools: Tools) -> tuple[str, list[_Call]]:
@@ -198,18 +225,16 @@ def _llama3(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     before, tag, rest = text.partition("<|python_tag|>")
     if not tag:
         before, rest = "", text
-    if not rest.lstrip().startswith("{"):
-        raise _Malformed("not an object")
-    calls, decoder, rest = [], json.JSONDecoder(), rest.lstrip()
-    while rest.startswith("{"):
-        try:
-            made, end = decoder.raw_decode(rest)
-        except json.JSONDecodeError as error:
-            raise _Malformed(str(error)) from None
+    calls, at = [], _SPACE.match(rest).end()
+    while rest.startswith("{", at):
+        made, at = _first_json(rest, at)
         calls.append(_called(made))
-        rest = rest[end:].lstrip()
-        rest = rest.removeprefix(";").lstrip()
-    return before + rest, calls
+        at = _SPACE.match(rest, at).end()
+        at = _SPACE.match(rest, at + rest.startswith(";", at)).end()
+    return before + rest[at:], calls
+
+
+_SPACE = re.compile(r"\s*")
 
 
 def _mistral(text: str, tools: Tools) -> tuple[str, list[_Call]]:
@@ -219,10 +244,7 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     """
     content, _, rest = text.partition("[TOOL_CALLS]")
     if rest.lstrip().startswith("["):
-        try:
-            made, end = json.JSONDecoder().raw_decode(rest.lstrip())
-        except json.JSONDecodeError as error:
-            raise _Malformed(str(error)) from None
+        made, end = _first_json(rest.lstrip(), 0)
         return f"{content.strip()} {rest.lstrip()[end:].strip()}", [_called(call) for call in made]
     calls = []
     for part in rest.split("[TOOL_CALLS]"):
@@ -247,11 +269,12 @@ def _deepseek_v3(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     """
     begin, call, sep, end = _DEEPSEEK
     calls = []
-    for body in _between(text.partition(begin)[2], call, end):
-        found = re.fullmatch(rf".*?{sep}(.*?)\n```json\n(.*)\n```\s*", body, re.DOTALL)
-        if found is None:
+    for body in _spans(text.partition(begin)[2], call, end):
+        name, fence, arguments = body.partition(sep)[2].partition("\n```json\n")
+        arguments, closed, behind = arguments.rpartition("\n```")
+        if not fence or not closed or behind.strip():
             raise _Malformed("not a name and ```json")
-        calls.append(_Call(found[1], _dumps(_loads(found[2]))))
+        calls.append(_Call(name, _dumps(_loads(arguments))))
     return text.partition(begin)[0], calls
 
 
@@ -259,7 +282,7 @@ def _deepseek_v31(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     """begin name sep arguments: DeepSeek-V3.1."""
     begin, call, sep, end = _DEEPSEEK
     calls = []
-    for body in _between(text.partition(begin)[2], call, end):
+    for body in _spans(text.partition(begin)[2], call, end):
         name, _, arguments = body.partition(sep)
         if not name.strip():
             raise _Malformed("a call has no name")
@@ -274,7 +297,7 @@ def _kimi_k2(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     """
     begin = "<|tool_calls_section_begin|>"
     calls = []
-    for body in _between(text.partition(begin)[2], "<|tool_call_begin|>", "<|tool_call_end|>"):
+    for body in _spans(text.partition(begin)[2], "<|tool_call_begin|>", "<|tool_call_end|>"):
         label, _, arguments = body.partition("<|tool_call_argument_begin|>")
         found = re.fullmatch(r"(?:functions\.)?([\w.\-]+):\d+", label.strip())
         if found is None or not isinstance(_loads(arguments), dict):
@@ -285,13 +308,15 @@ def _kimi_k2(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     return text.partition(begin)[0], calls
 
 
-def _between(text: str, begin: str, end: str) -> Iterator[str]:
-    """The texts between each begin and its end; nothing but space stands outside."""
-    for part in text.split(begin)[1:]:
-        body, closed, _ = part.partition(end)
-        if not closed:
+def _spans(text: str, begin: str, end: str) -> Iterator[str]:
+    """The texts from each begin to the next end."""
+    at = 0
+    while (at := text.find(begin, at)) >= 0:
+        at += len(begin)
+        if (close := text.find(end, at)) < 0:
             raise _Malformed("a call has no end")
-        yield body
+        yield text[at:close]
+        at = close + len(end)
 
 
 def _properties(tools: Tools, name: str) -> dict[str, Any]:
@@ -371,7 +396,7 @@ def _boolean(text: str) -> bool:
 
 def _finite_json(text: str) -> Any:
     """Raises ValueError where it is no JSON, or has numbers that JSON lacks."""
-    value = json.loads(text)
+    value = json.loads(text, parse_constant=_no_json)
     json.dumps(value, allow_nan=False)
     return value
 

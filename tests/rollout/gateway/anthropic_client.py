@@ -150,6 +150,19 @@ def refusals(client):
 
 
 @case
+def gone(client):
+    """A client that waits no longer, and a stream that is left after its first events."""
+    impatient = client.with_options(timeout=0.5, max_retries=0)
+    try:
+        impatient.messages.create(**user("wait"))
+    except anthropic.APITimeoutError as error:
+        found = type(error).__name__
+    with client.messages.stream(**user("big")) as stream:
+        next(iter(stream))
+    return found
+
+
+@case
 def at_once(client):
     async def all_of_them():
         async with anthropic.AsyncAnthropic(base_url=client.base_url, api_key=client.api_key) as many:

@@ -312,6 +312,30 @@ def kept_alive(client):
 
 
 @case
+def gone(client):
+    """A client that waits no longer asks again, twice at most; a stream is left after its first piece."""
+    impatient = client.with_options(timeout=0.5, max_retries=1)
+    found = [failure(impatient.chat.completions.create, **user("wait"))["name"]]
+    found.append(failure(impatient.responses.create, model="m", input="wait")["name"])
+    stream = client.chat.completions.create(**user("big"), stream=True)
+    next(stream)
+    stream.close()
+    return found
+
+
+@case
+def cancelled(client):
+    async def one():
+        async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as impatient:
+            try:
+                await asyncio.wait_for(impatient.chat.completions.create(**user("wait")), 0.5)
+            except TimeoutError:
+                return True
+
+    return asyncio.run(one())
+
+
+@case
 def at_once(client):
     async def all_of_them():
         async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key) as many:

@@ -100,6 +100,8 @@ class ScriptedSession:
             return answer(label, "one two", reason="length")
         if word == "stop":
             return answer(label, "one", sampled="one HALT")
+        if word == "some":
+            return answer(label, "word " * 8_000, sampled="less than a kernel buffers by default")
         if word == "big":
             return answer(label, "word " * 4_000_000, sampled="more than a kernel buffers")
         return answer(label, f"echo: {text}")

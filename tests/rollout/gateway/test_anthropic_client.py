@@ -106,4 +106,8 @@ def test_requests_when_refused_then_the_client_raises_its_error(asked, printed):
 def test_clients_when_many_ask_at_once_then_each_has_its_answer(asked, printed):
     assert printed["at_once"] == [f"echo: number {index}" for index in range(64)]
     assert printed["kept_alive"] == "echo: slow"
-    assert asked[1].gone == [] and asked[1].cancelled == 0
+
+
+def test_clients_when_they_wait_no_longer_then_only_their_own_answers_are_undelivered(asked, printed):
+    assert printed["gone"] == "APITimeoutError"
+    assert asked[1].cancelled == 1 and len(asked[1].gone) == 1

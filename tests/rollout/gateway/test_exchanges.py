@@ -134,6 +134,23 @@ def test_arguments_when_sent_back_as_a_value_then_the_text_that_was_sampled(memo
     assert sent_back({"a": 2}) == '{"a": 2}'
 
 
+def test_blocks_when_results_stand_between_texts_then_messages_in_their_order(memory):
+    def text(said):
+        return {"type": "text", "text": said}
+
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "3"}
+    content = [text("a"), text("b"), result, {**result, "tool_use_id": "d"}, text("e")]
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    messages = MessageExchange(body, memory).request.messages
+    assert [(one["role"], one["content"]) for one in messages] == [
+        ("user", "a\nb"),
+        ("tool", "3"),
+        ("tool", "3"),
+        ("user", "e"),
+    ]
+    assert messages[2]["tool_call_id"] == "d"
+
+
 def test_responses_when_not_stored_then_not_found(memory):
     def ask(**fields):
         return ResponseExchange({"model": "m", "input": "hi", **fields}, memory)
@@ -158,6 +175,15 @@ def test_responses_when_items_of_an_assistant_follow_each_other_then_one_message
     assert len(messages[2]["tool_calls"]) == 1
 
 
+def test_responses_when_an_output_stands_between_then_another_message(memory):
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    items = [USER, call, output, {**call, "call_id": "d"}, USER, {**call, "call_id": "e"}]
+    messages = ResponseExchange({"model": "m", "input": items}, memory).request.messages
+    roles = ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [message["role"] for message in messages] == roles
+
+
 def test_pieces_when_joined_then_the_text_and_all_tokens():
     for text, sampled in (
         ("one two three", None),
@@ -165,6 +191,7 @@ def test_pieces_when_joined_then_the_text_and_all_tokens():
         ("", ""),
         ("", "<tool_call>"),
         ("kept", "<think> no </think> kept"),
+        ("kept, and more of it", "<think> no </think> kept, and more of it"),
         ("a b " * 500, None),
     ):
         made = answer("a0", text, sampled=sampled)

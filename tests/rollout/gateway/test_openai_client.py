@@ -197,4 +197,9 @@ def test_streams_when_the_policy_is_slow_then_they_are_kept_alive(printed):
 def test_clients_when_many_ask_at_once_then_each_has_its_answer(asked, printed):
     assert printed["at_once"] == [f"echo: number {index}" for index in range(64)]
     assert printed["models"] == ["policy"]
-    assert asked[1].gone == [] and asked[1].cancelled == 0
+
+
+def test_clients_when_they_wait_no_longer_then_only_their_own_answers_are_undelivered(asked, printed):
+    assert printed["gone"] == ["APITimeoutError"] * 2 and printed["cancelled"] is True
+    assert asked[1].cancelled == 5  # two of each that was repeated, and one that was cancelled
+    assert len(asked[1].gone) == 1  # the stream that was left

@@ -112,3 +112,42 @@ def test_format_when_a_template_teaches_it_then_detected(name):
 
 def test_deepseek_when_of_the_other_version_then_its_calls_are_not_read():
     assert ours("deepseek_v3", deepseek(("add", "{}"), form=DEEPSEEK_31))[1] == []
+
+
+def test_calls_when_cut_then_no_half_of_a_command_is_called():
+    cut = "<tool_call>\n<function=add>\n<parameter=note>\nrm -rf /tmp/"
+    assert ours("qwen3_coder", cut) == [cut, []]
+    assert ours("qwen3_coder", f"{cut}x\n</parameter>\n</function>\n</tool_call>")[1] != []
+    cut = "<tool_call>add\n<arg_key>note</arg_key>\n<arg_value>rm -rf /tmp/</arg_value>"
+    assert ours("glm45", cut) == [cut, []]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_calls_when_the_policy_repeats_itself_then_read_in_time(name):
+    """What grew with the square of the length would take minutes."""
+    marks = {
+        "hermes": ["<tool_call>", "[", '{"a":', "</tool_call>"],
+        "qwen3_coder": ["<function=", "</function>", "<parameter=", "<function=a><parameter=b", ">"],
+        "glm45": ["<tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "<tool_call>a<arg_key>", "\n"],
+        "llama3": ["{", '{"a":', '{"name": 1};', "[", ";"],
+        "mistral": ["[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]a[ARGS]{", "[", "[CALL_ID]"],
+        "deepseek_v3": ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "\n```json\n", "\n```", "[", " "],
+        "deepseek_v31": ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
+        "kimi_k2": ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "a"],
+    }[name]
+    begin = TOOL_FORMATS[name].marker
+    for mark in marks:
+        for other in ("", *marks):
+            text = begin + mark * 20_000 + other * 20_000
+            assert ours(name, text) is not None
+
+
+def test_calls_when_json_is_none_that_can_be_read_then_content():
+    for arguments in ('{"a": NaN}', '{"a": ' + "9" * 5_000 + "}", '{"a": ' + "[" * 100_000):
+        text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+        assert ours("hermes", text) == [text, []]
+    deep = "[" * 100_000 + "]" * 100_000
+    text = f"<tool_call><function=add><parameter=of>{deep}</parameter></function></tool_call>"
+    assert ours("qwen3_coder", text) == [text, []]
+    wide = f"<tool_call><function=add><parameter=a>{'9' * 5_000}</parameter></function></tool_call>"
+    assert json.loads(ours("qwen3_coder", wide)[1][0][1]) == {"a": "9" * 5_000}
