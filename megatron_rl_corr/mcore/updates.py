@@ -2,9 +2,8 @@
 what it counts anew.
 
 A batch of S samples of this replica (episodes, of one sequence or several) makes U = K * E updates of S / K
-samples each: E epochs, each in an
-order of its own, cut into K parts. One update is one iteration of Megatron, so batch b makes iterations b
-* U to b * U + U - 1.
+samples each: E epochs, each in an order of its own, cut into K parts. One update is one iteration of
+Megatron, so batch b makes iterations b * U to b * U + U - 1.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+import numpy as np
+
 from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards, Score
@@ -39,7 +41,8 @@ class GroupSampler:
             any other failure.
         episodes: for an environment; None: a sample is one response. It may give several trajectories of a
             sample, its branches, one behind the other, and calls on_sample once for each sample: with the
-            branch of the latest turn, which is scored and says whether the sample was cut.
+            branch of the latest turn, which is scored and says whether the sample was cut. Rewards that it
+            gives branches are finite in float32.
         drop_truncated: drop a group as soon as one of its samples was cut (finish reason length).
         traces: note the times of every group.
     """
@@ -148,7 +151,9 @@ class GroupSampler:
     def _reward_of(self, branch: Trajectory, score: Score) -> float:
         """The branch's own reward where its source gave it one, else its sample's."""
         given = score is not self._failed_score and branch.environment_reward is not None
-        return branch.environment_reward if given else score.reward
+        reward = branch.environment_reward if given else score.reward
+        assert np.isfinite(np.float32(reward)), f"a branch has the reward {reward}"
+        return reward
 
     async def _compared(
         self, prompt: Prompt, number: int, trajectories: list[Trajectory], scores: list[Score]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.correction import RejectionRule, RolloutCorrectionConfig
+from megatron_rl_corr.config.cross_checks import check_branches
 from megatron_rl_corr.core.advantages import KINDS, group_advantages
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import compute_correction
@@ -206,3 +207,9 @@ def test_sums_of_episodes_when_fewer_than_sequences_then_zeros_behind_them():
         6.0,
         0.0,
     ]
+
+
+def test_advantage_by_token_when_samples_have_several_sequences_then_refused_by_name():
+    check_branches(RolloutCorrectionConfig(advantage="grpo"))
+    with pytest.raises(ValueError, match="^`advantage` otb"):
+        check_branches(RolloutCorrectionConfig(advantage="otb"))

@@ -67,11 +67,8 @@ class BatchCollector(ABC):
         if agent_branches is not None:
             check_packed_branches(shape.packing)
         self._layout, self._shape, self.agent_branches = layout, shape, agent_branches
-        self._groups, self.sampling, self._num_turns = (
-            self._num_samples // shape.group_size,
-            sampling,
-            num_turns,
-        )
+        self._groups = self._num_samples // shape.group_size
+        self.sampling, self._num_turns = sampling, num_turns
         self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Rewarded] | None = None

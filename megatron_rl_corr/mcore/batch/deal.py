@@ -174,9 +174,7 @@ def deal_out(
     _exchange_samples(
         come_sizes, {other: torch.tensor([len(x)]).to(device) for other, x in parts.items()}, ranks, layout
     )
-    come = {
-        other: torch.empty(int(size), dtype=torch.uint8, device=device) for other, size in come_sizes.items()
-    }
+    come = {other: torch.empty(int(n), dtype=torch.uint8, device=device) for other, n in come_sizes.items()}
     sent = {other: torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for other, x in parts.items()}
     _exchange_samples(come, sent, ranks, layout)
     own = [one for one, to in zip(samples, going, strict=True) if to == layout.dp_rank]

@@ -188,8 +188,8 @@ class ReplayCollector(BatchCollector):
             )
         if batch.agent_branches != self.agent_branches:
             raise ValueError(
-                f"{where} was made with --rollout-agent-branches {batch.agent_branches}, the first step's "
-                f"files with {self.agent_branches}; they are of two runs"
+                f"{where} was made with `agent_branches` {batch.agent_branches}, the first step's files with "
+                f"{self.agent_branches}; they are of two runs"
             )
         samples = sum(_samples_in(path, batch) for path in files)
         if samples != self._shape.collected:
