@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
+.PHONY: help setup setup-vllm setup-agents test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
 	study study-stop clean
 
 PYTHON := .venv/bin/python
@@ -22,11 +22,14 @@ setup: ## Make .venv (once; later it only checks), with or without a GPU
 setup-vllm: setup ## Lay vLLM for the CPU beside .venv (once), for make quickstart ENGINE=vllm and the tests
 	@scripts/setup-vllm
 
+setup-agents: setup ## Make .venv-agents (once), the clients with which tests ask the gateway for agents
+	@scripts/setup-agents
+
 # Tests start thousands of interpreters; without bytecode each would compile the package again.
 test test-matrix test-faults: export PYTHONDONTWRITEBYTECODE :=
 
 # Four processes share the tests (tests/schedule.py), as each waits for servers for almost half of its time.
-test: setup-vllm ## Run every test; TESTS=path or TESTS="-k name" for some of them
+test: setup-vllm setup-agents ## Run every test; TESTS=path or TESTS="-k name" for some of them
 	$(PYTHON) -m pytest $(if $(TESTS),$(TESTS),-n 4 --durations=10 --record=runs/tests)
 
 test-fast: setup-vllm ## Run the tests that start no process, in about 2 minutes; TESTS= chooses
@@ -84,5 +87,5 @@ study-stop: setup ## End what an interrupted study left running
 	$(PYTHON) examples/study/run.py --stop
 
 clean: ## Remove caches and .venv (the packages that it shares with other checkouts stay)
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
+	rm -rf .venv .venv-agents .pytest_cache .ruff_cache .hypothesis build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

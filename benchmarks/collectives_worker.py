@@ -100,7 +100,7 @@ class SyntheticCollector(Collector):
         generator = torch.Generator().manual_seed(first)
         return [
             Rewarded(self._sample(first + number // GROUP_SIZE, generator), float(reward))
-            for number, reward in enumerate(torch.rand(self._rows, generator=generator))
+            for number, reward in enumerate(torch.rand(self._num_samples, generator=generator))
         ]
 
     def _sample(self, prompt: int, generator: torch.Generator) -> Trajectory:

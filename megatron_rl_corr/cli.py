@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_samples(commands)
     _add_rollout(commands)
+    _add_gateway(commands)
     _add_patch(commands)
 
     export = commands.add_parser("export", help="write a Megatron checkpoint as a Hugging Face folder")
@@ -229,6 +230,28 @@ def _rollout(arguments: argparse.Namespace) -> None:
     except (RolloutError, ValueError) as error:
         raise ValueError(named(error)) from error
     print("\n".join([*summary.lines(), f"written: {arguments.out}"]))
+
+
+def _add_gateway(commands) -> None:
+    from megatron_rl_corr.commands.gateway.arguments import add_arguments
+
+    gateway = commands.add_parser(
+        "gateway", help="serve agents by OpenAI's and Anthropic's protocols, to try one"
+    )
+    add_arguments(gateway)
+    gateway.set_defaults(run=_gateway)
+
+
+def _gateway(arguments: argparse.Namespace) -> None:
+    import asyncio
+
+    from megatron_rl_corr.commands.gateway.standalone import serve
+    from megatron_rl_corr.engines.errors import RolloutError
+
+    try:
+        asyncio.run(serve(arguments, lambda line: print(line, flush=True)))
+    except RolloutError as error:
+        raise ValueError(error) from error
 
 
 def _add_patch(commands) -> None:

@@ -38,7 +38,7 @@ def check_together(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 def _check_turns(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for what looks at turns where there is one in every rollout."""
     by_turn = config.decided_by_turn
-    if by_turn and not run.environment and not run.replay:
+    if by_turn and not run.maker and not run.replay:
         raise ValueError(
             f"{by_turn[0]} looks at turns, and without `environment` every rollout has one; add it, or use a "
             "token or sequence level"
@@ -218,6 +218,15 @@ _TOGETHER = (
     _check_group_filter,
 )
 """Each is check(correction, run)."""
+
+
+def check_branches(config: RolloutCorrectionConfig) -> None:
+    """ValueError for what can't be trained on samples of several sequences, as an agent's episodes are."""
+    if config.advantage_by_token:
+        raise ValueError(
+            f"`advantage` {config.advantage_kind} compares a group's responses at each position, and an "
+            "episode of several sequences has several tokens there; use another one"
+        )
 
 
 def check_given_clips(config: RolloutCorrectionConfig, given: Mapping[str, Any], updates: int) -> None:

@@ -15,6 +15,7 @@ FEATURES = (
     "trace",
     "push_probe",
     "evaluation",
+    "agent",
 )
 """In the order in which all ranks call them."""
 

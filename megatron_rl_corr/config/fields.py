@@ -185,6 +185,25 @@ class WrittenFolder:
         return flag_of(self.option)
 
 
+@dataclass(frozen=True)
+class EpisodeMaker:
+    """What makes a run's samples where options of a topic ask for it, in the place of one response a prompt.
+
+    Example: EpisodeMaker(("environment",), "max_turns", "megatron_rl_corr.rollout.episodes:episodes_of").
+    """
+
+    asked_by: tuple[str, ...]
+    """Options any of which asks for it."""
+    turns: str
+    """The option that bounds the turns of an episode."""
+    make: str
+    """module:function(options, tokenizer, seq_length=..., replica=...) -> a rollout.episodes.SampleMaker."""
+    functions: tuple[str, ...] = ()
+    """Options that name the user's functions, FILE.py:NAME."""
+    bounds_turns: bool = False
+    """`max_new_tokens` bounds each turn alone, and --seq-length all of them."""
+
+
 class Options:
     """Base of a frozen dataclass that checks itself when it is made, and refuses everything that
     is wrong at once.
@@ -198,6 +217,8 @@ class Options:
     """Whether its options have an effect where saved samples are trained on."""
     writes: ClassVar[tuple[WrittenFolder, ...]] = ()
     """Folders that its options name; those of RunConfig are of all its topics."""
+    makes_samples: ClassVar[EpisodeMaker | None] = None
+    """Its topic may say what makes samples."""
 
     def __post_init__(self) -> None:
         problems = Problems()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from megatron_rl_corr.config.features import feature_options
-from megatron_rl_corr.config.fields import Between, Options, Positive, option, options_of
+from megatron_rl_corr.config.fields import Between, EpisodeMaker, Options, Positive, option, options_of
 from megatron_rl_corr.config.groups import GroupsConfig
 from megatron_rl_corr.config.policy import ExpertsConfig, ModelConfig, WeightSyncConfig
 from megatron_rl_corr.config.problems import check_each, known
@@ -137,6 +137,13 @@ class ServersConfig(Options):
 class EnvironmentConfig(Options):
     """Environments: what answers between the turns of an episode."""
 
+    makes_samples = EpisodeMaker(
+        ("environment",),
+        "max_turns",
+        "megatron_rl_corr.rollout.episodes:episodes_of",
+        functions=("environment",),
+    )
+
     environment: str | None = option(None, metavar="FILE.py:NAME")
     """Episodes of several turns: NAME(prompt) makes an Environment, which answers between the policy's
     turns and may score them; also package.module:NAME.
@@ -199,17 +206,37 @@ class RunConfig(*reversed(TOPICS)):
 
     acts_in_replay = True  # of its topics some do not
     writes = tuple(one for topic in TOPICS for one in topic.writes)
+    makers = tuple(topic.makes_samples for topic in TOPICS if topic.makes_samples is not None)
+    """What may make samples."""
+
+    @property
+    def maker(self) -> EpisodeMaker | None:
+        """What makes samples of prompts; None: a sample is one response."""
+        asked = [one for one in self.makers if any(getattr(self, name) for name in one.asked_by)]
+        return asked[0] if asked else None
+
+    @property
+    def most_turns(self) -> int | None:
+        """Turns of an episode, at most; None: samples are single responses."""
+        maker = self.maker
+        return None if maker is None else getattr(self, maker.turns)
 
     @property
     def rewards(self) -> tuple[RewardSpec, ...]:
-        """What the reward is the weighted sum of; none where the environment scores."""
+        """What the reward is the weighted sum of; none where the episodes score themselves."""
         return parse_rewards(
             self.reward_function, self.reward_url, self.reward_weights, max_new_tokens=self.max_new_tokens
         )
 
     def check(self) -> None:
-        if self.replay is None and not (self.reward_function or self.reward_url or self.environment):
+        if self.replay is None and not (self.reward_function or self.reward_url or self.maker):
             raise ValueError("`reward_function` is required; see --help")
+
+    def check_makers(self) -> None:
+        """ValueError where two options would make the samples."""
+        given = [name for one in self.makers for name in one.asked_by if getattr(self, name)]
+        if len(given) > 1:
+            raise ValueError(f"`{given[0]}` and `{given[1]}` would both make the samples; drop one of them")
 
     def check_rewards(self) -> None:
         if self.replay is None:

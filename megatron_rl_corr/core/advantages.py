@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.config.losses import ADVANTAGES, BY_TOKEN, WHITENED
+from megatron_rl_corr.core.segments import sums_of_episodes
 from megatron_rl_corr.reduce.collectives import collective
 
 STD_EPSILON = 1e-6
@@ -30,6 +31,7 @@ def group_advantages(
     all_reduce: Callable[[Tensor], Tensor] | None = None,
     tokens: Tensor | None = None,
     all_reduce_batch: Callable[[Tensor], Tensor] | None = None,
+    episode_ids: Tensor | None = None,
 ) -> Tensor:
     """Advantage of each row, [N] float32; mean and std are over the rows of its group that count
     in the baseline.
@@ -38,6 +40,10 @@ def group_advantages(
     outside the baseline all that count are others. raw: r. A row whose group has no row to compare it with
     gets 0. reinforce_plus_plus: r `whitened` over the tokens of the global batch;
     reinforce_plus_plus_baseline: r - the mean of its group, whitened.
+
+    Where several rows are of one episode, its group counts it once, with the mean reward of those of its rows
+    that count; rloo's other rows are those of other episodes. A row has the advantage of its own r.
+    `whitened` counts tokens, and so those of each row.
 
     Sources: GRPO, arXiv:2402.03300, eq. 4; Dr.GRPO, arXiv:2503.20783; RLOO, arXiv:2402.14740, eq. 8;
     REINFORCE++, arXiv:2501.03262, and verl's estimators of these two names.
@@ -53,6 +59,8 @@ def group_advantages(
         tokens: [N] float64, tokens of each row that are trained; for kinds that are whitened.
         all_reduce_batch: sums a small tensor over the ranks that have other rows of the global batch; None:
             all rows are here.
+        episode_ids: [N] int64 in [0, N), the episode of each row; all rows of one are here, and of one group.
+            None: each row is one.
 
     Raises:
         ValueError: an unknown kind, or one that is whitened without tokens.
@@ -68,26 +76,36 @@ def group_advantages(
     if kind == "reinforce_plus_plus":
         return whitened(values, torch.where(counted > 0, tokens, 0.0), all_reduce_batch)
 
-    def group_sum(row_values: Tensor) -> Tensor:
-        return row_values.new_zeros(num_groups).index_add_(0, group_ids, row_values)
-
     # Rewards outside the baseline may be anything, NaN too: select, never multiply.
-    own = torch.where(counted > 0, values, 0.0)
+    own, present, groups = torch.where(counted > 0, values, 0.0), counted, group_ids
+    if episode_ids is not None:  # what groups sum has a place for each episode
+        rows = sums_of_episodes(counted, episode_ids)
+        own, present = sums_of_episodes(own, episode_ids) / rows.clamp(min=1), (rows > 0).double()
+        groups = torch.zeros_like(group_ids).scatter_(0, episode_ids, group_ids)
+
+    def group_sum(summed: Tensor) -> Tensor:
+        return summed.new_zeros(num_groups).index_add_(0, groups, summed)
+
     if all_reduce is None:
-        count, total = group_sum(counted)[group_ids], group_sum(own)[group_ids]
+        counts, totals = group_sum(present), group_sum(own)
     else:
-        table = all_reduce(torch.stack([group_sum(counted), group_sum(own), group_sum(own.square())]))
-        count, total, squares = table[:, group_ids].unbind()
+        counts, totals, squares = all_reduce(
+            torch.stack([group_sum(present), group_sum(own), group_sum(own.square())])
+        )
+    count, total = counts[group_ids], totals[group_ids]
     if kind == "rloo":
-        others = count - counted
+        if episode_ids is not None:
+            own, present = own[episode_ids], present[episode_ids]
+        others = count - present
         return torch.where(others > 0, values - (total - own) / others.clamp(min=1), 0.0).float()
     size = count.clamp(min=1)
     centred = values - total / size
     if kind == "grpo":
         if all_reduce is None:
-            variance = group_sum(torch.where(counted > 0, centred.square(), 0.0))[group_ids] / size
+            from_mean = torch.where(present > 0, own - (totals / counts.clamp(min=1))[groups], 0.0)
+            variance = group_sum(from_mean.square())[group_ids] / size
         else:
-            variance = (squares / size - (total / size).square()).clamp(min=0)
+            variance = (squares[group_ids] / size - (total / size).square()).clamp(min=0)
         centred = centred / (variance.sqrt() + STD_EPSILON)
     centred = torch.where(count > 0, centred, 0.0)
     if kind == "reinforce_plus_plus_baseline":

@@ -17,10 +17,11 @@ from megatron_rl_corr.core.losses.ratio import inside
 def token_coefficients(correction: Correction, seq_ids: Tensor, config: RolloutCorrectionConfig) -> Tensor:
     """c [T] float32 such that the sum of c * loss over the global batch is config.aggregation of the losses.
 
-    With n the tokens of a sequence, N those of the global batch, G its sequences of n > 0, and L the constant
-    loss_scale_length: token-mean 1 / N; seq-mean-token-mean 1 / (n G); seq-mean-token-sum 1 / G;
-    seq-mean-token-sum-norm 1 / (L G). n, N and G count valid tokens or kept ones (loss_denominator); c is 0
-    outside correction.mask. The correction knows whole sequences, so no collective is needed.
+    With n the tokens of a sequence (of its episode, where the correction's lengths are of episodes), N those
+    of the global batch, G its sequences (episodes) of n > 0, and L the constant loss_scale_length: token-mean
+    1 / N; seq-mean-token-mean 1 / (n G); seq-mean-token-sum 1 / G; seq-mean-token-sum-norm 1 / (L G). n, N
+    and G count valid tokens or kept ones (loss_denominator); c is 0 outside correction.mask. The correction
+    knows whole sequences, so no collective is needed.
 
     Sources: DAPO, arXiv:2503.14476 (token mean); Dr.GRPO, arXiv:2503.20783 (constant length).
 

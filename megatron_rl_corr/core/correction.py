@@ -31,7 +31,7 @@ from megatron_rl_corr.core.rejection import (
     span_columns,
     token_verdicts,
 )
-from megatron_rl_corr.core.segments import Columns, constant, padded_at
+from megatron_rl_corr.core.segments import Columns, constant, padded_at, sums_of_episodes
 from megatron_rl_corr.core.weights import ImportanceWeights, importance_weights
 from megatron_rl_corr.reduce.collectives import ParallelGroups, collective
 from megatron_rl_corr.reduce.metrics import Max, Metric
@@ -45,10 +45,12 @@ class Lengths:
     """valid or kept."""
 
     tokens: Tensor
-    """float64 [S]: tokens of this kind in each sequence, over all of cp."""
+    """float64 [S]: tokens of this kind in each sequence, over all of cp; where means take an episode as one,
+    those of the sequence's episode.
+    """
 
     sequences: Tensor
-    """float64 scalar: sequences of the global batch that have any."""
+    """float64 scalar: sequences of the global batch that have any; or such episodes."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ def compute_correction(
     engine_ids: Tensor | None = None,
     engines: Sequence[str] = (),
     token_lags: Tensor | None = None,
+    episode_ids: Tensor | None = None,
     **inputs: Tensor | None,
 ) -> Correction:
     """Weights w = bounded(rho), keep mask and metrics, with rho = pi_train / pi_rollout.
@@ -143,6 +146,8 @@ def compute_correction(
         turn_ids: [T] int64, 0 for a sequence's first turn, below num_turns where turns decide something.
         engine_ids: [T] int64, which of `engines` sampled it; None: no metrics by engine.
         token_lags: [T] int64, pushes since the weights that sampled it; None: no metrics by lag.
+        episode_ids: [S] int64 in [0, S), the episode of each sequence, where the loss's means over sequences
+            take an episode as one; None: they take each sequence. Weights and rules are of sequences.
         inputs: [T] each, by their names in config/rules.RULE_INPUTS: advantages, routing.
 
     Raises:
@@ -168,7 +173,10 @@ def compute_correction(
 
     # all ranks of cp hold whole sequences: one of them counts them
     owner = groups is None or groups.cp_rank == 0
-    batch = _totals_of_batch(config, ratios, sums, weights, rejection, groups, owner)
+    lengths = _sequence_lengths(sums, rejection)
+    if episode_ids is not None:
+        lengths = sums_of_episodes(lengths, episode_ids)
+    batch = _totals_of_batch(config, ratios, sums, weights, rejection, lengths, groups, owner)
     final = None if weights is None else weights.tokens
     if batch.weight_scale is not None:
         final = final * batch.weight_scale
@@ -177,7 +185,8 @@ def compute_correction(
     )
     if final is not None:
         parts |= weight_metrics(final, weights.out_of_bounds, ratios)
-    return _finish(config, final, ratios, sums, rejection, batch, pack(parts))
+    lengths = lengths if episode_ids is None else lengths[episode_ids]
+    return _finish(config, final, ratios, sums, rejection, lengths, batch, pack(parts))
 
 
 def _columns(config: RolloutCorrectionConfig, ratios: TokenRatios, verdicts: dict[str, Tensor]) -> Columns:
@@ -216,18 +225,18 @@ def _totals_of_batch(
     sums: SpanSums,
     weights: ImportanceWeights | None,
     rejection: Rejection,
+    lengths: Tensor,
     groups: ParallelGroups | None,
     owner: bool,
 ) -> BatchTotals:
-    """One all-reduce over dp_cp.
+    """One all-reduce over dp_cp. lengths: [S], of the sequences or episodes that means count.
 
     The mean weight counts each unit of the weights' level that has a valid token once, before
     rejection (as verl does).
     """
     shared = weights is not None and weights.shared
     # All context-parallel ranks hold these sums; only `owner` contributes them.
-    has_tokens = sums.present if rejection.kept_lengths is None else rejection.kept_lengths > 0
-    counted = has_tokens.sum(dtype=torch.float64)
+    counted = (lengths > 0).sum(dtype=torch.float64)
     parts = [ratios.valid_tokens, rejection.kept_tokens, counted if owner else torch.zeros_like(counted)]
     if config.rollout_batch_filter_kl is not None:
         parts += [ratios.k3.sum()]
@@ -272,6 +281,7 @@ def _finish(
     ratios: TokenRatios,
     sums: SpanSums,
     rejection: Rejection,
+    lengths: Tensor,
     batch: BatchTotals,
     metrics: dict[str, Metric],
 ) -> Correction:
@@ -283,7 +293,7 @@ def _finish(
         filtered = batch.k3 > most_kl * valid_tokens
         metrics["batch_filtered"] = Max(filtered.double()[None])
         kept_tokens = torch.where(filtered, constant(0.0, torch.float64, filtered.device), kept_tokens)
-    lengths = Lengths(_lengths_kind(config), _sequence_lengths(sums, rejection), batch.sequences)
+    lengths = Lengths(_lengths_kind(config), lengths, batch.sequences)
     valid, mask, kept = ratios.valid, rejection.mask, rejection.kept_sequences
     if config.diagnostics_only:
         weights, mask, kept, kept_tokens = None, valid, sums.present, valid_tokens

@@ -34,6 +34,18 @@ def segment_sums(columns: Columns, ids: Tensor, count: int) -> Tensor:
     return sums
 
 
+def sums_of_episodes(values: Tensor, episode_ids: Tensor) -> Tensor:
+    """The sum of a value a sequence over each episode, at the episode's number: [S], 0 behind the last one.
+
+    It has S places, so that nobody need know how many episodes there are.
+
+    Args:
+        values: [S] float64.
+        episode_ids: [S] int64 in [0, S), the episode of each sequence.
+    """
+    return torch.zeros_like(values).index_add_(0, episode_ids, values)
+
+
 def turn_segments(seq_ids: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     """A number in [0, S * num_turns) for each token, the same for tokens of one turn of one
     sequence: [T] int64.

@@ -92,6 +92,12 @@ class CheckedTemplate:
         """Keys within tools of which a text or a name did not show, in the first LOOKED_AT kinds."""
         return sorted(self._hidden)
 
+    def form(self, chat: Chat) -> Form | None:
+        """The form of calls in which the template shows the most of conversations like this one; None:
+        it refuses them.
+        """
+        return self._finding(chat).form
+
     def text(self, chat: Chat) -> str:
         """The conversation as text, up to where the assistant begins.
 

@@ -243,17 +243,13 @@ class Rewards:
         """
         own = trajectory.environment_reward
         if (not self._specs) == (own is None):
-            found = (
-                "its environment's reward() gave none"
-                if own is None
-                else f"its environment's reward() gave {own}"
-            )
+            found = f"its environment or agent gave {'no reward' if own is None else f'the reward {own}'}"
             remedy = "give one of them" if own is None else "drop one of them"
             raise SampleFailure(
                 "reward_error", f"{found}, and {FLAG} is {'not ' * (own is None)}given; {remedy}"
             )
         if own is not None:
-            return Score(own)
+            return Score(own, dict(trajectory.environment_parts or {}))
         left: list[asyncio.Task] = []
         texts = await self._texts(prompt, trajectory) if self._alone else (None, None)
         calls = [self._one(spec, reward_input(prompt, trajectory, texts), left) for spec in self._alone]

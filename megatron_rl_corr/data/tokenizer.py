@@ -4,7 +4,9 @@ ids, ids to text.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,31 @@ class Tokenizer:
             )
         return ids
 
+    @cached_property
+    def control_tokens(self) -> dict[str, int]:
+        """The tokens that mean something beside their text, such as the end of a turn: id by spelling."""
+        added = self._tokenizer.added_tokens_decoder
+        return {token.content: number for number, token in added.items() if token.special}
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """The ids of a text in which control tokens may be spelled out and are not meant: none of them.
+
+        Raises:
+            ValueError: as `encode`, and where the tokenizer can't tell the two apart.
+        """
+        # The flag is kept in the tokenizer, which others use from other threads.
+        ids = self._literal.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        control = set(self.control_tokens.values()).intersection(ids)
+        if control:
+            raise ValueError(
+                f"the tokenizer of {self._folder} makes a control token of what spells it: {text[:100]!r}"
+            )
+        return list(ids)
+
+    @cached_property
+    def _literal(self) -> Any:
+        return copy.deepcopy(self._tokenizer)
+
     @property
     def bos_id(self) -> int | None:
         """The id that texts begin with, where the tokenizer has one."""
@@ -81,6 +108,11 @@ class Tokenizer:
     def has_template(self) -> bool:
         """True if it can render messages."""
         return bool(getattr(self._tokenizer, "chat_template", None))
+
+    @property
+    def template_text(self) -> str:
+        """The chat template, where there are several the one with tools; "" without one."""
+        return self._tokenizer.get_chat_template(tools=[{}]) if self.has_template else ""
 
     def check_variables(self, variables: Mapping[str, Any], *, with_tools: bool) -> None:
         """ValueError for a variable that the chat template does not use, and so for an option without effect.

@@ -5,7 +5,7 @@ experts a token.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -187,6 +187,8 @@ class Trajectory:
     """
     environment_reward: float | None = None
     """What the environment scored the episode; None: it did not, or there is none."""
+    environment_parts: Mapping[str, float] | None = None
+    """Named numbers beside that score; None: there are none."""
     branch: int = 0
     """Which of its episode's sequences: an agent that edits its history begins another. All have the same
     sample_index; a token that several share is sampled in one of them, and in the others' prompts.
@@ -243,6 +245,20 @@ class Trajectory:
         for span in self.weight_versions:
             mask[span.start : span.end] = span.version == version
         return mask & self.sampled
+
+
+def episode_numbers(trajectories: Sequence[Trajectory]) -> list[int]:
+    """The episode of each trajectory, from 0: those of one are neighbours, branches 0, 1 ... of a sample.
+
+    Example: [0, 0, 0, 1] for three branches of sample 0 and one of sample 1.
+    """
+    numbers, last = [], None
+    for one in trajectories:
+        name = one.prompt_index, one.sample_index
+        goes_on = name == last and one.branch > 0
+        numbers.append(numbers[-1] if goes_on else numbers[-1] + 1 if numbers else 0)
+        last = name
+    return numbers
 
 
 def join(partial: Trajectory, continuation: Trajectory) -> Trajectory:

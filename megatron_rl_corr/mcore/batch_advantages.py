@@ -2,7 +2,8 @@
 are of all of them.
 
 S sequences of this replica, R data x context parallel ranks, N sequences of the global batch: P prompts of
-G each. T tokens of this context-parallel rank, L the longest that a sequence may be.
+G each. T tokens of this context-parallel rank, L the longest that a sequence may be. A sample is an
+episode: E of this replica, of one sequence or several, and then N are those of the global batch.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def advantages_of_batch(
     """The advantage of each sequence, [S] float32.
 
     Over dp x cp: one all-reduce of the groups' sums, where groups are parted; one of three numbers for a kind
-    that is whitened; for the user's function one all-gather of four numbers a sequence. Without a correction,
+    that is whitened; for the user's function one all-gather of four numbers a sample. Without a correction,
     one all-reduce over cp for the last two.
 
     Args:
@@ -61,7 +62,7 @@ def advantages_of_batch(
         # Context-parallel ranks share whole sequences: one of them counts.
         return groups.all_reduce_dp_cp(table if groups.cp_rank == 0 else torch.zeros_like(table))
 
-    whole: dict[str, Any] = {"num_groups": batch.num_sequences // group_size}
+    whole: dict[str, Any] = {"num_groups": batch.num_episodes // group_size}
     if batch.parted_groups:
         whole = {"num_groups": batch.parted_groups, "all_reduce": all_reduce_rows}
     return group_advantages(
@@ -71,6 +72,7 @@ def advantages_of_batch(
         in_baseline=kept,
         tokens=tokens,
         all_reduce_batch=all_reduce_rows,
+        episode_ids=batch.episode_ids,
         **whole,
     )
 
@@ -145,11 +147,12 @@ def _users_advantages(
     """
     ranks = 1 if groups.dp_cp is None else groups.dp_cp.size()
     rank = 0 if groups.dp_cp is None else groups.dp_cp.rank()
-    numbers = batch.group_ids if batch.parted_groups else batch.group_ids + rank * batch.num_sequences
+    numbers, *samples = _by_sample(batch, kept, tokens)
+    numbers = numbers if batch.parted_groups else numbers + rank * batch.num_episodes
     # Context-parallel ranks share whole sequences: the first of them has them, those of the
     # others are put last.
     numbers = numbers.double() + (0.0 if groups.cp_rank == 0 else 2.0**52)
-    rows = torch.stack([numbers, batch.rewards.double(), kept.double(), tokens])
+    rows = torch.stack([numbers, *samples])
     numbers, *columns = all_gather_stacked(rows, groups.dp_cp).transpose(0, 1).reshape(len(rows), -1)
     count = len(numbers) // groups.cp_size
     order = numbers.argsort(stable=True)[:count]
@@ -161,4 +164,21 @@ def _users_advantages(
         if groups.cp_size == 1
         else dist.get_group_rank(groups.dp_cp, dist.get_process_group_ranks(groups.cp)[0])
     )
-    return made.view(ranks, -1)[owner].float()
+    own = made.view(ranks, -1)[owner].float()
+    return own if batch.episode_ids is None else own[batch.episode_ids]
+
+
+def _by_sample(batch: RolloutBatch, kept: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(group, reward, 1 where it is kept, tokens) of each sample, [E].
+
+    Of several sequences: the mean reward of those that are kept (of all where none is), whether one is, and
+    the sum of their tokens.
+    """
+    rewards, ids = batch.rewards.double(), batch.episode_ids
+    if ids is None:
+        return batch.group_ids, rewards, kept.double(), tokens
+    count = batch.episode_sums(kept.double())
+    own = kept | (count == 0)[ids]
+    rewards = batch.episode_sums(torch.where(own, rewards, 0.0)) / batch.episode_sums(own.double())
+    groups = torch.zeros_like(count, dtype=torch.int64).scatter_(0, ids, batch.group_ids)
+    return groups, rewards, (count > 0).double(), batch.episode_sums(tokens)

@@ -69,12 +69,14 @@ def make_loss_inputs(
         num_sequences=batch.num_sequences,
         config=config,
         groups=groups,
+        episode_ids=batch.mean_ids,
         **_parts(batch),
         **inputs,
     )
     if not config.advantage_by_token:
         by_row = advantages_of_batch(batch, config, groups, group_size=group_size, correction=correction)
         return _loss_inputs(batch, correction, batch.spread(by_row), config, old_logprobs=old.logprobs)
+    assert batch.episodes is None, "check_branches refuses it"
     energies = gradient_energies(old.logprobs, old.collisions)
     advantages = token_advantages_of_batch(
         batch, correction, energies, groups, group_size=group_size, seq_length=seq_length
@@ -104,6 +106,7 @@ def make_unscored_loss_inputs(
         num_sequences=batch.num_sequences,
         config=RolloutCorrectionConfig(),
         groups=groups,
+        episode_ids=batch.mean_ids,
     )
     advantages = advantages_of_batch(batch, config, groups, group_size=group_size, correction=whole)
     return _loss_inputs(batch, replace(whole, metrics={}), batch.spread(advantages), config)

@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.cross_checks import check_branches
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
-from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
 from megatron_rl_corr.mcore.abandoned_steps import clear_abandoned_folders
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
@@ -50,8 +50,7 @@ from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import SavedCursor
-from megatron_rl_corr.rollout.environment import load_environment
-from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.episodes import SampleMaker, make_samples_with
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.memory import ServerMemory
 
@@ -145,6 +144,8 @@ def start(
         parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
     collector = parts.collector
+    if collector.agent_branches is not None:
+        check_branches(config)
     logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
     settings = RunSettings(options, args, layout, parts.vocab_size)
     run = RunParts(settings, *megatron.trained, parts.source, exporter, collector, shape, logprobs, reports)
@@ -340,8 +341,8 @@ def sample_source(
         loop: runs everything that speaks HTTP.
         routes: says which experts servers must return.
         features: whose data is looked at where no source can be made.
-        opened: gets what closes the client and ends the workers of rewards.
-        problems: gets what is wrong, under the names tokenizer, client, rewards, environment and prompts.
+        opened: gets what closes the client, and ends the workers of rewards and what makes episodes.
+        problems: gets what is wrong, under the names tokenizer, client, rewards, episodes and prompts.
 
     Returns:
         The source, without prompts where they can't be used; None where nothing else can be told without it.
@@ -372,16 +373,17 @@ def sample_source(
             opened.callback(lambda: loop.call(rewards.close()))
         return rewards
 
-    def made_episodes() -> Episodes | None:
-        if options.environment is None:
-            return None
-        calls = UserCalls(options.environment_timeout_s)
-        return Episodes(load_environment(options.environment), options.max_turns, calls)
+    def made_episodes() -> SampleMaker | None:
+        maker = make_samples_with(options, tokenizer, seq_length=args.seq_length, replica=layout.dp_rank)
+        if maker is not None and layout.is_data_leader:
+            loop.call(maker.start())
+            opened.callback(lambda: loop.call(maker.close()))
+        return maker
 
     tokenizer = problems.check("tokenizer", lambda: Tokenizer.from_folder(options.hf_checkpoint))
     client = problems.check("client", made_client, needs=["tokenizer"])
     rewards = problems.check("rewards", started_rewards, needs=["tokenizer"])
-    episodes = problems.check("environment", made_episodes)
+    episodes = problems.check("episodes", made_episodes, needs=["tokenizer"])
     prompts = problems.check(
         "prompts", lambda: training_prompts(options, args, layout, tokenizer, vocab_size), needs=["tokenizer"]
     )

@@ -165,10 +165,11 @@ class CorrectedStep:
     def _samples_of_update(self, whole: BatchInTraining, update: int) -> UpdatePart:
         """The samples of one update, with denominators and packs of their own."""
         batch, inputs = whole.batch, whole.inputs
-        samples = self.updates.samples(whole.number, update, batch.num_sequences, self.layout.dp_rank)
+        episodes = self.updates.samples(whole.number, update, batch.num_episodes, self.layout.dp_rank)
         self.routes.begin_update()
-        if samples is None:
+        if episodes is None:
             return UpdatePart(batch, whole.packs, inputs)
+        samples = batch.samples_of(episodes)
         part, places = batch.part(samples), whole.places_of(samples)
         if inputs is not None:
             inputs = inputs_of_update(inputs, part, samples, places[:-1], self.config, self.layout.groups)
@@ -196,7 +197,7 @@ class CorrectedStep:
             loss, self.logprob_settings, with_entropy=loss.with_entropy, routes=self.routes
         )
         if not packs.are_rows:
-            known = part.batch.num_sequences // self.shape.micro_batch_size
+            known = part.batch.num_episodes // self.shape.micro_batch_size
             set_packed_share(model, packs.real_token_share(self.layout, known=known))
         routers = compat.RouterState(model)
 

@@ -43,7 +43,7 @@ def batch_metrics(
     """Rewards, lengths, staleness, entropy (if there was a pass for it) and the correction's
     own, by logged name.
     """
-    rewards, lags = batch.rewards.double(), batch.version_lags.double()
+    rewards, lags = (batch.episode_means(values.double()) for values in (batch.rewards, batch.version_lags))
     sums = torch.stack([rewards, rewards.square(), lags, torch.ones_like(rewards)]).sum(dim=1)
     if groups.cp_rank > 0:
         # One of the ranks that share a sequence counts what it has once; its tokens are counted by each.
@@ -56,7 +56,7 @@ def batch_metrics(
         "reward/max": Max(rewards.amax()[None]),
         "reward/min": Min(rewards.amin()[None]),
         "response_length/mean": Mean(torch.stack([length, count])),
-        "weight_lag": Max(lags.amax()[None]),
+        "weight_lag": Max(batch.version_lags.double().amax()[None]),
         "weight_lag_mean": Mean(torch.stack([lag, count])),
     }
     if entropy is not None:

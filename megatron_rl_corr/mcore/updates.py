@@ -1,9 +1,9 @@
 """Several updates of a batch: which samples each takes, what of the batch it goes on with, and
 what it counts anew.
 
-A batch of S samples of this replica makes U = K * E updates of S / K samples each: E epochs, each in an
-order of its own, cut into K parts. One update is one iteration of Megatron, so batch b makes iterations b
-* U to b * U + U - 1.
+A batch of S samples of this replica (episodes, of one sequence or several) makes U = K * E updates of S / K
+samples each: E epochs, each in an order of its own, cut into K parts. One update is one iteration of
+Megatron, so batch b makes iterations b * U to b * U + U - 1.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
 from megatron_rl_corr.core.aggregation import token_coefficients
+from megatron_rl_corr.core.segments import sums_of_episodes
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
 from megatron_rl_corr.mcore.batch.packs import Packs
@@ -88,7 +89,7 @@ class Updates:
         )
 
     def samples(self, batch: int, update: int, rows: int, replica: int) -> np.ndarray | None:
-        """The samples of one update, by their places in the replica's batch: [S / K] int64.
+        """The samples of one update, by their numbers in the replica's batch: [S / K] int64.
         None: all (K = 1).
 
         Drawn from the seed and these numbers alone, so every rank of the replica has the same, and a
@@ -132,7 +133,7 @@ class BatchInTraining:
     """Then the result of Megatron's train step for them."""
 
     def places_of(self, samples: np.ndarray) -> torch.Tensor:
-        """[T' + 1] int64: the places of these samples' tokens among the batch's T, and behind
+        """[T' + 1] int64: the places of these sequences' tokens among the batch's T, and behind
         them T, of no token.
         """
         places = np.append(self.batch.host_places_of(samples), self.batch.num_tokens)
@@ -197,7 +198,7 @@ def inputs_of_update(
     Args:
         whole: of the batch.
         part: the update's samples.
-        samples: their places in the batch, [S / K].
+        samples: the places of their sequences in the batch.
         places: of their tokens among the batch's T, [T'] int64.
         config: the correction.
         groups: the ranks of the batch.
@@ -206,7 +207,8 @@ def inputs_of_update(
     inputs = whole.at(places, 0)
     correction, lengths = inputs.correction, inputs.correction.lengths
     tokens = lengths.tokens[rows]
-    counted = (tokens > 0).sum(dtype=torch.float64)
+    counted = tokens if part.mean_ids is None else sums_of_episodes(tokens, part.mean_ids)
+    counted = (counted > 0).sum(dtype=torch.float64)
     if groups.cp_rank > 0:  # the ranks that share sequences hold whole lengths: one of them counts
         counted = torch.zeros_like(counted)
     totals = torch.stack(

@@ -47,8 +47,8 @@ class PackedShare:
     cp_size: int
 
     @collective
-    def loss_factors(self, real: Tensor, router: TopKRouter) -> tuple[Tensor, Tensor]:
-        """(factor of the logged loss, factor of its gradient) of a microbatch.
+    def loss_factors(self, real: Tensor, router: TopKRouter) -> tuple[Tensor, Tensor, Tensor]:
+        """(factor of the logged loss, factor of its gradient, real tokens over all ranks) of a microbatch.
 
         With --calculate-per-token-loss Megatron multiplies by the microbatch's tokens, and divides the
         gradient by the sum of `Microbatch.counted`, 1 a pack and rank.
@@ -65,7 +65,7 @@ class PackedShare:
         gradient = weight
         if router.calculate_per_token_loss:
             gradient = weight * (self.cp_size / (len(real) * group.size()))
-        return (weight * self.logged).float(), gradient.float()
+        return (weight * self.logged).float(), gradient.float(), count
 
 
 def check_packed_routers(model: list) -> None:
@@ -179,6 +179,10 @@ class MaskedRouter(TopKRouter):
     packed_share: PackedShare | None = None
     _factors: tuple[Tensor, Tensor] | None = None
     """With packed_share: `PackedShare.factors` of the microbatch in this pass."""
+    _has_tokens: Tensor | None = None
+    """With packed_share: whether the microbatch has a real token on any rank. In one without, all of whose
+    tokens count with a factor of 0, Megatron's means would be 0 / 0.
+    """
 
     @collective
     def routing(
@@ -189,9 +193,11 @@ class MaskedRouter(TopKRouter):
             group = parallel_state.get_tensor_model_parallel_group()
             padding_mask = padding_mask.chunk(group.size())[group.rank()]
             assert padding_mask.shape[0] == logits.shape[0], "a mask of other rows"
-        self._factors = None
+        self._factors = self._has_tokens = None
         if self.packed_share is not None and self.training and torch.is_grad_enabled():
-            self._factors = self.packed_share.loss_factors(~padding_mask.reshape(-1), self)
+            *self._factors, count = self.packed_share.loss_factors(~padding_mask.reshape(-1), self)
+            self._has_tokens = count > 0
+            padding_mask = padding_mask & self._has_tokens
         return super().routing(logits, padding_mask=padding_mask, **kwargs)
 
     @collective
@@ -211,7 +217,8 @@ class MaskedRouter(TopKRouter):
         wanted = root * own
         if self._factors is not None:  # the square has the one factor, its gradient the other
             value, gradient = self._factors
-            wanted = root * (value.sqrt() * own.detach() + gradient * value.rsqrt() * (own - own.detach()))
+            slope = gradient * value.clamp(min=torch.finfo(value.dtype).tiny).rsqrt()
+            wanted = root * (value.sqrt() * own.detach() + slope * (own - own.detach()))
         weighted = logits + (wanted - own).unsqueeze(-1).to(logits.dtype)
         # Megatron attaches the loss to its result, which must stay in the graph without changing the logits.
         return logits + 0 * super().apply_z_loss(weighted)
@@ -239,4 +246,6 @@ class MaskedRouter(TopKRouter):
         """routing_map [T, E], the mask [T]."""
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask.unsqueeze(-1)
+        if self._has_tokens is not None:
+            routing_map = routing_map & self._has_tokens
         super()._apply_expert_bias(routing_map)

@@ -7,22 +7,75 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib import import_module
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.reward_value import checked_reward
+from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.data.worker_pool import CallTimeout, UserCalls
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.environment import DONE, FLAG, Environment, EnvironmentFactory
+from megatron_rl_corr.rollout.environment import (
+    DONE,
+    FLAG,
+    Environment,
+    EnvironmentFactory,
+    load_environment,
+)
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.turns import Turns
+
+
+class SampleMaker(Protocol):
+    """Makes samples of prompts, which may take several turns."""
+
+    agent_branches: str | None
+    """What means in the loss take as one, where a sample may have several sequences, one behind the other:
+    episode or sequence. None: each sample is one.
+    """
+
+    async def start(self) -> None:
+        """Get ready, on the loop that `generate` is called on.
+
+        Raises:
+            ValueError: what the user gave can't be used.
+        """
+
+    async def close(self) -> None:
+        """Give up what is under way."""
+
+    async def generate(
+        self, client: RolloutClient, prompts: Sequence[Prompt], sampling: SamplingParams, **how: Any
+    ) -> list[Trajectory]:
+        """As `RolloutClient.generate`, of rows of the data set."""
+
+
+def make_samples_with(
+    options: RunConfig, tokenizer: Tokenizer | None, *, seq_length: int | None = None, replica: int = 0
+) -> SampleMaker | None:
+    """What a run's options ask for; None: each sample is one response.
+
+    Args:
+        options: the run's.
+        tokenizer: of the checkpoint.
+        seq_length: tokens of a sequence that is trained; None: nothing is.
+        replica: that it is for.
+
+    Raises:
+        ValueError: it can't be made.
+    """
+    if options.maker is None:
+        return None
+    module, _, name = options.maker.make.partition(":")
+    return getattr(import_module(module), name)(options, tokenizer, seq_length=seq_length, replica=replica)
 
 
 async def generate_episodes(
@@ -111,6 +164,14 @@ class Episodes:
     environment: EnvironmentFactory
     max_turns: int
     calls: UserCalls
+    agent_branches: None = None
+
+    async def start(self) -> None:
+        """Nothing is to be started."""
+
+    async def close(self) -> None:
+        """End the thread of the environments' methods."""
+        await self.calls.close()
 
     async def generate(
         self, client: RolloutClient, prompts: Sequence[Prompt], sampling: SamplingParams, **how: Any
@@ -125,6 +186,16 @@ class Episodes:
             calls=self.calls,
             **how,
         )
+
+
+def episodes_of(options: RunConfig, tokenizer: Tokenizer | None, **place: Any) -> Episodes:
+    """The episodes of a run's environment.
+
+    Raises:
+        ValueError: as `load_environment`.
+    """
+    calls = UserCalls(options.environment_timeout_s)
+    return Episodes(load_environment(options.environment), options.max_turns, calls)
 
 
 class _Episode:

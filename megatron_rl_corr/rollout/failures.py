@@ -19,6 +19,8 @@ CAUSES = (
     "protocol",
     "environment",
     "environment_timeout",
+    "agent",
+    "agent_timeout",
     "reward_error",
     "reward_timeout",
     "group_filter",

@@ -26,11 +26,11 @@ LIMIT_S = 60.0
 
 
 def has_spread(group: Group) -> bool:
-    """True if two of its rewards differ, as float32, which is what they are trained as.
+    """True if the rewards of two of its samples differ, as float32, which is what they are trained as.
 
     Compared exactly: a standard deviation of equal numbers need not be 0.
     """
-    return len(set(np.asarray(group.rewards, dtype=np.float32).tolist())) > 1
+    return len(set(np.asarray(group.episode_rewards, dtype=np.float32).tolist())) > 1
 
 
 def chosen_sample(trajectories: Sequence[Trajectory], number: int, longest: int) -> Trajectory | None:
@@ -110,7 +110,7 @@ class GroupFilter:
             failure = SampleFailure("group_filter", f"{FLAG} {self._spec} failed: {why}")
             what = f"the group of row {prompt.index} of the data set"
             self._failures.failed(failure, what, group=group.number, row=prompt.index)
-            lengths = [int(sample.sampled.sum()) for sample in group.trajectories]
+            lengths = [sum(int(one.sampled.sum()) for one in episode) for episode in group.episodes]
             self._failures.dropped(prompt, group.number, lengths)
             self.failed_in_a_row += 1
             if self.failed_in_a_row >= HOPELESS_GROUPS:

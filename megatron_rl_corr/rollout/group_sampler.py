@@ -7,6 +7,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
+import numpy as np
+
 from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards, Score
@@ -14,7 +16,7 @@ from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Drawn, GroupNumbers
-from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.episodes import SampleMaker
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.queue import Group
 from megatron_rl_corr.rollout.sampling import sampling_of_row
@@ -37,7 +39,10 @@ class GroupSampler:
         failed_prompts: prompts that are left out because their groups failed.
         on_failed: the reward of a sample whose reward failed; None: its group is dropped, as after
             any other failure.
-        episodes: for an environment; None: a sample is one response.
+        episodes: for an environment; None: a sample is one response. It may give several trajectories of a
+            sample, its branches, one behind the other, and calls on_sample once for each sample: with the
+            branch of the latest turn, which is scored and says whether the sample was cut. Rewards that it
+            gives branches are finite in float32.
         drop_truncated: drop a group as soon as one of its samples was cut (finish reason length).
         traces: note the times of every group.
     """
@@ -54,7 +59,7 @@ class GroupSampler:
         failures: Failures,
         failed_prompts: FailedPrompts,
         on_failed: float | None,
-        episodes: Episodes | None,
+        episodes: SampleMaker | None,
         drop_truncated: bool = False,
         traces: bool = False,
     ):
@@ -93,9 +98,11 @@ class GroupSampler:
         prompt, lengths = self._prompts.at(number), []
         sampling = sampling_of_row(self._sampling, prompt)
         scores: list[Score | None] = [None] * self._group_size
+        scored: list[Trajectory | None] = [None] * self._group_size
 
         async def score(trajectory: Trajectory) -> None:
             index = trajectory.sample_index
+            scored[index] = trajectory
             lengths.append(int(trajectory.sampled.sum()))
             if self._drop_truncated and trajectory.finish_reason == "length":
                 raise SampleFailure(TRUNCATED, "it was cut")  # ends the others of the group too
@@ -119,7 +126,7 @@ class GroupSampler:
                 trajectories = await self._episodes.generate(self._client, [prompt], sampling, **how)
             if self._rewards.compares:
                 compared = clock()
-                scores = await self._compared(prompt, number, trajectories, scores)
+                scores = await self._compared(prompt, number, scored, scores)
                 if trace is not None:
                     trace.rewards.append((None, compared, clock()))
         except asyncio.CancelledError:
@@ -137,8 +144,16 @@ class GroupSampler:
             return None
         self._failures.kept()
         self._failures.check()
-        rewards, parts = [score.reward for score in scores], [score.parts for score in scores]
-        return Group(number, trajectories, rewards, parts, trace)
+        own = [scores[one.sample_index] for one in trajectories]
+        rewards = [self._reward_of(*pair) for pair in zip(trajectories, own, strict=True)]
+        return Group(number, trajectories, rewards, [score.parts for score in own], trace)
+
+    def _reward_of(self, branch: Trajectory, score: Score) -> float:
+        """The branch's own reward where its source gave it one, else its sample's."""
+        given = score is not self._failed_score and branch.environment_reward is not None
+        reward = branch.environment_reward if given else score.reward
+        assert np.isfinite(np.float32(reward)), f"a branch has the reward {reward}"
+        return reward
 
     async def _compared(
         self, prompt: Prompt, number: int, trajectories: list[Trajectory], scores: list[Score]

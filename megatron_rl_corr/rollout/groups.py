@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
-from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.engines.trajectory import Trajectory, episode_numbers
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.trace import GroupTrace
 
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt. number: its place in the sequence of all groups."""
+    """The samples of one prompt. number: its place in the sequence of all groups.
+
+    A sample is an episode, of one trajectory or of several: its branches, one behind the other.
+    """
 
     number: int
     trajectories: list[Trajectory]
     rewards: list[float]
-    """The reward of each trajectory."""
+    """The reward of each trajectory: its own, or that of its episode."""
     reward_parts: list[dict[str, float]] = field(default_factory=list)
-    """Each trajectory's named rewards, before their weights; empty where the environment gave the reward."""
+    """The named rewards of each trajectory's episode, before their weights; empty where the environment gave
+    the reward.
+    """
     trace: GroupTrace | None = None
     """When what was done, with --rollout-trace."""
+
+    @cached_property
+    def episodes(self) -> list[list[Trajectory]]:
+        """The trajectories of each episode."""
+        return self._by_episode(self.trajectories)
+
+    @cached_property
+    def episode_rewards(self) -> list[float]:
+        """The mean reward of each episode's trajectories."""
+        return [mean_reward(own) for own in self._by_episode(self.rewards)]
+
+    @property
+    def episode_parts(self) -> list[dict[str, float]]:
+        """The named rewards of each episode."""
+        return [own[0] for own in self._by_episode(self.reward_parts)] if self.reward_parts else []
+
+    def _by_episode[Value](self, values: Sequence[Value]) -> list[list[Value]]:
+        found: list[list[Value]] = []
+        for value, number in zip(values, episode_numbers(self.trajectories), strict=True):
+            if number == len(found):
+                found.append([])
+            found[number].append(value)
+        return found
 
     @property
     def oldest_version(self) -> int:
         return min(versions.number(trajectory.oldest_version) for trajectory in self.trajectories)
+
+
+def mean_reward(rewards: Sequence[float]) -> float:
+    """The reward of an episode from those of its trajectories: their mean, exactly theirs if all are one."""
+    return rewards[0] if len(set(rewards)) == 1 else math.fsum(rewards) / len(rewards)
 
 
 @dataclass
@@ -45,10 +80,10 @@ class PutAside:
     def count(self, group: Group) -> None:
         """Add a group."""
         self.groups += 1
-        self.above_0 += sum(group.rewards) > 0
-        self.samples += len(group.trajectories)
+        self.above_0 += sum(group.episode_rewards) > 0
+        self.samples += len(group.episodes)
         self.tokens += sum(int(sample.sampled.sum()) for sample in group.trajectories)
-        self.rewards += sum(group.rewards)
+        self.rewards += sum(group.episode_rewards)
 
 
 @dataclass(frozen=True)
@@ -126,6 +161,6 @@ class Selection:
     oversampling: float = 1.0
     """--rollout-oversampling."""
     measured: int = 0
-    """Samples kept of groups that do not pass, one of each, between two steps."""
+    """Sequences kept of groups that do not pass, one of each, between two steps."""
     choose: Callable[[Group], Trajectory | None] = lambda group: group.trajectories[0]
     """The sample of such a group that is kept; None: none of it."""

@@ -107,6 +107,7 @@ ADDED = {
     "label": pa.string(),  # JSON
     "reward_parts": pa.map_(pa.string(), pa.float64()),
     "engine": pa.string(),
+    "branch": pa.int64(),
 }
 """Columns that files of this version may lack: written since, null where they are absent."""
 SCHEMA = pa.schema(
@@ -123,7 +124,8 @@ def table_of(samples: list[Sample]) -> pa.Table:
     values["weight_versions"] = [[vars(span) for span in row.weight_versions] for row in rows]
     values |= {name: [getattr(sample, name) for sample in samples] for name in ("reward", *PER_TOKEN)}
     values |= {
-        name: [getattr(row, name) for row in rows] for name in ("turn_ids", "environment_reward", "engine")
+        name: [getattr(row, name) for row in rows]
+        for name in ("turn_ids", "environment_reward", "engine", "branch")
     }
     values["support_ids"] = [None if row.support is None else row.support.ids for row in rows]
     values["support_lengths"] = [None if row.support is None else row.support.lengths for row in rows]
@@ -198,7 +200,8 @@ def _sample(cells: dict) -> Sample:
             raise ValueError(f"{routes.numel()} routed_experts have the shape {shape.tolist()}")
         kind = torch.uint8 if size == 1 else torch.int16
         cells["routed_experts"] = routes.to(kind).view(shape.tolist())
-    cells["engine"] = cells["engine"] or ""  # a file from before there was this column
+    # A file from before there were these columns.
+    cells["engine"], cells["branch"] = cells["engine"] or "", cells["branch"] or 0
     cells["reward_parts"] = None if cells["reward_parts"] is None else dict(cells["reward_parts"])
     group, row, label = (cells.pop(name) for name in ("group", "row", "label"))
     if group is not None:

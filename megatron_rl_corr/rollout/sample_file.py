@@ -55,7 +55,7 @@ class SavedBatch:
     replicas: int
     """How many files the batch has: one for each data-parallel replica."""
     group_size: int
-    """Samples of a prompt."""
+    """Samples of a prompt: episodes, of one row or several."""
     packed: bool
     """Samples were dealt out over replicas, and `prompt_index` counts the prompts of all; else
     those of the replica.
@@ -66,6 +66,8 @@ class SavedBatch:
     """The model's Hugging Face folder, which has the tokenizer."""
     masks_truncated: bool = False
     """Samples that were cut (finish reason length) are kept out of the loss."""
+    agent_branches: str | None = None
+    """--rollout-agent-branches, where samples are episodes of one row or several; None: each row is one."""
 
     @property
     def file_name(self) -> str:

@@ -12,23 +12,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_640,
+    "config": 2_690,
     "models": 1_870,
-    "engines": 5_405,
+    "engines": 5_415,
     "reduce": 655,
-    "core": 1_850,
+    "core": 1_870,
     "logprobs": 955,
-    "data": 4_405,
-    "rollout": 3_220,
+    "data": 4_430,
+    "rollout": 6_900,
     "weight_sync": 2_190,
     "doctor": 725,
-    "moe": 930,
-    "mcore": 7_355,
-    "features": 1_985,
+    "moe": 940,
+    "mcore": 7_510,
+    "features": 2_210,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_300,
-    "modules": 850,
+    "commands": 3_490,
+    "modules": 865,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -75,6 +75,7 @@ BROAD_EXCEPTIONS = {
     ): "the process ends, which is raised where its answers are waited for",
     ("rollout/ingest/worker.py", "_answer"): "raised in the process that waits for the answer",
     ("rollout/ingest/worker.py", "_portable"): "the error goes there by its words",
+    ("rollout/agents/starter.py", "_be_harness"): "the fork ends, and its failure has its standard error",
     ("rollout/group_filter.py", "passes"): "counted as a failure, with the user's traceback",
     ("engines/vllm/worker/extension.py", "answered"): "the client raises it, as the answer to its request",
 }

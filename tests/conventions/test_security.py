@@ -22,6 +22,7 @@ RUNS_CODE = {
 }
 """Calls that can run what they read."""
 WRITES = {
+    "rollout/agents/starter.py": "in a new folder of its own, which no other user can read",
     "files.py": "files that are replaced in one move, a probe, and files that are added to, none through a "
     "link",
     "events.py": "opened without following a link",

@@ -437,11 +437,11 @@ def test_reward_when_the_environment_scores_then_its_own_and_exactly_one_of_the_
         assert await rewards.score(PROMPT, trajectory([1], environment_reward=0.25)) == 0.25
         cause, text = await failure_of(rewards, [1])
         assert cause == "reward_error"
-        assert text.endswith("gave none, and `reward_function` is not given; give one of them")
+        assert text.endswith("gave no reward, and `reward_function` is not given; give one of them")
 
     async def beside(rewards):
         with pytest.raises(
-            SampleFailure, match="gave 0.25, and `reward_function` is given; drop one of them"
+            SampleFailure, match="gave the reward 0.25, and `reward_function` is given; drop one of them"
         ):
             await rewards.score(PROMPT, trajectory([1], environment_reward=0.25))
 

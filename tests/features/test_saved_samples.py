@@ -30,14 +30,14 @@ def saved(tmp_path, monkeypatch):
         save_trajectories=str(tmp_path / "samples"),
         save_routed_experts=False,
         updates_of_batch=1,
-        max_turns=None,
+        most_turns=None,
         hf_checkpoint=str(tmp_path),
         truncated_samples="train",
     )
     layout = types.SimpleNamespace(dp_rank=0, dp_size=1, pp_size=1, cp_group=None, is_data_leader=True)
     trajectories = [response(2), response(4)]
     collector = types.SimpleNamespace(
-        trajectories=trajectories, reward_parts=None, origins=None, sampling=None
+        trajectories=trajectories, reward_parts=None, origins=None, sampling=None, agent_branches=None
     )
     rewards = torch.tensor([1.0, 0.0])
     batch = types.SimpleNamespace(

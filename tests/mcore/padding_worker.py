@@ -82,7 +82,8 @@ def learned(model_dir, spec):
     packs = Packs.of_rows(batch, GROUP_SIZE, spec["length"])  # one microbatch a group, so of other lengths
     if "packed" in spec:
         multiple = chunk_multiple(layout.cp_size) * layout.tp_group.size()
-        packs = Packs(batch, packs.samples, spec["length"], multiple)
+        empty = ((),) * spec.get("empty", 0)  # as where another replica has more sequences
+        packs = Packs(batch, packs.samples + empty, spec["length"], multiple)
     scored = compute_log_probs(model, packs, logprobs, routes=Routes())
     if "packed" in spec:
         padding.set_packed_share(model, packs.real_token_share(layout, known=spec.get("known", packs.count)))

@@ -104,7 +104,8 @@ class Client:
             raise AssertionError("asked twice")
         if prompts == [[2]] and sum(prompt == 2 for prompt, _ in self.asked) == 2:
             raise SampleFailure("refused", "no")
-        return [types.SimpleNamespace(sampled=torch.ones(2), finish_reason="stop", of=prompts[0][0])]
+        known = {"sampled": torch.ones(2), "finish_reason": "stop", "environment_reward": None}
+        return [types.SimpleNamespace(**known, of=prompts[0][0])]
 
 
 class Rewards:
@@ -241,3 +242,30 @@ def test_reports_when_another_rank_reports_then_nothing_is_written_and_the_same_
     *_, rows, end = reports(reporter=False)
     assert [end(step, ahead=True) for step in (1, 2, 3)] == [False, False, True]
     assert rows == []
+
+
+class Agents:
+    """Two sequences of each sample, of which the first is the latest."""
+
+    def __init__(self, own_rewards):
+        self.own_rewards = own_rewards
+
+    async def generate(self, client, prompts, sampling, *, group_numbers, on_sample):
+        known = {"sampled": torch.ones(2), "of": prompts[0].input_ids[0]}
+        own = (3.0, 6.0) if self.own_rewards else (None, None)
+        reasons = ("stop", "length")
+        branches = [
+            types.SimpleNamespace(**known, environment_reward=reward, finish_reason=reason)
+            for reward, reason in zip(own, reasons, strict=True)
+        ]
+        await on_sample(branches[0])
+        return branches
+
+
+@pytest.mark.parametrize(("own_rewards", "reward"), [(False, 1.0), (True, 4.5)])
+def test_evaluation_when_samples_have_two_sequences_then_each_counts_once(own_rewards, reward):
+    made = evaluation(Client(), 0, 1)
+    made.source.episodes = Agents(own_rewards)
+    one = made.sets[0]
+    sample = asyncio.run(made._scored(one, 0, 5, types.SimpleNamespace(done=0, failed=0)))
+    assert sample == HeldOutSample(reward, 4, True)

@@ -1,18 +1,23 @@
 """Which sequences share a microbatch: the arithmetic, by hand and on many draws."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
 from megatron_rl_corr.mcore.batch.deal import destinations
 from megatron_rl_corr.mcore.batch.packing import (
     PackLimits,
     attention_share,
     balanced_packs,
+    check_packed_branches,
     first_fit,
     karmarkar_karp,
 )
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 
 
 def test_karmarkar_karp_when_two_parts_then_the_largest_difference_first():
@@ -131,3 +136,76 @@ def test_destinations_when_batches_are_large_then_few_tokens_move_and_costs_are_
     assert max(costs) <= 1.005 * sum(costs) / replicas
     assert moved <= most_moved * sum(map(sum, lengths))
     assert [sum(row.count(replica) for row in goes) for replica in range(replicas)] == [samples] * replicas
+
+
+def test_balanced_packs_when_another_replica_has_more_sequences_then_the_last_are_empty():
+    assert balanced_packs([5, 3], 4, PackLimits(10)) == [[0], [1], [], []]
+
+
+def test_destinations_when_samples_have_several_sequences_then_their_own_squares_cost():
+    # Of 8 tokens each: one sequence costs 8 + 64 / 2, two of 4 cost 8 + 32 / 2, eight of 1 cost 8 + 8 / 2.
+    limits, lengths = PackLimits(100, attention_share=1.0), [[8, 8], [8, 8]]
+    assert destinations(lengths, limits) == [[0, 0], [1, 1]]
+    assert destinations(lengths, limits, [[64, 64], [8, 32]]) in ([[0, 1], [0, 1]], [[1, 0], [0, 1]])
+
+
+def test_padded_rows_when_samples_may_have_several_sequences_then_refused_by_name():
+    check_packed_branches(PackLimits(100))
+    with pytest.raises(ValueError, match="^--rollout-pad-sequences"):
+        check_packed_branches(None)
+
+
+def sequence(sample, branch, tokens, prompt=0):
+    """Of so many positions."""
+    return Trajectory(
+        prompt_index=prompt,
+        sample_index=sample,
+        prompt_ids=torch.tensor([1, 2]),
+        output_ids=torch.full((tokens - 1,), 7 + sample),
+        rollout_logprobs=torch.full((tokens - 1,), -1.0),
+        finish_reason="length" if branch == 1 else "stop",
+        weight_versions=(VersionSpan("0", 0, tokens - 1),),
+        cached_tokens=0,
+        server="http://none",
+        branch=branch,
+    )
+
+
+EPISODES = [
+    sequence(0, 0, 2),
+    sequence(0, 1, 3),
+    sequence(1, 0, 4),
+    sequence(0, 0, 2, 1),
+    sequence(0, 1, 5, 1),
+]
+
+
+def batch_of(trajectories, rewards, **how):
+    return RolloutBatch.from_trajectories(trajectories, torch.tensor(rewards), length=8, version=0, **how)
+
+
+def test_batch_when_samples_have_several_sequences_then_their_episodes_are_numbered():
+    batch = batch_of(EPISODES, [1.0, 3.0, 5.0, 0.5, 0.5], with_episodes=True, mask_truncated=True)
+    assert batch.episodes.tolist() == batch.episode_ids.tolist() == [0, 0, 1, 2, 2]
+    assert (batch.num_sequences, batch.num_episodes) == (5, 3)
+    assert batch.episode_means(batch.rewards.double()).tolist() == [2.0, 5.0, 0.5]
+    assert batch.episode_sums(batch.rewards.double()).tolist() == [4.0, 5.0, 1.0]
+    assert batch.in_loss.tolist() == [True, False, True, True, False]  # each sequence by itself
+    assert batch.mean_ids is batch.episode_ids and replace(batch, means_of="sequence").mean_ids is None
+
+
+def test_samples_of_when_episodes_are_drawn_then_all_their_sequences_in_that_order():
+    batch = batch_of(EPISODES, [0.0] * 5, with_episodes=True)
+    samples = batch.samples_of([2, 0])
+    assert samples.tolist() == [3, 4, 0, 1]
+    part = batch.part(samples)
+    assert part.episodes.tolist() == part.episode_ids.tolist() == [0, 0, 1, 1] and part.num_episodes == 2
+    assert part.group_ids.tolist() == [1, 1, 0, 0] and part.lengths.tolist() == [2, 5, 2, 3]
+    assert part.part([1]).episodes.tolist() == [0]
+
+
+def test_batch_when_each_sample_is_a_sequence_then_nothing_of_episodes_is_known():
+    batch = batch_of(EPISODES, [1.0, 3.0, 5.0, 0.5, 0.5])
+    assert batch.episodes is None and batch.episode_ids is None and batch.num_episodes == 5
+    rewards = batch.rewards.double()
+    assert batch.episode_means(rewards) is rewards and batch.samples_of([3, 1]).tolist() == [3, 1]

@@ -96,9 +96,14 @@ PACKED_LAYOUTS = {
         PACKED | {"known": 4},
         PACKED | {"per_token": True, "known": 4},
         PACKED | {"settings": ONE[2]["settings"]},
+        PACKED | {"known": 4, "empty": 2},
+        PACKED | {"per_token": True, "known": 4, "empty": 1},
     ],
-    2: [PACKED | {"cp": 2}, PACKED | {"cp": 2, "per_token": True}],
-    4: [PACKED | {"tp": 2, "sp": True, "pp": 2, "per_token": True}],
+    2: [PACKED | {"cp": 2}, PACKED | {"cp": 2, "per_token": True}, PACKED | {"cp": 2, "empty": 1}],
+    4: [
+        PACKED | {"tp": 2, "sp": True, "pp": 2, "per_token": True},
+        PACKED | {"tp": 2, "sp": True, "pp": 2, "per_token": True, "empty": 2},
+    ],
 }
 
 

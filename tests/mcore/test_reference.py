@@ -119,3 +119,60 @@ def test_reward_kl_when_a_samples_is_not_known_then_it_is_left_out_of_loss_and_b
     # 1 - 0.5 x (0.5 + 0.5) = 0.5 and 0, of mean 0.25; the third sample's 1 would have made it 0.5.
     assert found["advantages"][:4] == [0.25, 0.25, -0.25, -0.25]
     assert found["mask"] == [True] * 4 + [False] * 2 and found["missing"] == 2
+
+
+EPISODES = """
+import dataclasses, json, numpy, torch
+from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
+from megatron_rl_corr.mcore.reference.policy import less_reference_kl
+from megatron_rl_corr.mcore.loss import make_loss_inputs
+from megatron_rl_corr.mcore.scoring import OldPass
+from megatron_rl_corr.mcore.step_metrics import batch_metrics
+from megatron_rl_corr.reduce.collectives import ParallelGroups, all_reduce_metrics
+
+# A group of two samples, the first of two sequences; two tokens each.
+batch = dataclasses.replace(
+    RolloutBatch.empty([2, 2, 2], 2).of_episodes(numpy.array([0, 0, 1])),
+    loss_mask=torch.ones(6, dtype=torch.bool),
+    rewards=torch.tensor([2.0, 4.0, 1.0]),
+    version_lags=torch.tensor([0.0, 4.0, 1.0]),
+    rollout_logprobs=torch.full((6,), -1.0),
+)
+config = RolloutCorrectionConfig(kl_reward_coef=0.5, kl_reward_type="k1", advantage="group_mean")
+old, reference = torch.full((6,), -1.0), torch.tensor([-1.5, -1.5, -1.0, -2.0, -3.0, -1.0])
+lowered, metrics = less_reference_kl(batch, old, reference, config, ParallelGroups())
+inputs = make_loss_inputs(lowered, OldPass(old), config, ParallelGroups(), group_size=2)
+metrics |= batch_metrics(batch, inputs.correction, None, ParallelGroups())
+print(
+    "RESULT",
+    json.dumps(
+        {
+            "rewards": lowered.rewards.tolist(),
+            "advantages": inputs.advantages[::2].tolist(),
+            "metrics": all_reduce_metrics(metrics, None),
+        }
+    ),
+)
+"""
+
+
+def test_reward_kl_when_a_sample_has_two_sequences_then_both_pay_for_all_its_tokens(tmp_path):
+    (tmp_path / "episodes.py").write_text(EPISODES)
+    run = run_preloaded([tmp_path / "episodes.py"])
+    assert run.returncode == 0, run.stderr[-3000:]
+    found = json.loads(run.stdout.splitlines()[-1].removeprefix("RESULT "))
+    # KL of the sequences: 1, 1 and 2. The first sample pays 0.5 x 2 in both, the second 0.5 x 2 too.
+    assert found["rewards"] == [1.0, 3.0, 0.0]
+    assert found["advantages"] == [0.0, 2.0, -1.0]  # of the samples' mean (2 + 0) / 2
+    expected = {
+        "reward/reference_kl": 1.0,
+        "reward/mean": 2.0,
+        "reward/std": 1.0,
+        "reward/max": 3.0,
+        "reward/min": 1.0,
+        "response_length/mean": 3.0,
+        "weight_lag": 4.0,
+        "weight_lag_mean": 1.5,
+    }
+    assert {name: found["metrics"][name] for name in expected} == pytest.approx(expected)

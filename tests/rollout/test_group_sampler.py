@@ -22,7 +22,10 @@ class Client:
     """Samples of one token, one after the other."""
 
     async def generate(self, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample):
-        samples = [SimpleNamespace(sample_index=n, sampled=torch.ones(1)) for n in range(samples_per_prompt)]
+        samples = [
+            SimpleNamespace(sample_index=n, sampled=torch.ones(1), environment_reward=None)
+            for n in range(samples_per_prompt)
+        ]
         for sample in samples:
             await asyncio.sleep(0)
             await on_sample(sample)
@@ -115,7 +118,12 @@ class Cut(Client):
     async def generate(self, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample):
         reason = "length" if self.cut(PROMPTS.at(group_numbers[0]).index) else "stop"
         samples = [
-            SimpleNamespace(sample_index=n, sampled=torch.ones(3), finish_reason=reason if n == 1 else "stop")
+            SimpleNamespace(
+                sample_index=n,
+                sampled=torch.ones(3),
+                environment_reward=None,
+                finish_reason=reason if n == 1 else "stop",
+            )
             for n in range(samples_per_prompt)
         ]
         for sample in samples:

@@ -455,7 +455,7 @@ def test_close_when_groups_are_aborted_and_run_then_all_end_and_none_is_begun():
     ],
 )
 def test_spread_when_rewards_are_equal_as_float32_then_there_is_none(rewards, passes):
-    assert has_spread(Group(0, [], rewards)) == passes
+    assert has_spread(Group(0, [sample_of(0)] * len(rewards), rewards)) == passes
 
 
 def resumed_stream(state, base, sampler, **options):

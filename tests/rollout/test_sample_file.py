@@ -26,7 +26,7 @@ from megatron_rl_corr.rollout.sample_file import (
     write_trajectories,
 )
 
-ADDED = {"environment_reward", "routed_experts_bytes", "group", "row", "label", "reward_parts"}
+ADDED = {"environment_reward", "routed_experts_bytes", "group", "row", "label", "reward_parts", "branch"}
 ODD_NAN = torch.tensor([0x7FC01234], dtype=torch.int32).view(torch.float32)  # a NaN with a payload
 
 
@@ -64,6 +64,7 @@ def full(tokens, index=0):
             routed_experts=torch.arange((tokens + 1) * 6, dtype=torch.int16).view(tokens + 1, 3, 2),
             turn_ids=torch.arange(tokens) // 2 - 1,
             environment_reward=0.3,
+            branch=index + 2,
         ),
         reward=0.1,
         loss_mask=torch.arange(tokens) % 2 == 0,
@@ -230,7 +231,8 @@ def test_file_when_written_before_a_column_was_added_then_read_without_it(tmp_pa
     assert [sample.trajectory.environment_reward for sample in read] == [None, None]
     unknown = {"origin": None, "reward_parts": None}
     old = [
-        replace(s, trajectory=replace(s.trajectory, environment_reward=None), **unknown) for s in SAMPLES[:2]
+        replace(s, trajectory=replace(s.trajectory, environment_reward=None, branch=0), **unknown)
+        for s in SAMPLES[:2]
     ]
     assert [bits(sample) for sample in read] == [bits(sample) for sample in old]
 

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from megatron_rl_corr.config import flags
+from megatron_rl_corr.config.features import feature_options
 from megatron_rl_corr.config.fields import docs_of, options_of
 from megatron_rl_corr.config.policy import ModelConfig
 from megatron_rl_corr.config.prompts import PromptsConfig
@@ -13,7 +14,11 @@ from megatron_rl_corr.config.rewards import RewardsConfig
 from megatron_rl_corr.config.run import EnvironmentConfig, RunConfig, ServersConfig
 from megatron_rl_corr.config.samples import SamplesConfig
 
-TOPICS = (ServersConfig, PromptsConfig, SamplesConfig, RewardsConfig, EnvironmentConfig, ModelConfig)
+TOPICS = (
+    *(ServersConfig, PromptsConfig, SamplesConfig, RewardsConfig, EnvironmentConfig),
+    *(topic for topic in feature_options() if topic.makes_samples is not None),
+    ModelConfig,
+)
 OF_TRAINING = (
     "server_check",
     "update_timeout_s",

@@ -21,14 +21,12 @@ from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.rows import BadRow
 from megatron_rl_corr.data.tokenizer import Tokenizer
-from megatron_rl_corr.data.worker_pool import UserCalls
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_descriptor_limit
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
-from megatron_rl_corr.rollout.environment import load_environment
-from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.episodes import make_samples_with
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
 from megatron_rl_corr.rollout.groups import Group
@@ -65,12 +63,13 @@ class OfflineSummary:
     def add(self, group: Group) -> None:
         """Count a whole group."""
         self.groups += 1
-        for place, row in enumerate(group.trajectories):
-            self.samples += 1
+        self.samples += len(group.episodes)
+        self.rewards += sum(group.episode_rewards)
+        for row in group.trajectories:
             self.tokens += int(row.sampled.sum())
-            self.rewards += group.rewards[place]
             self.reasons[row.finish_reason] += 1
-            for name, value in (group.reward_parts[place] if group.reward_parts else {}).items():
+        for parts in group.episode_parts:
+            for name, value in parts.items():
                 own = self.parts.setdefault(name, [0.0, 0])
                 own[0], own[1] = own[0] + value, own[1] + 1
 
@@ -114,6 +113,7 @@ class OfflineRun:
         self._prompts = self._open_prompts()
         self._groups = len(self._prompts) if groups is None else groups
         self._rewards = Rewards.of(options, self._tokenizer)
+        self._episodes = make_samples_with(options, self._tokenizer)
         self._rewards.check_labels(self._prompts, "--prompts")
         self._failures = Failures(options.max_failed_fraction, warn)
         self._summary, self._done = OfflineSummary(), []
@@ -148,6 +148,8 @@ class OfflineRun:
             if (problem := await client.sampling_problem(self._sampling)) is not None:
                 raise ValueError(problem)
             await self._rewards.start()
+            if self._episodes is not None:
+                await self._episodes.start()
             drop = options.unread_labels == "drop"
             await self._rewards.check_readable(self._prompts, "--prompts", drop=drop)
             # Enough that every place at the servers is taken while the last samples of a group run.
@@ -160,6 +162,8 @@ class OfflineRun:
                 telling.cancel()
                 self._write()
                 await self._rewards.close()
+                if self._episodes is not None:
+                    await self._episodes.close()
         self._summary.seconds = time.monotonic() - begun
         self._summary.failed = dict(self._failures.by_cause)
         return self._summary
@@ -202,8 +206,9 @@ class OfflineRun:
             replicas=1,
             group_size=self._options.group_size,
             packed=True,
-            num_turns=self._options.max_turns,
+            num_turns=self._options.most_turns,
             hf_checkpoint=str(Path(self._options.hf_checkpoint).resolve()),
+            agent_branches=self._episodes and self._episodes.agent_branches,
         )
         samples = [sample for place, group in enumerate(done) for sample in self._samples(place, group)]
         write_trajectories(self._out / batch.file_name, samples, sampling=self._sampling, batch=batch)
@@ -240,10 +245,7 @@ class OfflineRun:
         return prompts
 
     def _sampler(self, client: RolloutClient) -> GroupSampler:
-        options, episodes = self._options, None
-        if options.environment is not None:
-            calls = UserCalls(options.environment_timeout_s)
-            episodes = Episodes(load_environment(options.environment), options.max_turns, calls)
+        options = self._options
         return GroupSampler(
             client,
             self._prompts,
@@ -254,5 +256,5 @@ class OfflineRun:
             failures=self._failures,
             failed_prompts=FailedPrompts(len(self._prompts)),
             on_failed=options.on_failed_reward,
-            episodes=episodes,
+            episodes=self._episodes,
         )

@@ -120,7 +120,8 @@ def _viewed(sample: Sample, span: TextSpan) -> ViewedSpan:
 
 def _head(sample: Sample) -> str:
     row, origin = sample.trajectory, sample.origin
-    parts = [f"group {group_of(sample)}, sample {row.sample_index}"]
+    branch = f", branch {row.branch}" if row.branch else ""
+    parts = [f"group {group_of(sample)}, sample {row.sample_index}{branch}"]
     if origin is not None:
         parts.append(f"row {origin.row}")
     reward = f"reward {readable(sample.reward)}"

@@ -21,7 +21,7 @@ from megatron_rl_corr.config.problems import Problems, check_each
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import SampleFailure
-from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.features.evaluation.held_out import evaluation_sampling, held_out_prompts
 from megatron_rl_corr.features.evaluation.options import EvaluationSet
@@ -31,6 +31,7 @@ from megatron_rl_corr.mcore.feature import RunSettings
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_results, communication_device, meeting_interval_s
 from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.rollout.groups import mean_reward
 from megatron_rl_corr.rollout.sampling import sampling_of_row
 from megatron_rl_corr.rollout.seeds import evaluation_number
 
@@ -163,13 +164,18 @@ class Evaluation:
     ) -> HeldOutSample | None:
         """One sample; None where it failed for good."""
         client, episodes, prompt = self.source.client, self.source.episodes, one.prompts.at(number)
-        sampling = sampling_of_row(self.sampling, prompt)
+        sampling, scores = sampling_of_row(self.sampling, prompt), []
+
+        async def score(sample: Trajectory) -> None:
+            scores.append(await self.source.rewards.score(prompt, sample))
+
         try:
             if episodes is None:
-                [sample] = await client.generate([prompt.input_ids], sampling, group_numbers=[draw])
+                branches = await client.generate([prompt.input_ids], sampling, group_numbers=[draw])
+                await score(*branches)
             else:
-                [sample] = await episodes.generate(client, [prompt], sampling, group_numbers=[draw])
-            reward = await self.source.rewards.score(prompt, sample)
+                how = {"group_numbers": [draw], "on_sample": score}
+                branches = await episodes.generate(client, [prompt], sampling, **how)
         except SampleFailure as failure:
             name = f" {one.options.name}" if one.options.name else ""
             what = f"row {prompt.index} of --rollout-eval-prompts{name}"
@@ -178,7 +184,12 @@ class Evaluation:
             running.failed += 1
             return None
         running.done += 1
-        return HeldOutSample(reward, int(sample.sampled.sum()), sample.finish_reason == "length")
+        [own] = scores
+        reward = mean_reward(
+            [own if one.environment_reward is None else one.environment_reward for one in branches]
+        )
+        tokens = sum(int(one.sampled.sum()) for one in branches)
+        return HeldOutSample(reward, tokens, any(one.finish_reason == "length" for one in branches))
 
     def size(self) -> int:
         """Numbers that are summed over all ranks: the same on each."""

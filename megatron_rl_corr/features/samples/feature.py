@@ -54,9 +54,10 @@ class SavedSamplesFeature(Feature):
             replicas=layout.dp_size,
             group_size=run.shape.group_size,
             packed=run.shape.packing is not None,
-            num_turns=options.max_turns,
+            num_turns=options.most_turns,
             hf_checkpoint=str(Path(options.hf_checkpoint).resolve()),
             masks_truncated=options.truncated_samples == "mask",
+            agent_branches=run.collector.agent_branches,
         )
         if layout.is_data_leader:
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import torch
 from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.data.skipped import CAUSES as SKIP_CAUSES
 from megatron_rl_corr.engines.routes import has_routes
-from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.engines.trajectory import FinishReason, Trajectory
 from megatron_rl_corr.reduce.metrics import Mean, Metric, Sum
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.failures import CAUSES
@@ -65,27 +65,32 @@ COUNTED = (
 
 
 def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, float]:
-    """Counts over a batch's groups, by name.
+    """Counts over a batch's groups, by name. A sample is an episode: it is cut where one of its sequences is.
 
     Args:
         taken: the batch's groups.
         version: the trainer's weight version at the start of the batch.
         experts: experts of a layer, if the samples have routed experts.
     """
-    samples = [sample for group in taken.groups for sample in group.trajectories]
+    samples = [episode for group in taken.groups for episode in group.episodes]
+    sequences = [sequence for episode in samples for sequence in episode]
     by_version = [
-        (version - versions.number(span.version), int(sample.sampled[span.start : span.end].sum()))
-        for sample in samples
-        for span in sample.weight_versions
+        (version - versions.number(span.version), int(sequence.sampled[span.start : span.end].sum()))
+        for sequence in sequences
+        for span in sequence.weight_versions
     ]
+
+    def ended(reason: FinishReason) -> int:
+        return sum(any(one.finish_reason == reason for one in episode) for episode in samples)
+
     counted = {
         "samples": len(samples),
-        "unscored": sum(_without_logprobs(sample) for sample in samples),
+        "unscored": sum(any(map(_without_logprobs, episode)) for episode in samples),
         "tokens": sum(tokens for _, tokens in by_version),
         "token_lags": sum(lag * tokens for lag, tokens in by_version),
-        "mixed": sum(len(sample.weight_versions) > 1 for sample in samples),
-        "length": sum(sample.finish_reason == "length" for sample in samples),
-        "abort": sum(sample.finish_reason == "abort" for sample in samples),
+        "mixed": sum(_is_mixed(episode) for episode in samples),
+        "length": ended("length"),
+        "abort": ended("abort"),
         "ready": taken.ready,
         "running": taken.running,
         "dropped": taken.dropped,
@@ -95,7 +100,7 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
         "unrouted_sampled": 0,
         "moved_bytes": 0,
         "equal_groups": sum(
-            len(group.rewards) > 1 and len(set(group.rewards)) == 1 for group in taken.groups
+            len(group.episodes) > 1 and len(set(group.episode_rewards)) == 1 for group in taken.groups
         ),
         "duplicates": sum(_duplicates(group) for group in taken.groups),
         "filtered": taken.filtered.groups,
@@ -111,7 +116,7 @@ def count_samples(taken: Taken, version: int, experts: int | None) -> dict[str, 
         "surplus_kept": taken.kept_surplus,
     }
     if experts is not None:
-        counted |= _count_routes(samples, experts)
+        counted |= _count_routes(sequences, experts)
     return counted
 
 
@@ -122,11 +127,15 @@ def _without_logprobs(sample: Trajectory) -> bool:
     )
 
 
+def _is_mixed(episode: Sequence[Trajectory]) -> bool:
+    """Several weights sampled it."""
+    return len({span.version for sequence in episode for span in sequence.weight_versions}) > 1
+
+
 def _duplicates(group: Group) -> int:
     """Samples with the same ids as an earlier one of the group."""
-    return len(group.trajectories) - len(
-        {sample.output_ids.numpy().tobytes() for sample in group.trajectories}
-    )
+    ids = {tuple(one.output_ids.numpy().tobytes() for one in episode) for episode in group.episodes}
+    return len(group.episodes) - len(ids)
 
 
 def _without_routes(rows: torch.Tensor, experts: int) -> torch.Tensor:

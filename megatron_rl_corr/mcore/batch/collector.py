@@ -15,9 +15,10 @@ import torch
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, collection_metrics
 from megatron_rl_corr.mcore.batch.deal import Rewarded, deal_out
+from megatron_rl_corr.mcore.batch.packing import check_packed_branches
 from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
 from megatron_rl_corr.mcore.batch.reward_parts import RewardParts
-from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
+from megatron_rl_corr.mcore.batch.rollout_batch import AgentBranches, BatchShape, RolloutBatch
 from megatron_rl_corr.mcore.batch.sampling_masks import Part, cut_sampling_masks, scatter_sampling_masks
 from megatron_rl_corr.mcore.batch.slices import share_batch
 from megatron_rl_corr.moe.routes import Routes
@@ -42,9 +43,12 @@ class BatchCollector(ABC):
         truncated_samples: train, mask or drop, what becomes of samples that were cut: drop is done already.
         routes: take the samples' routed experts.
         by_lag: samples may be of older weights, and metrics are parted by how old.
+        agent_branches: what means in the loss take as one, where a sample may have several sequences; None:
+            each sample is one sequence.
 
     Raises:
-        ValueError: a batch that can't be dealt out over the replicas.
+        ValueError: a batch that can't be dealt out over the replicas, or samples of several sequences in
+            padded rows.
     """
 
     def __init__(
@@ -57,18 +61,22 @@ class BatchCollector(ABC):
         truncated_samples: str,
         routes: Routes | None,
         by_lag: bool = False,
+        agent_branches: AgentBranches | None = None,
     ):
-        self._rows = shape.rows(layout.dp_size)
-        self._layout, self._shape = layout, shape
-        self._groups, self.sampling, self._num_turns = self._rows // shape.group_size, sampling, num_turns
+        self._num_samples = shape.rows(layout.dp_size)
+        if agent_branches is not None:
+            check_packed_branches(shape.packing)
+        self._layout, self._shape, self.agent_branches = layout, shape, agent_branches
+        self._groups = self._num_samples // shape.group_size
+        self.sampling, self._num_turns = sampling, num_turns
         self._by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Rewarded] | None = None
-        """On a data leader its samples of the batch and their rewards, until they are dealt out."""
+        """On a data leader the batch's sequences and their rewards, until they are dealt out."""
         self._routes = Routes() if routes is None else routes
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
-        """The last batch's samples of this replica, on its data leader."""
+        """The last batch's sequences of this replica, on its data leader."""
         self._aside: list[Trajectory] = []
         """On a data leader samples that are measured and not trained, until they are taken."""
         self.traces: list[GroupTrace] = []
@@ -147,8 +155,12 @@ class BatchCollector(ABC):
         counted = self._take_groups(number)
         self._share_failures()
         batch, counted[COUNTED.index("moved_bytes")] = self._deal_and_lay_out(number)
-        counted = torch.cat([counted, self._parts.counts()]).to(self.device)
+        sequences = self._num_samples
+        sizes = [] if self.agent_branches is None else [0 if batch is None else batch.num_sequences]
+        counted = torch.cat([counted, self._parts.counts(), counted.new_tensor(sizes)]).to(self.device)
         broadcast_to_replica([counted], self._layout)
+        if sizes:
+            counted, sequences = counted[:-1], int(counted[-1])
         # Of the ranks that share a replica's rows, one contributes what is counted once.
         counted = counted if self._layout.cp_group.rank() == 0 else torch.zeros_like(counted)
         values, parts = counted.split([len(COUNTED), len(counted) - len(COUNTED)])
@@ -160,14 +172,14 @@ class BatchCollector(ABC):
             oversampled=self.oversampled,
             truncated_samples=self._truncated_samples,
         )
-        own = self._share(batch, self._rows)
+        own = self._share(batch, sequences, self.agent_branches)
         del batch  # the leader's, whole
         if self._shape.packing is not None and self._layout.dp_size > 1:
             own = replace(own, parted_groups=self._groups * self._layout.dp_size)
         if not self._by_lag:
             own = replace(own, token_lags=None)
         if self.engines:
-            own = replace(own, engine_ids=self._share_engine_ids(), engines=self.engines)
+            own = replace(own, engine_ids=self._share_engine_ids(sequences), engines=self.engines)
         parts, self._sampling_masks = self._sampling_masks, None
         own = self._with_masks(own, parts)
         experts = (
@@ -220,11 +232,11 @@ class BatchCollector(ABC):
         return replace(own, sampling_masks=masks)
 
     @collective
-    def _share_engine_ids(self) -> torch.Tensor:
-        """Which of `engines` each of the batch's samples came from, [S] int64 on every
+    def _share_engine_ids(self, sequences: int) -> torch.Tensor:
+        """Which of `engines` each of the batch's sequences came from, [S] int64 on every
         rank of its replica.
         """
-        ids = torch.zeros(self._rows, dtype=torch.int64, device=self.device)
+        ids = torch.zeros(sequences, dtype=torch.int64, device=self.device)
         if self._layout.is_data_leader:
             ids = torch.tensor(
                 [self.engines.index(one.engine) for one in self.trajectories], device=self.device
@@ -233,9 +245,12 @@ class BatchCollector(ABC):
         return ids
 
     @collective
-    def _share(self, batch: RolloutBatch | None, rows: int) -> RolloutBatch:
-        """This rank's share of the leader's batch (None on others) of so many samples."""
-        return share_batch(batch, rows, self._layout, multiple=self._multiple, num_turns=self._num_turns)
+    def _share(
+        self, batch: RolloutBatch | None, sequences: int, means_of: AgentBranches | None = None
+    ) -> RolloutBatch:
+        """This rank's share of the leader's batch (None on others) of so many sequences."""
+        how = {"multiple": self._multiple, "num_turns": self._num_turns, "means_of": means_of}
+        return share_batch(batch, sequences, self._layout, **how)
 
     @collective
     def _deal_and_lay_out(self, version: int) -> tuple[RolloutBatch | None, int]:
@@ -252,7 +267,10 @@ class BatchCollector(ABC):
         layout, batch, error = self._layout, None, None
         (scored, self._scored), sent = (self._scored, None), 0
         if self._shape.packing is not None and layout.pp_rank == 0 and layout.tp_group.rank() == 0:
-            scored, sent = deal_out(scored, self._rows, self._shape.packing, layout)
+            several = self.agent_branches is not None
+            scored, sent = deal_out(
+                scored, self._num_samples, self._shape.packing, layout, with_episodes=several
+            )
         if scored is not None:
             try:
                 batch = RolloutBatch.from_trajectories(
@@ -262,6 +280,7 @@ class BatchCollector(ABC):
                     multiple=self._multiple,
                     num_turns=self._num_turns,
                     mask_truncated=self._mask_truncated,
+                    with_episodes=self.agent_branches is not None,
                 )
                 if self.sampling.truncated:
                     self._sampling_masks = cut_sampling_masks(
@@ -290,7 +309,7 @@ class BatchCollector(ABC):
             first = 0 if self._shape.packing is None else self._layout.dp_rank * self._groups
             self._scored = self._numbered(taken, first)
             self._new_parts = self._parts.count(
-                parts or {} for group in taken.groups for parts in group.reward_parts
+                parts or {} for group in taken.groups for parts in group.episode_parts
             )
             return torch.tensor(self._count(taken, number), dtype=torch.float64)
 

@@ -1,7 +1,7 @@
 """Deals a step's samples out over replicas, so that each has about as much to compute; a
 prompt's may be parted.
 
-R replicas, S samples of each, before and after.
+R replicas, E samples of each, before and after. A sample is an episode, whose sequences stay together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.engines.trajectory import Trajectory, episode_numbers
 from megatron_rl_corr.mcore.batch.packing import PackLimits, karmarkar_karp
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.failure import communication_device
@@ -29,7 +29,7 @@ EXCHANGES = 8
 
 
 class Rewarded(NamedTuple):
-    """A sample, its reward and the named parts of it, and where it comes from if somebody asks."""
+    """A sequence, its reward and the named parts of it, and where it comes from if somebody asks."""
 
     trajectory: Trajectory
     reward: float
@@ -37,18 +37,24 @@ class Rewarded(NamedTuple):
     origin: Origin | None = None
 
 
-def destinations(lengths: Sequence[Sequence[int]], limits: PackLimits) -> list[list[int]]:
-    """The replica that each sample goes to, [R][S]: equal numbers of samples, about equal cost,
+def destinations(
+    lengths: Sequence[Sequence[int]],
+    limits: PackLimits,
+    squares: Sequence[Sequence[int]] | None = None,
+) -> list[list[int]]:
+    """The replica that each sample goes to, [R][E]: equal numbers of samples, about equal cost,
     few tokens moved.
 
     Samples stay where they are but for pairs that are exchanged, until no replica has more than SPREAD above
     the mean. Where exchanges of pairs do not come so far, as with few samples, all are divided anew.
 
     Args:
-        lengths: [R][S] tokens of the samples, by the replica that has them.
+        lengths: [R][E] tokens of the samples, by the replica that has them.
         limits: what a sequence costs.
+        squares: [R][E], the sum of n^2 over each sample's sequences; None: each has one.
     """
-    costs = [[limits.cost(length) for length in row] for row in lengths]
+    squared = [[None] * len(row) for row in lengths] if squares is None else squares
+    costs = [list(map(limits.cost, row, own)) for row, own in zip(lengths, squared, strict=True)]
     found, largest = _exchanged(costs)
     if largest <= (1 + SPREAD) * sum(map(sum, costs)) / len(costs):
         return found
@@ -117,37 +123,46 @@ def _divided_anew(lengths: Sequence[Sequence[int]], costs: Sequence[Sequence[flo
 
 @collective
 def deal_out(
-    samples: list[Rewarded] | None, share: int, limits: PackLimits, layout: Layout
+    samples: list[Rewarded] | None,
+    share: int,
+    limits: PackLimits,
+    layout: Layout,
+    *,
+    with_episodes: bool = False,
 ) -> tuple[list[Rewarded] | None, int]:
-    """(this replica's samples after dealing, the bytes that its leader sent); (None, 0) on ranks
+    """(this replica's sequences after dealing, the bytes that its leader sent); (None, 0) on ranks
     that are no leader.
 
-    Every rank of the leaders' data-parallel groups calls it: one all-gather of lengths, then each
-    leader sends what moves to the leader that gets it. Samples that stay keep their order, those that
-    come are behind them.
+    Every rank of the leaders' data-parallel groups calls it: one all-gather of lengths (of these and their
+    squares with episodes), then each leader sends what moves to the leader that gets it. Samples that stay
+    keep their order, those that come are behind them.
 
     Args:
-        samples: on a data leader its S samples; None on others.
-        share: S.
+        samples: on a data leader the sequences of its E samples; None on others.
+        share: E.
         limits: what a sequence costs.
         layout: this rank's process groups.
+        with_episodes: a sample may have several sequences, one behind the other.
     """
     group, device = layout.dp_cp_group, communication_device()
     if layout.dp_size == 1:
         return samples, 0
-    lengths = torch.zeros(share, dtype=torch.int64, device=device)
+    sizes, episodes = torch.zeros(2 if with_episodes else 1, share, dtype=torch.int64), []
     if samples is not None:
-        lengths.copy_(torch.tensor([_length(one.trajectory) for one in samples]))
+        episodes = episode_numbers([one.trajectory for one in samples]) if with_episodes else range(share)
+        assert len(samples) >= share and episodes[-1] == share - 1, "another number of samples"
+        lengths = torch.tensor([_length(one.trajectory) for one in samples])
+        own = torch.stack([lengths, lengths.square()])
+        sizes.index_add_(1, torch.tensor(episodes), own[: len(sizes)])
     # A leader is the first context-parallel rank of its replica, and those are numbered before replicas.
-    every = all_gather_stacked(lengths, group)[:: layout.cp_size].tolist()
+    every = all_gather_stacked(sizes.to(device), group)[:: layout.cp_size]
     if samples is None:
         return None, 0
     assert group.rank() == layout.dp_rank * layout.cp_size
-    goes = destinations(every, limits)
+    goes = destinations(every[:, 0].tolist(), limits, every[:, 1].tolist() if with_episodes else None)
+    going = [goes[layout.dp_rank][episode] for episode in episodes]
     parts = {
-        other: pickle.dumps(
-            [one for one, to in zip(samples, goes[layout.dp_rank], strict=True) if to == other]
-        )
+        other: pickle.dumps([one for one, to in zip(samples, going, strict=True) if to == other])
         for other in range(layout.dp_size)
         if other != layout.dp_rank and other in goes[layout.dp_rank]
     }
@@ -155,14 +170,14 @@ def deal_out(
         other for other in range(layout.dp_size) if other != layout.dp_rank and layout.dp_rank in goes[other]
     ]
     ranks = {other: dist.get_global_rank(group, other * layout.cp_size) for other in range(layout.dp_size)}
-    sizes = {other: torch.zeros(1, dtype=torch.int64, device=device) for other in sources}
+    come_sizes = {other: torch.zeros(1, dtype=torch.int64, device=device) for other in sources}
     _exchange_samples(
-        sizes, {other: torch.tensor([len(x)]).to(device) for other, x in parts.items()}, ranks, layout
+        come_sizes, {other: torch.tensor([len(x)]).to(device) for other, x in parts.items()}, ranks, layout
     )
-    come = {other: torch.empty(int(size), dtype=torch.uint8, device=device) for other, size in sizes.items()}
+    come = {other: torch.empty(int(n), dtype=torch.uint8, device=device) for other, n in come_sizes.items()}
     sent = {other: torch.frombuffer(bytearray(x), dtype=torch.uint8).to(device) for other, x in parts.items()}
     _exchange_samples(come, sent, ranks, layout)
-    own = [one for one, to in zip(samples, goes[layout.dp_rank], strict=True) if to == layout.dp_rank]
+    own = [one for one, to in zip(samples, going, strict=True) if to == layout.dp_rank]
     for other in sources:
         own += pickle.loads(come[other].cpu().numpy().tobytes())
     return own, sum(map(len, parts.values()))

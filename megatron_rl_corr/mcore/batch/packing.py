@@ -33,9 +33,14 @@ class PackLimits:
     count_multiple: int = 1
     """The number of packs is a multiple of it: interleaved pipeline stages take microbatches in groups."""
 
-    def cost(self, length: int) -> float:
-        """n + attention_share * n^2 / 2 (each token sees those before), in tokens without attention."""
-        return length + self.attention_share * length * length / 2
+    def cost(self, length: int, squares: int | None = None) -> float:
+        """n + attention_share * n^2 / 2 (each token sees those before), in tokens without attention.
+
+        Args:
+            length: n; of several sequences the sum.
+            squares: of several sequences the sum of n^2.
+        """
+        return length + self.attention_share * (length * length if squares is None else squares) / 2
 
 
 def attention_share(args: argparse.Namespace) -> float:
@@ -66,6 +71,17 @@ def pack_limits(args: argparse.Namespace) -> PackLimits | None:
         return None
     tokens = args.rollout_max_tokens_per_microbatch or args.seq_length * args.micro_batch_size
     return PackLimits(tokens, attention_share(args), microbatch_multiple(args))
+
+
+def check_packed_branches(limits: PackLimits | None) -> None:
+    """ValueError for padded rows where a sample may have several sequences, so that replicas have other
+    numbers of them.
+    """
+    if limits is None:
+        raise ValueError(
+            "--rollout-pad-sequences: each replica has the same number of rows, and an agent's episodes may "
+            "have any number of sequences; leave it out, so that they are packed"
+        )
 
 
 def microbatch_multiple(args: argparse.Namespace) -> int:
@@ -152,17 +168,18 @@ def first_fit(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def balanced_packs(lengths: Sequence[int], count: int, limits: PackLimits) -> list[list[int]]:
-    """Indices of the lengths in `count` packs within the limit, none of them empty.
+    """Indices of the lengths in `count` packs within the limit, none of them empty while there are lengths.
 
     Balanced by cost where the limit allows it, else by tokens, else first fit with its largest
-    packs cut in two.
+    packs cut in two. Where another replica has more sequences, the last packs may be empty.
 
     Args:
         lengths: tokens of each sequence, with its padding.
-        count: at least `len(first_fit(...))`, and at most the number of lengths.
+        count: at least `len(first_fit(...))`.
         limits: of a pack.
     """
-    assert count <= len(lengths), f"{count} packs of {len(lengths)} sequences"
+    if count > len(lengths):
+        return [[i] for i in range(len(lengths))] + [[]] * (count - len(lengths))
     for costs in ([limits.cost(length) for length in lengths], lengths):
         packs = karmarkar_karp(costs, count)
         if all(len(pack) == 1 or 0 < sum(lengths[i] for i in pack) <= limits.max_tokens for pack in packs):

@@ -36,7 +36,9 @@ class Packs:
 
     batch: RolloutBatch
     samples: tuple[tuple[int, ...], ...]
-    """The samples of each microbatch, by their places in the batch."""
+    """The sequences of each microbatch, by their places in the batch; none in one that another replica has
+    more sequences for.
+    """
     seq_length: int
     """Tokens of a whole row, over all of cp; of packs the longest that a sequence may be."""
     multiple: int
@@ -94,7 +96,7 @@ class Packs:
         if self.are_rows:
             return {}
         lengths = np.diff(self.batch.cu_seqlens)
-        tokens = [-(-sum(lengths[i] for i in pack) // self.multiple) * self.multiple for pack in self.samples]
+        tokens = [self._tokens_of(sum(lengths[i] for i in pack)) for pack in self.samples]
         values = [[self.batch.lengths.sum(), sum(tokens)], [self.count], [max(tokens)]]
         device = self.batch.seq_ids.device
         real, count, most = (
@@ -133,11 +135,17 @@ class Packs:
             whole[places] = part[: len(places)]
         return whole
 
+    def _tokens_of(self, total: int) -> int:
+        """Tokens of a pack whose sequences have so many, with its padding: some even without a sequence, as
+        the model must be run as often as on other replicas.
+        """
+        return -(-max(total, 1) // self.multiple) * self.multiple
+
     def _pack(self, index: int, samples: Sequence[int], loss_inputs: LossInputs | None) -> Microbatch:
         part, host_places = self.batch.part(samples), self.batch.host_places_of(samples)
         device, total = part.seq_ids.device, int(part.cu_seqlens[-1])
         places = torch.from_numpy(host_places).to(device, non_blocking=True)
-        padded = -(-total // self.multiple) * self.multiple
+        padded = self._tokens_of(total)
         rest = (padded - total) // self.batch.cp[1]
 
         def filled(values: Tensor, value: float = 0) -> Tensor:
@@ -155,8 +163,8 @@ class Packs:
             None if part.tokens is None else rows(filled(part.tokens)),
             None if part.labels is None else rows(filled(part.labels)),
             rows(filled(part.positions)),
-            filled(part.seq_ids, len(samples) - 1),
-            len(samples),
+            filled(part.seq_ids, max(len(samples) - 1, 0)),
+            max(len(samples), 1),
             len(places) + rest if self.are_rows else 1,
             rows(filled(part.padding, True)),
             sampled,

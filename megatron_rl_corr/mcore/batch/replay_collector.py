@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -79,6 +80,7 @@ class ReplayCollector(BatchCollector):
             num_turns=batch and batch.num_turns,
             truncated_samples=options.truncated_samples,
             routes=routes,
+            agent_branches=batch and batch.agent_branches,
         )
         self._origins: dict[int, Origin | None] = {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "replay")
@@ -184,7 +186,12 @@ class ReplayCollector(BatchCollector):
                 f"{where} was made with `max_turns` {batch.num_turns}, the first step's files with "
                 f"{self._num_turns}; they are of two runs"
             )
-        samples = sum(pq.read_metadata(path).num_rows for path in files)
+        if batch.agent_branches != self.agent_branches:
+            raise ValueError(
+                f"{where} was made with `agent_branches` {batch.agent_branches}, the first step's files with "
+                f"{self.agent_branches}; they are of two runs"
+            )
+        samples = sum(_samples_in(path, batch) for path in files)
         if samples != self._shape.collected:
             parts = self._shape.updates_per_batch
             raise ValueError(
@@ -215,13 +222,18 @@ class ReplayCollector(BatchCollector):
                 groups[place].append(sample)
         made = []
         for place, samples in groups.items():
-            samples.sort(key=lambda sample: sample.trajectory.sample_index)
-            indexes = [sample.trajectory.sample_index for sample in samples]
-            if indexes != list(range(self._shape.group_size)):
+            samples.sort(key=lambda sample: (sample.trajectory.sample_index, sample.trajectory.branch))
+            trajectories = [sample.trajectory for sample in samples]
+            indexes = [one.sample_index for one in trajectories if one.branch == 0]
+            goes_on = all(
+                one.branch == 0 or (one.sample_index, one.branch - 1) == (before.sample_index, before.branch)
+                for before, one in pairwise(trajectories)
+            )
+            if indexes != list(range(self._shape.group_size)) or not goes_on:
                 raise ValueError(
                     f"`replay` {self._folder}: prompt {place} of step {step} has the samples {indexes}, "
-                    f"where each of {self._shape.group_size} must be once; the files are not as a run wrote "
-                    "them"
+                    f"where each of {self._shape.group_size} must be once, with all its branches; the files "
+                    "are not as a run wrote them"
                 )
             made.append(self._group(place, samples))
         return made, lag
@@ -276,6 +288,12 @@ class ReplayCollector(BatchCollector):
 
 def _groups_of(path: Path, batch: SavedBatch) -> int:
     return pq.read_metadata(path).num_rows // batch.group_size
+
+
+def _samples_in(path: Path, batch: SavedBatch) -> int:
+    if batch.agent_branches is None:
+        return pq.read_metadata(path).num_rows
+    return sum(branch == 0 for branch in pq.read_table(path, columns=["branch"])["branch"].to_pylist())
 
 
 def _words(value: object) -> str:

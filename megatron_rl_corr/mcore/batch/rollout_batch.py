@@ -1,6 +1,7 @@
 """How a step's samples lie in tensors: the one file that knows. One sequence behind the other.
 
-S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks. Each sequence is
+S sequences of this replica, T tokens of them on this context-parallel rank, cp such ranks, E episodes: a
+sample is an episode, which has one sequence, or several where its agent edits its history. Each sequence is
 padded to a multiple: of 2 * cp, of which every rank takes its two chunks, where microbatches are packs; of
 L = --seq-length where they are rows. Position t of a sequence predicts token t + 1.
 """
@@ -10,18 +11,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.core.segments import sums_of_episodes
+from megatron_rl_corr.engines.trajectory import Trajectory, episode_numbers
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.mcore.batch.packing import PackLimits
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.context import zigzag_positions, zigzag_runs
 from megatron_rl_corr.rollout import versions
+
+AgentBranches = Literal["episode", "sequence"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class BatchShape:
     """
 
     global_batch_size: int
-    """Samples of an update, of all replicas."""
+    """Samples of an update, of all replicas: episodes, which have one sequence or several."""
     group_size: int
     """Samples of a prompt."""
     micro_batch_size: int
@@ -135,6 +140,12 @@ class RolloutBatch:
     """Groups of all replicas, where one may have samples on several; 0: a group is whole on this replica."""
     cp: tuple[int, int] = (0, 1)
     """(rank, size) of the context-parallel ranks that share the tokens; (0, 1) for whole sequences."""
+    episodes: np.ndarray | None = None
+    """[S] int64 on the host, rising in [0, E): which episode each sequence is of. None: each is one."""
+    episode_ids: Tensor | None = None
+    """The same, as a tensor."""
+    means_of: AgentBranches = "episode"
+    """What means over samples in the loss take as one: an episode, or each of its sequences."""
 
     @classmethod
     def bare(
@@ -201,6 +212,7 @@ class RolloutBatch:
         multiple: int = 1,
         num_turns: int | None = None,
         mask_truncated: bool = False,
+        with_episodes: bool = False,
     ) -> RolloutBatch:
         """The samples' tokens in their order, on the host.
 
@@ -211,7 +223,8 @@ class RolloutBatch:
             version: of the trainer's weights.
             multiple: each sequence is padded to one, `BatchShape.sequence_multiple`.
             num_turns: the largest number of turns of a sample; None without an environment.
-            mask_truncated: keep samples that were cut (finish reason length) out of the loss.
+            mask_truncated: keep sequences that were cut (finish reason length) out of the loss.
+            with_episodes: an episode may have several sequences, one behind the other.
 
         Raises:
             ValueError: for a sample of more than length + 1 tokens (the last one is a label only).
@@ -236,7 +249,15 @@ class RolloutBatch:
             host["in_loss"] = torch.tensor([sample.finish_reason != "length" for sample in trajectories])
         lags = [version - versions.number(sample.oldest_version) for sample in trajectories]
         host["version_lags"], host["rewards"] = torch.tensor(lags, dtype=torch.float32), rewards.float()
-        return replace(whole, **host)
+        made = replace(whole, **host)
+        if not with_episodes:
+            return made
+        return made.of_episodes(np.asarray(episode_numbers(trajectories), dtype=np.int64))
+
+    def of_episodes(self, episodes: np.ndarray) -> RolloutBatch:
+        """The same sequences, of these episodes: [S], as the field."""
+        ids = torch.from_numpy(episodes).to(self.rewards.device, non_blocking=True)
+        return replace(self, episodes=episodes, episode_ids=ids)
 
     def to(self, device: torch.device) -> RolloutBatch:
         """The same, its tensors on a device."""
@@ -278,6 +299,36 @@ class RolloutBatch:
         """T."""
         return len(self.seq_ids)
 
+    @property
+    def num_episodes(self) -> int:
+        """E."""
+        return self.num_sequences if self.episodes is None else int(self.episodes[-1]) + 1
+
+    @property
+    def mean_ids(self) -> Tensor | None:
+        """[S] int64: which sample of the loss's means each sequence is of; None: each is one."""
+        return self.episode_ids if self.means_of == "episode" else None
+
+    def episode_sums(self, values: Tensor) -> Tensor:
+        """A value a sequence [S] float64 -> [E]: the sum over each episode."""
+        if self.episode_ids is None:
+            return values
+        return sums_of_episodes(values, self.episode_ids)[: self.num_episodes]
+
+    def episode_means(self, values: Tensor) -> Tensor:
+        """A value a sequence [S] float64 -> [E]: the mean over each episode."""
+        if self.episode_ids is None:
+            return values
+        return self.episode_sums(values) / self.episode_sums(torch.ones_like(values))
+
+    def samples_of(self, episodes: Sequence[int]) -> np.ndarray:
+        """The sequences of these episodes, by their places in the batch, in the order of the episodes."""
+        wanted = np.asarray(episodes, dtype=np.int64)
+        if self.episodes is None:
+            return wanted
+        starts = np.searchsorted(self.episodes, np.arange(self.num_episodes + 1))
+        return np.concatenate([np.arange(starts[one], starts[one + 1]) for one in wanted])
+
     def name_of(self, sample: int) -> str:
         """The sample's name in an error: a prompt's samples may be on several replicas."""
         prompt = f"prompt {int(self.group_ids[sample])}{' of the step' if self.parted_groups else ''}"
@@ -308,7 +359,7 @@ class RolloutBatch:
         }
         names = ("rewards", "group_ids", "version_lags", "in_loss", "engine_ids")
         by_row = {name: getattr(self, name)[rows] for name in names if getattr(self, name) is not None}
-        return replace(
+        own = replace(
             self,
             **cut,
             **by_row,
@@ -316,6 +367,11 @@ class RolloutBatch:
             lengths=self.lengths[np.asarray(samples, dtype=np.int64)],
             sampling_masks=None if masks is None else masks.at(self.host_places_of(samples)),
         )
+        if self.episodes is None:
+            return own
+        numbers = self.episodes[np.asarray(samples, dtype=np.int64)]
+        # Anew from 0 in this order, in which an episode's sequences are neighbours.
+        return own.of_episodes(np.cumsum(np.diff(numbers, prepend=numbers[:1]) != 0))
 
     def places_of(self, samples: Sequence[int]) -> tuple[Tensor, Tensor]:
         """(the places of these samples' tokens among the T, [T'], the samples' own [S']),
@@ -336,7 +392,8 @@ class RolloutBatch:
     def host_places_of(self, samples: Sequence[int]) -> np.ndarray:
         """The first of `places_of`, on the host."""
         starts = self.host_starts
-        return np.concatenate([np.arange(starts[sample], starts[sample + 1]) for sample in samples])
+        none = np.empty(0, dtype=np.int64)
+        return np.concatenate([none, *(np.arange(starts[one], starts[one + 1]) for one in samples)])
 
     @collective
     def whole_rows(self, values: Tensor, cp_group: dist.ProcessGroup) -> Tensor:

@@ -18,7 +18,7 @@ from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
-from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
+from megatron_rl_corr.mcore.batch.rollout_batch import AgentBranches, BatchShape
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, meeting_interval_s
@@ -26,7 +26,7 @@ from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
-from megatron_rl_corr.rollout.episodes import Episodes
+from megatron_rl_corr.rollout.episodes import SampleMaker
 from megatron_rl_corr.rollout.failures import CAUSES, NAMED_AFTER, FailedFraction, FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_filter import GroupFilter, chosen_sample
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
@@ -49,10 +49,17 @@ class SampleSource:
     prompts: PromptDataset | None
     """None on ranks that draw none."""
     rewards: Rewards
-    episodes: Episodes | None = None
-    """With --rollout-environment."""
+    episodes: SampleMaker | None = None
+    """What makes samples of prompts; None: each is one response."""
     tokenizer: Tokenizer | None = None
     """The model's; None where --rollout-hf-checkpoint has none."""
+
+    @property
+    def agent_branches(self) -> AgentBranches | None:
+        """What means in the loss take as one, where its episodes may give several sequences; None: each gives
+        one.
+        """
+        return None if self.episodes is None else self.episodes.agent_branches
 
 
 class Collector(BatchCollector):
@@ -82,10 +89,11 @@ class Collector(BatchCollector):
             layout,
             shape,
             training_sampling(options),
-            num_turns=options.max_turns,
+            num_turns=options.most_turns,
             truncated_samples=options.truncated_samples,
             routes=routes,
             by_lag=options.max_lag > 0,
+            agent_branches=source.agent_branches,
         )
         client, prompts, self._with_origins = source.client, source.prompts, origins
         source.rewards.check_labels(prompts, "--rollout-prompts")

@@ -1,6 +1,6 @@
 """Sends the leader's batch to its replica: each rank gets its own tokens, and of these what its stage reads.
 
-S samples of the replica, T tokens of them on this context-parallel rank, padding included.
+S sequences of the replica, T tokens of them on this context-parallel rank, padding included.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.mcore.batch.replicas import broadcast_to_replica
-from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
+from megatron_rl_corr.mcore.batch.rollout_batch import AgentBranches, RolloutBatch
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.context import zigzag_runs
 from megatron_rl_corr.reduce.failure import communication_device
@@ -21,26 +21,34 @@ from megatron_rl_corr.reduce.slices import scatter_slices
 
 @collective
 def share_batch(
-    batch: RolloutBatch | None, samples: int, layout: Layout, *, multiple: int, num_turns: int | None = None
+    batch: RolloutBatch | None,
+    samples: int,
+    layout: Layout,
+    *,
+    multiple: int,
+    num_turns: int | None = None,
+    means_of: AgentBranches | None = None,
 ) -> RolloutBatch:
     """This rank's share of the data leader's batch; every rank of the replica calls it.
 
-    One broadcast of five numbers a sample; where tokens lie follows from the lengths. Of its tokens the first
-    stage gets the ids, 4 bytes each, and the last also labels, mask with versions, log-probs and turns: 16
-    bytes each, 20 with turns. Stages between them get none.
+    One broadcast of five numbers a sequence, six with episodes; where tokens lie follows from the lengths. Of
+    its tokens the first stage gets the ids, 4 bytes each, and the last also labels, mask with versions,
+    log-probs and turns: 16 bytes each, 20 with turns. Stages between them get none.
 
     Args:
         batch: whole, on the host, on the data leader; None on others.
-        samples: S.
+        samples: S, the same on each rank.
         layout: this rank's process groups.
         multiple: each sequence is padded to one.
         num_turns: the largest number of turns of a sample; None without an environment.
+        means_of: as the batch's field, where it has episodes; None: each sample is one.
     """
     device, cp = communication_device(), (layout.cp_group.rank(), layout.cp_size)
-    rows = torch.zeros(5, samples, dtype=torch.float64) if batch is None else _rows_of(batch)
+    numbers = 5 if means_of is None else 6
+    rows = torch.zeros(numbers, samples, dtype=torch.float64) if batch is None else _rows_of(batch)
     rows = rows.to(device)
     broadcast_to_replica([rows], layout)
-    lengths, rewards, group_ids, version_lags, in_loss = rows
+    lengths, rewards, group_ids, version_lags, in_loss, *episodes = rows
     own = replace(
         RolloutBatch.bare(lengths.long().cpu().numpy(), multiple, cp=cp, device=device),
         rewards=rewards.float(),
@@ -49,6 +57,8 @@ def share_batch(
         in_loss=in_loss.bool(),
         num_turns=num_turns,
     )
+    if means_of is not None:
+        own = replace(own.of_episodes(episodes[0].long().cpu().numpy()), means_of=means_of)
     boundaries, count = own.cu_seqlens.tolist(), own.num_tokens
 
     def columns_of(stage: int) -> int:
@@ -90,7 +100,10 @@ def share_batch(
 
 
 def _rows_of(batch: RolloutBatch) -> Tensor:
-    """[5, S] float64: length, reward, group, lag of the version, and 1 for a sample in the loss."""
+    """[5, S] float64: length, reward, group, lag of the version, and 1 for a sample in the loss; [6, S] with
+    the episode.
+    """
     in_loss = torch.ones_like(batch.rewards) if batch.in_loss is None else batch.in_loss
-    rows = (torch.from_numpy(batch.lengths), batch.rewards, batch.group_ids, batch.version_lags, in_loss)
+    rows = [torch.from_numpy(batch.lengths), batch.rewards, batch.group_ids, batch.version_lags, in_loss]
+    rows += [] if batch.episode_ids is None else [batch.episode_ids]
     return torch.stack([row.double() for row in rows])

@@ -125,7 +125,11 @@ class EarlyChecks:
     def _check_functions(self) -> None:
         problems = Problems()
         named: Mapping[str, Callable[[], str | None]] = {
-            "environment": lambda: self.options.environment,
+            **{
+                name: partial(getattr, self.options, name)
+                for one in RunConfig.makers
+                for name in one.functions
+            },
             "group_filter": lambda: (
                 None if self.options.group_filter == SPREAD else self.options.group_filter
             ),

@@ -67,6 +67,8 @@ def prompt_limits(options: RunConfig, *, vocab_size: int, seq_length: int, drop:
     """
     room = seq_length - options.max_new_tokens + 1
     words = f"--seq-length {seq_length} with `max_new_tokens` {options.max_new_tokens}"
+    if options.maker is not None and options.maker.bounds_turns:  # one token is enough for a turn
+        room, words = seq_length, f"--seq-length {seq_length}"
     if room < 1:
         raise ValueError(
             f"{words} has no room for a prompt; use --seq-length {options.max_new_tokens} or more, and add "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.losses.kl import reward_kl
+from megatron_rl_corr.core.segments import sums_of_episodes
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.mcore.forward import BatchForward
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
@@ -243,7 +244,10 @@ def less_reference_kl(
         config=config,
         groups=groups,
     )
-    sums = torch.stack([taken.sum(), torch.ones_like(taken).sum()])
+    if batch.episode_ids is not None:  # an episode pays for all that it sampled, whichever its sequence
+        taken = sums_of_episodes(taken, batch.episode_ids)[batch.episode_ids]
+    by_sample = batch.episode_means(taken)
+    sums = torch.stack([by_sample.sum(), torch.ones_like(by_sample).sum()])
     if groups.cp_rank > 0:  # one of the ranks that share a sequence counts it
         sums = torch.zeros_like(sums)
     lowered, mask = (batch.rewards.double() - taken).float(), batch.loss_mask

@@ -1,0 +1,1 @@
+"""The gateway of agents by itself, to try a harness."""

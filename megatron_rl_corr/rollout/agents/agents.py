@@ -1,0 +1,256 @@
+"""Samples episodes of agents: a harness of the user's for each, which asks the policy through the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_rl_corr.data.prompt import Prompt
+from megatron_rl_corr.engines.concurrency import all_or_first_failure
+from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.engines.types import UnsupportedByEngine
+from megatron_rl_corr.rollout.agents.harnesses import CAUSE, Harnesses
+from megatron_rl_corr.rollout.agents.outcome import NAME
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeCounts, EpisodeRules
+from megatron_rl_corr.rollout.gateway.server import Gateway
+from megatron_rl_corr.rollout.gateway.templates import Templates
+from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
+from megatron_rl_corr.rollout.seeds import Draw
+
+NO_LIMIT = 1 << 40
+"""Tokens of a sequence where neither the run nor a server bounds them."""
+
+
+@dataclass
+class AgentCounts:
+    """What has happened in all episodes that have ended, well or not, since the run's beginning."""
+
+    episodes: int = 0
+    seconds: float = 0.0
+    """From the start of their harnesses to their ends."""
+    requests: int = 0
+    refused: int = 0
+    turns: int = 0
+    branches: int = 0
+    rerendered: int = 0
+    undelivered: int = 0
+    overridden: int = 0
+    """Fields of requests that the run's own settings took the place of."""
+    forks: dict[str, int] = field(default_factory=dict)
+    """Conversations that began from text, by reason."""
+
+    def add(self, own: EpisodeCounts, seconds: float) -> None:
+        """Count an episode."""
+        self.episodes, self.seconds = self.episodes + 1, self.seconds + seconds
+        for name in ("requests", "refused", "turns", "branches", "rerendered", "undelivered"):
+            setattr(self, name, getattr(self, name) + getattr(own, name))
+        self.overridden += sum(own.overridden.values())
+        for reason, count in own.forks.items():
+            self.forks[reason] = self.forks.get(reason, 0) + count
+
+
+class Agents:
+    """Makes the samples of a run from episodes of the user's harness, in the place of `Episodes`.
+
+    Use it on one event loop.
+
+    Args:
+        harnesses: run the user's code.
+        gateway: what it asks.
+        templates: of the checkpoint.
+        rules: of all episodes; their sampling is that of `generate`.
+        branches: what means in the loss take as one, where an episode has several sequences.
+    """
+
+    def __init__(
+        self, harnesses: Harnesses, gateway: Gateway, templates: Templates, rules: EpisodeRules, branches: str
+    ):
+        self._harnesses, self._gateway, self._templates = harnesses, gateway, templates
+        self._rules, self.agent_branches = rules, branches
+        self._context: asyncio.Future[int] | None = None
+        self.counts = AgentCounts()
+
+    async def start(self) -> None:
+        """Import the user's file, and listen.
+
+        Raises:
+            ValueError: the file can't be loaded, or the port is taken.
+        """
+        await self._harnesses.start()
+        try:
+            await self._gateway.start()
+        except OSError as error:
+            await self._harnesses.close()
+            raise ValueError(
+                f"`gateway_port`: the gateway can't listen: {error}; give another port, or 0 for a free one"
+            ) from None
+
+    async def close(self) -> None:
+        """End all harnesses, and the gateway."""
+        await self._harnesses.close()
+        await self._gateway.close()
+
+    async def generate(
+        self,
+        client: RolloutClient,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        samples_per_prompt: int = 1,
+        group_numbers: Sequence[int] | None = None,
+        on_sample: Callable[[Trajectory], Awaitable[None]] | None = None,
+        on_progress: Callable[[int, int, float], None] | None = None,
+    ) -> list[Trajectory]:
+        """samples_per_prompt episodes of each prompt, prompt-major; the branches of one are neighbours.
+
+        Args:
+            client: of the servers.
+            prompts: rows of the data set, of which harnesses get `task_of`. Their ids are asked by nobody.
+            sampling: of every turn; max_new_tokens bounds each of them.
+            samples_per_prompt, group_numbers: as in `RolloutClient.generate`.
+            on_sample: awaited once for each episode, with the branch of its latest turn.
+            on_progress: called after each episode with (episodes done, all episodes, sampled tokens
+                per second so far).
+
+        Raises:
+            ValueError: samples_per_prompt or group_numbers are wrong.
+            SampleFailure, RolloutError: as in `RolloutClient.generate`; a SampleFailure's cause is `agent` or
+                `agent_timeout` where a harness failed, or asked nothing.
+        """
+        if samples_per_prompt < 1:
+            raise ValueError(f"samples_per_prompt must be at least 1, got {samples_per_prompt}")
+        numbers = client.numbered(len(prompts), group_numbers)
+        rules = replace(
+            self._rules,
+            sampling=sampling,
+            max_tokens=min(self._rules.max_tokens, await self._context_of(client)),
+        )
+        total, done, tokens, started = len(prompts) * samples_per_prompt, 0, 0, time.monotonic()
+
+        async def sample(prompt: Prompt, prompt_index: int, index: int) -> list[Trajectory]:
+            nonlocal done, tokens
+            episode = Episode(client, self._templates, rules, Draw(client.seed, numbers[prompt_index], index))
+            try:
+                branches, latest = await self._run(episode, prompt)
+            except RolloutError as error:
+                error.add_note(
+                    f"it was an agent's episode of prompt {prompt_index} sample {index} (row "
+                    f"{prompt.index} of the data set)"
+                )
+                raise
+            branches = [replace(one, prompt_index=prompt_index, sample_index=index) for one in branches]
+            if on_sample is not None:
+                await on_sample(branches[latest])
+            done, tokens = done + 1, tokens + sum(int(one.sampled.sum()) for one in branches)
+            if on_progress is not None:
+                on_progress(done, total, tokens / max(time.monotonic() - started, 1e-9))
+            return branches
+
+        calls = [
+            sample(prompt, prompt_index, index)
+            for prompt_index, prompt in enumerate(prompts)
+            for index in range(samples_per_prompt)
+        ]
+        return [branch for branches in await all_or_first_failure(calls) for branch in branches]
+
+    async def _run(self, episode: Episode, prompt: Prompt) -> tuple[list[Trajectory], int]:
+        """The branches of an episode with its reward, and which of them has its latest turn."""
+        session, gateway = _WatchedEpisode(episode), self._gateway
+        key, begun = gateway.open_episode(session), time.monotonic()
+        failure, outcome = None, None
+        try:
+            outcome = await session.until_failure(
+                self._harnesses.run(task_of(prompt), gateway.base_url, gateway.root_url, key)
+            )
+        except SampleFailure as error:
+            failure = error
+        finally:
+            gateway.close_episode(key)
+            self.counts.add(episode.counts, time.monotonic() - begun)
+        branches = (
+            await episode.finish()
+        )  # what failed at the servers goes before what its harness made of it
+        if failure is not None:
+            raise failure
+        if not branches:
+            raise SampleFailure(
+                CAUSE, f"{self._harnesses.name} ended without an answer of the policy; it asks it at base_url"
+            )
+        parts = outcome if outcome is not None and len(outcome) > 1 else None
+        reward = None if outcome is None else outcome[NAME]
+        branches = [replace(one, environment_reward=reward, environment_parts=parts) for one in branches]
+        last_turns = [leaf.number for leaf, _ in episode.tree.leaves()]
+        return branches, last_turns.index(max(last_turns))
+
+    async def _context_of(self, client: RolloutClient) -> int:
+        """Tokens that every server takes; asked once."""
+        if self._context is None or (self._context.done() and self._context.exception() is not None):
+            self._context = asyncio.ensure_future(_context_length(client))
+        return await asyncio.shield(self._context)
+
+
+class _WatchedEpisode:
+    """An episode whose failure at the servers is known at once: its harness need not end by itself."""
+
+    def __init__(self, episode: Episode):
+        self._episode, self._has_failed = episode, asyncio.Event()
+
+    async def chat(self, request: ChatRequest) -> Sequence[Answer]:
+        return await self._noted(self._episode.chat(request))
+
+    async def text(self, request: TextRequest) -> Sequence[Answer]:
+        return await self._noted(self._episode.text(request))
+
+    def undelivered(self, answers: Sequence[Answer]) -> None:
+        self._episode.undelivered(answers)
+
+    async def until_failure(self, running: Awaitable[Any]) -> Any:
+        """What the harness gives; None, with the harness ended, as soon as the servers have failed."""
+        harness = asyncio.ensure_future(running)
+        failing = asyncio.ensure_future(self._has_failed.wait())
+        try:
+            await asyncio.wait({harness, failing}, return_when=asyncio.FIRST_COMPLETED)
+            return harness.result() if harness.done() else None
+        finally:
+            failing.cancel()
+            harness.cancel()
+
+    async def _noted(self, answers: Awaitable[Sequence[Answer]]) -> Sequence[Answer]:
+        try:
+            return await answers
+        except GatewayError as error:
+            if isinstance(error.__cause__, RolloutError):
+                self._has_failed.set()
+            raise
+
+
+def task_of(prompt: Prompt) -> dict[str, Any]:
+    """What a harness is given of a row, as JSON has it.
+
+    All keys of the row (`messages`, `prompt` or whatever it calls them). Beside them, where the row has no
+    key of that name: `index`, the row's number in the data, from 0; `label`, what `label_key` names; and
+    `input_ids`, where the row's prompt is ids.
+
+    Example: {"index": 3, "label": "4", "messages": [{"role": "user", "content": "2+2?"}], "answer": "4"}.
+    """
+    task: dict[str, Any] = {"index": prompt.index, "label": prompt.label}
+    if prompt.text is None:
+        task["input_ids"] = prompt.input_ids
+    return task | dict(prompt.metadata)
+
+
+async def _context_length(client: RolloutClient) -> int:
+    """The least of the servers' contexts; NO_LIMIT where none tells its own."""
+    lengths = [NO_LIMIT]
+    for url in client.base_urls:
+        engine = client.engine_of(url)
+        try:
+            lengths.append(engine.context_length(url, await client.ask(url, engine.list_models())))
+        except UnsupportedByEngine:
+            continue
+    return min(lengths)

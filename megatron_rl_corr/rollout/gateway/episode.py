@@ -1,0 +1,298 @@
+"""One episode of a run: answers a harness's requests by the policy, and gives what was sampled as
+trajectories.
+
+R sampled tokens of an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from megatron_rl_corr.engines.concurrency import all_or_first_failure
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.engines.types import checked_prompt_ids
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.gateway.templates import Templates
+from megatron_rl_corr.rollout.gateway.tree import AskedTurn, TurnTree
+from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
+from megatron_rl_corr.rollout.seeds import Draw
+
+Result = TypeVar("Result")
+ParseCalls = Callable[..., tuple[str, list[dict[str, Any]]]]
+"""parse(text, tools, turn=name) -> (the content beside the calls, the calls as in OpenAI's chat completions,
+with ids that are unique where the names of answers are)."""
+SplitThoughts = Callable[..., tuple[str, str]]
+"""split(text, begun=bool) -> (thoughts, the text behind them). begun: the prompt ends with THOUGHTS."""
+THOUGHTS = "<think>"
+
+
+@dataclass(frozen=True)
+class EpisodeRules:
+    """What is the same for all episodes of a run."""
+
+    sampling: SamplingParams
+    """How every answer is sampled; max_new_tokens bounds each of them."""
+    max_tokens: int
+    """Tokens of a sequence at most, its prompt too: `seq_length` + 1, or the servers' context if it is
+    less.
+    """
+    max_turns: int
+    """Requests of an episode."""
+    parse: ParseCalls | None = None
+    """Reads tool calls from an answer; None: all of it is content."""
+    thoughts: SplitThoughts | None = None
+    """Takes the thoughts apart from the content: a harness that does not send them back edits its history.
+    None: they stay in the content.
+    """
+
+    def __post_init__(self):
+        if self.sampling.ignore_eos:
+            raise ValueError("ignore_eos leaves an agent's answer without an end; drop it")
+
+
+@dataclass
+class EpisodeCounts:
+    """What has happened in an episode."""
+
+    requests: int = 0
+    """That were answered or refused."""
+    refused: int = 0
+    """With an error of the request: too long, too many, one that the template refuses."""
+    turns: int = 0
+    branches: int = 0
+    rerendered: int = 0
+    """Turns that the template writes in another way than they were sampled, and that go on as sampled."""
+    undelivered: int = 0
+    """Answers that the harness did not get."""
+    forks: dict[str, int] = field(default_factory=dict)
+    """Conversations that began from text, by reason (`tree.REASONS`)."""
+    overridden: Counter = field(default_factory=Counter)
+    """Requests by field of theirs that the run's own setting took the place of."""
+
+
+class Episode:
+    """An `EpisodeSession` on rollout servers. Used on the client's event loop.
+
+    Args:
+        client: of the servers.
+        templates: of the checkpoint, for all episodes.
+        rules: of the run.
+        draw: the episode's place in the run; each answer gets a turn number of its own.
+    """
+
+    def __init__(self, client: RolloutClient, templates: Templates, rules: EpisodeRules, draw: Draw):
+        self._client, self._templates, self._rules, self._draw = client, templates, rules, draw
+        self.tree = TurnTree(templates)
+        self._answers, self._has_ended = 0, False
+        self._in_flight: set[asyncio.Future] = set()
+        self._failure: RolloutError | None = None
+        self._counts = EpisodeCounts()
+        ids = dict.fromkeys(rules.sampling.stop_token_ids)
+        if templates.end_id is not None:
+            ids[templates.end_id] = None
+        self._sampling = replace(rules.sampling, stop_token_ids=tuple(ids))
+
+    @property
+    def counts(self) -> EpisodeCounts:
+        """So far."""
+        turns = list(self.tree.turns())
+        return replace(
+            self._counts,
+            turns=len(turns),
+            branches=len(self.tree.leaves()),
+            rerendered=self.tree.rerendered,
+            forks=dict(self.tree.forks),
+            overridden=Counter(self._counts.overridden),
+        )
+
+    async def chat(self, request: ChatRequest) -> list[Answer]:
+        """request.n answers, each another turn.
+
+        Raises:
+            GatewayError: as `EpisodeSession`.
+        """
+        return await self._counted(self._chat(request), request)
+
+    async def text(self, request: TextRequest) -> list[Answer]:
+        """As `chat`, for a raw text or ids."""
+        return await self._counted(self._text(request), request)
+
+    def undelivered(self, answers: Sequence[Answer]) -> None:
+        """They are no turns, but for those that a later request has in its history."""
+        gone = {answer.id for answer in answers}
+        for turn in [one for one in self.tree.turns() if str(one.number) in gone]:
+            self._counts.undelivered += self.tree.take_back(turn)
+
+    async def finish(self) -> list[Trajectory]:
+        """The episode's branches, after the harness has ended; none where it got no answer. Requests in
+        flight are cancelled, and are no turns; later ones are refused.
+
+        Raises:
+            RolloutError: a request has failed for good, at the servers.
+            RuntimeError: a branch is not what the servers gave.
+        """
+        self._has_ended = True
+        for work in self._in_flight:
+            work.cancel()
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
+        if self._failure is not None:
+            raise self._failure
+        branches = [replace(one, sample_index=self._draw.sample) for one in self.tree.branches()]
+        if problems := self.tree.check(branches, renders=False):
+            raise RuntimeError(f"an episode is not what was sampled: {'; '.join(problems)}")
+        return branches
+
+    async def _counted(
+        self, answers: Coroutine[Any, Any, Result], request: ChatRequest | TextRequest
+    ) -> Result:
+        self._counts.requests += 1
+        self._counts.overridden.update(request.overridden)
+        try:
+            return await answers
+        except GatewayError as error:
+            self._counts.refused += 400 <= error.status < 500
+            raise
+
+    async def _chat(self, request: ChatRequest) -> list[Answer]:
+        self._check_open()
+        try:
+            asked = self.tree.ask(request.messages, request.tools, request.template_kwargs)
+        except ValueError as error:
+            raise GatewayError(400, "invalid_value", str(error), param="messages") from error
+        parse = self._rules.parse if request.parses_tools and request.tools else None
+        parts, sampling = await self._sampled(asked, request, param="messages")
+        return [self._answer(asked, part, sampling, parse, is_chat=True) for part in parts]
+
+    async def _text(self, request: TextRequest) -> list[Answer]:
+        self._check_open()
+        try:
+            if not isinstance(request.prompt, str):
+                checked_prompt_ids(request.prompt, vocab_size=self._client.vocab_size, prompt_index=0)
+            asked = self.tree.ask_raw(request.prompt)
+        except ValueError as error:
+            raise GatewayError(400, "invalid_value", str(error), param="prompt") from error
+        parts, sampling = await self._sampled(asked, request, param="prompt")
+        return [self._answer(asked, part, sampling, None, is_chat=False) for part in parts]
+
+    def _check_open(self) -> None:
+        if self._has_ended:
+            raise GatewayError(401, "invalid_api_key", "the episode of this key has ended")
+        if self._failure is not None:
+            raise GatewayError(500, "server_error", f"the episode has failed: {self._failure}")
+        if self._counts.requests > self._rules.max_turns:
+            raise GatewayError(
+                400,
+                "insufficient_quota",
+                f"this episode has had its {self._rules.max_turns} requests (`--rollout-agent-max-turns`)",
+            )
+
+    async def _sampled(
+        self, asked: AskedTurn, request: ChatRequest | TextRequest, *, param: str
+    ) -> tuple[list[Trajectory], SamplingParams]:
+        """The servers' answers, and how they were sampled."""
+        sampling = self._sampling_of(asked, request, param)
+        calls = []
+        for _ in range(request.n):
+            draw = replace(self._draw, turn=self._answers)
+            self._answers += 1
+            calls.append(
+                self._client.turn(
+                    asked.line.ids,
+                    sampling,
+                    draw,
+                    prefer=asked.server or self.tree.last_server,
+                    routes_from=asked.routes_known,
+                )
+            )
+        work = asyncio.ensure_future(all_or_first_failure(calls))
+        self._in_flight.add(work)
+        try:
+            parts = await work
+        except RolloutError as error:
+            self._failure = self._failure or error
+            raise GatewayError(500, "server_error", f"the rollout servers failed: {error}") from error
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling() or not self._has_ended:
+                raise
+            raise GatewayError(401, "invalid_api_key", "the episode of this key has ended") from None
+        finally:
+            self._in_flight.discard(work)
+        if self._has_ended:
+            raise GatewayError(401, "invalid_api_key", "the episode of this key has ended")
+        if any(not part.output_ids.numel() for part in parts):
+            raise GatewayError(503, "server_error", "sampling was cut before the first token; ask again")
+        return parts, sampling
+
+    def _sampling_of(
+        self, asked: AskedTurn, request: ChatRequest | TextRequest, param: str
+    ) -> SamplingParams:
+        prompt, most = asked.line.ids.numel(), self._rules.max_tokens
+        if asked.added.numel() and int(asked.added.max()) >= self._client.vocab_size:
+            what = f"token id {int(asked.added.max())} is outside the model's vocabulary"
+            raise GatewayError(400, "invalid_value", what, param=param)
+        if prompt >= most:
+            raise GatewayError(
+                400,
+                "context_length_exceeded",
+                f"This model's maximum context length is {most} tokens. However, your messages resulted in "
+                f"{prompt} tokens. Please reduce the length of the messages.",
+                param=param,
+            )
+        wanted = self._sampling.max_new_tokens if request.max_tokens is None else request.max_tokens
+        tokens = min(wanted, self._sampling.max_new_tokens, most - prompt)
+        stop = tuple(dict.fromkeys((*self._sampling.stop, *request.stop)))
+        try:
+            sampling = replace(self._sampling, max_new_tokens=tokens, stop=stop)
+            self._client.check_sampling(sampling)
+        except ValueError as error:
+            raise GatewayError(400, "invalid_value", str(error)) from error
+        return sampling
+
+    def _answer(
+        self,
+        asked: AskedTurn,
+        part: Trajectory,
+        sampling: SamplingParams,
+        parse: ParseCalls | None,
+        *,
+        is_chat: bool,
+    ) -> Answer:
+        """Makes a turn of what was sampled, and says it as the harness gets it."""
+        ids = part.output_ids.tolist()
+        has_stopped = part.finish_reason == "stop"
+        ended = self._templates.control_text(ids[-1]) if has_stopped else None
+        text = self._templates.decode(ids if ended is None else ids[:-1])
+        said, reasoning, calls = text, "", []
+        if has_stopped and ended is None:
+            said = text[: min((at for one in sampling.stop if (at := text.find(one)) >= 0), default=None)]
+        if is_chat and self._rules.thoughts is not None:
+            begun = asked.added_text.rstrip().endswith(THOUGHTS)
+            reasoning, said = self._rules.thoughts(said, begun=begun)
+        if parse is not None:
+            said, calls = parse(said, asked.tools, turn=str(self.tree.next_number))
+        message: dict[str, Any] | None = None
+        if is_chat:
+            message = {
+                "role": "assistant",
+                "content": said,
+                "tool_calls": calls,
+                "reasoning_content": reasoning,
+            }
+        turn = self.tree.add(asked, part, ended=ended, text=text, answer=message)
+        return Answer(
+            id=str(turn.number),
+            text=said,
+            finish_reason="tool_calls" if calls else "stop" if has_stopped else "length",
+            prompt_tokens=asked.line.ids.numel(),
+            cached_tokens=part.cached_tokens,
+            output_ids=part.output_ids,
+            token_texts=self._templates.token_texts(ids),
+            logprobs=part.rollout_logprobs,
+            tool_calls=calls,
+            reasoning=reasoning,
+        )

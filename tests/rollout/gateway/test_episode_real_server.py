@@ -1,0 +1,203 @@
+"""An agent's episode with a real server of each engine: what was sampled over several requests is what one
+pass over a branch gives.
+"""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+from examples.quickstart.make_model import make_tokenizer
+from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
+from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeRules
+from megatron_rl_corr.rollout.gateway.templates import Templates
+from megatron_rl_corr.rollout.gateway.types import ChatRequest, TextRequest
+from megatron_rl_corr.rollout.seeds import Draw
+from tests.tiers import in_matrix
+
+SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
+TEMPLATE = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% for message in messages %}<pad>{{ message.role }}:{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}({{ call.function.name }} {{ call.function.arguments.a }})"
+    "{% endfor %}"
+    "<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<pad>assistant:{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+USER = {"role": "user", "content": "is it wet?"}
+
+
+def parse(text, tools, turn):
+    """What stands behind the first bracket is a call's argument."""
+    content, bracket, rest = text.partition("(")
+    function = {"name": "look", "arguments": json.dumps({"a": rest})}
+    call = {"id": f"call{turn}", "type": "function", "function": function}
+    return (content, [call]) if bracket else (text, [])
+
+
+@pytest.fixture(scope="module")
+def loop():
+    with LoopThread() as thread:
+        yield thread
+
+
+@pytest.fixture(
+    scope="module",
+    params=["sglang_server_fp32", "keeping_server", "vllm_server_fp32", *in_matrix("vllm_v2_server_fp32")],
+)
+def client(request, tiny_moe_dir, loop):
+    """Two of these servers return routed experts."""
+    server = request.getfixturevalue(request.param)
+    routes = request.param in ("keeping_server", "vllm_v2_server_fp32")
+    vocab_size = json.loads((tiny_moe_dir / "config.json").read_text())["vocab_size"]
+    made = RolloutClient(
+        [server.url],
+        vocab_size=vocab_size,
+        timeout_s=120,
+        engine=server.engine,
+        experts=SHAPE if routes else None,
+        decode=tokenizer().decode_all,
+    )
+    loop.call(made.wait_healthy(60))
+    yield made
+    loop.call(made.close())
+
+
+def tokenizer():
+    made = make_tokenizer()
+    made.chat_template = TEMPLATE
+    return Tokenizer(made, "FOLDER")
+
+
+def episode(client, sample, tokens=24):
+    rules = EpisodeRules(sampling(client, tokens), max_tokens=480, max_turns=20, parse=parse)
+    return Episode(client, Templates(tokenizer()), rules, Draw(0, 5, sample))
+
+
+def sampling(client, tokens):
+    """A server that returns sampling masks wants a top_k; this one keeps all ids."""
+    masked = client.experts is not None and client.engine_of(client.base_urls[0]).name == "vLLM"
+    return SamplingParams(tokens, top_k=client.vocab_size if masked else -1)
+
+
+def message(answer):
+    return {"role": "assistant", "content": answer.text, "tool_calls": answer.tool_calls}
+
+
+def next_messages(answer):
+    results = [{"role": "tool", "content": "12 mm", "tool_call_id": call["id"]} for call in answer.tool_calls]
+    return [message(answer), *(results or [{"role": "user", "content": "and now?"}])]
+
+
+async def conversation(made):
+    """Two answers, the first of which is continued twice and again, and a history that is edited; all in
+    parallel where it can be.
+    """
+    first, second = await made.chat(ChatRequest([USER], TOOLS, n=2, stop=("!!",)))
+    history = [USER, *next_messages(first)]
+    (third,), _, _ = await asyncio.gather(
+        made.chat(ChatRequest(history, TOOLS)),
+        made.chat(ChatRequest([*history, {"role": "user", "content": "look again"}], TOOLS)),
+        made.chat(ChatRequest([USER, *next_messages(second)], TOOLS)),
+    )
+    await made.chat(ChatRequest([*history, *next_messages(third)], TOOLS))
+    await made.chat(ChatRequest([USER, {"role": "assistant", "content": "yes."}, USER], TOOLS))
+    (raw,) = await made.text(TextRequest("1+1=", max_tokens=5))
+    await made.text(TextRequest([*tokenizer().encode("1+1="), *raw.output_ids.tolist(), 3, 4], max_tokens=5))
+    return await made.finish()
+
+
+def one_pass(client, loop, ids):
+    """[len(ids)] log-probs of all tokens in one pass, NaN for the first."""
+    (url,) = client.base_urls
+    engine = client.engine_of(url)
+    answer = loop.call(client.ask(url, engine.score(ids[:1], ids[1:], likeliest=1)))
+    scores = engine.parse_scores(answer, server=url, output_ids=ids[1:], vocab_size=client.vocab_size)
+    return torch.tensor([float("nan"), *scores.logprobs], dtype=torch.float32)
+
+
+def test_episode_when_forked_and_with_tools_then_every_sampled_token_has_the_logprob_and_routes_of_one_pass(
+    client, loop
+):
+    sampled, called, far, seen = 0, 0, [], 0
+    for sample in range(3 if client.experts is None else 2):
+        made = episode(client, sample)
+        branches = loop.call(conversation(made))
+        assert made.tree.check(branches) == [] and len(branches) == 5
+        assert {reason: count for reason, count in made.tree.forks.items() if count} == {
+            "first": 1,
+            "edited": 2,
+        }
+        shapes = [sorted(set(branch.turn_ids.tolist()) - {-1}) for branch in branches]
+        assert sorted(shapes) == [[0], [0, 1], [0, 1], [0, 1, 2], [1]] or sorted(shapes) == [
+            [0],
+            [0, 1],
+            [0, 1],
+            [0, 1],
+            [1, 2],
+        ]
+        assert made.counts.turns == 9
+        sampled += sum(int(branch.sampled.sum()) for branch in branches)
+        called += made.counts.rerendered
+        for branch in branches:
+            ids = torch.cat([branch.prompt_ids, branch.output_ids])
+            whole = one_pass(client, loop, ids.tolist())[branch.prompt_ids.numel() :]
+            apart = (branch.rollout_logprobs - whole).abs()[branch.sampled]
+            far.append(float(apart.max()))
+            if client.experts is not None:
+                again = loop.call(client.turn(ids, sampling(client, 1), Draw(0, 6, 0)))
+                assert torch.equal(branch.routed_experts, again.routed_experts[: ids.numel() - 1])
+                seen += len(branch.routed_experts)
+    assert max(far) < 1e-5, sorted(far)[-5:]
+    assert sampled > 100 and (seen > 0) == (client.experts is not None)
+
+
+def test_episode_when_sampling_is_aborted_in_a_turn_then_each_turn_is_continued_and_is_one(client, loop):
+    async def aborted(made):
+        asking = asyncio.ensure_future(made.chat(ChatRequest([USER], max_tokens=300, n=4)))
+        await asyncio.sleep(0.1)
+        await client.pause_generation("abort")
+        await asyncio.sleep(0.1)
+        await client.continue_generation()
+        first, *_ = await asking
+        await made.chat(ChatRequest([USER, *next_messages(first)], max_tokens=10))
+        return await made.finish()
+
+    before = client.counts()["continuations"]
+    for sample in range(9, 19):  # an engine may be so fast that all have ended
+        made = episode(client, sample, tokens=300)
+        branches = loop.call(aborted(made))
+        assert made.tree.check(branches) == [] and made.counts.turns == 5 and len(branches) == 4
+        for branch in branches:
+            ids = torch.cat([branch.prompt_ids, branch.output_ids])
+            whole = one_pass(client, loop, ids.tolist())[branch.prompt_ids.numel() :]
+            apart = (branch.rollout_logprobs - whole).abs()[branch.sampled]
+            assert float(apart.max()) < 1e-4
+        if client.counts()["continuations"] > before:
+            return
+    raise AssertionError("nothing was ever continued")
+
+
+def test_episode_when_a_server_is_killed_in_a_turn_then_another_answers_and_nothing_comes_twice(
+    victim, companion, loop, wait_until_sampling
+):
+    client = RolloutClient(
+        [victim.server.url, companion.url],
+        vocab_size=len(make_tokenizer()),
+        timeout_s=60,
+        engine=victim.engine,
+    )
+    made = episode(client, 11, tokens=300)
+    future = loop.submit(made.chat(ChatRequest([USER], n=8)))
+    wait_until_sampling(victim.server.url)
+    victim.kill()
+    assert len(future.result(60)) == 8
+    branches = loop.call(made.finish())
+    assert made.tree.check(branches) == [] and len(branches) == made.counts.turns == 8
+    assert client.counts()["retries"] > 0 and companion.url in {branch.server for branch in branches}
+    assert len({tuple(branch.output_ids.tolist()) for branch in branches}) == 8
+    loop.call(client.close())

@@ -1,0 +1,220 @@
+"""Bodies of the protocols to requests of the session, and answers to bodies, without a server."""
+
+import json
+
+import pytest
+
+from megatron_rl_corr.rollout.gateway import anthropic, openai_messages
+from megatron_rl_corr.rollout.gateway.anthropic import MessageExchange
+from megatron_rl_corr.rollout.gateway.bodies import MOST_PIECES, Memory, cut, pieces
+from megatron_rl_corr.rollout.gateway.openai_chat import ChatExchange
+from megatron_rl_corr.rollout.gateway.openai_completions import TextExchange
+from megatron_rl_corr.rollout.gateway.openai_responses import ResponseExchange
+from megatron_rl_corr.rollout.gateway.types import GatewayError
+from tests.rollout.gateway.scripted_session import ARGUMENTS, CALLS, SAMPLING, answer
+
+USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}, "strict": True}}
+
+
+@pytest.fixture
+def memory():
+    return Memory(SAMPLING)
+
+
+def chat(memory, **fields):
+    return ChatExchange({"model": "m", "messages": [USER], **fields}, memory).request
+
+
+def refused(make, *given, **fields):
+    with pytest.raises(GatewayError) as error:
+        make(*given, **fields)
+    assert error.value.status == 400
+    return error.value.code, error.value.param
+
+
+@pytest.mark.parametrize(
+    "fields, overridden",
+    [
+        ({"temperature": 0.8, "top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0}, ()),
+        ({"temperature": None, "top_k": 0, "logit_bias": {}, "repetition_penalty": 1.0}, ()),
+        ({"seed": 0, "temperature": 1, "min_p": 0.1}, ("temperature", "min_p", "seed")),
+        ({"top_k": 5, "repetition_penalty": 1.1}, ("top_k", "repetition_penalty")),
+        ({"tools": [TOOL]}, ("tools.strict",)),
+    ],
+)
+def test_sampling_when_the_request_differs_from_the_run_then_listed(memory, fields, overridden):
+    assert chat(memory, **fields).overridden == overridden
+
+
+def test_tools_when_strict_then_the_template_does_not_see_it(memory):
+    request = chat(memory, tools=[TOOL])
+    assert request.tools == [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    assert chat(memory, tools=[]).tools is None
+
+
+def test_messages_when_a_client_echoes_empty_keys_then_left_out(memory):
+    echo = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": []}
+    echo |= {"function_call": None, "tool_calls": CALLS, "reasoning_content": None}
+    request = chat(memory, messages=[USER, echo])
+    assert request.messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
+
+
+@pytest.mark.parametrize(
+    "message, param",
+    [
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "messages[0].content[0].type"),
+        ({"role": "user", "content": "hi", "extra": 1}, "messages[0].extra"),
+        ({"role": "tool", "content": "3"}, "messages[0].tool_call_id"),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"id": "a"}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        (
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "a", "function": {"name": "add", "arguments": {}}}],
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ("hi", "messages[0]"),
+    ],
+)
+def test_messages_when_malformed_then_refused_by_place(memory, message, param):
+    assert refused(chat, memory, messages=[message])[1] == param
+
+
+@pytest.mark.parametrize(
+    "fields, param",
+    [
+        ({"n": 129}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": [3]}, "stop[0]"),
+        ({"functions": []}, "functions"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"web_search_options": {}}, "web_search_options"),
+        ({"model": None}, "model"),
+        ({"temperature": "hot"}, "temperature"),
+    ],
+)
+def test_chat_when_a_field_is_wrong_then_refused_by_its_name(memory, fields, param):
+    assert refused(chat, memory, **fields)[1] == param
+
+
+def test_completions_when_the_prompt_is_a_list_of_one_then_it_is_it(memory):
+    def prompt(value):
+        return TextExchange({"model": "m", "prompt": value}, memory).request.prompt
+
+    assert prompt(["a"]) == "a" and prompt([[1, 2]]) == [1, 2] and prompt([3]) == [3]
+    for value in ("", [], [[1], [2]], [1, "a"], [1.5]):
+        assert refused(prompt, value)[1].startswith("prompt")
+
+
+def test_arguments_when_sent_back_as_a_value_then_the_text_that_was_sampled(memory):
+    exchange = MessageExchange({"model": "m", "max_tokens": 1, "messages": [USER]}, memory)
+    blocks = exchange.body([answer("a0", "", reason="tool_calls", tool_calls=CALLS)])["content"]
+    assert blocks[0]["input"] == json.loads(ARGUMENTS)
+
+    def sent_back(value):
+        block = {"type": "tool_use", "id": "call_0", "name": "add", "input": value}
+        messages = [USER, {"role": "assistant", "content": [block]}, USER]
+        request = MessageExchange({"model": "m", "max_tokens": 1, "messages": messages}, memory).request
+        return request.messages[1]["tool_calls"][0]["function"]["arguments"]
+
+    assert sent_back(blocks[0]["input"]) == ARGUMENTS
+    assert sent_back({"a": 2}) == '{"a": 2}'
+
+
+def test_blocks_when_results_stand_between_texts_then_messages_in_their_order(memory):
+    def text(said):
+        return {"type": "text", "text": said}
+
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "3"}
+    content = [text("a"), text("b"), result, {**result, "tool_use_id": "d"}, text("e")]
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": content}]}
+    messages = MessageExchange(body, memory).request.messages
+    assert [(one["role"], one["content"]) for one in messages] == [
+        ("user", "a\nb"),
+        ("tool", "3"),
+        ("tool", "3"),
+        ("user", "e"),
+    ]
+    assert messages[2]["tool_call_id"] == "d"
+
+
+def test_responses_when_not_stored_then_not_found(memory):
+    def ask(**fields):
+        return ResponseExchange({"model": "m", "input": "hi", **fields}, memory)
+
+    ask(store=False).body([answer("a0", "one")])
+    assert memory.responses == {}
+    kept = ask(instructions="Be short.").body([answer("a1", "two")])
+    after = ask(previous_response_id=kept["id"]).request.messages
+    assert after == [USER, {"role": "assistant", "content": "two"}, USER]
+    assert refused(ask, previous_response_id="resp_a0")[0] == "previous_response_not_found"
+
+
+def test_responses_when_items_of_an_assistant_follow_each_other_then_one_message(memory):
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "one"}]}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    items = [USER, thought, said, call, {**call, "call_id": "d"}, said, call]
+    messages = ResponseExchange({"model": "m", "input": items}, memory).request.messages
+    assert [message["role"] for message in messages] == ["user", "assistant", "assistant"]
+    assert [one["id"] for one in messages[1]["tool_calls"]] == ["c", "d"]
+    assert messages[1]["reasoning_content"] == "Hm." and "reasoning_content" not in messages[2]
+    assert len(messages[2]["tool_calls"]) == 1
+
+
+def test_responses_when_an_output_stands_between_then_another_message(memory):
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "c", "output": "3"}
+    items = [USER, call, output, {**call, "call_id": "d"}, USER, {**call, "call_id": "e"}]
+    messages = ResponseExchange({"model": "m", "input": items}, memory).request.messages
+    roles = ["user", "assistant", "tool", "assistant", "user", "assistant"]
+    assert [message["role"] for message in messages] == roles
+
+
+def test_pieces_when_joined_then_the_text_and_all_tokens():
+    for text, sampled in (
+        ("one two three", None),
+        ("one two", "one two STOP"),
+        ("", ""),
+        ("", "<tool_call>"),
+        ("kept", "<think> no </think> kept"),
+        ("kept, and more of it", "<think> no </think> kept, and more of it"),
+        ("a b " * 500, None),
+    ):
+        made = answer("a0", text, sampled=sampled)
+        found = list(pieces(made))
+        assert "".join(piece for piece, *_ in found) == text
+        assert found[0][1] == 0 and found[-1][2] == len(made.token_texts)
+        assert all(one[2] == other[1] for one, other in zip(found, found[1:], strict=False))
+        assert len(found) <= MOST_PIECES
+    assert len(cut("x" * 100_000)) <= MOST_PIECES and "".join(cut("x" * 1001)) == "x" * 1001
+
+
+def test_errors_when_of_each_protocol_then_in_its_form():
+    error = GatewayError(400, "context_length_exceeded", "too long", param="messages")
+    assert openai_messages.error_body(error) == {
+        "error": {
+            "message": "too long",
+            "type": "invalid_request_error",
+            "param": "messages",
+            "code": "context_length_exceeded",
+        }
+    }
+    assert anthropic.error_body(GatewayError(413, "request_too_large", "big")) == {
+        "type": "error",
+        "error": {"type": "request_too_large", "message": "big"},
+        "request_id": None,
+    }

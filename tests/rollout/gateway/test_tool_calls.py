@@ -1,0 +1,153 @@
+"""Tool calls in answers: read as SGLang's and vLLM's parsers read them, but where the table says why not."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_corr.rollout.gateway.tool_calls import (
+    TOOL_FORMATS,
+    detect,
+    parse_tool_calls,
+    split_thoughts,
+)
+from tests.preloaded import run_preloaded
+from tests.rollout.gateway.tool_call_texts import (
+    DEEPSEEK_31,
+    OTHERWISE,
+    TEXTS,
+    THOUGHTS,
+    TOOLS,
+    deepseek,
+    kimi,
+)
+from tools.cpu import gpu_available
+
+HERE = Path(__file__).parent
+CALLS = [(name, text) for name, texts in TEXTS.items() for text in texts]
+
+
+def ours(name, text):
+    content, calls = parse_tool_calls(name, text, TOOLS, turn="0")
+    return [content, [[call["function"]["name"], call["function"]["arguments"]] for call in calls]]
+
+
+def theirs(engine, folder):
+    given, out = folder / "texts.json", folder / "out.json"
+    given.write_text(json.dumps({"tools": TOOLS, "calls": CALLS, "thoughts": THOUGHTS}))
+    made = run_preloaded([HERE / f"{engine}_tool_calls.py", given, out], engine=engine)
+    assert made.returncode == 0, made.stderr
+    return json.loads(out.read_text())
+
+
+def agree(mine, other):
+    """Space around content counts only where nothing is called; a malformed call may leave no content."""
+    if mine[1] or other[1]:
+        return mine[1] == other[1] and mine[0].strip() == other[0].strip()
+    return other[0] in (mine[0], "")
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_calls_when_the_engines_read_them_then_equal_but_for_the_table(engine, tmp_path):
+    if engine == "vllm" and gpu_available():
+        pytest.skip("make setup-vllm installs vLLM without a GPU only")
+    found = theirs(engine, tmp_path)
+    compared = [(case, other) for case, other in zip(CALLS, found["calls"], strict=True) if other is not None]
+    differ = {case for case, other in compared if not agree(ours(*case), other)}
+    assert differ == set(OTHERWISE[engine])
+    assert len(compared) > 100
+    if engine == "sglang":
+        mine = [list(split_thoughts(text, begun=kind == "begun")) for kind, text in THOUGHTS]
+        assert mine == found["thoughts"]
+
+
+def test_calls_when_one_is_malformed_then_all_is_content():
+    malformed = [(name, text) for name, text in CALLS if not ours(name, text)[1]]
+    assert len(malformed) > 40
+    assert all(ours(name, text) == [text, []] for name, text in malformed)
+
+
+def test_ids_when_made_then_unique_in_the_episode_and_repeated_with_the_run():
+    text = TEXTS["hermes"][3]
+    first = [
+        call["id"] for turn in ("0", "1") for call in parse_tool_calls("hermes", text, TOOLS, turn=turn)[1]
+    ]
+    again = [
+        call["id"] for turn in ("0", "1") for call in parse_tool_calls("hermes", text, TOOLS, turn=turn)[1]
+    ]
+    assert first == again and len(set(first)) == 4
+    assert all(label.startswith("call_") and len(label) == 29 for label in first)
+
+
+def test_ids_when_the_template_writes_them_then_in_its_form():
+    (call,) = parse_tool_calls("mistral", TEXTS["mistral"][0], TOOLS, turn="0")[1]
+    assert len(call["id"]) == 9 and call["id"].isalnum()
+    (call,) = parse_tool_calls("kimi_k2", kimi(("functions.add:7", "{}")), TOOLS, turn="0")[1]
+    assert call["id"] == "functions.add:7"
+
+
+def test_calls_when_ids_are_twice_the_same_then_content():
+    text = kimi(("functions.add:0", "{}"), ("functions.add:0", "{}"))
+    assert parse_tool_calls("kimi_k2", text, TOOLS, turn="0") == (text, [])
+
+
+TEMPLATES = {
+    "hermes": '<tool_call>\\n{"name": \' ... </tool_call> {{ tools | tojson }}',
+    "qwen3_coder": "<tool_call>\\n<function=' ... <parameter=",
+    "glm45": "<tool_call> ... <arg_key> ... <arg_value>",
+    "llama3": '{"name": function name, "parameters": dictionary of argument name and its value}',
+    "mistral": '"[TOOL_CALLS] ["',
+    "deepseek_v3": "<｜tool▁calls▁begin｜> ... ```json",
+    "deepseek_v31": "<｜tool▁calls▁begin｜>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    None: "{% for message in messages %}<|im_start|>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES, ids=str)
+def test_format_when_a_template_teaches_it_then_detected(name):
+    assert detect(TEMPLATES[name]) == name
+    assert {*TEMPLATES} == {*TOOL_FORMATS, None}
+
+
+def test_deepseek_when_of_the_other_version_then_its_calls_are_not_read():
+    assert ours("deepseek_v3", deepseek(("add", "{}"), form=DEEPSEEK_31))[1] == []
+
+
+def test_calls_when_cut_then_no_half_of_a_command_is_called():
+    cut = "<tool_call>\n<function=add>\n<parameter=note>\nrm -rf /tmp/"
+    assert ours("qwen3_coder", cut) == [cut, []]
+    assert ours("qwen3_coder", f"{cut}x\n</parameter>\n</function>\n</tool_call>")[1] != []
+    cut = "<tool_call>add\n<arg_key>note</arg_key>\n<arg_value>rm -rf /tmp/</arg_value>"
+    assert ours("glm45", cut) == [cut, []]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_calls_when_the_policy_repeats_itself_then_read_in_time(name):
+    """What grew with the square of the length would take minutes."""
+    marks = {
+        "hermes": ["<tool_call>", "[", '{"a":', "</tool_call>"],
+        "qwen3_coder": ["<function=", "</function>", "<parameter=", "<function=a><parameter=b", ">"],
+        "glm45": ["<tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "<tool_call>a<arg_key>", "\n"],
+        "llama3": ["{", '{"a":', '{"name": 1};', "[", ";"],
+        "mistral": ["[TOOL_CALLS]", "[ARGS]", "[TOOL_CALLS]a[ARGS]{", "[", "[CALL_ID]"],
+        "deepseek_v3": ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "\n```json\n", "\n```", "[", " "],
+        "deepseek_v31": ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
+        "kimi_k2": ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "a"],
+    }[name]
+    begin = TOOL_FORMATS[name].marker
+    for mark in marks:
+        for other in ("", *marks):
+            text = begin + mark * 20_000 + other * 20_000
+            assert ours(name, text) is not None
+
+
+def test_calls_when_json_is_none_that_can_be_read_then_content():
+    for arguments in ('{"a": NaN}', '{"a": ' + "9" * 5_000 + "}", '{"a": ' + "[" * 100_000):
+        text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+        assert ours("hermes", text) == [text, []]
+    deep = "[" * 100_000 + "]" * 100_000
+    text = f"<tool_call><function=add><parameter=of>{deep}</parameter></function></tool_call>"
+    assert ours("qwen3_coder", text) == [text, []]
+    wide = f"<tool_call><function=add><parameter=a>{'9' * 5_000}</parameter></function></tool_call>"
+    assert json.loads(ours("qwen3_coder", wide)[1][0][1]) == {"a": "9" * 5_000}
