@@ -9,11 +9,10 @@ right; some conversations have no call and a made-up answer.
 """
 
 import argparse
-import json
 import random
 from pathlib import Path
 
-from task import LARGEST, add
+from task import LARGEST
 
 SPECIALS = ("<pad>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tools|>", "<|end|>")
 PIECES = ("<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"a": ', ', "b": ', "}}")
@@ -99,10 +98,10 @@ def conversation(tokenizer, generator, done):
         answered = [
             *messages,
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": json.dumps(add(a, b))},
+            {"role": "tool", "content": str(a + b)},
         ]
         shown = [messages, answered]
-        answer = str(add(a, b))
+        answer = str(a + b)
     else:
         answer = str(generator.randint(0, 2 * LARGEST))
     whole = tokenizer.apply_chat_template(

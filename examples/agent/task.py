@@ -1,4 +1,4 @@
-"""The task: sums that the policy may ask a tool for, and whether an answer is right."""
+"""The task: sums, which the agent has a tool for."""
 
 import random
 
@@ -15,13 +15,3 @@ def rows(count, *, seed=0):
     """So many different rows."""
     pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
     return [row(*pair) for pair in random.Random(seed).sample(pairs, count)]
-
-
-def add(a, b):
-    """What the tool answers."""
-    return a + b
-
-
-def reward(answer, label):
-    """1.0 for the right answer, else 0.0."""
-    return float(str(answer).strip() == label)

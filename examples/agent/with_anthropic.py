@@ -1,6 +1,5 @@
 """The task with a loop of one's own over the Anthropic SDK (pip install anthropic)."""
 
-import task as sums
 from anthropic import AsyncAnthropic
 
 TOOL = {
@@ -26,8 +25,8 @@ async def run(task, base_url, api_key):
         if not calls:
             break
         results = [
-            {"type": "tool_result", "tool_use_id": call.id, "content": str(sums.add(**call.input))}
+            {"type": "tool_result", "tool_use_id": call.id, "content": str(call.input["a"] + call.input["b"])}
             for call in calls
         ]
         messages.append({"role": "user", "content": results})
-    return sums.reward(text, task["label"])
+    return float(str(text).strip() == task["label"])

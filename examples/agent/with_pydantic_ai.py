@@ -1,6 +1,5 @@
 """The task with Pydantic AI (pip install "pydantic-ai-slim[openai]")."""
 
-import task as sums
 from pydantic_ai import Agent, UnexpectedModelBehavior, UsageLimitExceeded, UsageLimits
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
@@ -14,11 +13,11 @@ async def run(task, base_url, api_key):
     @agent.tool_plain
     def add(a: int, b: int) -> int:
         """The sum of two numbers."""
-        return sums.add(a, b)
+        return a + b
 
     question = task["messages"][-1]["content"]
     try:
         result = await agent.run(question, usage_limits=UsageLimits(request_limit=4))
     except (UnexpectedModelBehavior, UsageLimitExceeded):
         return 0.0
-    return sums.reward(result.output, task["label"])
+    return float(str(result.output).strip() == task["label"])

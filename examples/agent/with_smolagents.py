@@ -1,6 +1,5 @@
 """The task with smolagents (pip install "smolagents[openai]")."""
 
-import task as sums
 from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
 
@@ -12,11 +11,11 @@ def add(a: int, b: int) -> int:
         a: one.
         b: the other.
     """
-    return sums.add(a, b)
+    return a + b
 
 
 def run(task, base_url, api_key):
     """One episode; its reward."""
     model = OpenAIServerModel("policy", api_base=base_url, api_key=api_key)
     agent = ToolCallingAgent([add], model, max_steps=3, verbosity_level=0)
-    return sums.reward(agent.run(task["messages"][-1]["content"]), task["label"])
+    return float(str(agent.run(task["messages"][-1]["content"])).strip() == task["label"])

@@ -52,7 +52,7 @@ def make_agents(
         sampling, host=options.gateway_host, port=port, strict=options.gateway_strict, model_name="policy"
     )
     return Agents(
-        Harnesses(kind, hidden),
+        Harnesses(kind, hidden, python=options.agent_python),
         gateway,
         Templates(tokenizer, options.template_variables()),
         rules,

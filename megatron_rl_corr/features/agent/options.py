@@ -36,6 +36,11 @@ class AgentConfig(Options):
     its output may be the reward.
     """
 
+    agent_python: str | None = option(None, metavar="PATH", needs="agent")
+    """Interpreter that runs it (default: the trainer's), where its packages need others than the trainer's;
+    Python 3.12 or later, with orjson.
+    """
+
     agent_max_turns: Annotated[int | None, Positive()] = option(None, metavar="N", needs=ANY, usual=64)
     """Requests of an episode, at most; later ones are refused."""
 

@@ -8,15 +8,18 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import orjson
 
+import megatron_rl_corr
 from megatron_rl_corr.data.reward_process import NOT_INHERITED, START_LIMIT_S
 from megatron_rl_corr.data.reward_worker import LENGTH_BYTES, frame
 from megatron_rl_corr.data.worker_pool import RESTARTS
@@ -32,10 +35,14 @@ from megatron_rl_corr.rollout.agents.starter import (
 )
 
 BOOTSTRAP = (
-    "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "import sys, json; path, own = json.loads(sys.argv.pop(1)); "
+    "sys.path[:] = path if own else [*path, *sys.path]; "
     "from megatron_rl_corr.rollout.agents.starter import serve; "
     "serve(int(sys.argv.pop(1)), int(sys.argv.pop(1)))"
 )
+ROOT = Path(megatron_rl_corr.__file__).resolve().parents[1]
+PATHS = ("PYTHONPATH", "PYTHONHOME")
+"""Variables that are for the trainer's interpreter."""
 CAUSE, TIMEOUT = "agent", "agent_timeout"
 """Causes of a `SampleFailure`."""
 
@@ -73,10 +80,17 @@ class Harnesses:
     Args:
         kind: what is run, and within which limits.
         hidden: variables of the environment that it does not get, such as those with servers' keys.
+        python: the interpreter that imports a function; None: this one, with its paths.
+
+    Raises:
+        ValueError: there is no such program.
     """
 
-    def __init__(self, kind: HarnessKind, hidden: Collection[str] = ()):
-        self.kind, self._hidden = kind, {*hidden, *NOT_INHERITED}
+    def __init__(self, kind: HarnessKind, hidden: Collection[str] = (), *, python: str | None = None):
+        if python is not None and shutil.which(python) is None:
+            raise ValueError(f"`agent_python` {python} is not a program; give the path of an interpreter")
+        self.kind, self._hidden = kind, {*hidden, *NOT_INHERITED, *(PATHS if python else ())}
+        self._python = python
         self._starter: _StarterProcess | None = None
         self._starting: asyncio.Lock = asyncio.Lock()
         self._count, self._closed = 0, False
@@ -171,14 +185,15 @@ class Harnesses:
             for name, value in os.environ.items()
             if name not in self._hidden and not name.startswith("TORCHELASTIC_")
         }
-        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
+        own = self._python is None
+        path = [entry for entry in sys.path if isinstance(entry, str)] if own else [str(ROOT)]
         with its:
             reader, writer = await asyncio.open_connection(sock=mine)
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
+                sys.executable if own else self._python,
                 "-c",
                 BOOTSTRAP,
-                path,
+                json.dumps([path, own]),
                 str(its.fileno()),
                 str(os.getpid()),
                 stdin=asyncio.subprocess.DEVNULL,
