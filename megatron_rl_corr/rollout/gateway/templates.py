@@ -87,15 +87,15 @@ class Templates:
         last = FIRST_SHIELD + max(1, len(self._spellings)) - 1
         self._shields = re.compile(f"[{chr(FIRST_SHIELD)}-{chr(last)}]")
         self._text_of_shield = {shield: text for text, shield in self._shield_of.items()}
-        self._suffix = self._behind_an_answer()
-        found = self._spelled.search(self._suffix)
-        self.end = self._suffix[: found.end()] if found else ""
-        """What the template writes to end the assistant's turn, up to its control token; "": nothing."""
+        self._last_suffix = self._behind_an_answer()
+        """What the template writes behind the assistant's last message."""
+        self.end = self._end_of_turn()
+        """What ends the assistant's turn where others follow, up to its control token; "": nothing does."""
 
     @property
     def end_id(self) -> int | None:
-        """The control token that ends the assistant's turn; None where the next turn's beginning does."""
-        found = self._spelled.search(self.end)
+        """The control token that ends the assistant's last turn; None where there is none."""
+        found = self._spelled.search(self._last_suffix)
         return self.tokenizer.control_tokens[found[0]] if found else None
 
     # messages
@@ -258,43 +258,61 @@ class Templates:
         variables: Mapping[str, Any],
         *,
         follows: Callable[[str], int | None],
+        text: str,
         ended: str | None,
     ) -> Continuation | None:
         """What follows an answer that was sampled; None: the template writes the history another way now.
 
-        With P the first `history` messages and F all of them with the assistant's beginning: F must begin
-        with P, and P with the text that the answer was sampled behind. Behind the end of the turn P may have
-        more, and F always has: that is the glue. The end of the turn is left out of it where the answer ended
-        with a control token, whichever: that stands in its place. A template without one lets the next
-        message's beginning end a turn, and the glue then begins behind what was sampled of it.
+        F is the conversation with the assistant's beginning. It must begin with the text that the answer was
+        sampled behind. If the answer stands there as it was sampled, the glue is what F has behind it. Else
+        the template writes the answer another way (other JSON spacing, say); then P, the history alone, tells
+        where it ends, and F must begin with P up to there. Behind it P may end as only a whole conversation
+        does.
+
+        The template's end of the turn is left out of the glue where the answer ended with a control token,
+        whichever: that stands in its place. In a template without one the next message's beginning ends
+        a turn, and the glue begins behind what was sampled of it.
 
         Args:
             messages: of the request.
             history: how many of them were there with the answer, which is the last of these.
             tools, variables: of the request.
-            follows: follows(P) -> how long the text was that the answer was sampled behind; None: P does not
+            follows: follows(F) -> how long the text was that the answer was sampled behind; None: F does not
                 begin with it.
-            ended: the text of the control token that the answer ended with; None: it was cut.
+            text: the answer as it was sampled, without the control token at its end.
+            ended: the text of that token; None: the answer was cut.
 
         Raises:
             ValueError: as `render`, or the template leaves out a message.
         """
-        before = self.render(messages[:history], tools, variables, asks=False)
         full = self.render(messages, tools, variables, asks=True)
-        begin = follows(before)
-        if begin is None or not full.startswith(before):
+        begin = follows(full)
+        if begin is None:
             return None
-        shown, rest = before[begin:], full[len(before) :]
-        if shown.endswith(self._suffix):
-            end, at = self.end, len(shown) - len(self._suffix)
-        else:  # calls may end in another way than words
-            found = self._last_control.search(shown)
-            end, at = (found[1], found.start()) if found else ("", len(shown))
-        glue = shown[at:] + rest
-        if ended is not None:
-            glue = glue.removeprefix(end or ended)
-        check_shown(messages[history:], rest)
-        return Continuation(self.spelled_out(shown[:at]), glue, full)
+        behind = full[begin:]
+        ends = [""] if ended is None else [ended, self.end] if self.end else [ended]
+        end = next((one for one in ends if behind.startswith(text + one)), None)
+        if end is not None:
+            shown, glue = text, behind[len(text) + len(end) :]
+        else:
+            before = self.render(messages[:history], tools, variables, asks=False)
+            at, end = self._answer_end(before, begin)
+            if at < begin or not full.startswith(before[:at]):
+                return None
+            shown, glue = self.spelled_out(full[begin:at]), full[at:]
+            if ended is not None:
+                glue = glue.removeprefix(end or ended)
+        check_shown(messages[history:], glue)
+        return Continuation(shown, glue, full)
+
+    def _answer_end(self, text: str, begin: int) -> tuple[int, str]:
+        """(where the answer ends that a conversation's text ends with, what ends its turn in a longer
+        conversation).
+        """
+        if text.endswith(self._last_suffix):
+            return len(text) - len(self._last_suffix), self.end
+        found = self._last_control.search(text, begin)  # calls may end in another way than words
+        return (found.start(), found[1]) if found else (len(text), "")
 
     # ids
 
@@ -427,12 +445,32 @@ class Templates:
         how = {**self._variables, **variables, "add_generation_prompt": asks}
         return self.tokenizer.render(messages, tools=tools, **how)
 
-    def _behind_an_answer(self) -> str:
-        """What the template writes behind the content of the assistant's last message."""
-        text = self._render_shown([_said("user", "a"), _said("assistant", _MARK)], None, {}, asks=False)
+    def _behind_an_answer(self, *more: dict[str, Any]) -> str:
+        """What the template writes behind the content of an assistant's message, with others behind it."""
+        messages = [_said("user", "a"), _said("assistant", _MARK), *more]
+        text = self._render_shown(messages, None, {}, asks=False)
         if _MARK not in text:
             raise ValueError("the chat template does not show what the assistant says; use another one")
         return text[text.rindex(_MARK) + len(_MARK) :]
+
+    def _end_of_turn(self) -> str:
+        """What ends an assistant's message, whatever follows it; "" where that is nothing."""
+        last = self._through_control(self._last_suffix)
+        if not last:
+            return ""
+        found = set()
+        for role in ("user", "assistant"):
+            try:
+                found.add(self._through_control(self._behind_an_answer(_said(role, "b"))))
+            except ValueError:
+                continue
+            if found == {last}:
+                return last
+        return found.pop() if len(found) == 1 else ""
+
+    def _through_control(self, text: str) -> str:
+        found = self._spelled.search(text)
+        return text[: found.end()] if found else ""
 
 
 def check_shown(messages: Sequence[Message], text: str) -> None:

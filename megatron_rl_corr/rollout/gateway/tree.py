@@ -401,6 +401,7 @@ class Tree:
             tools,
             variables,
             follows=lambda text: _follows(text, parent.asked.shown),
+            text=parent.text,
             ended=parent.ended,
         )
         if found is None:
@@ -465,6 +466,7 @@ class Tree:
                 asked.tools,
                 asked.variables,
                 follows=lambda text: _follows(text, parent.asked.shown),
+                text=parent.text,
                 ended=parent.ended,
             )
             text = None if found is None else found.glue

@@ -159,11 +159,13 @@ class Naive:
         if best is not None:
             turn = best[1]
             history = len(turn["messages"]) + 1
-            before = rendered.text(messages[:history], tools, kwargs, False)
             full = rendered.text(messages, tools, kwargs, True)
-            if full.startswith(before) and rendered.show(before).startswith(turn["full"]):
-                rendered.check(messages[history:], full[len(before) :])
-                return self.continued(rendered, turn, before, full), turn, rendered.show(full)
+            glue = self.glue(rendered, turn, messages[:history], full, tools, kwargs)
+            if glue is not None:
+                rendered.check(messages[history:], glue)
+                turn["continued"] = True
+                ids = [*turn["prompt"], *turn["ids"], *rendered.ids(glue)]
+                return ids, turn, rendered.show(full)
             letters = all(map(same_to_the_letter, turn["messages"], messages))
             reason = "template" if letters else "edited"
         full = rendered.text(messages, tools, kwargs, True)
@@ -173,19 +175,29 @@ class Naive:
         self.forks[reason] = self.forks.get(reason, 0) + 1
         return ids, None, rendered.show(full)
 
-    def continued(self, rendered, turn, before, full):
-        turn["continued"] = True
-        end = ENDS[self.template]
+    def glue(self, rendered, turn, history, full, tools, kwargs):
+        """The text behind what was sampled, in which words stand for control tokens; None: it is a new
+        conversation.
+        """
+        shown, end = rendered.show(full), ENDS[self.template]
+        if not shown.startswith(turn["full"]):
+            return None
+        last = text_of(turn["ids"][-1:]) if turn["stopped"] else ""
+        sampled = text_of(turn["ids"]).removesuffix(last)
+        for one in {last: 0, end if turn["stopped"] else last: 0}:
+            if (one or not turn["stopped"]) and shown.startswith(turn["full"] + sampled + one):
+                rest = shown[len(turn["full"] + sampled + one) :]
+                return next(full[at:] for at in range(len(full) + 1) if rendered.show(full[at:]) == rest)
+        before = rendered.text(history, tools, kwargs, False)
         if self.template == "gpt_oss" and turn["answer"].get("tool_calls") and not before.endswith("<|end|>"):
             end = "<|call|>"
-        shown = before.removesuffix("\n") if self.template == "phi_3" else before
-        assert shown.endswith(end)
-        at = len(shown) - len(end)
-        glue = full[at:]
-        if turn["stopped"]:
-            last = text_of(turn["ids"][-1:])
-            glue = glue.removeprefix(end or last)
-        return [*turn["prompt"], *turn["ids"], *rendered.ids(glue)]
+        before = before.removesuffix("\n") if self.template == "phi_3" else before
+        assert before.endswith(end)
+        before = before.removesuffix(end) if end else before
+        if not full.startswith(before) or len(rendered.show(before)) < len(turn["full"]):
+            return None
+        rest = full.removeprefix(before)
+        return rest.removeprefix(end or last) if turn["stopped"] else rest
 
     def add(self, request, parent, full, record, number, answer, stopped):
         self.turns.append(
