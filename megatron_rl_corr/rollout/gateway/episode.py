@@ -18,7 +18,7 @@ from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.gateway.templates import Templates
-from megatron_rl_corr.rollout.gateway.tree import Asked, Tree
+from megatron_rl_corr.rollout.gateway.tree import AskedTurn, TurnTree
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.seeds import Draw
 
@@ -87,7 +87,7 @@ class Episode:
 
     def __init__(self, client: RolloutClient, templates: Templates, rules: EpisodeRules, draw: Draw):
         self._client, self._templates, self._rules, self._draw = client, templates, rules, draw
-        self.tree = Tree(templates)
+        self.tree = TurnTree(templates)
         self._answers, self._has_ended = 0, False
         self._in_flight: set[asyncio.Future] = set()
         self._failure: RolloutError | None = None
@@ -192,7 +192,7 @@ class Episode:
             )
 
     async def _sampled(
-        self, asked: Asked, request: ChatRequest | TextRequest, *, param: str
+        self, asked: AskedTurn, request: ChatRequest | TextRequest, *, param: str
     ) -> tuple[list[Trajectory], SamplingParams]:
         """The servers' answers, and how they were sampled."""
         sampling = self._sampling_of(asked, request, param)
@@ -228,7 +228,9 @@ class Episode:
             raise GatewayError(503, "server_error", "sampling was cut before the first token; ask again")
         return parts, sampling
 
-    def _sampling_of(self, asked: Asked, request: ChatRequest | TextRequest, param: str) -> SamplingParams:
+    def _sampling_of(
+        self, asked: AskedTurn, request: ChatRequest | TextRequest, param: str
+    ) -> SamplingParams:
         prompt, most = asked.line.ids.numel(), self._rules.max_tokens
         if asked.added.numel() and int(asked.added.max()) >= self._client.vocab_size:
             what = f"token id {int(asked.added.max())} is outside the model's vocabulary"
@@ -253,7 +255,7 @@ class Episode:
 
     def _answer(
         self,
-        asked: Asked,
+        asked: AskedTurn,
         part: Trajectory,
         sampling: SamplingParams,
         parse: ParseCalls | None,

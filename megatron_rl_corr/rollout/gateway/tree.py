@@ -55,7 +55,7 @@ class _Memory:
 
 
 @dataclass(eq=False)
-class Asked:
+class AskedTurn:
     """A request: what is sampled from, and how it came about."""
 
     parent: Turn | None
@@ -96,7 +96,7 @@ class Turn:
     """One answer."""
 
     number: int
-    asked: Asked
+    asked: AskedTurn
     part: Trajectory
     """As the servers gave it; its prompt_ids are the request's."""
     line: Line
@@ -131,7 +131,7 @@ class Turn:
         return turns[::-1]
 
 
-class Tree:
+class TurnTree:
     """The turns of an episode.
 
     Args:
@@ -161,7 +161,7 @@ class Tree:
         given: Sequence[Mapping[str, Any]],
         tools: list[dict[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> Asked:
+    ) -> AskedTurn:
         """The request of a conversation; its answers go to `add`.
 
         Raises:
@@ -192,7 +192,7 @@ class Tree:
             shown=(len(text), _digest(text)),
         )
 
-    def ask_raw(self, prompt: str | Sequence[int]) -> Asked:
+    def ask_raw(self, prompt: str | Sequence[int]) -> AskedTurn:
         """The request of a raw text, or of ids. One that begins with all of a turn, from its first token to
         its last, the control token at its end included, continues it.
 
@@ -216,11 +216,11 @@ class Tree:
         added = rest
         if is_text:
             added = torch.tensor(self._templates.encode_behind(rest, parent.ended), dtype=torch.int64)
-        return Asked(parent, None, parent.line.plus(added), added, rest if is_text else "")
+        return AskedTurn(parent, None, parent.line.plus(added), added, rest if is_text else "")
 
     def add(
         self,
-        asked: Asked,
+        asked: AskedTurn,
         part: Trajectory,
         *,
         ended: str | None,
@@ -362,10 +362,10 @@ class Tree:
     def _reason(self) -> str:
         return "edited" if self._has_begun else "first"
 
-    def _root(self, ids: Tensor, text: str, reason: str, **what: Any) -> Asked:
+    def _root(self, ids: Tensor, text: str, reason: str, **what: Any) -> AskedTurn:
         self._has_begun = True
         self.forks[reason] += 1
-        return Asked(None, reason, Line(ids), ids, text, **what)
+        return AskedTurn(None, reason, Line(ids), ids, text, **what)
 
     def _longest(
         self, chain: Sequence[bytes], tools: Any, variables: Mapping[str, Any]
@@ -394,7 +394,7 @@ class Tree:
         tools: list[dict[str, Any]] | None,
         variables: Mapping[str, Any],
         chain: bytes,
-    ) -> Asked | None:
+    ) -> AskedTurn | None:
         found = self._templates.continuation(
             messages,
             history,
@@ -409,7 +409,7 @@ class Tree:
         parent.continued = True
         parent.rerendered = parent.rerendered or found.answer != parent.text
         added = torch.tensor(self._templates.encode_behind(found.glue, parent.ended), dtype=torch.int64)
-        return Asked(
+        return AskedTurn(
             parent,
             None,
             parent.line.plus(added),
@@ -478,14 +478,14 @@ class Tree:
             problems.append(f"{where}: the ids that were not sampled are not those of the template's text")
         return problems
 
-    def _problems_of_raw(self, asked: Asked, where: str) -> list[str]:
+    def _problems_of_raw(self, asked: AskedTurn, where: str) -> list[str]:
         text, made = asked.added_text, self._templates
         ids = made.encode_raw(text) if asked.parent is None else made.encode_behind(text, asked.parent.ended)
         if not text or ids == asked.added.tolist():
             return []
         return [f"{where}: the ids that were not sampled are not those of the request's text"]
 
-    def _history(self, asked: Asked) -> int:
+    def _history(self, asked: AskedTurn) -> int:
         return len(asked.parent.asked.messages) + 1
 
 

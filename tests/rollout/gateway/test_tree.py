@@ -629,3 +629,52 @@ def test_tokenizer_when_it_begins_a_text_with_a_blank_then_what_goes_on_has_none
     assert made.encode_behind("\nab", "<E>") == [1, 2]  # the white space is the control token's
     assert made.encode_behind("\nab", None) == [6, 1, 2]
     assert made.encode("a<E>\nb") == [blank, 1, end, 2]
+
+
+ONLY_AT_THE_END = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{{ '<|return|>' if message.role == 'assistant' and loop.last else '<|end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% else %}<|endoftext|>{% endif %}"
+)
+
+
+def test_template_when_it_ends_a_whole_conversation_in_another_way_then_the_next_turn_still_continues():
+    made = templates(ONLY_AT_THE_END)
+    assert made.end == "<|end|>" and [made.end_id] == ids_of("<|return|>")
+    for sampled, content in [("a<|return|>", "a"), ("a<|end|>", "a"), ("a <|return|>", "a")]:
+        prompts, tree, _ = asked(
+            (sampled, "stop"),
+            ("b<|return|>", "stop"),
+            requests=[[USER], [USER, said(content), MORE]],
+            template=ONLY_AT_THE_END,
+            parse=None,
+            thoughts=trimmed,
+        )
+        assert prompts[1] == prompts[0] + sampled + "<|user|>more<|end|><|assistant|>"
+        assert reasons(tree) == {"first": 1} and tree.counts.rerendered == (" " in sampled)
+
+
+def test_answer_when_it_stands_in_the_conversation_as_it_was_sampled_then_it_takes_one_rendering(monkeypatch):
+    made, rendered = templates(), []
+    render = made.tokenizer.render
+    monkeypatch.setattr(made.tokenizer, "render", lambda *a, **k: rendered.append(k) or render(*a, **k))
+    talk = episode(
+        Servers(("a<|end|>", "stop"), (" b<|end|>", "stop"), ("c<|end|>", "stop")), made, thoughts=trimmed
+    )
+
+    async def scenario():
+        await talk.chat(ChatRequest([USER]))
+        for history, renderings in [
+            ([USER, said("a"), MORE], 1),
+            ([USER, said("a"), MORE, said("b"), MORE], 2),
+        ]:
+            rendered.clear()
+            await talk.chat(ChatRequest(history))
+            assert len(rendered) == renderings
+
+    run(scenario())
+    assert talk.counts.rerendered == 1 and reasons(talk) == {"first": 1}
+
+
+def trimmed(text, begun):
+    return "", text.strip()
