@@ -31,6 +31,8 @@ FIRST_SHIELD = 0xF0000
 """From here on characters have no meaning: one for each spelling of a control token."""
 KEPT_PROMPTS = 64
 """First prompts whose ids are kept: a group's episodes begin with the same."""
+KEPT_TOOLS = 64
+"""Lists of tools whose form is kept."""
 _MARK = "qmarkq"
 _SHOWN_KEYS = ("name", "tool_call_id", "reasoning_content")
 
@@ -78,6 +80,7 @@ class Templates:
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None):
         self.tokenizer, self._variables = tokenizer, dict(variables or {})
         self._prompts: OrderedDict[bytes, tuple[str, Tensor]] = OrderedDict()
+        self._tools: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
         self._token_texts: dict[int, str] = {}
         self._checked: set[tuple] = set()
         self._spellings = sorted(tokenizer.control_tokens, key=lambda one: (-len(one), one))
@@ -213,7 +216,7 @@ class Templates:
                 message spells a control token where the template acts on it.
         """
         self._check_variables(variables, bool(tools))
-        shown_tools = None if not tools else [self._shielded(dict(one)) for one in tools]
+        shown_tools = self._shielded_tools(tools) if tools else None
         text = self._render_shown([one.shown for one in messages], shown_tools, variables, asks=asks)
         if shown_tools != tools or any(one.literal is not None for one in messages):
             literal = [one.shown if one.literal is None else one.literal for one in messages]
@@ -419,6 +422,16 @@ class Templates:
         if isinstance(value, dict):
             return {name: self._shielded(one) for name, one in value.items()}
         return [self._shielded(one) for one in value] if isinstance(value, list) else value
+
+    def _shielded_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The tools in the form in which they are shown, kept: all requests of an episode have them."""
+        kept = self._tools.get(id(tools))
+        if kept is None or kept[0] is not tools:
+            kept = tools, [self._shielded(dict(one)) for one in tools]
+            self._tools[id(tools)] = kept
+            if len(self._tools) > KEPT_TOOLS:
+                self._tools.pop(next(iter(self._tools)))
+        return kept[1]
 
     def _check_variables(self, variables: Mapping[str, Any], with_tools: bool) -> None:
         kind = (*sorted(variables), with_tools)
