@@ -19,7 +19,7 @@ BUDGETS = {
     "core": 1_850,
     "logprobs": 955,
     "data": 4_425,
-    "rollout": 4_265,
+    "rollout": 4_275,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 930,
