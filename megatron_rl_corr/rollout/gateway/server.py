@@ -339,10 +339,10 @@ class _Reply:
     async def _end_stream(self, events: Any) -> web.StreamResponse:
         stream, waiting = await self._begun_stream(), bytearray()
         for portion in events:
-            waiting += portion
-            if len(waiting) >= STREAM_BYTES:
+            if len(waiting) >= STREAM_BYTES:  # the last event goes with the end: clients leave after it
                 await stream.write(bytes(waiting))
                 waiting.clear()
+            waiting += portion
         await stream.write_eof(bytes(waiting))
         return stream
 
