@@ -57,6 +57,8 @@ def training_command(out, url, options):
         "linear",
         "--seed",
         options.seed + 1,
+        "--eval-interval",
+        options.steps,
         "--rollout-url",
         url,
         "--rollout-prompts",
