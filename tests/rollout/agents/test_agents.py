@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 from contextlib import asynccontextmanager
 
@@ -255,3 +256,14 @@ def test_port_when_taken_then_the_start_names_the_flag():
             assert own._harnesses.pid is None
 
     asyncio.run(taken())
+
+
+def test_files_when_too_few_may_be_open_then_the_limit_is_raised_first():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = len(os.listdir("/proc/self/fd")) + 60
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        found, _, _, _ = generate({"do": "turns", "question": "x", "turns": 1}, samples=40)
+        assert len(found) == 40 and resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
