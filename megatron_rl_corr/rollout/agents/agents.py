@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +12,7 @@ from typing import Any
 from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
+from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_descriptor_limit
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout.agents.harnesses import CAUSE, Harnesses
@@ -21,6 +23,8 @@ from megatron_rl_corr.rollout.gateway.server import Gateway
 from megatron_rl_corr.rollout.gateway.templates import Templates
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.seeds import Draw
+
+logger = logging.getLogger(__name__)
 
 NO_LIMIT = 1 << 40
 """Tokens of a sequence where neither the run nor a server bounds them."""
@@ -118,7 +122,7 @@ class Agents:
                 per second so far).
 
         Raises:
-            ValueError: samples_per_prompt or group_numbers are wrong.
+            ValueError: samples_per_prompt or group_numbers are wrong, or this process may open too few files.
             SampleFailure, RolloutError: as in `RolloutClient.generate`; a SampleFailure's cause is `agent` or
                 `agent_timeout` where a harness failed, or asked nothing.
         """
@@ -131,6 +135,10 @@ class Agents:
             max_tokens=min(self._rules.max_tokens, await self._context_of(client)),
         )
         total, done, tokens, started = len(prompts) * samples_per_prompt, 0, 0, time.monotonic()
+        # A harness has a connection to the gateway, and so has its request to a server.
+        needed = descriptors_needed(2 * total, len(client.base_urls))
+        if (told := raise_descriptor_limit(needed, f"{total} more episodes of agents at once")) is not None:
+            logger.info(told)
 
         async def sample(prompt: Prompt, prompt_index: int, index: int) -> list[Trajectory]:
             nonlocal done, tokens

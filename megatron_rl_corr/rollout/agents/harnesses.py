@@ -20,6 +20,7 @@ from typing import Any
 import orjson
 
 import megatron_rl_corr
+from megatron_rl_corr.data import json_text
 from megatron_rl_corr.data.reward_process import NOT_INHERITED, START_LIMIT_S
 from megatron_rl_corr.data.reward_worker import LENGTH_BYTES, frame
 from megatron_rl_corr.data.worker_pool import RESTARTS
@@ -123,7 +124,7 @@ class Harnesses:
             ValueError: the process that starts harnesses is gone and can't be replaced.
         """
         try:
-            text = orjson.dumps(task, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+            text = json_text.dumps(task).decode()
         except orjson.JSONEncodeError as error:
             raise SampleFailure(
                 CAUSE,

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 from contextlib import asynccontextmanager
 
@@ -146,7 +147,9 @@ def test_servers_when_they_fail_then_the_episode_does_with_their_cause(tmp_path)
     outage = RolloutOutage([(RolloutServerError("http://a:1", "/generate", 500, "gone"), None)])
     row = {"do": "asks_for_ever", "notes": str(tmp_path / "notes")}
     failure, _, _, _ = generate(row, client=Script(failure=outage), timeout_s=60.0)
-    assert failure is outage  # at once, though its harness asks again for a minute
+    assert failure is outage
+    # At once, though its harness would ask again and again for a minute.
+    assert len((tmp_path / "notes").read_text().splitlines()) < 30
     failure, _, _, _ = generate(row, client=Script(failure=SampleFailure("retries", "asked often")))
     assert failure.cause == "retries"
 
@@ -255,3 +258,14 @@ def test_port_when_taken_then_the_start_names_the_flag():
             assert own._harnesses.pid is None
 
     asyncio.run(taken())
+
+
+def test_files_when_too_few_may_be_open_then_the_limit_is_raised_first():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    low = len(os.listdir("/proc/self/fd")) + 60
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+        found, _, _, _ = generate({"do": "turns", "question": "x", "turns": 1}, samples=40)
+        assert len(found) == 40 and resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

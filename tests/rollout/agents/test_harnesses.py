@@ -213,15 +213,15 @@ def test_trainer_when_it_ends_then_all_ends(tmp_path, sent):
 def test_environment_when_run_then_keys_of_the_gateway_and_no_others(tmp_path, monkeypatch):
     monkeypatch.setenv("SERVERS_KEY", "secret")
     monkeypatch.setenv("RANK", "0")
-    assert run({"do": "variables", "notes": str(tmp_path / "notes"), "x": [1]}, hidden=["SERVERS_KEY"]) == [
-        None
-    ]
+    assert run(
+        {"do": "variables", "notes": str(tmp_path / "notes"), "x": [1 << 70]}, hidden=["SERVERS_KEY"]
+    ) == [None]
     found = notes(tmp_path / "notes")
     assert found["OPENAI_BASE_URL"] == URLS[0] and found["ANTHROPIC_BASE_URL"] == URLS[1]
     assert found["OPENAI_API_KEY"] == found["ANTHROPIC_API_KEY"] == KEY
     assert found["SERVERS_KEY"] is None and found["RANK"] is None
     assert found["loaded_by"] not in (found["pid"], os.getpid())  # imported once, and forked from there
-    assert found["task"] == {"do": "variables", "x": [1]}
+    assert found["task"] == {"do": "variables", "x": [1 << 70]}
 
 
 @pytest.mark.parametrize(
