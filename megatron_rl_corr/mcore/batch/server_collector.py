@@ -51,12 +51,12 @@ class SampleSource:
     rewards: Rewards
     episodes: Episodes | None = None
     """With --rollout-environment."""
-    agent_branches: AgentBranches | None = None
-    """What means in the loss take as one, where these episodes may give several sequences; None: each gives
-    one.
-    """
     tokenizer: Tokenizer | None = None
     """The model's; None where --rollout-hf-checkpoint has none."""
+    agent_branches: AgentBranches | None = None
+    """What means in the loss take as one, where episodes may give several sequences, the same on all ranks;
+    None: each gives one.
+    """
 
 
 class Collector(BatchCollector):
