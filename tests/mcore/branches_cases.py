@@ -6,7 +6,7 @@ OWN_REWARDS = (2, 2)
 """(group, sample) whose sequences have rewards of their own."""
 SINGLE = ((1, 1, 1, 1),) * 6
 """Each sequence is a sample."""
-REJECTED = {(1, 1, 0), (1, 1, 1), (0, 0, 3), (2, 2, 1), (3, 0, 0)}
+REJECTED = {(1, 1, 0), (1, 1, 1), (0, 0, 3), (2, 2, 2), (3, 0, 0)}
 """(group, sample, branch) that the rule rejects: a whole episode of two, one of five branches, one of three
 whose rewards differ, one alone.
 """
