@@ -6,8 +6,10 @@ OWN_REWARDS = (2, 2)
 """(group, sample) whose sequences have rewards of their own."""
 SINGLE = ((1, 1, 1, 1),) * 6
 """Each sequence is a sample."""
-REJECTED = {(1, 1, 0), (1, 1, 1), (0, 0, 3), (3, 0, 0)}
-"""(group, sample, branch) that the rule rejects: a whole episode of two, one of five branches, one alone."""
+REJECTED = {(1, 1, 0), (1, 1, 1), (0, 0, 3), (2, 2, 2), (3, 0, 0)}
+"""(group, sample, branch) that the rule rejects: a whole episode of two, one of five branches, one of three
+whose rewards differ, one alone.
+"""
 KEPT, WEIGHT, RATE = (0.8, 1.3), 1.05, 0.05
 """The rule's bounds of the mean ratio of a sequence's tokens; the largest weight; the learning rate."""
 SEED, BATCH, SCALE_LENGTH = 7, 3, 11.0
