@@ -49,19 +49,10 @@ class SampleSource:
     prompts: PromptDataset | None
     """None on ranks that draw none."""
     rewards: Rewards
-<<<<<<< HEAD
     episodes: SampleMaker | None = None
     """What makes samples of prompts; None: each is one response."""
-=======
-    episodes: Episodes | None = None
-    """With --rollout-environment."""
->>>>>>> gwb
     tokenizer: Tokenizer | None = None
     """The model's; None where --rollout-hf-checkpoint has none."""
-    agent_branches: AgentBranches | None = None
-    """What means in the loss take as one, where episodes may give several sequences, the same on all ranks;
-    None: each gives one.
-    """
 
     @property
     def agent_branches(self) -> AgentBranches | None:
