@@ -307,7 +307,7 @@ class Dying(ReplayingServer):
     """Scores the samples of one step and no more."""
 
     async def _answer(self, request):
-        if request.path == "/generate" and self.sampled == 16:
+        if request.path == "/generate" and self.sampled >= 16:
             return web.Response(status=500, text="out of memory")
         return await super()._answer(request)
 

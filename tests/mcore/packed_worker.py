@@ -139,7 +139,11 @@ def replaying(model, batch, layout, layers):
 
     routers = ReplayedRouters("R3", model, layout, num_layers=layers)
     routes, shape = ReplayedRoutes(routers, layout, min_agreement=-1.0), routers.shape
-    values = torch.stack([x.float() for x in (batch.tokens, batch.loss_mask)])
+    values = torch.zeros(2, batch.num_tokens)
+    if layout.is_last_stage:
+        values = torch.stack([x.float() for x in (batch.tokens, batch.loss_mask)])
+    # Other stages are not sent what only the loss needs.
+    dist.broadcast(values, dist.get_process_group_ranks(layout.pp_group)[-1], group=layout.pp_group)
     ids, mask = batch.whole_rows(values, layout.cp_group)
     drawn = []
     for row, sampled in enumerate(mask.bool()):
