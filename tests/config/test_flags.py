@@ -60,6 +60,7 @@ DEFAULTS = CLIENT | {
     "long_prompts": "drop",
     "agent": None,
     "agent_command": None,
+    "agent_python": None,
     "agent_max_turns": None,
     "agent_timeout_s": None,
     "agent_memory_gib": None,
