@@ -12,7 +12,7 @@ import argparse
 import random
 from pathlib import Path
 
-from task import LARGEST
+from task import NUMBERS
 
 SPECIALS = ("<pad>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tools|>", "<|end|>")
 PIECES = ("<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"a": ', ', "b": ', "}}")
@@ -88,12 +88,12 @@ def conversation(tokenizer, generator, done):
     """
     share = min(1.0, max(0.0, (done - 0.5) / 0.2))
     calls, right = 1 - share * (1 - CALLS), 1 - share * (1 - RIGHT)
-    a, b = generator.randint(0, LARGEST), generator.randint(0, LARGEST)
+    a, b = generator.choice(NUMBERS), generator.choice(NUMBERS)
     messages = [{"role": "user", "content": f"{a}+{b}"}]
     shown = [messages]
     if generator.random() < calls:
         if generator.random() > right:
-            b = generator.randint(0, LARGEST)
+            b = generator.choice(NUMBERS)
         call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
         answered = [
             *messages,
@@ -103,7 +103,7 @@ def conversation(tokenizer, generator, done):
         shown = [messages, answered]
         answer = str(a + b)
     else:
-        answer = str(generator.randint(0, 2 * LARGEST))
+        answer = str(generator.choice(NUMBERS) + generator.choice(NUMBERS))
     whole = tokenizer.apply_chat_template(
         [*shown[-1], {"role": "assistant", "content": answer}], tools=TOOLS, tokenize=False
     )

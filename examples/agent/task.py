@@ -2,8 +2,8 @@
 
 import random
 
-LARGEST = 49
-"""Of either number."""
+NUMBERS = range(10, 50)
+"""What is added: two digits each."""
 
 
 def row(a, b):
@@ -13,5 +13,5 @@ def row(a, b):
 
 def rows(count, *, seed=0):
     """So many different rows."""
-    pairs = [(a, b) for a in range(LARGEST + 1) for b in range(LARGEST + 1)]
+    pairs = [(a, b) for a in NUMBERS for b in NUMBERS]
     return [row(*pair) for pair in random.Random(seed).sample(pairs, count)]
