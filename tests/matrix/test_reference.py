@@ -308,10 +308,14 @@ def test_reference_when_servers_score_it_then_as_the_trainers_own_pass(
 class Dying(ReplayingServer):
     """Scores the samples of one step and no more."""
 
+    scored = 0
+
     async def _answer(self, request):
-        if request.path == "/generate" and self.sampled >= 16:
+        if request.path == "/generate" and self.scored == 16:
             return web.Response(status=500, text="out of memory")
-        return await super()._answer(request)
+        answer = await super()._answer(request)
+        self.scored += request.path == "/generate"
+        return answer
 
 
 def test_reference_servers_when_wrong_or_dead_or_pushed_to_then_the_run_says_which_flag(
