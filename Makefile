@@ -1,7 +1,7 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm setup-agents test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
-	study study-stop clean
+	agent agent-stop study study-stop clean
 
 PYTHON := .venv/bin/python
 # For tools/ and tests/, which are not installed; the package itself is, in editable form.
@@ -22,7 +22,7 @@ setup: ## Make .venv (once; later it only checks), with or without a GPU
 setup-vllm: setup ## Lay vLLM for the CPU beside .venv (once), for make quickstart ENGINE=vllm and the tests
 	@scripts/setup-vllm
 
-setup-agents: setup ## Make .venv-agents (once), the clients with which tests ask the gateway for agents
+setup-agents: setup ## Make .venv-agents (once), the harnesses of make agent, with which tests ask the gateway too
 	@scripts/setup-agents
 
 # Tests start thousands of interpreters; without bytecode each would compile the package again.
@@ -76,6 +76,12 @@ arithmetic: setup ## From chat messages and a verifier to a Hugging Face folder 
 
 arithmetic-stop: setup ## End what an interrupted arithmetic run left running
 	$(PYTHON) examples/arithmetic/run.py --stop
+
+agent: setup-agents ## A tiny model learns to use a tool in a harness as it is; AGENT=anthropic, langgraph, openai_agents or pydantic_ai, SEED= STEPS=
+	$(PYTHON) examples/agent/run.py $(if $(AGENT),--agent $(AGENT)) $(if $(SEED),--seed $(SEED)) $(if $(STEPS),--steps $(STEPS))
+
+agent-stop: setup ## End what an interrupted agent run left running
+	$(PYTHON) examples/agent/run.py --stop
 
 STUDY_OPTIONS := $(if $(QUICK),--quick) $(if $(STEPS),--steps $(STEPS)) $(if $(SEEDS),--seeds $(SEEDS)) \
 	$(if $(ARMS),--arms $(ARMS)) $(if $(OUT),--out $(OUT))

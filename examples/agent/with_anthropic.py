@@ -13,6 +13,14 @@ TOOL = {
 }
 
 
+def add(arguments):
+    """What the tool says; the arguments may be anything."""
+    try:
+        return str(int(arguments["a"]) + int(arguments["b"]))
+    except (KeyError, TypeError, ValueError):
+        return "a and b must be numbers"
+
+
 async def run(task, base_url, api_key):
     """One episode; its reward."""
     client = AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key, max_retries=0)
@@ -25,8 +33,7 @@ async def run(task, base_url, api_key):
         if not calls:
             break
         results = [
-            {"type": "tool_result", "tool_use_id": call.id, "content": str(call.input["a"] + call.input["b"])}
-            for call in calls
+            {"type": "tool_result", "tool_use_id": call.id, "content": add(call.input)} for call in calls
         ]
         messages.append({"role": "user", "content": results})
     return float(str(text).strip() == task["label"])

@@ -2,7 +2,7 @@
 quickstart's or another's.
 
 torchrun is tests/forked_torchrun.py; or torchrun itself, where the first word is --torchrun. Where the
-first word is --arithmetic or --study, that example is run.
+first word is --arithmetic, --agent or --study, that example is run.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ def main(pretrain_script=None):
         pretrain_script: trained with in place of the quickstart's own.
     """
     example = "quickstart"
-    if sys.argv[1:2] in (["--arithmetic"], ["--study"]):
+    if sys.argv[1:2] in (["--arithmetic"], ["--agent"], ["--study"]):
         example = sys.argv.pop(1).removeprefix("--")
     sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples" / example)]
     import local_run

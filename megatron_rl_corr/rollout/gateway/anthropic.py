@@ -11,12 +11,12 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     Memory,
     checked_fields,
     checked_type,
+    choice_of_tools,
     cut,
     event,
     invalid,
     joined_text,
     overridden_fields,
-    parses_tools,
     pieces,
     positive,
     refused,
@@ -91,16 +91,17 @@ class MessageExchange:
                 "is true: the policy decides how many calls an answer has; leave it out.",
             )
         tools, constrained = _tools(given.get("tools"))
+        parses_tools, forced = choice_of_tools(choice.get("type", ""), forced=("any", "tool"))
         self._model, self._memory = given["model"], memory
         self.streams = given.get("stream", False)
         self.request = ChatRequest(
             _system(given.get("system")) + self._messages(given["messages"]),
             tools=tools,
             template_kwargs=_template_kwargs(given),
-            parses_tools=parses_tools(choice.get("type"), "tool_choice.type"),
+            parses_tools=parses_tools,
             max_tokens=positive(given, "max_tokens"),
             stop=stop_texts(given, "stop_sequences"),
-            overridden=overridden_fields(given, memory.sampling) + constrained,
+            overridden=overridden_fields(given, memory.sampling) + forced + constrained,
         )
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -205,15 +205,23 @@ def one_function(function: Any, place: str) -> tuple[dict[str, Any], bool]:
     return {name: value for name, value in function.items() if value is not None}, strict
 
 
-def parses_tools(choice: Any, name: str = "tool_choice", *, none: Any = "none", auto: Any = "auto") -> bool:
-    """Whether calls are read from the answer; raises GatewayError where some are asked for."""
-    if choice in (None, auto):
-        return True
-    if choice == none:
-        return False
-    raise refused(
-        name, f"is {choice!r}: calls can't be forced without sampling from another policy; use {auto!r}."
-    )
+def choice_of_tools(choice: str, *, forced: Collection[str]) -> tuple[bool, tuple[str, ...]]:
+    """(whether calls are read from the answer, tool_choice where the run's own auto takes its place).
+
+    Args:
+        choice: auto, none, or one of another policy.
+        forced: what asks for a call.
+
+    Raises:
+        GatewayError: it asks for something else.
+    """
+    if choice == "none":
+        return False, ()
+    if choice in forced:
+        return True, ("tool_choice",)
+    if choice != "auto":
+        raise refused("tool_choice", f"is {choice!r}: the policy is offered all tools; use 'auto'.")
+    return True, ()
 
 
 def require_parallel(given: Body, name: str = "parallel_tool_calls") -> None:

@@ -15,7 +15,6 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     invalid,
     now,
     overridden_fields,
-    parses_tools,
     pieces,
     positive,
     refuse_logits,
@@ -24,7 +23,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     stop_texts,
     token_logprobs,
 )
-from megatron_rl_corr.rollout.gateway.openai_messages import messages, tools, usage
+from megatron_rl_corr.rollout.gateway.openai_messages import messages, tool_choice, tools, usage
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest
 
 FIELDS = {
@@ -111,6 +110,7 @@ class ChatExchange:
         require_parallel(given)
         refuse_logits(given)
         functions, constrained = tools(given.get("tools"))
+        parses_tools, forced = tool_choice(given.get("tool_choice", "auto"))
         if "reasoning_effort" in given:
             effort = {"reasoning_effort": given["reasoning_effort"]}
         else:
@@ -122,11 +122,11 @@ class ChatExchange:
             messages(given["messages"]),
             tools=functions,
             template_kwargs=effort | given.get("chat_template_kwargs", {}),
-            parses_tools=parses_tools(given.get("tool_choice")),
+            parses_tools=parses_tools,
             max_tokens=positive(given, "max_completion_tokens") or positive(given, "max_tokens"),
             stop=stop_texts(given),
             n=answers_wanted(given),
-            overridden=overridden_fields(given, memory.sampling) + constrained,
+            overridden=overridden_fields(given, memory.sampling) + forced + constrained,
         )
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:

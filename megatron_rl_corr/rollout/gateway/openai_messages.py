@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_rl_corr.rollout.gateway.bodies import (
     checked_type,
+    choice_of_tools,
     invalid,
     joined_text,
     one_function,
@@ -91,6 +92,13 @@ def tools(given: Sequence[Any] | None) -> tuple[list[dict[str, Any]] | None, tup
         made.append({"type": "function", "function": function})
         constrained |= strict
     return made or None, ("tools.strict",) * constrained
+
+
+def tool_choice(given: str | dict[str, Any]) -> tuple[bool, tuple[str, ...]]:
+    """As `choice_of_tools`, of a request's tool_choice."""
+    if isinstance(given, str):
+        return choice_of_tools(given, forced=("required",))
+    return choice_of_tools(f"a {given.get('type')}", forced=("a function",))
 
 
 def usage(answers: Sequence[Answer]) -> dict[str, Any]:

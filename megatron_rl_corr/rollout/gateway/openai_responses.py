@@ -21,7 +21,6 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     now,
     one_function,
     overridden_fields,
-    parses_tools,
     pieces,
     positive,
     refuse_logits,
@@ -29,7 +28,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     require_parallel,
     token_logprobs,
 )
-from megatron_rl_corr.rollout.gateway.openai_messages import message
+from megatron_rl_corr.rollout.gateway.openai_messages import message, tool_choice
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError
 
 FIELDS = {
@@ -105,6 +104,7 @@ class ResponseExchange:
         require_parallel(given)
         refuse_logits(given)
         functions, constrained = _tools(given.get("tools"))
+        parses_tools, forced = tool_choice(given.get("tool_choice", "auto"))
         history: list[dict[str, Any]] = []
         if (previous := given.get("previous_response_id")) is not None:
             if previous not in memory.responses:
@@ -123,9 +123,9 @@ class ResponseExchange:
             [{"role": "system", "content": instructions}] * (instructions is not None) + self._messages,
             tools=functions,
             template_kwargs={} if effort is None else {"reasoning_effort": effort},
-            parses_tools=parses_tools(given.get("tool_choice")),
+            parses_tools=parses_tools,
             max_tokens=positive(given, "max_output_tokens"),
-            overridden=overridden_fields(given, memory.sampling) + constrained,
+            overridden=overridden_fields(given, memory.sampling) + forced + constrained,
         )
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -251,7 +251,7 @@ class ResponseExchange:
             "store": given.get("store", True),
             "temperature": sampling.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": given.get("tool_choice", "auto"),
+            "tool_choice": "auto" if self.request.parses_tools else "none",
             "tools": given.get("tools", []),
             "top_p": sampling.top_p,
             "truncation": "disabled",

@@ -85,6 +85,15 @@ def tools(client):
 
 
 @case
+def forced(client):
+    create, found = client.messages.with_raw_response.create, []
+    for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
+        raw = create(**user("call"), tools=TOOLS, tool_choice=choice)
+        found.append([raw.headers.get("x-rollout-overridden"), raw.parse().stop_reason])
+    return found
+
+
+@case
 def thoughts(client):
     thinking = {"type": "enabled", "budget_tokens": 1024}
     first = client.messages.create(**user("think"), thinking=thinking)
@@ -131,7 +140,7 @@ def refusals(client):
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "So"}]
     return {
-        "any": failure(create, **user("hi"), tools=TOOLS, tool_choice={"type": "any"}),
+        "choice": failure(create, **user("hi"), tools=TOOLS, tool_choice={"type": "some"}),
         "serial": failure(
             create, **user("hi"), tools=TOOLS, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
         ),

@@ -147,6 +147,27 @@ def no_tools(client):
 
 
 @case
+def forced(client):
+    """Headers, and how many calls there are."""
+    named, function = {"type": "function", "name": "add"}, {"name": "add"}
+    chats = [
+        client.chat.completions.with_raw_response.create(**user("call"), tools=TOOLS, tool_choice=choice)
+        for choice in ("required", {"type": "function", "function": function})
+    ]
+    responses = [
+        client.responses.with_raw_response.create(
+            model="m", input="call", tools=FOR_RESPONSES, tool_choice=choice
+        )
+        for choice in ("required", named, "none")
+    ]
+    return [
+        [raw.headers.get("x-rollout-overridden") for raw in (*chats, *responses)],
+        [len(raw.parse().choices[0].message.tool_calls) for raw in chats],
+        [[raw.parse().tool_choice, len(raw.parse().output)] for raw in responses],
+    ]
+
+
+@case
 def thoughts(client):
     made = client.chat.completions.create(
         **user("think"),
@@ -261,9 +282,12 @@ def refusals(client):
     chat, text, responses = client.chat.completions.create, client.completions.create, client.responses.create
     return {
         "unknown": failure(chat, **user("hi"), extra_body={"best": 1}),
-        "required": failure(chat, **user("hi"), tools=TOOLS, tool_choice="required"),
-        "named": failure(
-            chat, **user("hi"), tools=TOOLS, tool_choice={"type": "function", "function": {"name": "add"}}
+        "choice": failure(chat, **user("hi"), tools=TOOLS, tool_choice="any"),
+        "allowed": failure(
+            chat,
+            **user("hi"),
+            tools=TOOLS,
+            tool_choice={"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
         ),
         "json": failure(chat, **user("hi"), response_format={"type": "json_object"}),
         "image": failure(

@@ -66,6 +66,10 @@ def test_messages_when_tools_are_called_then_arguments_come_back_as_they_were_sa
     assert request.tools == [{"type": "function", "function": function}]
 
 
+def test_calls_when_they_are_forced_then_the_policy_decides_and_the_header_says_so(printed):
+    assert printed["forced"] == [["tool_choice", "tool_use"]] * 2
+
+
 def test_messages_when_thoughts_are_apart_then_they_are_a_block(asked, printed):
     assert printed["thoughts"] == [["thinking", "text"], "echo: go on", True]
     request = request_after(asked, "think", "So 4.", "go on")
@@ -89,9 +93,9 @@ def test_requests_when_refused_then_the_client_raises_its_error(asked, printed):
     assert found.pop("fault") == ("InternalServerError", 500, "api_error")
     assert found.pop("count") == ("NotFoundError", 404, "not_found_error")
     assert set(found.values()) == {("BadRequestError", 400, "invalid_request_error")}
-    assert sorted(found) == ["any", "bash", "begun", "context", "image", "serial", "unknown"]
+    assert sorted(found) == ["bash", "begun", "choice", "context", "image", "serial", "unknown"]
     named = {
-        "any": "tool_choice",
+        "choice": "tool_choice",
         "serial": "disable_parallel_tool_use",
         "image": "content[0]",
         "begun": "messages[1]",

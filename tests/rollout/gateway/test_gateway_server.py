@@ -115,6 +115,8 @@ def test_sampling_when_strict_then_another_policy_is_refused():
         status, _, made = await post(http, url, chat("hi", temperature=0.1), **{"x-api-key": key})
         assert (status, made["error"]["param"]) == (400, "temperature")
         assert "--rollout-gateway-strict" in made["error"]["message"]
+        status, _, made = await post(http, url, chat("hi", tool_choice="required"), **{"x-api-key": key})
+        assert (status, made["error"]["param"]) == (400, "tool_choice")
         status, headers, _ = await post(http, url, chat("hi", temperature=0.8), **{"x-api-key": key})
         assert status == 200 and OVERRIDDEN_HEADER not in headers
 

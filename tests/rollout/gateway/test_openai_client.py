@@ -128,6 +128,12 @@ def test_responses_when_followed_then_by_id_and_by_items_the_same_messages(asked
     assert by_id.tools == TOOLS
 
 
+def test_calls_when_they_are_forced_then_the_policy_decides_and_the_header_says_so(printed):
+    headers, chats, responses = printed["forced"]
+    assert headers == ["tool_choice"] * 4 + [None]
+    assert chats == [2, 2] and responses == [["auto", 3], ["auto", 3], ["none", 1]]
+
+
 def test_responses_when_thoughts_are_sent_back_then_they_belong_to_the_message(asked, printed):
     assert printed["response_thoughts"] == [["reasoning", "message"], "echo: go on"]
     (request,) = requests(asked, "think", "So 4.", "go on")
@@ -147,8 +153,8 @@ def test_responses_when_streamed_then_each_item_is_added_and_done(printed):
 
 REFUSED = {
     "unknown": ("unknown_parameter", "best"),
-    "required": ("unsupported_parameter", "tool_choice"),
-    "named": ("unsupported_parameter", "tool_choice"),
+    "choice": ("unsupported_parameter", "tool_choice"),
+    "allowed": ("unsupported_parameter", "tool_choice"),
     "json": ("unsupported_parameter", "response_format"),
     "image": ("unsupported_parameter", "messages[0].content[0].type"),
     "top_logprobs": ("unsupported_parameter", "top_logprobs"),
