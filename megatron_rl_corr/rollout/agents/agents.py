@@ -253,12 +253,12 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
 
 
 async def _context_length(client: RolloutClient) -> int:
-    """The least of the servers' contexts; NO_LIMIT where none tells its own."""
+    """The longest sequence that every server takes; NO_LIMIT where none tells its own."""
     lengths = [NO_LIMIT]
     for url in client.base_urls:
         engine = client.engine_of(url)
         try:
-            lengths.append(engine.context_length(url, await client.ask(url, engine.list_models())))
+            lengths.append(engine.longest_sequence(url, await client.ask(url, engine.list_models())))
         except UnsupportedByEngine:
             continue
     return min(lengths)

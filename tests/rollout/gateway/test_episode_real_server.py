@@ -203,18 +203,18 @@ def test_episode_when_a_server_is_killed_in_a_turn_then_another_answers_and_noth
     loop.call(client.close())
 
 
-def context_of(client, loop):
+def longest_of(client, loop):
     (url,) = client.base_urls
     engine = client.engine_of(url)
-    return engine.context_length(url, loop.call(client.ask(url, engine.list_models())))
+    return engine.longest_sequence(url, loop.call(client.ask(url, engine.list_models())))
 
 
 @pytest.mark.parametrize("left", [12, 3, 1])
-def test_conversation_when_it_reaches_the_servers_context_then_it_is_cut_or_refused_and_none_fails(
+def test_conversation_when_it_reaches_the_longest_that_a_server_takes_then_it_is_cut_and_none_fails(
     client, loop, left
 ):
-    """A server that takes fewer tokens than its context says must not fail the sample of the longest episode."""
-    most = context_of(client, loop)
+    """A server may take fewer tokens than its context has; the longest episode must not fail for it."""
+    most = longest_of(client, loop)
     rules = EpisodeRules(sampling(client, 400), max_tokens=most, max_turns=20)
     made = Episode(client, Templates(tokenizer()), rules, Draw(0, 5, left))
 
