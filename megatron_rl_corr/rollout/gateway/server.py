@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 from aiohttp import web
 
+from megatron_rl_corr.data import json_text
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.gateway import anthropic, openai_messages
 from megatron_rl_corr.rollout.gateway.anthropic import MessageExchange
-from megatron_rl_corr.rollout.gateway.bodies import Exchange, Memory, event
+from megatron_rl_corr.rollout.gateway.bodies import Exchange, Memory, event, json_bytes
 from megatron_rl_corr.rollout.gateway.openai_chat import ChatExchange
 from megatron_rl_corr.rollout.gateway.openai_completions import TextExchange
 from megatron_rl_corr.rollout.gateway.openai_responses import ResponseExchange
@@ -294,6 +294,12 @@ class _Reply:
             return await self._end_stream([self._form.error_event(error)])
         except ConnectionError:  # the client has gone, and nobody reads what is returned
             return web.Response()
+        except Exception as raised:  # clients would repeat the request, as if nothing were wrong
+            self._episode.failure = self._episode.failure or raised
+            error = GatewayError(500, "server_error", "The answer can't be written; the run has the cause.")
+            if self._stream is None:
+                raise error from raised
+            return await self._end_stream([self._form.error_event(error)])
         finally:
             if not delivered:
                 self._undo(answering)
@@ -371,8 +377,8 @@ class _Reply:
 
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
-        body = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        body = json_text.loads(text, unique_keys=False)
+    except ValueError as error:
         raise GatewayError(
             400, "invalid_json", f"We could not parse the JSON body of your request: {error}"
         ) from None
@@ -383,7 +389,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 def _json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(
-        body=orjson.dumps(content), status=status, headers=headers, content_type="application/json"
+        body=json_bytes(content), status=status, headers=headers, content_type="application/json"
     )
 
 
