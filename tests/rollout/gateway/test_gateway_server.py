@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from megatron_rl_corr.rollout.gateway.server import OVERRIDDEN_HEADER, Gateway
+from tests.rollout.gateway.agents_model import Servers, episode
 from tests.rollout.gateway.scripted_session import SAMPLING, ScriptedSession, answer
 
 LIMIT = 30
@@ -275,6 +276,25 @@ def test_episode_when_closed_then_its_requests_end_and_its_key_is_unknown():
         assert headers["x-should-retry"] == "false"
         assert session.cancelled == 1 and session.gone == []
         assert (await post(http, url, chat("hi"), **{"x-api-key": key}))[0] == 401
+
+    served(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_episode_when_closed_as_an_answer_comes_then_it_is_no_turn_of_what_the_episode_gives(stream):
+    """The turn is made, and the harness, which has ended, never gets it."""
+
+    async def test(gateway, _, key, http):
+        made = episode(Servers(("a<|end|>", "stop", 3)))
+        key = gateway.open_episode(made)
+        reader, writer = await connected(gateway, key, chat("hi", stream=stream))
+        while not list(made.tree.turns()):
+            await asyncio.sleep(0)
+        gateway.close_episode(key)
+        branches = await made.finish()
+        assert b" 401 " in await reader.readline()
+        assert branches == [] and made.counts.undelivered == 1
+        writer.close()
 
     served(test)
 
