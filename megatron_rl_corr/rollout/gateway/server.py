@@ -76,6 +76,8 @@ class _OpenEpisode:
     memory: Memory
     closed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     failure: BaseException | None = None
+    replies: set[_Reply] = field(default_factory=set)
+    """Those that are not delivered yet."""
 
 
 class Gateway:
@@ -166,7 +168,8 @@ class Gateway:
         return key
 
     def close_episode(self, key: str) -> None:
-        """Forget the key, and cancel its requests; they and later ones are answered 401.
+        """Forget the key, and cancel its requests; they and later ones are answered 401. What is answered and
+        not delivered by now is undelivered when this returns.
 
         Raises:
             Exception: what the session raised in a request, other than GatewayError; the harness was
@@ -174,6 +177,8 @@ class Gateway:
         """
         episode = self._episodes.pop(key)
         episode.closed.set_result(None)
+        for reply in episode.replies:
+            reply.undo()
         if episode.failure is not None:
             raise episode.failure
 
@@ -276,12 +281,15 @@ class _Reply:
         self._request, self._episode, self._asked, self._form = request, episode, asked, form
         self._headers, self._alive_after_s = headers, alive_after_s
         self._stream: web.StreamResponse | None = None
+        self._answering: asyncio.Future[Sequence[Answer]] | None = None
+        self._undone = False
 
     async def run(self) -> web.StreamResponse:
         """The response, all of it written."""
         session = self._episode.session
         ask = session.chat if isinstance(self._asked.request, ChatRequest) else session.text
-        answering = asyncio.ensure_future(ask(self._asked.request))
+        answering = self._answering = asyncio.ensure_future(ask(self._asked.request))
+        self._episode.replies.add(self)
         delivered = False
         try:
             answers = await self._answers(answering)
@@ -301,8 +309,9 @@ class _Reply:
                 raise error from raised
             return await self._end_stream([self._form.error_event(error)])
         finally:
+            self._episode.replies.discard(self)
             if not delivered:
-                self._undo(answering)
+                self.undo()
 
     async def _answers(self, answering: asyncio.Future[Sequence[Answer]]) -> Sequence[Answer]:
         """What the session answers; a stream is told meanwhile that it lives."""
@@ -357,12 +366,18 @@ class _Reply:
         if self._request.transport is not None:
             self._request.transport.set_write_buffer_limits(high=0)
 
-    def _undo(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
-        """Cancel the session's call, or take its answers back. Nothing is awaited: this task may be cancelled
-        again, as its connection ends.
+    def undo(self) -> None:
+        """Cancel the session's call, or take its answers back, once. Nothing is awaited: this task may be
+        cancelled again, as its connection ends.
         """
-        answering.cancel()
-        answering.add_done_callback(self._take_back)
+        if self._undone:
+            return
+        self._undone = True
+        if self._answering.done():
+            self._take_back(self._answering)
+        else:
+            self._answering.cancel()
+            self._answering.add_done_callback(self._take_back)
 
     def _take_back(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
         """What it has answered is undelivered, what it raised is kept."""
