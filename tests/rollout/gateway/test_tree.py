@@ -244,6 +244,26 @@ def test_fork_when_two_turns_share_one_then_it_is_sampled_in_the_first_and_in_th
     assert [one["draw"].turn for one in servers.log] == [0, 1, 2, 3]
 
 
+def test_fork_when_the_first_answer_was_cut_then_what_both_share_is_sampled_with_the_one_that_was_not():
+    """Sequences that were cut may be kept out of the loss: what another one continues must not go with them."""
+    servers = Servers(("a<|end|>", "stop"), ("b", "length"), ("c<|end|>", "stop"), ("d", "length"))
+    made = episode(servers)
+
+    async def scenario():
+        await made.chat(ChatRequest([USER]))
+        for _ in range(3):
+            await made.chat(ChatRequest([USER, said("a"), MORE]))
+        return await made.finish()
+
+    branches = run(scenario())
+    assert made.tree.check() == [] and [one.branch for one in branches] == [0, 1, 2]
+    assert [(text_of(one.output_ids[one.sampled]), one.finish_reason) for one in branches] == [
+        ("a<|end|>c<|end|>", "stop"),
+        ("b", "length"),
+        ("d", "length"),
+    ]
+
+
 def test_answers_when_several_or_equal_then_each_is_a_turn_and_each_gets_its_own_continuation():
     servers = Servers(*[("a<|end|>", "stop")] * 2, ("b<|end|>", "stop"), ("c<|end|>", "stop"))
     made = episode(servers)
