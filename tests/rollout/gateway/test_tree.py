@@ -245,7 +245,7 @@ def test_fork_when_two_turns_share_one_then_it_is_sampled_in_the_first_and_in_th
 
 
 def test_fork_when_the_first_answer_was_cut_then_what_both_share_is_sampled_with_the_one_that_was_not():
-    """Sequences that were cut may be kept out of the loss: what another one continues must not go with them."""
+    """Cut sequences may be kept out of the loss: what another one continues must not go with them."""
     servers = Servers(("a<|end|>", "stop"), ("b", "length"), ("c<|end|>", "stop"), ("d", "length"))
     made = episode(servers)
 
