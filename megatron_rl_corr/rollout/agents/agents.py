@@ -178,8 +178,11 @@ class Agents:
         except SampleFailure as error:
             failure = error
         finally:
-            gateway.close_episode(key)
-            self.counts.add(episode.counts, time.monotonic() - begun)
+            try:
+                gateway.close_episode(key)
+            finally:
+                await episode.end()  # also where it is cancelled: weights may change when its group is over
+                self.counts.add(episode.counts, time.monotonic() - begun)
         branches = (
             await episode.finish()
         )  # what failed at the servers goes before what its harness made of it

@@ -136,16 +136,22 @@ class Episode:
             RolloutError: a request has failed for good, at the servers.
             RuntimeError: a branch is not what the servers gave.
         """
-        self._has_ended = True
-        for work in self._in_flight:
-            work.cancel()
-        await asyncio.gather(*self._in_flight, return_exceptions=True)
+        await self.end()
         if self._failure is not None:
             raise self._failure
         branches = [replace(one, sample_index=self._draw.sample) for one in self.tree.branches()]
         if problems := self.tree.check(branches, renders=False):
             raise RuntimeError(f"an episode is not what was sampled: {'; '.join(problems)}")
         return branches
+
+    async def end(self) -> None:
+        """Cancel the requests in flight, which are no turns, and refuse later ones; no server samples for it
+        when this returns.
+        """
+        self._has_ended = True
+        for work in self._in_flight:
+            work.cancel()
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     async def _counted(
         self, answers: Coroutine[Any, Any, Result], request: ChatRequest | TextRequest
