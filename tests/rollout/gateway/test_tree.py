@@ -1,6 +1,7 @@
 """Which ids a request is sampled from, and what becomes of the answers, by hand."""
 
 import asyncio
+import contextvars
 import json
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer as FolderTokenizer
 from megatron_rl_corr.rollout import SampleFailure
 from megatron_rl_corr.rollout.gateway.templates import Templates
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
+from megatron_rl_corr.rollout.trace import CURRENT, GroupTrace
 from tests.rollout.gateway.agents_model import (
     Servers,
     backend,
@@ -504,6 +506,23 @@ def test_harness_when_it_ends_then_requests_in_flight_are_no_turns():
 
     (branch,) = run(scenario())
     assert text_of(branch.output_ids) == "a<|end|>"
+
+
+def test_requests_when_asked_by_the_gateways_own_tasks_then_traced_with_the_group_of_the_episode():
+    async def scenario():
+        seen = []
+
+        def draws(*_):
+            seen.append(CURRENT.get())
+            return "a<|end|>", "stop"
+
+        CURRENT.set(trace := GroupTrace(7))
+        made = episode(Servers(draws=draws))
+        asking = made.chat(ChatRequest([USER], n=2))
+        await asyncio.get_running_loop().create_task(asking, context=contextvars.Context())
+        return seen == [trace, trace]
+
+    assert run(scenario())
 
 
 def test_connection_when_it_is_gone_while_sampling_then_there_is_no_turn():
