@@ -7,6 +7,7 @@ R sampled tokens of an answer.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,7 @@ class Episode:
         self._in_flight: set[asyncio.Future] = set()
         self._failure: RolloutError | None = None
         self._counts = EpisodeCounts()
+        self._context = contextvars.copy_context()  # its traces: requests come in tasks of the gateway's
         ids = dict.fromkeys(rules.sampling.stop_token_ids)
         if templates.end_id is not None:
             ids[templates.end_id] = None
@@ -215,7 +217,8 @@ class Episode:
                     routes_from=asked.routes_known,
                 )
             )
-        work = asyncio.ensure_future(all_or_first_failure(calls))
+        sampled = all_or_first_failure(calls)
+        work = asyncio.get_running_loop().create_task(sampled, context=self._context)
         self._in_flight.add(work)
         try:
             parts = await work
