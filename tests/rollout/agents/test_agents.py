@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -130,6 +131,17 @@ def test_episode_when_its_harness_fails_then_its_sample_does(row, cause, says):
     failure, told, counts, _ = generate(row, timeout_s=2.0)
     assert failure.cause == cause and says in str(failure) and told == []
     assert "row 7 of the data set" in failure.__notes__[0] and counts.episodes == 1
+
+
+def test_evaluation_when_sampled_in_another_way_then_requests_are_compared_with_its_own():
+    """The harness asks for a temperature of 0.3, twice."""
+
+    async def asked():
+        async with agents() as own:
+            await own.generate(Script(), [prompt(do="forks")], replace(SAMPLING, temperature=0.3))
+            return own.counts.overridden
+
+    assert asyncio.run(asked()) == 0
 
 
 def test_requests_when_too_many_then_refused_and_counted(tmp_path):
