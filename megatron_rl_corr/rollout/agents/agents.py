@@ -144,7 +144,7 @@ class Agents:
             nonlocal done, tokens
             episode = Episode(client, self._templates, rules, Draw(client.seed, numbers[prompt_index], index))
             try:
-                branches, latest = await self._run(episode, prompt)
+                branches, latest = await self._run(episode, prompt, sampling)
             except RolloutError as error:
                 error.add_note(
                     f"it was an agent's episode of prompt {prompt_index} sample {index} (row "
@@ -166,10 +166,12 @@ class Agents:
         ]
         return [branch for branches in await all_or_first_failure(calls) for branch in branches]
 
-    async def _run(self, episode: Episode, prompt: Prompt) -> tuple[list[Trajectory], int]:
+    async def _run(
+        self, episode: Episode, prompt: Prompt, sampling: SamplingParams
+    ) -> tuple[list[Trajectory], int]:
         """The branches of an episode with its reward, and which of them has its latest turn."""
         session, gateway = _WatchedEpisode(episode), self._gateway
-        key, begun = gateway.open_episode(session), time.monotonic()
+        key, begun = gateway.open_episode(session, sampling), time.monotonic()
         failure, outcome = None, None
         try:
             outcome = await session.until_failure(

@@ -161,10 +161,15 @@ class Gateway:
         """As root_url, with the key in it, for clients that have no place for a key."""
         return f"{self.root_url}/episodes/{key}"
 
-    def open_episode(self, session: EpisodeSession) -> str:
-        """A new key, by which the session is asked from now on; call it on the loop that serves."""
+    def open_episode(self, session: EpisodeSession, sampling: SamplingParams | None = None) -> str:
+        """A new key, by which the session is asked from now on; call it on the loop that serves.
+
+        Args:
+            session: answers.
+            sampling: how it samples; None: as the run, and an evaluation may sample in another way.
+        """
         key = secrets.token_hex(16)
-        self._episodes[key] = _OpenEpisode(session, Memory(self._sampling))
+        self._episodes[key] = _OpenEpisode(session, Memory(sampling or self._sampling))
         return key
 
     def close_episode(self, key: str) -> None:
