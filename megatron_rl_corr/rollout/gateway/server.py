@@ -298,7 +298,7 @@ class _Reply:
         delivered = False
         try:
             answers = await self._answers(answering)
-            response = await self._write(answers)
+            response = await self._written(answers)
             delivered = True
             return response
         except GatewayError as error:
@@ -307,12 +307,6 @@ class _Reply:
             return await self._end_stream([self._form.error_event(error)])
         except ConnectionError:  # the client has gone, and nobody reads what is returned
             return web.Response()
-        except Exception as raised:  # clients would repeat the request, as if nothing were wrong
-            self._episode.failure = self._episode.failure or raised
-            error = GatewayError(500, "server_error", "The answer can't be written; the run has the cause.")
-            if self._stream is None:
-                raise error from raised
-            return await self._end_stream([self._form.error_event(error)])
         finally:
             self._episode.replies.discard(self)
             if not delivered:
@@ -337,6 +331,16 @@ class _Reply:
         if error is not None:
             raise GatewayError(500, "server_error", "The policy could not be asked; the run has the cause.")
         return answering.result()
+
+    async def _written(self, answers: Sequence[Answer]) -> web.StreamResponse:
+        try:
+            return await self._write(answers)
+        except (GatewayError, ConnectionError):
+            raise
+        except Exception as error:  # official clients would repeat the request, as if nothing were wrong
+            self._episode.failure = self._episode.failure or error
+            what = "The answer can't be written; the run has the cause."
+            raise GatewayError(500, "server_error", what) from error
 
     async def _write(self, answers: Sequence[Answer]) -> web.StreamResponse:
         if self._asked.streams:
