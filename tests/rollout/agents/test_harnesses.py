@@ -318,3 +318,10 @@ def test_harness_when_no_process_can_be_had_then_it_fails_and_no_descriptor_is_l
             await made.close()
 
     assert len(set(asyncio.run(asked()))) == 1
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+def test_command_when_its_reward_is_no_finite_number_then_it_fails_and_is_not_without_one(value):
+    """No reward would be for the reward function to give."""
+    [failure] = run({}, command=("echo", f'{{"reward": {value}}}'))
+    assert isinstance(failure, SampleFailure) and "finite" in str(failure)
