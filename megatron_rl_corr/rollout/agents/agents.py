@@ -203,7 +203,7 @@ class Agents:
     async def _context_of(self, client: RolloutClient) -> int:
         """Tokens that every server takes; asked once."""
         if self._context is None or (self._context.done() and self._context.exception() is not None):
-            self._context = asyncio.ensure_future(_context_length(client))
+            self._context = asyncio.ensure_future(longest_sequence(client))
         return await asyncio.shield(self._context)
 
 
@@ -257,7 +257,7 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
     return task | dict(prompt.metadata)
 
 
-async def _context_length(client: RolloutClient) -> int:
+async def longest_sequence(client: RolloutClient) -> int:
     """The longest sequence that every server takes; NO_LIMIT where none tells its own."""
     lengths = [NO_LIMIT]
     for url in client.base_urls:
