@@ -289,6 +289,15 @@ class Inspection(Protocol):
         """
         raise self._unsupported("lists of models")
 
+    def longest_sequence(self, url: str, answer: Mapping[str, Any]) -> int:
+        """L, from the answer to `list_models`: a request is taken, and its response not cut before
+        max_new_tokens, whose prompt is shorter than L and L at most with max_new_tokens.
+
+        Raises:
+            RolloutProtocolError: the answer does not tell.
+        """
+        return self.context_length(url, answer)
+
     def all_checksums(self, url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
         """{parameter: checksum} of each rank, a draft model's too, from the answer to
         `Engine.weights_checker`.

@@ -22,6 +22,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.models.hf_checkpoint import read_model
+from megatron_rl_corr.rollout.agents.agents import longest_sequence
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.gateway.answering import answer_rules
 from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeRules
@@ -135,6 +136,7 @@ async def serve(arguments: argparse.Namespace, say: Callable[[str], None]) -> No
         client.check_sampling(sampling)
         if (problem := await client.sampling_problem(sampling)) is not None:
             raise ValueError(problem)
+        rules = replace(rules, max_tokens=min(rules.max_tokens, await longest_sequence(client)))
         await _serve_until_ended(arguments, client, Templates(tokenizer), rules, ended, say)
 
 

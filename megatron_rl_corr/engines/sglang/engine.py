@@ -149,4 +149,5 @@ class SGLang(Engine):
     update_support = staticmethod(servers.update_support)
     list_models = staticmethod(requests.list_models)
     context_length = staticmethod(servers.context_length)
+    longest_sequence = staticmethod(servers.longest_sequence)
     all_checksums = staticmethod(servers.all_checksums)

@@ -287,6 +287,17 @@ def context_length(url: str, answer: Mapping[str, Any]) -> int:
         raise RolloutProtocolError(url, "/v1/models", f"no max_model_len ({error!r})") from None
 
 
+RESERVED = 6
+"""Tokens of its context that a server gives to nobody: it takes prompts of fewer than the context - 6
+tokens, and cuts what is sampled at the context - 2.
+"""
+
+
+def longest_sequence(url: str, answer: Mapping[str, Any]) -> int:
+    """As `Engine.longest_sequence`; raises as `context_length`."""
+    return context_length(url, answer) - RESERVED
+
+
 def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:
     """`checksums` of every rank in an answer to /weights_checker.
 

@@ -144,7 +144,7 @@ class Agents:
             nonlocal done, tokens
             episode = Episode(client, self._templates, rules, Draw(client.seed, numbers[prompt_index], index))
             try:
-                branches, latest = await self._run(episode, prompt)
+                branches, latest = await self._run(episode, prompt, sampling)
             except RolloutError as error:
                 error.add_note(
                     f"it was an agent's episode of prompt {prompt_index} sample {index} (row "
@@ -166,10 +166,12 @@ class Agents:
         ]
         return [branch for branches in await all_or_first_failure(calls) for branch in branches]
 
-    async def _run(self, episode: Episode, prompt: Prompt) -> tuple[list[Trajectory], int]:
+    async def _run(
+        self, episode: Episode, prompt: Prompt, sampling: SamplingParams
+    ) -> tuple[list[Trajectory], int]:
         """The branches of an episode with its reward, and which of them has its latest turn."""
         session, gateway = _WatchedEpisode(episode), self._gateway
-        key, begun = gateway.open_episode(session), time.monotonic()
+        key, begun = gateway.open_episode(session, sampling), time.monotonic()
         failure, outcome = None, None
         try:
             outcome = await session.until_failure(
@@ -178,8 +180,11 @@ class Agents:
         except SampleFailure as error:
             failure = error
         finally:
-            gateway.close_episode(key)
-            self.counts.add(episode.counts, time.monotonic() - begun)
+            try:
+                gateway.close_episode(key)
+            finally:
+                await episode.end()  # also where it is cancelled: weights may change when its group is over
+                self.counts.add(episode.counts, time.monotonic() - begun)
         branches = (
             await episode.finish()
         )  # what failed at the servers goes before what its harness made of it
@@ -198,7 +203,7 @@ class Agents:
     async def _context_of(self, client: RolloutClient) -> int:
         """Tokens that every server takes; asked once."""
         if self._context is None or (self._context.done() and self._context.exception() is not None):
-            self._context = asyncio.ensure_future(_context_length(client))
+            self._context = asyncio.ensure_future(longest_sequence(client))
         return await asyncio.shield(self._context)
 
 
@@ -252,13 +257,13 @@ def task_of(prompt: Prompt) -> dict[str, Any]:
     return task | dict(prompt.metadata)
 
 
-async def _context_length(client: RolloutClient) -> int:
-    """The least of the servers' contexts; NO_LIMIT where none tells its own."""
+async def longest_sequence(client: RolloutClient) -> int:
+    """The longest sequence that every server takes; NO_LIMIT where none tells its own."""
     lengths = [NO_LIMIT]
     for url in client.base_urls:
         engine = client.engine_of(url)
         try:
-            lengths.append(engine.context_length(url, await client.ask(url, engine.list_models())))
+            lengths.append(engine.longest_sequence(url, await client.ask(url, engine.list_models())))
         except UnsupportedByEngine:
             continue
     return min(lengths)

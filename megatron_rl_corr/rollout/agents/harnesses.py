@@ -319,8 +319,8 @@ def _last_line(text: str) -> Any:
     except ValueError:
         pass
     try:
-        value = orjson.loads(lines[-1])
-    except orjson.JSONDecodeError:
+        value = json.loads(lines[-1])  # takes NaN, which is then refused as what it is
+    except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and REWARD in value else None
 

@@ -249,11 +249,15 @@ class Starter:
         number, kinds = message["run"], ("result", "output")
         if self._kind.command is not None:
             kinds = ("stdout", "output")
+        pairs: list[tuple[int, int]] = []
         try:
-            pairs = [os.pipe2(os.O_CLOEXEC) for _ in kinds]
+            for _ in kinds:
+                pairs.append(os.pipe2(os.O_CLOEXEC))
             task_file = None if self._kind.command is None else self._written(number, message["task"])
             pid = os.fork()
         except OSError as error:  # no descriptor, process or disk left
+            for end in (end for pair in pairs for end in pair):
+                os.close(end)
             told = {"ended": number, "status": None, "why": None, "result": "", "output": str(error)}
             self._send(told | {"stdout": ""})
             return

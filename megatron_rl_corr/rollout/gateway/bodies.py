@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -240,10 +241,22 @@ def now() -> int:
     return int(time.time())
 
 
+def json_bytes(data: Any) -> bytes:
+    """The JSON text of a body: what a policy has sampled may be larger or deeper than orjson writes.
+
+    Raises:
+        UnicodeEncodeError: a text has half of a character.
+    """
+    try:
+        return orjson.dumps(data)
+    except orjson.JSONEncodeError:
+        return json.dumps(data, ensure_ascii=False).encode()
+
+
 def event(data: Any, name: str | None = None) -> bytes:
     """A server-sent event."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + orjson.dumps(data) + b"\n\n"
+    return head + b"data: " + json_bytes(data) + b"\n\n"
 
 
 def token_logprobs(answer: Answer, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ R sampled tokens of an answer.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,7 @@ class Episode:
         self._in_flight: set[asyncio.Future] = set()
         self._failure: RolloutError | None = None
         self._counts = EpisodeCounts()
+        self._context = contextvars.copy_context()  # its traces: requests come in tasks of the gateway's
         ids = dict.fromkeys(rules.sampling.stop_token_ids)
         if templates.end_id is not None:
             ids[templates.end_id] = None
@@ -136,16 +138,22 @@ class Episode:
             RolloutError: a request has failed for good, at the servers.
             RuntimeError: a branch is not what the servers gave.
         """
-        self._has_ended = True
-        for work in self._in_flight:
-            work.cancel()
-        await asyncio.gather(*self._in_flight, return_exceptions=True)
+        await self.end()
         if self._failure is not None:
             raise self._failure
         branches = [replace(one, sample_index=self._draw.sample) for one in self.tree.branches()]
         if problems := self.tree.check(branches, renders=False):
             raise RuntimeError(f"an episode is not what was sampled: {'; '.join(problems)}")
         return branches
+
+    async def end(self) -> None:
+        """Cancel the requests in flight, which are no turns, and refuse later ones; no server samples for it
+        when this returns.
+        """
+        self._has_ended = True
+        for work in self._in_flight:
+            work.cancel()
+        await asyncio.gather(*self._in_flight, return_exceptions=True)
 
     async def _counted(
         self, answers: Coroutine[Any, Any, Result], request: ChatRequest | TextRequest
@@ -209,7 +217,8 @@ class Episode:
                     routes_from=asked.routes_known,
                 )
             )
-        work = asyncio.ensure_future(all_or_first_failure(calls))
+        sampled = all_or_first_failure(calls)
+        work = asyncio.get_running_loop().create_task(sampled, context=self._context)
         self._in_flight.add(work)
         try:
             parts = await work

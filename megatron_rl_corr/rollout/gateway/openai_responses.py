@@ -93,7 +93,7 @@ class ResponseExchange:
             raise refused("background", "is true: wait for the answer.")
         if given.get("truncation", "disabled") != "disabled":
             raise refused("truncation", f"is {given['truncation']!r}: nothing of an input is left out.")
-        kind = given.get("text", {}).get("format", {"type": "text"}).get("type")
+        kind = (given.get("text", {}).get("format") or {"type": "text"}).get("type")
         if kind != "text":
             raise refused(
                 "text.format", f"is {kind!r}: constrained answers are of another policy; use 'text'."

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import orjson
 from aiohttp import web
 
+from megatron_rl_corr.data import json_text
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.gateway import anthropic, openai_messages
 from megatron_rl_corr.rollout.gateway.anthropic import MessageExchange
-from megatron_rl_corr.rollout.gateway.bodies import Exchange, Memory, event
+from megatron_rl_corr.rollout.gateway.bodies import Exchange, Memory, event, json_bytes
 from megatron_rl_corr.rollout.gateway.openai_chat import ChatExchange
 from megatron_rl_corr.rollout.gateway.openai_completions import TextExchange
 from megatron_rl_corr.rollout.gateway.openai_responses import ResponseExchange
@@ -76,6 +76,8 @@ class _OpenEpisode:
     memory: Memory
     closed: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     failure: BaseException | None = None
+    replies: set[_Reply] = field(default_factory=set)
+    """Those that are not delivered yet."""
 
 
 class Gateway:
@@ -159,14 +161,20 @@ class Gateway:
         """As root_url, with the key in it, for clients that have no place for a key."""
         return f"{self.root_url}/episodes/{key}"
 
-    def open_episode(self, session: EpisodeSession) -> str:
-        """A new key, by which the session is asked from now on; call it on the loop that serves."""
+    def open_episode(self, session: EpisodeSession, sampling: SamplingParams | None = None) -> str:
+        """A new key, by which the session is asked from now on; call it on the loop that serves.
+
+        Args:
+            session: answers.
+            sampling: how it samples; None: as the run, and an evaluation may sample in another way.
+        """
         key = secrets.token_hex(16)
-        self._episodes[key] = _OpenEpisode(session, Memory(self._sampling))
+        self._episodes[key] = _OpenEpisode(session, Memory(sampling or self._sampling))
         return key
 
     def close_episode(self, key: str) -> None:
-        """Forget the key, and cancel its requests; they and later ones are answered 401.
+        """Forget the key, and cancel its requests; they and later ones are answered 401. What is answered and
+        not delivered by now is undelivered when this returns.
 
         Raises:
             Exception: what the session raised in a request, other than GatewayError; the harness was
@@ -174,6 +182,8 @@ class Gateway:
         """
         episode = self._episodes.pop(key)
         episode.closed.set_result(None)
+        for reply in episode.replies:
+            reply.undo()
         if episode.failure is not None:
             raise episode.failure
 
@@ -276,16 +286,19 @@ class _Reply:
         self._request, self._episode, self._asked, self._form = request, episode, asked, form
         self._headers, self._alive_after_s = headers, alive_after_s
         self._stream: web.StreamResponse | None = None
+        self._answering: asyncio.Future[Sequence[Answer]] | None = None
+        self._undone = False
 
     async def run(self) -> web.StreamResponse:
         """The response, all of it written."""
         session = self._episode.session
         ask = session.chat if isinstance(self._asked.request, ChatRequest) else session.text
-        answering = asyncio.ensure_future(ask(self._asked.request))
+        answering = self._answering = asyncio.ensure_future(ask(self._asked.request))
+        self._episode.replies.add(self)
         delivered = False
         try:
             answers = await self._answers(answering)
-            response = await self._write(answers)
+            response = await self._written(answers)
             delivered = True
             return response
         except GatewayError as error:
@@ -295,8 +308,9 @@ class _Reply:
         except ConnectionError:  # the client has gone, and nobody reads what is returned
             return web.Response()
         finally:
+            self._episode.replies.discard(self)
             if not delivered:
-                self._undo(answering)
+                self.undo()
 
     async def _answers(self, answering: asyncio.Future[Sequence[Answer]]) -> Sequence[Answer]:
         """What the session answers; a stream is told meanwhile that it lives."""
@@ -317,6 +331,16 @@ class _Reply:
         if error is not None:
             raise GatewayError(500, "server_error", "The policy could not be asked; the run has the cause.")
         return answering.result()
+
+    async def _written(self, answers: Sequence[Answer]) -> web.StreamResponse:
+        try:
+            return await self._write(answers)
+        except (GatewayError, ConnectionError):
+            raise
+        except Exception as error:  # official clients would repeat the request, as if nothing were wrong
+            self._episode.failure = self._episode.failure or error
+            what = "The answer can't be written; the run has the cause."
+            raise GatewayError(500, "server_error", what) from error
 
     async def _write(self, answers: Sequence[Answer]) -> web.StreamResponse:
         if self._asked.streams:
@@ -351,12 +375,18 @@ class _Reply:
         if self._request.transport is not None:
             self._request.transport.set_write_buffer_limits(high=0)
 
-    def _undo(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
-        """Cancel the session's call, or take its answers back. Nothing is awaited: this task may be cancelled
-        again, as its connection ends.
+    def undo(self) -> None:
+        """Cancel the session's call, or take its answers back, once. Nothing is awaited: this task may be
+        cancelled again, as its connection ends.
         """
-        answering.cancel()
-        answering.add_done_callback(self._take_back)
+        if self._undone:
+            return
+        self._undone = True
+        if self._answering.done():
+            self._take_back(self._answering)
+        else:
+            self._answering.cancel()
+            self._answering.add_done_callback(self._take_back)
 
     def _take_back(self, answering: asyncio.Future[Sequence[Answer]]) -> None:
         """What it has answered is undelivered, what it raised is kept."""
@@ -371,8 +401,8 @@ class _Reply:
 
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
-        body = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
+        body = json_text.loads(text, unique_keys=False)
+    except ValueError as error:
         raise GatewayError(
             400, "invalid_json", f"We could not parse the JSON body of your request: {error}"
         ) from None
@@ -383,7 +413,7 @@ def _json_object(text: bytes) -> dict[str, Any]:
 
 def _json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(
-        body=orjson.dumps(content), status=status, headers=headers, content_type="application/json"
+        body=json_bytes(content), status=status, headers=headers, content_type="application/json"
     )
 
 

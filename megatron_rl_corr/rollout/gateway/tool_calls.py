@@ -65,7 +65,9 @@ def parse_tool_calls(name: str, text: str, tools: Tools, *, turn: str) -> tuple[
         return text, []
     try:
         content, calls = form.read(text, tools)
-    except (_Malformed, RecursionError):  # JSON may be too deep to be read
+        for call in calls:  # half of a character, as \ud83d in JSON, has no UTF-8
+            _dumps([call.name, json.loads(call.arguments)]).encode()
+    except (_Malformed, RecursionError, UnicodeEncodeError):  # JSON may be too deep to be read
         return text, []
     if not calls:
         return text, []

@@ -300,15 +300,18 @@ class TurnTree:
         which the branches began.
 
         A turn goes on with the branch of the one before it if it is the first behind that; others begin one.
+        The first is passed over whose branch ends with a cut answer, where another one's does not: cut
+        sequences may be kept out of the loss, and what others continue must not go with them.
         """
         found: list[tuple[int, Turn, int]] = []
         waiting = [(root, root, 0) for root in self._roots]
+        goes_on = self._goes_on()
         while waiting:
             turn, first, shared = waiting.pop()
             while turn.children:
-                later = turn.children[1:]
-                waiting += [(child, child, child.depth) for child in later]
-                turn = turn.children[0]
+                own = goes_on[turn]
+                waiting += [(child, child, child.depth) for child in turn.children if child is not own]
+                turn = own
             found.append((first.number, turn, shared))
         return [(turn, shared) for _, turn, shared in sorted(found, key=lambda one: one[0])]
 
@@ -345,6 +348,18 @@ class TurnTree:
         return problems
 
     # internals
+
+    def _goes_on(self) -> dict[Turn, Turn]:
+        """The one behind each turn that goes on with its branch, as `leaves` says."""
+        found: dict[Turn, Turn] = {}
+        ends_cut: dict[Turn, bool] = {}
+        for turn in reversed(list(self.turns())):  # those behind it come first
+            ends_cut[turn] = turn.part.finish_reason == "length"
+            if turn.children:
+                whole = (child for child in turn.children if not ends_cut[child])
+                found[turn] = next(whole, turn.children[0])
+                ends_cut[turn] = ends_cut[found[turn]]
+        return found
 
     def _message(self, given: Mapping[str, Any]) -> Message:
         whole = hashlib.blake2b(json.dumps(given).encode(), digest_size=16).digest()

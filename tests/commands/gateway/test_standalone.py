@@ -79,6 +79,17 @@ def test_gateway_when_strict_then_other_sampling_is_refused(sglang_server_fp32, 
         assert ask(url, "any", [USER], temperature=1.0)["role"] == "assistant"
 
 
+def test_gateway_when_a_conversation_is_longer_than_the_server_takes_then_the_harness_is_told(
+    sglang_server_fp32, model
+):
+    """And its episode has not failed for that."""
+    with gateway(sglang_server_fp32, model) as (url, _, _):
+        with pytest.raises(urllib.error.HTTPError) as raised:
+            ask(url, "any", [USER | {"content": "is it wet? " * 500}])
+        assert raised.value.code == 400 and b"context_length_exceeded" in raised.value.read()
+        assert ask(url, "any", [USER])["role"] == "assistant"
+
+
 @pytest.mark.parametrize("by_command", [False, True])
 def test_rollout_when_agents_sample_then_their_episodes_are_written(
     sglang_server_fp32, model, tmp_path, capsys, by_command

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -132,6 +133,17 @@ def test_episode_when_its_harness_fails_then_its_sample_does(row, cause, says):
     assert "row 7 of the data set" in failure.__notes__[0] and counts.episodes == 1
 
 
+def test_evaluation_when_sampled_in_another_way_then_requests_are_compared_with_its_own():
+    """The harness asks for a temperature of 0.3, twice."""
+
+    async def asked():
+        async with agents() as own:
+            await own.generate(Script(), [prompt(do="forks")], replace(SAMPLING, temperature=0.3))
+            return own.counts.overridden
+
+    assert asyncio.run(asked()) == 0
+
+
 def test_requests_when_too_many_then_refused_and_counted(tmp_path):
     path = tmp_path / "notes"
     failure, _, counts, client = generate(
@@ -172,6 +184,42 @@ def test_key_when_its_episode_has_ended_then_401(tmp_path):
             await asyncio.to_thread(wait_until, lambda: not is_alive(pid))
 
     asyncio.run(cancelled())
+
+
+class Slow(Script):
+    """A server that samples until it is told to end, which takes it a while."""
+
+    def __init__(self):
+        super().__init__()
+        self.sampling = self.begun = 0
+
+    async def turn(self, *args, **how):
+        self.sampling, self.begun = self.sampling + 1, self.begun + 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.3)
+            self.sampling -= 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_group_when_cancelled_or_failed_then_its_servers_sample_no_more_of_it_when_it_is_over(fails):
+    """With no lag none samples while weights change."""
+
+    async def scenario():
+        async with agents(timeout_s=1.0 if fails else 60.0) as own:
+            client = Slow()
+            rows = [prompt(do="asks_for_ever", notes=os.devnull)] * 2
+            call = asyncio.create_task(own.generate(client, rows, SAMPLING))
+            while client.begun < 2:
+                await asyncio.sleep(0.01)
+            if not fails:
+                call.cancel()
+            with pytest.raises((asyncio.CancelledError, SampleFailure)):
+                await call
+            assert client.sampling == 0
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_starter_when_killed_in_a_group_then_its_samples_fail(tmp_path):

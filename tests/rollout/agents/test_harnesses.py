@@ -295,3 +295,33 @@ def test_running_when_a_pipe_gives_much_then_a_bound_is_kept():
 def test_outcome_when_it_is_something_else_then_it_is_refused(value):
     with pytest.raises(ValueError, match="`agent` f"):
         checked_outcome(value, "`agent` f")
+
+
+def test_harness_when_no_process_can_be_had_then_it_fails_and_no_descriptor_is_lost(tmp_path):
+    file = tmp_path / "no_fork.py"
+    file.write_text(
+        "import os\n\ndef fork():\n    raise OSError(11, 'no process')\n\nos.fork = fork\n\n"
+        "def run(*_):\n    return 1.0\n"
+    )
+
+    async def asked():
+        made = Harnesses(HarnessKind(f"{file}:run", None, 60.0, 1.0, "`agent`"))
+        await made.start()
+        try:
+            counts = []
+            for _ in range(3):
+                failure = await outcome(made)
+                assert "could not be started" in str(failure) and "no process" in str(failure)
+                counts.append(len(os.listdir(f"/proc/{made.pid}/fd")))
+            return counts
+        finally:
+            await made.close()
+
+    assert len(set(asyncio.run(asked()))) == 1
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
+def test_command_when_its_reward_is_no_finite_number_then_it_fails_and_is_not_without_one(value):
+    """No reward would be for the reward function to give."""
+    [failure] = run({}, command=("echo", f'{{"reward": {value}}}'))
+    assert isinstance(failure, SampleFailure) and "finite" in str(failure)

@@ -228,12 +228,19 @@ class Naive:
         """[(turns from the root to the leaf, how many are sampled elsewhere)] in order."""
         kept = [turn for turn in self.turns if not turn["gone"]]
         owner, heads = {}, []
+
+        def behind(turn):
+            """What goes on with its branch: the first that does not end cut, else the first."""
+            own = [one for one in kept if one["parent"] is turn]
+            return next((one for one in own if not ends_cut(one)), own[0] if own else None)
+
+        def ends_cut(turn):
+            later = behind(turn)
+            return turn["record"]["part"].finish_reason == "length" if later is None else ends_cut(later)
+
         for turn in kept:
             parent = turn["parent"]
-            first = parent is not None and not any(
-                one["parent"] is parent and one["number"] < turn["number"] for one in kept
-            )
-            if first:
+            if parent is not None and behind(parent) is turn:
                 owner[turn["number"]] = owner[parent["number"]]
             else:
                 owner[turn["number"]] = len(heads)

@@ -14,7 +14,7 @@ from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeRules
 from megatron_rl_corr.rollout.gateway.templates import Templates
-from megatron_rl_corr.rollout.gateway.types import ChatRequest, TextRequest
+from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.seeds import Draw
 from tests.tiers import in_matrix
 
@@ -201,3 +201,29 @@ def test_episode_when_a_server_is_killed_in_a_turn_then_another_answers_and_noth
     assert client.counts()["retries"] > 0 and companion.url in {branch.server for branch in branches}
     assert len({tuple(branch.output_ids.tolist()) for branch in branches}) == 8
     loop.call(client.close())
+
+
+def longest_of(client, loop):
+    (url,) = client.base_urls
+    engine = client.engine_of(url)
+    return engine.longest_sequence(url, loop.call(client.ask(url, engine.list_models())))
+
+
+@pytest.mark.parametrize("left", [12, 3, 1])
+def test_conversation_when_it_reaches_the_longest_that_a_server_takes_then_it_is_cut_and_none_fails(
+    client, loop, left
+):
+    """A server may take fewer tokens than its context has; the longest episode must not fail for it."""
+    most = longest_of(client, loop)
+    rules = EpisodeRules(sampling(client, 400), max_tokens=most, max_turns=20)
+    made = Episode(client, Templates(tokenizer()), rules, Draw(0, 5, left))
+
+    async def scenario():
+        try:
+            (answer,) = await made.text(TextRequest([3 + one % 40 for one in range(most - left)]))
+        except GatewayError as error:
+            return error.code
+        return answer.finish_reason
+
+    assert loop.call(scenario()) in ("context_length_exceeded", "length", "stop")
+    loop.call(made.finish())

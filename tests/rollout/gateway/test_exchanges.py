@@ -161,6 +161,7 @@ def test_responses_when_not_stored_then_not_found(memory):
     after = ask(previous_response_id=kept["id"]).request.messages
     assert after == [USER, {"role": "assistant", "content": "two"}, USER]
     assert refused(ask, previous_response_id="resp_a0")[0] == "previous_response_not_found"
+    assert ask(text={"format": None, "verbosity": "low"}).request.messages == [USER]
 
 
 def test_responses_when_items_of_an_assistant_follow_each_other_then_one_message(memory):

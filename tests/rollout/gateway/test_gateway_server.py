@@ -11,7 +11,8 @@ import aiohttp
 import pytest
 
 from megatron_rl_corr.rollout.gateway.server import OVERRIDDEN_HEADER, Gateway
-from tests.rollout.gateway.scripted_session import SAMPLING, ScriptedSession
+from tests.rollout.gateway.agents_model import Servers, episode
+from tests.rollout.gateway.scripted_session import SAMPLING, ScriptedSession, answer
 
 LIMIT = 30
 """Seconds that only a hang reaches."""
@@ -281,6 +282,25 @@ def test_episode_when_closed_then_its_requests_end_and_its_key_is_unknown():
     served(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_episode_when_closed_as_an_answer_comes_then_it_is_no_turn_of_what_the_episode_gives(stream):
+    """The turn is made, and the harness, which has ended, never gets it."""
+
+    async def test(gateway, _, key, http):
+        made = episode(Servers(("a<|end|>", "stop", 3)))
+        key = gateway.open_episode(made)
+        reader, writer = await connected(gateway, key, chat("hi", stream=stream))
+        while not list(made.tree.turns()):
+            await asyncio.sleep(0)
+        gateway.close_episode(key)
+        branches = await made.finish()
+        assert b" 401 " in await reader.readline()
+        assert branches == [] and made.counts.undelivered == 1
+        writer.close()
+
+    served(test)
+
+
 def test_episode_when_closed_under_a_stream_then_it_ends_with_an_error():
     async def test(gateway, session, key, http):
         url = f"{gateway.base_url}/chat/completions"
@@ -343,6 +363,73 @@ def test_logs_when_all_goes_wrong_then_neither_keys_nor_bodies_are_in_them(caplo
 
     with caplog.at_level(logging.DEBUG):
         served(test)
+
+
+class CallingSession(ScriptedSession):
+    """Answers by one call with these arguments, JSON text."""
+
+    def __init__(self, arguments):
+        super().__init__()
+        self.arguments = arguments
+
+    async def chat(self, request):
+        self.requests.append(request)
+        function = {"name": "add", "arguments": self.arguments}
+        calls = [{"id": "call_7", "type": "function", "function": function}]
+        return [answer("7", "", sampled="x", reason="tool_calls", tool_calls=calls)]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("value", ["123456789012345678901234567890", "[" * 300 + "]" * 300])
+def test_calls_when_their_arguments_are_what_few_can_write_then_answered_and_known_when_sent_back(
+    path, value
+):
+    async def test(gateway, _, key, http):
+        session = CallingSession(arguments=f'{{"a":{value}}}')
+        key, said = gateway.open_episode(session), {"messages": chat("hi")["messages"], "max_tokens": 9}
+        body = {"model": "m"} | ({"input": "hi"} if path == "/v1/responses" else said)
+        for stream in (False, True):
+            async with http.post(
+                gateway.root_url + path, json=body | {"stream": stream}, headers={"x-api-key": key}
+            ) as answered:
+                assert answered.status == 200
+                made = await answered.text()
+        assert session.gone == [] and len(session.requests) == 2
+        if path == "/v1/messages":  # the only ones that send values
+            assert "message_stop" in made
+            block = {
+                "type": "tool_use",
+                "id": "call_7",
+                "name": "add",
+                "input": json.loads(session.arguments),
+            }
+            messages = [*body["messages"], {"role": "assistant", "content": [block]}, *body["messages"]]
+            status, _, _ = await post(
+                http, gateway.root_url + path, body | {"messages": messages}, **{"x-api-key": key}
+            )
+            [call] = session.requests[-1].messages[1]["tool_calls"]
+            assert status == 200 and call["function"]["arguments"] == session.arguments
+
+    served(test)
+
+
+def test_answer_when_it_can_not_be_written_then_not_repeated_and_the_run_has_the_cause():
+    async def test(gateway, _, key, http):
+        session = CallingSession(arguments='{"a": "\ud83d"}')
+        for stream in (False, True):
+            key = gateway.open_episode(session)
+            async with http.post(
+                f"{gateway.base_url}/chat/completions",
+                json=chat("hi", stream=stream),
+                headers={"x-api-key": key},
+            ) as answered:
+                made = await answered.text()
+            assert "server_error" in made
+            assert stream or answered.headers["x-should-retry"] == "false"
+            with pytest.raises(UnicodeEncodeError):
+                gateway.close_episode(key)
+
+    served(test)
 
 
 def test_gateway_when_closed_then_open_requests_end():

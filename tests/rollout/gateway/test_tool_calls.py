@@ -142,6 +142,19 @@ def test_calls_when_the_policy_repeats_itself_then_read_in_time(name):
             assert ours(name, text) is not None
 
 
+@pytest.mark.parametrize("name", ["hermes", "kimi_k2"])
+def test_calls_when_they_have_half_a_character_then_content(name):
+    arguments = '{"a": "\\ud83d"}'
+    text = {
+        "hermes": f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>',
+        "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+        f"{arguments}<|tool_call_end|><|tool_calls_section_end|>",
+    }[name]
+    assert parse_tool_calls(name, text, None, turn="1") == (text, [])
+    whole = text.replace("d83d", "d83d\\ude00")
+    assert len(parse_tool_calls(name, whole, None, turn="1")[1]) == 1
+
+
 def test_calls_when_json_is_none_that_can_be_read_then_content():
     for arguments in ('{"a": NaN}', '{"a": ' + "9" * 5_000 + "}", '{"a": ' + "[" * 100_000):
         text = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'

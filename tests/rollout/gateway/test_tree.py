@@ -1,6 +1,7 @@
 """Which ids a request is sampled from, and what becomes of the answers, by hand."""
 
 import asyncio
+import contextvars
 import json
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer as FolderTokenizer
 from megatron_rl_corr.rollout import SampleFailure
 from megatron_rl_corr.rollout.gateway.templates import Templates
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
+from megatron_rl_corr.rollout.trace import CURRENT, GroupTrace
 from tests.rollout.gateway.agents_model import (
     Servers,
     backend,
@@ -242,6 +244,26 @@ def test_fork_when_two_turns_share_one_then_it_is_sampled_in_the_first_and_in_th
     # asked where the parent's tokens are
     assert [one["prefer"] for one in servers.log] == [None, "http://0", "http://0", "http://1"]
     assert [one["draw"].turn for one in servers.log] == [0, 1, 2, 3]
+
+
+def test_fork_when_the_first_answer_was_cut_then_what_both_share_is_sampled_with_the_one_that_was_not():
+    """Cut sequences may be kept out of the loss: what another one continues must not go with them."""
+    servers = Servers(("a<|end|>", "stop"), ("b", "length"), ("c<|end|>", "stop"), ("d", "length"))
+    made = episode(servers)
+
+    async def scenario():
+        await made.chat(ChatRequest([USER]))
+        for _ in range(3):
+            await made.chat(ChatRequest([USER, said("a"), MORE]))
+        return await made.finish()
+
+    branches = run(scenario())
+    assert made.tree.check() == [] and [one.branch for one in branches] == [0, 1, 2]
+    assert [(text_of(one.output_ids[one.sampled]), one.finish_reason) for one in branches] == [
+        ("a<|end|>c<|end|>", "stop"),
+        ("b", "length"),
+        ("d", "length"),
+    ]
 
 
 def test_answers_when_several_or_equal_then_each_is_a_turn_and_each_gets_its_own_continuation():
@@ -484,6 +506,23 @@ def test_harness_when_it_ends_then_requests_in_flight_are_no_turns():
 
     (branch,) = run(scenario())
     assert text_of(branch.output_ids) == "a<|end|>"
+
+
+def test_requests_when_asked_by_the_gateways_own_tasks_then_traced_with_the_group_of_the_episode():
+    async def scenario():
+        seen = []
+
+        def draws(*_):
+            seen.append(CURRENT.get())
+            return "a<|end|>", "stop"
+
+        CURRENT.set(trace := GroupTrace(7))
+        made = episode(Servers(draws=draws))
+        asking = made.chat(ChatRequest([USER], n=2))
+        await asyncio.get_running_loop().create_task(asking, context=contextvars.Context())
+        return seen == [trace, trace]
+
+    assert run(scenario())
 
 
 def test_connection_when_it_is_gone_while_sampling_then_there_is_no_turn():
