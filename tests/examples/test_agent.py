@@ -21,7 +21,7 @@ from megatron_rl_corr.rollout.sample_file import read_trajectories
 from tests.examples.agent_runs import AGENTS, EXAMPLE, PYTHON, ROOT, episodes, require_harnesses
 from tests.preloaded import PreloadedServer, address, run_preloaded
 from tests.rollout.agents.test_agents import Script
-from tests.tiers import in_matrix, matrix
+from tests.tiers import in_matrix, long, matrix
 from tools.cpu import environment, gpu_available, sglang_arguments, vllm_arguments
 
 pytestmark = matrix
@@ -169,6 +169,7 @@ STEPS, RUN = 3, ["--agent", "--out"]
 QUICK = ["--supervised-steps", 100]
 
 
+@long
 def test_example_when_run_then_its_agents_give_the_samples_and_it_ends_well(tmp_path):
     out = tmp_path / "run"
     done = run_preloaded([FORKED, *RUN, out, "--steps", STEPS, *QUICK], cwd=ROOT, timeout=280)
@@ -188,6 +189,7 @@ def test_example_when_run_then_its_agents_give_the_samples_and_it_ends_well(tmp_
     assert "4/4 the run, drawn" in done.stdout and (out / "report.html").is_file()
 
 
+@long
 def test_stop_while_agents_are_asked_then_no_process_is_left(tmp_path):
     out, mark = tmp_path / "run", {"TEST_AGENT_OUT": str(tmp_path)}
     for engine in ("megatron", "sglang"):
