@@ -48,7 +48,9 @@ METRICS = in_group(
         replace(spec, only_with="--rollout-agent or --rollout-agent-command")
         for spec in (
             MetricSpec(
-                "agent/episodes", "agents' episodes that ended since the batch before, well or not", "count"
+                "agent/episodes",
+                "agents' episodes that ended since the batch before, well or not; evaluations' too",
+                "count",
             ),
             MetricSpec("agent/harness_s", "seconds of an episode", "mean over these episodes"),
             MetricSpec(
