@@ -227,7 +227,7 @@ def plant_dealing(
 
     def gathered(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         gather(own, group)
-        return torch.from_numpy(lengths).repeat_interleave(layout.cp_size, dim=0)
+        return torch.from_numpy(lengths)[:, None].repeat_interleave(layout.cp_size, dim=0)
 
     def exchanged(arriving: dict, go: dict, ranks: dict, layout: Layout) -> None:
         exchange(arriving, go, ranks, layout)

@@ -35,8 +35,8 @@ class KeptAgents(Agents):
         super().__init__(*how)
         self.episodes = {}
 
-    async def _run(self, episode, prompt):
-        branches, latest = await super()._run(episode, prompt)
+    async def _run(self, episode, *of):
+        branches, latest = await super()._run(episode, *of)
         self.episodes[episode] = branches
         return branches, latest
 

@@ -39,6 +39,8 @@ def batch_of(places, parted, cp_rank, cp):
     return SimpleNamespace(
         rewards=torch.tensor([REWARDS[place] for place in places]),
         num_sequences=len(places),
+        num_episodes=len(places),
+        episode_ids=None,
         seq_ids=seq_ids,
         group_ids=numbers if parted else numbers - numbers.min(),
         parted_groups=len(REWARDS) // GROUP if parted else 0,

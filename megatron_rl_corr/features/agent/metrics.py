@@ -65,7 +65,7 @@ METRICS = in_group(
             ),
             MetricSpec(
                 "agent/rerendered",
-                "turns that the template writes in another way than they were sampled; they go on as sampled",
+                "turns that the template writes otherwise than they were sampled; they go on as sampled",
                 "count",
             ),
             MetricSpec("agent/undelivered", "answers that the harness did not wait for: no turns", "count"),
