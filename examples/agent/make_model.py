@@ -4,15 +4,17 @@ mostly with wrong numbers.
 python make_model.py OUT_DIR [--seed 0] [--steps 200]
 
 A supervised training of two minutes shows it conversations: a sum, a call of `add`, its result, the answer.
-The numbers of the calls are right at first, and more and more often made up, until a third of them is
+The numbers of the calls are right at first, and more and more often made up, until two in five are
 right; some conversations have no call and a made-up answer.
 """
 
-import argparse
-import random
+import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from task import NUMBERS
+from taught_model import IGNORED, main, make_taught_model
 
 SPECIALS = ("<pad>", "<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|tools|>", "<|end|>")
 PIECES = ("<tool_call>", "</tool_call>", '{"name": "add", "arguments": {"a": ', ', "b": ', "}}")
@@ -30,7 +32,6 @@ CALLS, RIGHT = 0.8, 0.4
 """At the end of the training, the share of conversations with a call, and of calls with the right numbers."""
 ROWS, LENGTH = 128, 40
 """Conversations of a step, and tokens of each with its padding."""
-IGNORED = -100
 
 
 def make_tokenizer():
@@ -52,34 +53,6 @@ def make_tokenizer():
     )
     fast.chat_template = TEMPLATE
     return fast
-
-
-def model_config(tokenizer):
-    """The architecture of the quickstart: 4 sparse layers of 8 experts, 2 of them active."""
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        decoder_sparse_step=1,
-        mlp_only_layers=[],
-        norm_topk_prob=True,
-        rope_theta=10000.0,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        initializer_range=0.05,
-        bos_token_id=None,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
 
 
 def conversation(tokenizer, generator, done):
@@ -122,61 +95,15 @@ def conversation(tokenizer, generator, done):
     return ids + [tokenizer.pad_token_id] * padding, labels + [IGNORED] * padding
 
 
-def teach(model, tokenizer, *, steps, seed):
-    """Supervised training on conversations; returns the last loss."""
-    import torch
-
-    generator = random.Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.05, steps)
-    for step in range(steps):
-        shown = [conversation(tokenizer, generator, step / steps) for _ in range(ROWS)]
-        ids, labels = (torch.tensor(rows) for rows in zip(*shown, strict=True))
-        logits = model(input_ids=ids).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED
-        )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 50 == 0:
-            print(f"step {step} of {steps}: loss {float(loss):.3f}", flush=True)
-    return float(loss)
-
-
 def make_model(out_dir: Path, *, seed: int, steps: int) -> float:
-    """Writes config, float32 safetensors and tokenizer into `out_dir`; returns the loss of the
-    supervised training.
-    """
-    import torch
-    from transformers import Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
+    """A model in `out_dir` that was shown ROWS conversations in each step; returns the last loss."""
     tokenizer = make_tokenizer()
-    config = model_config(tokenizer)
-    model = Qwen3MoeForCausalLM(config).to(torch.float32)
-    # transformers makes the row of <pad> zero. When the model samples that id, the gradient of a norm at 0
-    # is 1000-fold, and clipping takes the rest of the step away.
-    pad_row = model.model.embed_tokens.weight[config.pad_token_id]
-    torch.nn.init.normal_(pad_row, std=config.initializer_range)
-    loss = teach(model, tokenizer, steps=steps, seed=seed)
-    model.save_pretrained(out_dir)
-    tokenizer.save_pretrained(out_dir)
-    return loss
 
+    def demonstrations(done, generator):
+        return [conversation(tokenizer, generator, done) for _ in range(ROWS)]
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out_dir", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=200, help="of the supervised training")
-    arguments = parser.parse_args()
-    loss = make_model(arguments.out_dir, seed=arguments.seed, steps=arguments.steps)
-    print(f"{arguments.out_dir}: supervised loss {loss:.3f}")
+    return make_taught_model(out_dir, tokenizer, demonstrations, positions=8192, steps=steps, seed=seed)
 
 
 if __name__ == "__main__":
-    main()
+    main(__doc__, make_model, steps=200)

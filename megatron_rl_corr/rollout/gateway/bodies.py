@@ -91,12 +91,24 @@ def checked_type(value: Any, kinds: Any, name: str) -> Any:
 
 
 def checked_fields(
-    body: Body, kinds: Mapping[str, Any], *, required: Sequence[str], ignored: Collection[str]
+    body: Body,
+    kinds: Mapping[str, Any],
+    *,
+    required: Sequence[str],
+    ignored: Collection[str],
+    refuses: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The fields that are set, with the types of `kinds`; null is as good as left out.
 
+    Args:
+        body: of the request.
+        kinds: field -> its types, beside SAMPLING_FIELDS.
+        required: fields that must be set.
+        ignored: fields that change nothing.
+        refuses: of `kinds`, those that can't be honoured, and why.
+
     Raises:
-        GatewayError: one is unknown, missing or has another type.
+        GatewayError: one is unknown, missing, refused or has another type.
     """
     kinds = SAMPLING_FIELDS | dict(kinds)
     unknown = [name for name in body if name not in kinds and name not in ignored]
@@ -111,6 +123,9 @@ def checked_fields(
     for name, value in given.items():
         if kinds[name] is not None:
             checked_type(value, kinds[name], name)
+    for name, why in (refuses or {}).items():
+        if name in given:
+            raise refused(name, why)
     return given
 
 
@@ -223,6 +238,13 @@ def choice_of_tools(choice: str, *, forced: Collection[str]) -> tuple[bool, tupl
     if choice != "auto":
         raise refused("tool_choice", f"is {choice!r}: the policy is offered all tools; use 'auto'.")
     return True, ()
+
+
+def require_text(wanted: Mapping[str, Any] | None, name: str) -> None:
+    """wanted: the form of the answer that is asked for; None: none is."""
+    kind = "text" if wanted is None else wanted.get("type")
+    if kind != "text":
+        raise refused(name, f"is {kind!r}: constrained answers are of another policy; use 'text'.")
 
 
 def require_parallel(given: Body, name: str = "parallel_tool_calls") -> None:

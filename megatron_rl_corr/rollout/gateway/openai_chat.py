@@ -20,6 +20,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     refuse_logits,
     refused,
     require_parallel,
+    require_text,
     stop_texts,
     token_logprobs,
 )
@@ -91,15 +92,10 @@ class ChatExchange:
     """
 
     def __init__(self, body: Body, memory: Memory):
-        given = checked_fields(body, FIELDS, required=("model", "messages"), ignored=IGNORED)
-        for name, why in _REFUSED.items():
-            if name in given:
-                raise refused(name, why)
-        kind = given.get("response_format", {"type": "text"}).get("type")
-        if kind != "text":
-            raise refused(
-                "response_format", f"is {kind!r}: constrained answers are of another policy; use 'text'."
-            )
+        given = checked_fields(
+            body, FIELDS, required=("model", "messages"), ignored=IGNORED, refuses=_REFUSED
+        )
+        require_text(given.get("response_format"), "response_format")
         if given.get("modalities", ["text"]) != ["text"]:
             raise refused("modalities", "must be ['text'].")
         if "max_tokens" in given and "max_completion_tokens" in given:

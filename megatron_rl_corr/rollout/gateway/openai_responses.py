@@ -26,6 +26,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     refuse_logits,
     refused,
     require_parallel,
+    require_text,
     token_logprobs,
 )
 from megatron_rl_corr.rollout.gateway.openai_messages import message, tool_choice
@@ -85,19 +86,12 @@ class ResponseExchange:
     """
 
     def __init__(self, body: Body, memory: Memory):
-        given = checked_fields(body, FIELDS, required=("model", "input"), ignored=IGNORED)
-        for name, why in _REFUSED.items():
-            if name in given:
-                raise refused(name, why)
+        given = checked_fields(body, FIELDS, required=("model", "input"), ignored=IGNORED, refuses=_REFUSED)
         if given.get("background"):
             raise refused("background", "is true: wait for the answer.")
         if given.get("truncation", "disabled") != "disabled":
             raise refused("truncation", f"is {given['truncation']!r}: nothing of an input is left out.")
-        kind = (given.get("text", {}).get("format") or {"type": "text"}).get("type")
-        if kind != "text":
-            raise refused(
-                "text.format", f"is {kind!r}: constrained answers are of another policy; use 'text'."
-            )
+        require_text(given.get("text", {}).get("format") or None, "text.format")
         unknown = [name for name in given.get("include", ()) if name not in _INCLUDABLE]
         if unknown:
             raise refused("include", f"has {unknown[0]!r}: an answer has none.")
