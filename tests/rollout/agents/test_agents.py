@@ -155,13 +155,13 @@ def test_requests_when_too_many_then_refused_and_counted(tmp_path):
     assert counts.refused == counts.requests - 3 > 0
 
 
-def test_servers_when_they_fail_then_the_episode_does_with_their_cause(tmp_path):
+def test_servers_when_they_fail_then_the_episode_does_with_their_cause():
     outage = RolloutOutage([(RolloutServerError("http://a:1", "/generate", 500, "gone"), None)])
-    row = {"do": "asks_for_ever", "notes": str(tmp_path / "notes")}
-    failure, _, _, _ = generate(row, client=Script(failure=outage), timeout_s=60.0)
+    row = {"do": "asks_for_ever", "notes": os.devnull}
+    failure, _, counts, _ = generate(row, client=Script(failure=outage), timeout_s=60.0)
     assert failure is outage
     # At once, though its harness would ask again and again for a minute.
-    assert len((tmp_path / "notes").read_text().splitlines()) < 30
+    assert 1 <= counts.requests < 30
     failure, _, _, _ = generate(row, client=Script(failure=SampleFailure("retries", "asked often")))
     assert failure.cause == "retries"
 
