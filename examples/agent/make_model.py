@@ -1,10 +1,10 @@
 """Makes the model that the training begins with: a tiny Qwen3-MoE that calls a tool in the right form, and
 mostly with wrong numbers.
 
-python make_model.py OUT_DIR [--seed 0] [--steps 200]
+python make_model.py OUT_DIR [--seed 0] [--steps 400]
 
 A supervised training of two minutes shows it conversations: a sum, a call of `add`, its result, the answer.
-The numbers of the calls are right at first, and more and more often made up, until two in five are
+The numbers of the calls are right at first, and more and more often made up, until three in ten are
 right; some conversations have no call and a made-up answer.
 """
 
@@ -28,7 +28,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
-CALLS, RIGHT = 0.8, 0.4
+CALLS, RIGHT = 0.8, 0.3
 """At the end of the training, the share of conversations with a call, and of calls with the right numbers."""
 ROWS, LENGTH = 128, 40
 """Conversations of a step, and tokens of each with its padding."""
@@ -106,4 +106,4 @@ def make_model(out_dir: Path, *, seed: int, steps: int) -> float:
 
 
 if __name__ == "__main__":
-    main(__doc__, make_model, steps=200)
+    main(__doc__, make_model, steps=400)

@@ -36,7 +36,7 @@ def parse_arguments(argv):
     add("--agent", choices=trained, default="openai_agents", help="which harness (default openai_agents)")
     add("--python", type=Path, default=PYTHON, help="the harness's interpreter (default .venv-agents')")
     add(
-        "--supervised-steps", type=int, default=200, help="of the training that makes the model (default 200)"
+        "--supervised-steps", type=int, default=400, help="of the training that makes the model (default 400)"
     )
     return parser.parse_args(argv)
 
