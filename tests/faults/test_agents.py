@@ -52,7 +52,7 @@ def under_way(folder, steps=0):
 def test_run_when_a_harness_is_killed_then_its_group_is_replaced_and_no_half_is_trained(
     trained_server, tiny_moe_dir, tmp_path, seen
 ):
-    write_agent_rows(tmp_path, 32, turns=2, pause_s=0.5)
+    write_agent_rows(tmp_path, 32, turns=2, pause_s=0.3)
     model = model_with_template(tiny_moe_dir, tmp_path)
     address("megatron")  # what forks runs must not end with a thread that waits for one
     with ThreadPoolExecutor(1) as thread:
@@ -129,7 +129,7 @@ def of_the_run(mark):
 def test_run_when_the_trainer_is_killed_and_loaded_then_no_episode_is_trained_twice(
     moment, lag, trained_server, tiny_moe_dir, tmp_path, seen
 ):
-    write_agent_rows(tmp_path, 64, pause_s=0.3)
+    write_agent_rows(tmp_path, 64, pause_s=0.2)
     model, mark = model_with_template(tiny_moe_dir, tmp_path), {"AGENT_DRILL": str(tmp_path)}
     flags = ["--rollout-max-lag", lag] if lag else []
     flags += ["--save-interval", SAVED, "--rollout-gateway-port", free_port()]

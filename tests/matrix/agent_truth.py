@@ -58,7 +58,7 @@ def noted(folder):
 
 
 def write_agent_rows(folder, count, *, turns=3, pause_s=0.05, question="is it wet {}?"):
-    """The data; every third row's harness compacts its history."""
+    """The data; every third row's harness compacts its history, and some groups take longer than others."""
     rows = [
         {
             "messages": [{"role": "user", "content": question.format(n)}],
@@ -66,7 +66,7 @@ def write_agent_rows(folder, count, *, turns=3, pause_s=0.05, question="is it we
             "notes": str(folder / "notes.jsonl"),
             "turns": turns,
             "compacts": n % 3 == 0,
-            "pause_s": pause_s,
+            "pause_s": pause_s * (1 + n % 5),
         }
         for n in range(count)
     ]
