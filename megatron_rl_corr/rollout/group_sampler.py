@@ -124,7 +124,7 @@ class GroupSampler:
             else:
                 trajectories = await self._episodes.generate(self._client, [prompt], sampling, **how)
             if self._drop_truncated and any(one.finish_reason == "length" for one in trajectories):
-                raise SampleFailure(TRUNCATED, "an earlier branch of it was cut")
+                raise SampleFailure(TRUNCATED, "it was cut")
             if self._rewards.compares:
                 compared = clock()
                 scores = await self._compared(prompt, number, scored, scores)
