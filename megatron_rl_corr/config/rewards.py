@@ -69,7 +69,8 @@ class RewardsConfig(Options):
     truncated_samples: Literal["train", "mask", "drop"] = "train"
     """Samples that were cut at `max_new_tokens` (or at `max_turns`): train takes them like others; mask
     keeps them out of the loss, while their rewards still count in their group's baseline; drop replaces
-    their whole group.
+    their whole group. Of an agent's episode mask keeps only those branches out that end so; drop acts where
+    any does.
     """
 
     max_failed_fraction: Annotated[float, Between(0, 1)] = option(0.05, metavar="X")

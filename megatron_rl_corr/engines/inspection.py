@@ -289,8 +289,14 @@ class Inspection(Protocol):
         """
         raise self._unsupported("lists of models")
 
+    def sequence_limit(self) -> Request:
+        """Ask how long a sequence may be: for what one request finds room for, which may be less than a
+        context.
+        """
+        return self.list_models()
+
     def longest_sequence(self, url: str, answer: Mapping[str, Any]) -> int:
-        """L, from the answer to `list_models`: a request is taken, and its response not cut before
+        """L, from the answer to `sequence_limit`: a request is taken, and its response not cut before
         max_new_tokens, whose prompt is shorter than L and L at most with max_new_tokens.
 
         Raises:

@@ -41,9 +41,8 @@ class GroupSampler:
             any other failure.
         episodes: for an environment; None: a sample is one response. It may give several trajectories of a
             sample, its branches, one behind the other, and calls on_sample once for each sample: with the
-            branch of the latest turn, which is scored and says whether the sample was cut. Rewards that it
-            gives branches are finite in float32.
-        drop_truncated: drop a group as soon as one of its samples was cut (finish reason length).
+            branch of the latest turn, which is scored. Rewards that it gives branches are finite in float32.
+        drop_truncated: drop a group of which a sample was cut (finish reason length), or one of its branches.
         traces: note the times of every group.
     """
 
@@ -124,6 +123,8 @@ class GroupSampler:
                 trajectories = await self._client.generate([prompt.input_ids], sampling, **how)
             else:
                 trajectories = await self._episodes.generate(self._client, [prompt], sampling, **how)
+            if self._drop_truncated and any(one.finish_reason == "length" for one in trajectories):
+                raise SampleFailure(TRUNCATED, "it was cut")
             if self._rewards.compares:
                 compared = clock()
                 scores = await self._compared(prompt, number, scored, scores)

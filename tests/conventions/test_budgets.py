@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "config": 2_690,
     "models": 1_870,
-    "engines": 5_415,
+    "engines": 5_419,
     "reduce": 655,
     "core": 1_870,
     "logprobs": 955,

@@ -132,6 +132,31 @@ def test_context_length_when_not_listed_then_protocol_error():
             SGLANG.context_length("u", answer)
 
 
+@pytest.mark.parametrize(
+    ("told", "longest"),
+    [
+        ((506, 16384, 1), 506),  # a context of 512
+        ((294, 300, 1), 294),  # a cache of 300 tokens
+        ((314, 320, 64), 192),
+        ((506, 600, 64), 472),
+        ((506, 700, 64), 506),
+        ((3, 9, 64), 1),
+    ],
+)
+def test_longest_sequence_when_the_cache_is_smaller_than_the_context_then_what_finds_room_there(
+    told, longest
+):
+    names = ("max_req_input_len", "max_total_num_tokens", "page_size")
+    assert SGLANG.sequence_limit().endpoint == "/server_info"
+    assert SGLANG.longest_sequence("u", dict(zip(names, told, strict=True))) == longest
+
+
+@pytest.mark.parametrize("told", [{}, {"max_req_input_len": 5, "max_total_num_tokens": None, "page_size": 1}])
+def test_longest_sequence_when_a_server_does_not_tell_then_protocol_error(told):
+    with pytest.raises(RolloutProtocolError, match="/server_info: no limits of a request"):
+        SGLANG.longest_sequence("u", told)
+
+
 def test_all_checksums_when_a_rank_has_none_then_protocol_error():
     assert SGLANG.all_checksums("u", {"ranks": [{"checksums": {"draft.w": "1"}}]}) == [{"draft.w": "1"}]
     with pytest.raises(RolloutProtocolError, match="/weights_checker: no checksums"):

@@ -178,6 +178,8 @@ def control_readers(engine):
             made.version_support,
         ):
             read(answer)
+        if made.sequence_limit().endpoint == made.server_info().endpoint:
+            made.longest_sequence(URL, answer)
         made.sampling_problem(answer, sampling)
         made.pause_problem(answer, "in_place", keyed_cache=False, samples_ahead=True)
         made.pause_problem(answer, "retract", keyed_cache=True, samples_ahead=True)

@@ -54,6 +54,7 @@ def launch(
     tokens=8,
     torchrun=None,
     package=None,
+    rewarded=True,
     **variables,
 ):
     """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
@@ -61,6 +62,7 @@ def launch(
     url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a
     row too long. checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags,
     beside the processes. package: the folder of a copy of megatron_rl_corr that runs in place of this one.
+    rewarded: by the reward in the folder.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     urls = [url] if isinstance(url, str) else url
@@ -73,8 +75,7 @@ def launch(
             "--rollout-prompts",
             folder / "prompts.jsonl",
             *more,
-            "--rollout-reward-function",
-            f"{folder / 'reward.py'}:reward",
+            *(["--rollout-reward-function", f"{folder / 'reward.py'}:reward"] if rewarded else []),
             "--rollout-server-check",
             checks,
         ]

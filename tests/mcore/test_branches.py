@@ -11,7 +11,9 @@ from tests import tensor_files
 from tests.mcore.branches_cases import BRANCHES, CASES, REJECTED
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
+from tests.tiers import in_matrix, matrix
 
+pytestmark = matrix
 HERE = Path(__file__).resolve().parent
 LOGPROBS, GRADIENT, METRIC = 1e-5, 2e-5, 2e-5
 """Absolute, relative, relative."""
@@ -25,8 +27,14 @@ LAYOUTS = {
         # A microbatch a sequence, so that the replica of fewer sequences has some of none.
         {"packed": 1, "replay": True, "cases": ["episodes", "unscored"]},
         {"packed": 48, "tp": 2, "ep": 2, "sp": True, "replay": True, "cases": ["episodes", "tokens"]},
+        # Behind an odd number of sequences interleaved stages get a microbatch of none.
+        {"packed": 1, "pp": 2, "vpp": 2, "cases": ["episodes", "unscored"]},
     ],
-    4: [{"packed": 24, "cp": 2, "replay": True, "cases": ["episodes", "sequences", "sums", "own"]}],
+    4: [
+        {"packed": 24, "cp": 2, "replay": True, "cases": ["episodes", "sequences", "sums", "own"]},
+        # The replica of fewer sequences has whole groups of microbatches of none.
+        *in_matrix({"packed": 1, "pp": 2, "vpp": 2, "cases": ["episodes", "sums of sequences"]}),
+    ],
 }
 
 

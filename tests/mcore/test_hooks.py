@@ -852,6 +852,7 @@ say(
         said(cuda_graph_impl="local"),
         said(fp8="hybrid"),
         said(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]),
+        said(moe_router_load_balancing_type="global_aux_loss"),
         said(tp_comm_overlap=True),
         said(fine_grained_activation_offloading=True),
         said(external_cuda_graph=True),
@@ -888,6 +889,8 @@ def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(
         f"{rows}",
         f"--moe-router-load-balancing-type aux_loss seq_aux_loss {but} it balances rows or batches, which "
         f"packs are not; use --moe-router-load-balancing-type aux_loss, {rows}",
+        f"--moe-router-load-balancing-type global_aux_loss {but} it balances rows or batches, which packs "
+        f"are not; use --moe-router-load-balancing-type aux_loss, {rows}",
         f"--tp-comm-overlap {but} its buffers have the size of rows; leave it out, {rows}",
         f"--fine-grained-activation-offloading {but} it plans with the first step's microbatches, and keeps "
         f"pinned buffers of every length that it meets; leave it out, {rows}",

@@ -13,6 +13,7 @@ from megatron_rl_corr.data.rewards import Score
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan, episode_numbers
 from megatron_rl_corr.mcore.batch.collect_metrics import count_samples
+from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.group_filter import has_spread
@@ -117,11 +118,22 @@ def test_group_when_a_reward_fails_then_all_sequences_of_its_sample_have_the_sub
     assert failures.ended == 2 and failures.by_cause["reward_error"] == 1
 
 
-@pytest.mark.parametrize(("last", "dropped"), [([1, 3], True), ([2, 3], False)])
-def test_truncated_when_the_latest_sequence_was_cut_then_the_sample_was(last, dropped):
+@pytest.mark.parametrize("last", [[1, 3], [2, 3]])
+def test_truncated_when_any_sequence_was_cut_then_the_sample_was(last):
     cut = [replace(one, finish_reason="length" if one.branch == 1 else "stop") for one in THREE]
     group, failures = sampled(cut, last, Lengths(), drop_truncated=True)
-    assert (group is None) == dropped and failures.truncated_groups == dropped
+    assert group is None and failures.truncated_groups == 1 and failures.by_cause.total() == 0
+    group, failures = sampled(THREE, last, Lengths(), drop_truncated=True)
+    assert group is not None and failures.truncated_groups == 0
+
+
+def test_truncated_when_masked_then_the_sequences_that_were_cut_alone():
+    """The rest of the episode is trained, with the reward of all of it."""
+    cut = [replace(one, finish_reason="length" if one.branch == 1 else "stop") for one in THREE]
+    how = {"length": 16, "version": 3, "mask_truncated": True, "with_episodes": True}
+    batch = RolloutBatch.from_trajectories(cut, torch.tensor([0.5, 0.5, 0.5, 1.0]), **how)
+    assert batch.in_loss.tolist() == [True, False, True, True]
+    assert batch.episodes.tolist() == [0, 0, 0, 1]
 
 
 def test_episode_numbers_when_branches_follow_each_other_then_one_each_sample():

@@ -31,6 +31,7 @@ FIELDS: dict[str, Fields] = {
         "pp_size": COUNT,
         "dp_size": COUNT,
         "ep_size": COUNT,
+        **dict.fromkeys(("max_req_input_len", "max_total_num_tokens", "page_size"), COUNT),
         **dict.fromkeys(
             (
                 "enable_dp_attention",

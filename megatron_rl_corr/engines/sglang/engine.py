@@ -149,5 +149,6 @@ class SGLang(Engine):
     update_support = staticmethod(servers.update_support)
     list_models = staticmethod(requests.list_models)
     context_length = staticmethod(servers.context_length)
+    sequence_limit = staticmethod(requests.server_info)
     longest_sequence = staticmethod(servers.longest_sequence)
     all_checksums = staticmethod(servers.all_checksums)

@@ -287,15 +287,21 @@ def context_length(url: str, answer: Mapping[str, Any]) -> int:
         raise RolloutProtocolError(url, "/v1/models", f"no max_model_len ({error!r})") from None
 
 
-RESERVED = 6
-"""Tokens of its context that a server gives to nobody: it takes prompts of fewer than the context - 6
-tokens, and cuts what is sampled at the context - 2.
-"""
-
-
 def longest_sequence(url: str, answer: Mapping[str, Any]) -> int:
-    """As `Engine.longest_sequence`; raises as `context_length`."""
-    return context_length(url, answer) - RESERVED
+    """As `Engine.longest_sequence`, from the answer to /server_info.
+
+    A server takes prompts of fewer than max_req_input_len tokens, which is 6 less than the context, or than
+    its cache of keys and values if that is smaller. It cuts what is sampled two tokens before the end of
+    the context, and two pages before that of the cache.
+
+    Raises:
+        RolloutProtocolError: it does not tell.
+    """
+    try:
+        longest, cache = (at_least_1(answer[name]) for name in ("max_req_input_len", "max_total_num_tokens"))
+        return max(1, min(longest, cache - 2 * at_least_1(answer["page_size"])))
+    except (KeyError, ValueError) as error:
+        raise RolloutProtocolError(url, "/server_info", f"no limits of a request ({error!r})") from None
 
 
 def all_checksums(url: str, answer: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -263,7 +263,7 @@ async def longest_sequence(client: RolloutClient) -> int:
     for url in client.base_urls:
         engine = client.engine_of(url)
         try:
-            lengths.append(engine.longest_sequence(url, await client.ask(url, engine.list_models())))
+            lengths.append(engine.longest_sequence(url, await client.ask(url, engine.sequence_limit())))
         except UnsupportedByEngine:
             continue
     return min(lengths)

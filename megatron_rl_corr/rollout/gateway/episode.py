@@ -39,8 +39,8 @@ class EpisodeRules:
     sampling: SamplingParams
     """How every answer is sampled; max_new_tokens bounds each of them."""
     max_tokens: int
-    """Tokens of a sequence at most, its prompt too: `seq_length` + 1, or the servers' context if it is
-    less.
+    """Tokens of a sequence at most, its prompt too: `seq_length` + 1, or what the servers have room for
+    if it is less.
     """
     max_turns: int
     """Requests of an episode."""

@@ -10,11 +10,11 @@ TEMPLATE = (
 )
 
 
-def folder_with_template(model, folder):
+def folder_with_template(model, folder, template=TEMPLATE):
     """The model's files, by links, and the tokenizer's."""
     folder.mkdir(exist_ok=True)
     made = make_tokenizer()
-    made.chat_template = TEMPLATE
+    made.chat_template = template
     made.save_pretrained(folder)
     for path in model.iterdir():
         if not (folder / path.name).exists():

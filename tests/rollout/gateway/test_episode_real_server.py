@@ -206,7 +206,7 @@ def test_episode_when_a_server_is_killed_in_a_turn_then_another_answers_and_noth
 def longest_of(client, loop):
     (url,) = client.base_urls
     engine = client.engine_of(url)
-    return engine.longest_sequence(url, loop.call(client.ask(url, engine.list_models())))
+    return engine.longest_sequence(url, loop.call(client.ask(url, engine.sequence_limit())))
 
 
 @pytest.mark.parametrize("left", [12, 3, 1])
