@@ -35,9 +35,9 @@ a hundred tokens.
 BANDS = ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1", "above_1e-1")
 _BAND_EDGES = tuple(math.log(10.0**-power) for power in (4, 3, 2, 1))
 TURNS = ("first", "later")
-TURN_NUMBERS = ("1", "2_to_3", "4_to_7", "8_to_15", "16+")
+TURN_NUMBERS = ("1", "2_to_3", "4_to_15", "16+")
 """The turns that `later` has, by number; turn 0 is `first`."""
-_TURN_EDGES = (1, 2, 4, 8, 16)
+_TURN_EDGES = (1, 2, 4, 16)
 _OF_TURN_NUMBERS = ("tokens", "k3_kl", "log_ratio_abs_mean")
 _BY_TURN_NUMBER = tuple(f"by_turn/{number}/" for number in TURN_NUMBERS)
 LAGS = ("0", "1", "2+")

@@ -17,8 +17,7 @@ EDGES = sorted([*(digit * 10.0**power for power in range(-6, 2) for digit in (1,
 TURN_NUMBERS = {
     "1": range(1, 2),
     "2_to_3": range(2, 4),
-    "4_to_7": range(4, 8),
-    "8_to_15": range(8, 16),
+    "4_to_15": range(4, 16),
     "16+": range(16, 1 << 30),
 }
 BANDS = {

@@ -83,7 +83,7 @@ def test_metrics_by_turn_when_worked_out_by_hand_then_equal():
     # Nothing is beyond the clamps.
     metrics = {name: metric.value() for name, metric in correct(RolloutCorrectionConfig()).metrics.items()}
     found = {name: value for name, value in metrics.items() if name.startswith("by_turn/")}
-    for number in ("2_to_3", "4_to_7", "8_to_15", "16+"):
+    for number in ("2_to_3", "4_to_15", "16+"):
         assert found.pop(f"by_turn/{number}/tokens") == 0
         assert all(
             math.isnan(found.pop(f"by_turn/{number}/{one}")) for one in ("k3_kl", "log_ratio_abs_mean")
@@ -132,8 +132,7 @@ def test_metrics_by_turn_number_when_turns_are_many_then_each_is_in_its_own():
         "later": range(1, 21),
         "1": [1],
         "2_to_3": [2, 3],
-        "4_to_7": [4, 5, 6, 7],
-        "8_to_15": range(8, 16),
+        "4_to_15": range(4, 16),
         "16+": range(16, 21),
     }.items():
         assert metrics[f"by_turn/{name}/tokens"].value() == len(numbers)

@@ -23,6 +23,7 @@ from megatron_rl_corr.rollout.gateway.server import Gateway
 from megatron_rl_corr.rollout.gateway.templates import Templates
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.seeds import Draw
+from megatron_rl_corr.rollout.trace import traced_episode
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,8 @@ class Agents:
             nonlocal done, tokens
             episode = Episode(client, self._templates, rules, Draw(client.seed, numbers[prompt_index], index))
             try:
-                branches, latest = await self._run(episode, prompt, sampling)
+                with traced_episode(index, "harness"):
+                    branches, latest = await self._run(episode, prompt, sampling)
             except RolloutError as error:
                 error.add_note(
                     f"it was an agent's episode of prompt {prompt_index} sample {index} (row "
