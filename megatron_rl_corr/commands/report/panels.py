@@ -377,7 +377,7 @@ PANELS = (
         "Train-infer KL (k3) by turn",
         "later turns, behind tool results, are often worse; log scale",
         draw_by_turn,
-        (f"{BY_TURN}/later/k3_kl",),
+        (f"{BY_TURN}/1/k3_kl", f"{BY_TURN}/later/k3_kl"),
     ),
     Panel(
         "by_turn_number",
