@@ -108,7 +108,7 @@ def _lanes(group: GroupTrace, sample: int, taken: float) -> list[list[Slice]]:
                 ends.append(end)
                 lanes.append([])
             ends[lane] = end
-            lanes[lane].append((f"turn {number}", begin, end, {}))
+            lanes[lane].append((f"answer {number}", begin, end, {}))
             lanes[lane] += [part for one in requests if one.turn == number for part in _parts(one)]
     for begin, end in rewards:
         lanes[0].append(("reward", begin, end, {}))

@@ -107,13 +107,13 @@ def test_file_when_an_episode_then_its_turns_and_between_them_the_harness(tmp_pa
         ("harness", 1, 1),
         ("harness", 4, 1),
         ("harness", 8, 1),
-        ("turn 0", 2, 2),
-        ("turn 1", 5, 2),
+        ("answer 0", 2, 2),
+        ("answer 1", 5, 2),
         ("reward", 9, 0.5),
         ("wait", 9.5, 0.5),
     ]
     assert ("failed request", 2, 1) in told(0) and ("queued", 3, 0.5) in told(0)
-    assert told(1) == [("turn 2", 6, 2), ("queued", 6, 0), ("generate", 6, 2)]
+    assert told(1) == [("answer 2", 6, 2), ("queued", 6, 0), ("generate", 6, 2)]
     assert names["thread_name", SAMPLES, 1] == "group 7 sample 0 (2)"
 
 

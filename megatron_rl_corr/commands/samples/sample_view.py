@@ -89,13 +89,13 @@ class ViewSettings:
     """How samples are shown."""
 
     tokenizer: Tokenizer | None
-    """Of the model; None: ids are shown."""
+    """The model's; None: ids are shown."""
     most_tokens: int | None = None
-    """Of a prompt, of a response, and of a message, that are shown, from beginning and end; None: all."""
+    """Tokens of a prompt, a response or a message that are shown, from beginning and end; None: all."""
     most_messages: int | None = None
-    """Of a branch, likewise."""
+    """Messages of a branch, likewise."""
     tool_format: str | None = None
-    """As for `calls_of`."""
+    """How calls are read, for `calls_of`."""
 
 
 def is_dropped(sample: Sample) -> bool:

@@ -244,8 +244,8 @@ def branch_rewards(tree: TurnTree, reward: float, given: Mapping[str, float], so
         if branch is None:
             raise SampleFailure(
                 CAUSE,
-                f'{source}: "{REWARDS}" has {name[:100]!r}, which is the id of no answer of this episode; give '
-                "the `id` of one that the agent has got, whose numbers are "
+                f'{source}: "{REWARDS}" has {name[:100]!r}, which is the id of no answer of this episode; '
+                "give the `id` of one that the agent has got, whose numbers are "
                 f"{', '.join(map(str, sorted(branch_of)))}, as in chatcmpl-{min(branch_of)}",
             )
         other = named.setdefault(branch, name)
