@@ -86,14 +86,15 @@ def test_file_when_written_then_slices_in_microseconds_that_add_up_to_their_samp
 
 
 def test_file_when_an_episode_then_its_turns_and_between_them_the_harness(tmp_path):
-    # Begun at 1; turns 0 and, at once, 1 and 2; the harness has 1 to 2, 4 to 5 and 8 to 9.
+    # Begun at 1; answer 0, then 1 and 2 at once, and 3 right behind; the harness has 1 to 2, 4 to 5, 8.5 to 9.
     failed = RequestTrace(0, 2.0, 2.0, 3.0, "http://a", 0, "RolloutServerError")
     again = RequestTrace(0, 3.0, 3.5, 4.0, "http://b", 5)
     both = [
-        RequestTrace(0, 5.0, 5.0, 7.0, "http://a", 3, turn=1),
-        RequestTrace(0, 6.0, 6.0, 8.0, "http://b", 4, turn=2),
+        RequestTrace(0, 5.0, 5.0, 8.0, "http://a", 3, turn=1),
+        RequestTrace(0, 6.0, 6.0, 7.0, "http://b", 4, turn=2),
+        RequestTrace(0, 8.0, 8.0, 8.5, "http://b", 4, turn=3),
     ]
-    never_sent = RequestTrace(0, 8.5, turn=3)
+    never_sent = RequestTrace(0, 8.7, turn=4)
     group = GroupTrace(7, 0.0, [failed, again, *both, never_sent], [(0, 9.0, 9.5)])
     group.episodes.append(EpisodeTrace(0, "harness", 1.0, 9.0))
     path = write_trace(tmp_path / "t.json", [group], {}, taken=10.0, base=0.0, facts={})
@@ -106,14 +107,15 @@ def test_file_when_an_episode_then_its_turns_and_between_them_the_harness(tmp_pa
         ("episode", 1, 8),
         ("harness", 1, 1),
         ("harness", 4, 1),
-        ("harness", 8, 1),
+        ("harness", 8.5, 0.5),
         ("answer 0", 2, 2),
-        ("answer 1", 5, 2),
+        ("answer 1", 5, 3),
+        ("answer 3", 8, 0.5),
         ("reward", 9, 0.5),
         ("wait", 9.5, 0.5),
     ]
     assert ("failed request", 2, 1) in told(0) and ("queued", 3, 0.5) in told(0)
-    assert told(1) == [("answer 2", 6, 2), ("queued", 6, 0), ("generate", 6, 2)]
+    assert told(1) == [("answer 2", 6, 1), ("queued", 6, 0), ("generate", 6, 1)]
     assert names["thread_name", SAMPLES, 1] == "group 7 sample 0 (2)"
 
 

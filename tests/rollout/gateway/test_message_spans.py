@@ -92,6 +92,14 @@ def test_messages_when_real_templates_write_them_then_each_content_is_in_its_own
     assert RESULT in found["tool"][2] and "how wet is it?" in found["user"][2]
 
 
+def test_messages_when_a_head_has_two_control_tokens_then_it_begins_with_the_first():
+    first, _ = played("llama_3_1", "<|eot_id|>", conversation())
+    _, (_, _, user), (_, _, call), *_ = texts_of(first)
+    head = "<|start_header_id|>{}<|end_header_id|>"
+    assert user.startswith(head.format("user")) and user.endswith("how wet is Oslo?<|eot_id|>")
+    assert call.startswith(head.format("assistant"))
+
+
 def test_messages_when_a_turn_is_gone_on_from_twice_then_the_second_branch_says_again():
     more = {"role": "user", "content": "more"}
     first, second = played(
