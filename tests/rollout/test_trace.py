@@ -86,7 +86,7 @@ def test_file_when_written_then_slices_in_microseconds_that_add_up_to_their_samp
 
 
 def test_file_when_an_episode_then_its_turns_and_between_them_the_harness(tmp_path):
-    # Begun at 1; answer 0, then 1 and 2 at once, and 3 right behind; the harness has 1 to 2, 4 to 5, 8.5 to 9.
+    # Begun at 1; answer 0, then 1 and 2 at once, 3 right behind; the harness has 1 to 2, 4 to 5, 8.5 to 9.
     failed = RequestTrace(0, 2.0, 2.0, 3.0, "http://a", 0, "RolloutServerError")
     again = RequestTrace(0, 3.0, 3.5, 4.0, "http://b", 5)
     both = [

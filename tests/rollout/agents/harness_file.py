@@ -115,7 +115,7 @@ def forks(task, base_url, api_key):
 
 
 def scored(task, base_url, api_key):
-    """A first answer, another one behind it, and two in a history that is cut; rewards by the row."""
+    """Two conversations of a first answer and one or more behind it; rewards by the row."""
     user = {"role": "user", "content": "one"}
     ids = []
     for messages in ([user], [{"role": "user", "content": "two"}]):
@@ -127,7 +127,8 @@ def scored(task, base_url, api_key):
         with urllib.request.urlopen(request, timeout=60) as answer:
             body = json.loads(answer.read())
         ids.append(body["id"])
-        ask(base_url, api_key, [*messages, body["choices"][0]["message"], user])
+        for _ in range(task.get("behind", 1)):
+            ask(base_url, api_key, [*messages, body["choices"][0]["message"], user])
     given = {
         name.replace("FIRST", ids[0]).replace("SECOND", ids[1]): one for name, one in task["rewards"].items()
     }

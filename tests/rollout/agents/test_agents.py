@@ -126,6 +126,16 @@ def test_episode_when_answers_have_rewards_then_their_branches_have_them(rewards
     }
 
 
+def test_episode_when_branches_share_an_answer_then_its_reward_is_the_first_ones():
+    branches, _, _, _ = generate({"do": "scored", "rewards": {"FIRST": 1.0, "SECOND": 2.0}, "behind": 2})
+    assert [(one.began, one.environment_reward) for one in branches] == [
+        ("first", 1.0),
+        ("again", 0.5),
+        ("edited", 2.0),
+        ("again", 0.5),
+    ]
+
+
 @pytest.mark.parametrize(
     ("rewards", "says"),
     [
