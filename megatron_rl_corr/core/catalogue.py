@@ -144,8 +144,9 @@ TOKENS = in_group(
     MetricSpec(
         "rollout_corr/by_turn/",
         "the same for first turns and later ones; later ones often contain tool results",
-        "the metric of that name over turn 0 (first) and the others (later)",
-        only_with="an environment",
+        "the metric of that name over turn 0 (first) and the others (later); tokens, k3_kl and "
+        "log_ratio_abs_mean also over turns 1, 2_to_3, 4_to_15, 16+",
+        only_with="an environment or an agent",
     ),
     MetricSpec(
         "rollout_corr/by_lag/",

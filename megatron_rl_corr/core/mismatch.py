@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ a hundred tokens.
 BANDS = ("below_1e-4", "1e-4_to_1e-3", "1e-3_to_1e-2", "1e-2_to_1e-1", "above_1e-1")
 _BAND_EDGES = tuple(math.log(10.0**-power) for power in (4, 3, 2, 1))
 TURNS = ("first", "later")
+TURN_NUMBERS = ("1", "2_to_3", "4_to_15", "16+")
+"""The turns that `later` has, by number; turn 0 is `first`."""
+_TURN_EDGES = (1, 2, 4, 16)
+_OF_TURN_NUMBERS = ("tokens", "k3_kl", "log_ratio_abs_mean")
+_BY_TURN_NUMBER = tuple(f"by_turn/{number}/" for number in TURN_NUMBERS)
 LAGS = ("0", "1", "2+")
 
 Parts = dict[str, tuple[type[m.Metric], tuple[Tensor, ...]]]
@@ -68,7 +74,8 @@ def token_metrics(ratios: TokenRatios, turn_ids: Tensor | None, token_lags: Tens
     kept: list[Tensor] = []  # e_clamped, made as the last column and used once more below
     sums = _sums_by_part(ratios, turn_ids, token_lags, _main_columns(ratios, size, kept))
     for part, totals in sums.items():
-        parts |= _main_means(part, totals)
+        names = _OF_TURN_NUMBERS if part in _BY_TURN_NUMBER else None
+        parts |= _main_means(part, totals, names)
     e_total, d_clamped_total, e_clamped_total = (
         sums[""][_MAIN.index(x)] for x in ("e", "d_clamped", "e_clamped")
     )
@@ -122,31 +129,42 @@ def _sums_by_part(
     """Sums of the columns, float64 scalars: of all tokens (""), by the server's probability, by
     turn and by lag.
 
-    One sum for each cell of lag, turn and band, of which the others are made: parts are added, never
+    One sum for each cell of lag, turns and band, of which the others are made: parts are added, never
     subtracted, so an outlier in one does not round away another.
     """
     edges = constant(_BAND_EDGES, torch.float32, ratios.valid.device)
     cells = torch.bucketize(ratios.rollout_logprobs, edges, right=True, out_int32=True)
     if turn_ids is not None:
-        cells = torch.add(turn_ids != 0, cells, alpha=2)
+        turn_edges = constant(_TURN_EDGES, torch.int64, ratios.valid.device)
+        numbers = torch.bucketize(turn_ids, turn_edges, right=True, out_int32=True)
+        cells = torch.add(numbers, cells, alpha=1 + len(TURN_NUMBERS))
     if token_lags is not None:
         cells = torch.add(token_lags.clamp(0, 2), cells, alpha=3)
-    turns, lags = 1 if turn_ids is None else len(TURNS), 1 if token_lags is None else len(LAGS)
-    table = segment_sums(columns, cells, len(BANDS) * turns * lags).view(
-        len(columns), len(BANDS), turns, lags
-    )
-    by_band = table.sum(dim=(2, 3))
-    found = {"": by_band.sum(dim=1)}
-    found |= dict(zip([f"by_prob/{band}/" for band in BANDS], by_band.unbind(dim=1), strict=True))
-    if turn_ids is not None:
-        found |= dict(
-            zip([f"by_turn/{turn}/" for turn in TURNS], table.sum(dim=(1, 3)).unbind(dim=1), strict=True)
-        )
-    if token_lags is not None:
-        found |= dict(
-            zip([f"by_lag/{lag}/" for lag in LAGS], table.sum(dim=(1, 2)).unbind(dim=1), strict=True)
-        )
-    return {part: sums.unbind() for part, sums in found.items()}
+    which = _cells_of_parts(turn_ids is not None, token_lags is not None)
+    table = segment_sums(columns, cells, len(which[""]))
+    ones = constant(tuple(which.values()), torch.float64, ratios.valid.device)
+    return {part: sums.unbind() for part, sums in zip(which, (ones @ table.T).unbind(), strict=True)}
+
+
+@lru_cache(maxsize=4)
+def _cells_of_parts(with_turns: bool, with_lags: bool) -> dict[str, tuple[float, ...]]:
+    """For each part 1 at the cells that it sums, and 0 at the others; cells are counted by band, then turn,
+    then lag.
+    """
+    bands, lags = range(len(BANDS)), range(len(LAGS) if with_lags else 1)
+    turns = range(1 + len(TURN_NUMBERS) if with_turns else 1)
+    cells = list(product(bands, turns, lags))
+    parts = {"": cells}
+    parts |= {f"by_prob/{name}/": product([one], turns, lags) for one, name in enumerate(BANDS)}
+    if with_turns:
+        numbers = {"first": [0], "later": turns[1:]} | {
+            name: [one] for one, name in enumerate(TURN_NUMBERS, start=1)
+        }
+        parts |= {f"by_turn/{name}/": product(bands, own, lags) for name, own in numbers.items()}
+    if with_lags:
+        parts |= {f"by_lag/{name}/": product(bands, turns, [one]) for one, name in enumerate(LAGS)}
+    summed = {part: set(own) for part, own in parts.items()}
+    return {part: tuple(float(cell in own) for cell in cells) for part, own in summed.items()}
 
 
 def engine_metrics(ratios: TokenRatios, engine_ids: Tensor, engines: Sequence[str]) -> Parts:
@@ -226,10 +244,10 @@ def _main_columns(ratios: TokenRatios, size: Tensor, kept: list[Tensor]) -> Colu
     return dict(zip(_MAIN, makers, strict=True))
 
 
-def _main_means(part: str, totals: Sequence[Tensor]) -> Parts:
-    """The metrics of a part, from the sums of _MAIN."""
+def _main_means(part: str, totals: Sequence[Tensor], names: Sequence[str] | None = None) -> Parts:
+    """The metrics of a part, from the sums of _MAIN. names: only these; None: all."""
     tokens, d, d_to_subtract, e, size, size_clamped, d_clamped, e_clamped = totals
-    return {
+    means: Parts = {
         f"{part}tokens" if part else "valid_tokens": (m.Sum, (tokens,)),
         f"{part}kl": (m.NegativeMean, (d, tokens)),
         f"{part}kl_clamped": (m.NegativeMean, (d_clamped, tokens)),
@@ -238,6 +256,7 @@ def _main_means(part: str, totals: Sequence[Tensor]) -> Parts:
         f"{part}log_ratio_abs_mean": (m.Mean, (size, tokens)),
         f"{part}log_ratio_abs_mean_clamped": (m.Mean, (size_clamped, tokens)),
     }
+    return means if names is None else {f"{part}{name}": means[f"{part}{name}"] for name in names}
 
 
 @lru_cache(maxsize=8)

@@ -116,6 +116,20 @@ class VersionSpan:
     end: int
 
 
+@dataclass(frozen=True)
+class MessageSpan:
+    """A message of a conversation. Example: MessageSpan("tool", 131)."""
+
+    role: str
+    """Who says it, as the chat request has it."""
+    start: int
+    """Its first token, of those of prompt and response; that of the message before where they have one token
+    in common, or the template's text does not tell them apart.
+    """
+    ended: str = ""
+    """How the policy's answer ended, stop or length; "": the policy did not sample it."""
+
+
 @dataclass(frozen=True, eq=False)
 class Support:
     """The ids that each response token was drawn from, itself among them: ragged, one token
@@ -193,6 +207,12 @@ class Trajectory:
     """Which of its episode's sequences: an agent that edits its history begins another. All have the same
     sample_index; a token that several share is sampled in one of them, and in the others' prompts.
     """
+    began: str = ""
+    """Why an agent's conversation begins this sequence: first, edited, tools or template, as in the gateway,
+    or again: it goes on behind a turn that another one goes on behind too. "": it is of no agent.
+    """
+    messages: tuple[MessageSpan, ...] = ()
+    """The messages of an agent's conversation, by start, from the prompt's first token on; (): not known."""
 
     def __post_init__(self):
         int64, float32 = torch.int64, torch.float32

@@ -31,6 +31,7 @@ from megatron_rl_corr.rollout.environment import (
     load_environment,
 )
 from megatron_rl_corr.rollout.seeds import Draw
+from megatron_rl_corr.rollout.trace import traced_episode
 from megatron_rl_corr.rollout.turns import Turns
 
 
@@ -132,7 +133,8 @@ async def generate_episodes(
         draw = Draw(client.seed, numbers[prompt_index], index)
         episode = _Episode(client, prompt, sampling, draw, f"prompt {prompt_index} sample {index}", own_calls)
         try:
-            trajectory = await episode.run(environment, max_turns)
+            with traced_episode(index, "environment"):
+                trajectory = await episode.run(environment, max_turns)
         except RolloutError as error:
             error.add_note(f"it was {episode.doing} of {episode.label} (row {prompt.index} of the data set)")
             raise

@@ -154,6 +154,7 @@ class Retries:
             "sample_index": sample_index,
             "vocab_size": vocab_size,
             "group_number": draw.group,
+            "turn": draw.turn,
         }
         try:
             part = await self._part(
@@ -212,6 +213,7 @@ class Retries:
         prefer: str | None = None,
         routes_from: int,
         group_number: int,
+        turn: int,
         **names: int,
     ) -> Trajectory:
         """The answer to one request, by the first server that gives one; every server gets the same seed.
@@ -226,7 +228,7 @@ class Retries:
         lost = 0
         while True:
             await self._ingest.ready()
-            trace = None if group is None else group.request(names["sample_index"])
+            trace = None if group is None else group.request(names["sample_index"], turn)
             server = await self._pool.take(failed, prefer)
             if trace is not None:
                 trace.sent, trace.server = clock(), server.url

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
+from megatron_rl_corr.engines.trajectory import MessageSpan, Support, Trajectory, VersionSpan
 
 PER_TOKEN = {
     "loss_mask": torch.bool,
@@ -65,12 +65,12 @@ FORMAT, VERSION = b"megatron_rl_corr.trajectories", b"1"
 """Key and value in the file's metadata; another value is another set of columns or another meaning of one."""
 
 
-SPAN = pa.struct(
-    [
-        pa.field(name, kind, False)
-        for name, kind in (("version", pa.string()), ("start", pa.int64()), ("end", pa.int64()))
-    ]
-)
+def _struct(**kinds: pa.DataType) -> pa.DataType:
+    return pa.struct([pa.field(name, kind, False) for name, kind in kinds.items()])
+
+
+SPAN = _struct(version=pa.string(), start=pa.int64(), end=pa.int64())
+MESSAGE = _struct(role=pa.string(), start=pa.int64(), ended=pa.string())
 
 
 def _many(kind: pa.DataType) -> pa.DataType:
@@ -108,6 +108,8 @@ ADDED = {
     "reward_parts": pa.map_(pa.string(), pa.float64()),
     "engine": pa.string(),
     "branch": pa.int64(),
+    "began": pa.string(),
+    "messages": _many(MESSAGE),
 }
 """Columns that files of this version may lack: written since, null where they are absent."""
 SCHEMA = pa.schema(
@@ -125,8 +127,9 @@ def table_of(samples: list[Sample]) -> pa.Table:
     values |= {name: [getattr(sample, name) for sample in samples] for name in ("reward", *PER_TOKEN)}
     values |= {
         name: [getattr(row, name) for row in rows]
-        for name in ("turn_ids", "environment_reward", "engine", "branch")
+        for name in ("turn_ids", "environment_reward", "engine", "branch", "began")
     }
+    values["messages"] = [[vars(one) for one in row.messages] or None for row in rows]
     values["support_ids"] = [None if row.support is None else row.support.ids for row in rows]
     values["support_lengths"] = [None if row.support is None else row.support.lengths for row in rows]
     routes = [row.routed_experts for row in rows]
@@ -148,7 +151,7 @@ def table_of(samples: list[Sample]) -> pa.Table:
 
 def _array(values: list, kind: pa.DataType) -> pa.Array:
     """A column of tensors goes over as one, without a Python object for a token."""
-    if not pa.types.is_list(kind) or kind.value_type == SPAN:
+    if not pa.types.is_list(kind) or pa.types.is_struct(kind.value_type):
         return pa.array(values, kind)
     lengths = torch.tensor([0 if value is None else value.numel() for value in values])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32)
@@ -174,7 +177,7 @@ def samples_of(table: pa.Table, path: object, first: int) -> Iterator[Sample]:
 def _values(column: pa.ChunkedArray) -> list:
     """A value, a tensor or None for each row."""
     kind = column.type
-    if not pa.types.is_list(kind) or kind.value_type == SPAN:
+    if not pa.types.is_list(kind) or pa.types.is_struct(kind.value_type):
         return column.to_pylist()
     lists = column.combine_chunks()
     # A copy, so that one row does not keep the row group in memory.
@@ -202,12 +205,22 @@ def _sample(cells: dict) -> Sample:
         cells["routed_experts"] = routes.to(kind).view(shape.tolist())
     # A file from before there were these columns.
     cells["engine"], cells["branch"] = cells["engine"] or "", cells["branch"] or 0
+    cells["began"] = cells["began"] or ""
+    tokens = cells["prompt_ids"].numel() + cells["output_ids"].numel()
+    cells["messages"] = _messages(cells["messages"] or [], tokens)
     cells["reward_parts"] = None if cells["reward_parts"] is None else dict(cells["reward_parts"])
     group, row, label = (cells.pop(name) for name in ("group", "row", "label"))
     if group is not None:
         cells["origin"] = Origin(group, row, None if label is None else json.loads(label))
     own = {one.name: cells.pop(one.name) for one in fields(Sample) if one.name in cells}
     return Sample(Trajectory(**cells), **own)
+
+
+def _messages(messages: list[dict], tokens: int) -> tuple[MessageSpan, ...]:
+    starts = [one["start"] for one in messages]
+    if starts != sorted(starts) or (starts and not 0 <= starts[0] <= starts[-1] <= tokens):
+        raise ValueError(f"messages start at {starts}, which is no order within the {tokens} tokens")
+    return tuple(MessageSpan(**one) for one in messages)
 
 
 def _spans(spans: list[dict], tokens: int) -> tuple[VersionSpan, ...]:

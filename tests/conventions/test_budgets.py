@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "config": 2_690,
     "models": 1_870,
-    "engines": 5_419,
+    "engines": 5_425,
     "reduce": 655,
-    "core": 1_870,
+    "core": 1_880,
     "logprobs": 955,
     "data": 4_430,
-    "rollout": 6_960,
+    "rollout": 7_120,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 940,
@@ -27,7 +27,7 @@ BUDGETS = {
     "features": 2_210,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_490,
+    "commands": 3_770,
     "modules": 865,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -14,6 +14,12 @@ CLAMP = 20.0
 LOW, HIGH = -10.999983298020256, 2.610868638149876
 LONGEST = math.log(100)
 EDGES = sorted([*(digit * 10.0**power for power in range(-6, 2) for digit in (1, 2, 5)), 100.0, math.log(2)])
+TURN_NUMBERS = {
+    "1": range(1, 2),
+    "2_to_3": range(2, 4),
+    "4_to_15": range(4, 16),
+    "16+": range(16, 1 << 30),
+}
 BANDS = {
     "below_1e-4": (0.0, 1e-4),
     "1e-4_to_1e-3": (1e-4, 1e-3),
@@ -248,6 +254,12 @@ def correct(batch: Batch, config: RolloutCorrectionConfig, *, with_turns: bool =
     if with_turns:
         metrics |= part_metrics("by_turn/first", [token for token in tokens if token.turn == 0])
         metrics |= part_metrics("by_turn/later", [token for token in tokens if token.turn != 0])
+        for name, turns in TURN_NUMBERS.items():
+            found = part_metrics(f"by_turn/{name}", [token for token in tokens if token.turn in turns])
+            metrics |= {
+                f"by_turn/{name}/{one}": found[f"by_turn/{name}/{one}"]
+                for one in ("tokens", "k3_kl", "log_ratio_abs_mean")
+            }
 
     weights = dict.fromkeys(valid, 1.0)
     if config.rollout_is is not None:

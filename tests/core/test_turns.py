@@ -83,6 +83,11 @@ def test_metrics_by_turn_when_worked_out_by_hand_then_equal():
     # Nothing is beyond the clamps.
     metrics = {name: metric.value() for name, metric in correct(RolloutCorrectionConfig()).metrics.items()}
     found = {name: value for name, value in metrics.items() if name.startswith("by_turn/")}
+    for number in ("2_to_3", "4_to_15", "16+"):
+        assert found.pop(f"by_turn/{number}/tokens") == 0
+        assert all(
+            math.isnan(found.pop(f"by_turn/{number}/{one}")) for one in ("k3_kl", "log_ratio_abs_mean")
+        )
     clamped = [name for name in found if name.endswith("_clamped")]
     assert len(clamped) == 6 and all(
         found.pop(name) == found[name.removesuffix("_clamped")] for name in clamped
@@ -99,9 +104,42 @@ def test_metrics_by_turn_when_worked_out_by_hand_then_equal():
             "by_turn/later/kl": -0.4,
             "by_turn/later/k3_kl": 0.0918247,
             "by_turn/later/log_ratio_abs_mean": 0.4,
+        }
+        | {
+            "by_turn/1/tokens": 1,
+            "by_turn/1/k3_kl": 0.0918247,
+            "by_turn/1/log_ratio_abs_mean": 0.4,
         },
         rel=1e-5,
     )
+
+
+def test_metrics_by_turn_number_when_turns_are_many_then_each_is_in_its_own():
+    # Turns 0 to 20, of D = 0.1 times the turn's number
+    turns = torch.arange(21)
+    rollout = torch.full((21,), -3.0)
+    metrics = compute_correction(
+        rollout + 0.1 * turns,
+        rollout,
+        torch.ones(21),
+        torch.zeros(21, dtype=torch.int64),
+        num_sequences=1,
+        config=RolloutCorrectionConfig(),
+        turn_ids=turns,
+    ).metrics
+    for name, numbers in {
+        "first": [0],
+        "later": range(1, 21),
+        "1": [1],
+        "2_to_3": [2, 3],
+        "4_to_15": range(4, 16),
+        "16+": range(16, 21),
+    }.items():
+        assert metrics[f"by_turn/{name}/tokens"].value() == len(numbers)
+        mean = 0.1 * sum(numbers) / len(numbers)
+        assert metrics[f"by_turn/{name}/log_ratio_abs_mean"].value() == pytest.approx(mean, abs=1e-6)
+        k3 = sum(math.expm1(0.1 * one) - 0.1 * one for one in numbers) / len(numbers)
+        assert metrics[f"by_turn/{name}/k3_kl"].value() == pytest.approx(k3, abs=1e-6)
 
 
 def test_metrics_by_turn_when_there_is_one_turn_only_then_the_other_is_no_number():

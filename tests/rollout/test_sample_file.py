@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from megatron_rl_corr.engines.trajectory import MessageSpan
 from megatron_rl_corr.rollout import SamplingParams, Support, Trajectory, VersionSpan
 from megatron_rl_corr.rollout.sample_columns import FORMAT, SCHEMA, Origin, Sample
 from megatron_rl_corr.rollout.sample_file import (
@@ -26,7 +27,10 @@ from megatron_rl_corr.rollout.sample_file import (
     write_trajectories,
 )
 
-ADDED = {"environment_reward", "routed_experts_bytes", "group", "row", "label", "reward_parts", "branch"}
+ADDED = {"environment_reward", "routed_experts_bytes", "group", "row", "label", "reward_parts", "branch"} | {
+    "began",
+    "messages",
+}
 ODD_NAN = torch.tensor([0x7FC01234], dtype=torch.int32).view(torch.float32)  # a NaN with a payload
 
 
@@ -65,6 +69,8 @@ def full(tokens, index=0):
             turn_ids=torch.arange(tokens) // 2 - 1,
             environment_reward=0.3,
             branch=index + 2,
+            began="edited",
+            messages=(MessageSpan("user", 0), MessageSpan("assistant", 2, "stop"))[: 2 if tokens else 0],
         ),
         reward=0.1,
         loss_mask=torch.arange(tokens) % 2 == 0,
@@ -218,6 +224,14 @@ def spans(*bounds):
             with_column("routed_experts_shape", [[12, 3, 1], None]),
             "row 0: 7 tokens have routed_experts of 12, not 6",
         ),
+        (
+            with_column("messages", [[{"role": "user", "start": 8, "ended": ""}], None]),
+            r"row 0: messages start at \[8\], which is no order within the 7 tokens",
+        ),
+        (
+            with_column("messages", [[{"role": "a", "start": at, "ended": ""} for at in (0, 5, 2)], None]),
+            r"row 0: messages start at \[0, 5, 2\], which is no order within the 7 tokens",
+        ),
     ],
 )
 def test_file_when_it_breaks_a_rule_then_error_names_file_row_and_rule(tmp_path, change, named):
@@ -231,7 +245,11 @@ def test_file_when_written_before_a_column_was_added_then_read_without_it(tmp_pa
     assert [sample.trajectory.environment_reward for sample in read] == [None, None]
     unknown = {"origin": None, "reward_parts": None}
     old = [
-        replace(s, trajectory=replace(s.trajectory, environment_reward=None, branch=0), **unknown)
+        replace(
+            s,
+            trajectory=replace(s.trajectory, environment_reward=None, branch=0, began="", messages=()),
+            **unknown,
+        )
         for s in SAMPLES[:2]
     ]
     assert [bits(sample) for sample in read] == [bits(sample) for sample in old]

@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 from megatron_rl_corr.engines.sglang.responses import server_times
-from megatron_rl_corr.rollout.trace import CURRENT, GroupTrace, RequestTrace
+from megatron_rl_corr.rollout.trace import CURRENT, EpisodeTrace, GroupTrace, RequestTrace, traced_episode
 from megatron_rl_corr.rollout.trace_file import SAMPLES, TRAINER, write_trace
 
 
@@ -83,6 +83,54 @@ def test_file_when_written_then_slices_in_microseconds_that_add_up_to_their_samp
     trainer = [(event["name"], event["ts"], event["dur"]) for event in slices[TRAINER, 0]]
     assert trainer[0] == ("step 5", 0, 5_000_000) and ("push", 6_500_000, 500_000) in trainer
     assert names["thread_name", SAMPLES, 1] == "group 812 sample 1"
+
+
+def test_file_when_an_episode_then_its_turns_and_between_them_the_harness(tmp_path):
+    # Begun at 1; answer 0, then 1 and 2 at once, 3 right behind; the harness has 1 to 2, 4 to 5, 8.5 to 9.
+    failed = RequestTrace(0, 2.0, 2.0, 3.0, "http://a", 0, "RolloutServerError")
+    again = RequestTrace(0, 3.0, 3.5, 4.0, "http://b", 5)
+    both = [
+        RequestTrace(0, 5.0, 5.0, 8.0, "http://a", 3, turn=1),
+        RequestTrace(0, 6.0, 6.0, 7.0, "http://b", 4, turn=2),
+        RequestTrace(0, 8.0, 8.0, 8.5, "http://b", 4, turn=3),
+    ]
+    never_sent = RequestTrace(0, 8.7, turn=4)
+    group = GroupTrace(7, 0.0, [failed, again, *both, never_sent], [(0, 9.0, 9.5)])
+    group.episodes.append(EpisodeTrace(0, "harness", 1.0, 9.0))
+    path = write_trace(tmp_path / "t.json", [group], {}, taken=10.0, base=0.0, facts={})
+    slices, names, _ = read_trace(path)
+
+    def told(track):
+        return [(one["name"], one["ts"] / 1e6, one["dur"] / 1e6) for one in slices[SAMPLES, track]]
+
+    assert [one for one in told(0) if one[0] not in ("sample", "queued", "generate", "failed request")] == [
+        ("episode", 1, 8),
+        ("harness", 1, 1),
+        ("harness", 4, 1),
+        ("harness", 8.5, 0.5),
+        ("answer 0", 2, 2),
+        ("answer 1", 5, 3),
+        ("answer 3", 8, 0.5),
+        ("reward", 9, 0.5),
+        ("wait", 9.5, 0.5),
+    ]
+    assert ("failed request", 2, 1) in told(0) and ("queued", 3, 0.5) in told(0)
+    assert told(1) == [("answer 2", 6, 1), ("queued", 6, 0), ("generate", 6, 1)]
+    assert names["thread_name", SAMPLES, 1] == "group 7 sample 0 (2)"
+
+
+def test_episode_when_traced_then_its_group_has_it_also_where_it_fails():
+    group = GroupTrace(3)
+    token = CURRENT.set(group)
+    try:
+        with pytest.raises(ValueError), traced_episode(2, "environment"):
+            raise ValueError
+    finally:
+        CURRENT.reset(token)
+    with traced_episode(2, "environment"):  # of no group
+        pass
+    (found,) = group.episodes
+    assert (found.sample, found.code) == (2, "environment") and found.begun <= found.ended
 
 
 def test_file_when_a_batch_is_large_then_bounded_and_what_is_left_out_is_counted(tmp_path, monkeypatch):

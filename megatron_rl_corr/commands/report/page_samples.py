@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
-from megatron_rl_corr.commands.samples.sample_view import SHADES, view_of
-from megatron_rl_corr.commands.samples.saved_samples import SavedRun, chosen, path_setting
+from megatron_rl_corr.commands.samples.sample_view import SHADES, ViewSettings, views_of
+from megatron_rl_corr.commands.samples.saved_samples import SavedRun, chosen, episodes_of, path_setting
 from megatron_rl_corr.rollout.sample_file import Sample
 
-STEPS, TOKENS = 3, 400
-"""Steps whose samples are on the page, and tokens of a prompt and of a response that are shown, at most."""
+STEPS, TOKENS, MESSAGES = 3, 400, 24
+"""Steps whose samples are on the page, tokens that are shown of a prompt, a response or a message, and
+messages of a conversation, at most.
+"""
 
 
 def page_samples(run_dir: Path) -> dict[str, Any] | None:
@@ -34,6 +36,7 @@ def page_samples(run_dir: Path) -> dict[str, Any] | None:
         "steps": steps,
         "all_steps": len(saved.files),
         "most_tokens": TOKENS,
+        "most_messages": MESSAGES,
         "legend": [
             *((f"n{place}", f"D <= -{SHADES[place - 1]:g}") for place in (4, 3, 2, 1)),
             *((f"p{place}", f"D >= {SHADES[place - 1]:g}") for place in (1, 2, 3, 4)),
@@ -49,25 +52,37 @@ def _spread(steps: Sequence[int]) -> list[int]:
 
 
 def _step(saved: SavedRun, step: int) -> dict[str, Any]:
-    samples, tokenizer = saved.samples(step), saved.tokenizer(step)
+    samples = saved.samples(step)
+    settings = ViewSettings(saved.tokenizer(step), TOKENS, MESSAGES, saved.tool_format)
     rejections = saved.rejections(samples)
-    views = [
-        {"why": why, "view": view_of(samples[place], tokenizer, rejections[place], most_tokens=TOKENS)}
-        for place, why in _worth_a_look(samples).items()
+    shown = [
+        {
+            "why": why,
+            "branches": views_of([samples[at] for at in own], [rejections[at] for at in own], settings),
+        }
+        for own, why in _worth_a_look(samples).items()
     ]
-    return {"step": step, "of": len(samples), "samples": views}
+    return {"step": step, "of": len(episodes_of(samples)), "samples": shown}
 
 
-def _worth_a_look(samples: Sequence[Sample]) -> dict[int, str]:
-    """Place -> why it is shown: the highest and the lowest reward, the largest |D|, one that was dropped."""
-    found: dict[int, list[str]] = {}
+def _worth_a_look(samples: Sequence[Sample]) -> dict[range, str]:
+    """Places of an episode -> why it is shown: the highest and the lowest reward, the largest |D|, one that
+    was dropped, the most branches.
+    """
+    found: dict[range, list[str]] = {}
     for order, why in (("best", "highest reward"), ("worst", "lowest reward"), ("dropped", "dropped")):
-        for place in chosen(samples, order=order, limit=1):
-            found.setdefault(place, []).append(why)
-    farthest = max(range(len(samples)), key=lambda place: _largest(samples[place]), default=None)
-    if farthest is not None and _largest(samples[farthest]) > 0:
-        found.setdefault(farthest, []).append("largest |D|")
-    return {place: ", ".join(why) for place, why in found.items()}
+        for own in chosen(samples, order=order, limit=1):
+            found.setdefault(own, []).append(why)
+    episodes = episodes_of(samples)
+    largest = {own: max(_largest(samples[place]) for place in own) for own in episodes}
+    for sizes, least, why in (
+        (largest, 0, "largest |D|"),
+        ({own: len(own) for own in episodes}, 1, "most branches"),
+    ):
+        farthest = max(episodes, key=lambda own, sizes=sizes: sizes[own], default=None)
+        if farthest is not None and sizes[farthest] > least:
+            found.setdefault(farthest, []).append(why)
+    return {own: ", ".join(why) for own, why in found.items()}
 
 
 def _largest(sample: Sample) -> float:

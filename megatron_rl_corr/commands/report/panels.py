@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import MaxNLocator
 
+from megatron_rl_corr.core.mismatch import TURN_NUMBERS
 from megatron_rl_corr.observability.catalogue import bins_of, ordered, usual_range
 
 # Okabe and Ito's palette stays apart under the common colour deficiencies.
@@ -123,6 +124,31 @@ def draw_kl(axes: Axes, series: Series) -> None:
         draw_line(axes, series, name, color=color, label=engine)
     draw_bound(axes, usual_range("rollout_corr/k3_kl").high, "alert level")
     axes.margins(y=0.1)
+
+
+BY_TURN = "rollout_corr/by_turn"
+
+
+def draw_by_turn(axes: Axes, series: Series) -> None:
+    """First turns against later ones."""
+    names = {"first turns": "first", "later turns": "later"}
+    known = {label: f"{BY_TURN}/{part}/k3_kl" for label, part in names.items()}
+    if any((series[name] > 0).any() for name in known.values()):
+        axes.set_yscale("log", nonpositive="mask")
+    for (label, name), color in zip(known.items(), (BLUE, ORANGE), strict=True):
+        draw_line(axes, series, name, color=color, label=label)
+    axes.margins(y=0.1)
+
+
+def draw_by_turn_number(axes: Axes, series: Series) -> None:
+    """A line for each turn, or for several that are late."""
+    colors = dict(zip(("first", *TURN_NUMBERS), (BLUE, SKY, GREEN, ORANGE, VERMILLION), strict=True))
+    for part, color in colors.items():
+        name = f"{BY_TURN}/{part}/log_ratio_abs_mean"
+        if series.has(name):
+            label = "turn 0" if part == "first" else part.replace("_to_", "-")
+            draw_line(axes, series, name, color=color, label=label)
+    start_at_zero(axes, np.concatenate([line.get_ydata() for line in axes.get_lines()]))
 
 
 def draw_probe(axes: Axes, series: Series) -> None:
@@ -347,6 +373,20 @@ PANELS = (
         ("rollout_corr/log_ratio_abs_bin/upto_1e-06",),
     ),
     Panel(
+        "by_turn",
+        "Train-infer KL (k3) by turn",
+        "later turns, behind tool results, are often worse; log scale",
+        draw_by_turn,
+        (f"{BY_TURN}/1/k3_kl", f"{BY_TURN}/later/k3_kl"),
+    ),
+    Panel(
+        "by_turn_number",
+        "Mean |log-ratio| by turn number",
+        "should not grow with the turn",
+        draw_by_turn_number,
+        (f"{BY_TURN}/1/log_ratio_abs_mean",),
+    ),
+    Panel(
         "probe",
         "Pushed weights: |log-ratio| of fixed texts",
         "grows as the policy gets surer; worst server; log scale",
@@ -382,6 +422,14 @@ PANELS = (
 _NEEDS = ordered(panel.needs[0] for panel in PANELS)
 PAGE_PANELS = tuple(sorted(PANELS, key=lambda panel: _NEEDS.index(panel.needs[0])))
 """All panels, in the catalogue's order of what they show."""
-_ON_THE_PAGE_ALONE = ("log_ratio_sizes", "probe", "queue", "eval_reward", "eval_pass")
+_ON_THE_PAGE_ALONE = (
+    "log_ratio_sizes",
+    "by_turn",
+    "by_turn_number",
+    "probe",
+    "queue",
+    "eval_reward",
+    "eval_pass",
+)
 OVERVIEW_PANELS = tuple(panel for panel in PAGE_PANELS if panel.name not in _ON_THE_PAGE_ALONE)
 """Those of the overview, nine of them."""

@@ -5,11 +5,20 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from itertools import groupby
 from typing import TextIO
 
-from megatron_rl_corr.commands.samples.sample_view import SHADES, SampleView, ViewedSpan, view_of
-from megatron_rl_corr.commands.samples.saved_samples import SavedRun, chosen
+from megatron_rl_corr.commands.samples.sample_view import (
+    SHADES,
+    SampleView,
+    ViewedMessage,
+    ViewedSpan,
+    ViewSettings,
+    views_of,
+)
+from megatron_rl_corr.commands.samples.saved_samples import SavedRun, chosen, episodes_of
 
+INDENT = " " * 6
 RESET, BOLD, DIM, STRUCK = "\033[0m", "\033[1m", "\033[2m", "\033[9m"
 BACKGROUNDS = {
     "n1": 230,
@@ -36,21 +45,25 @@ def run(arguments: argparse.Namespace, stream: TextIO) -> None:
     step = max(saved.files) if arguments.step is None else arguments.step
     samples = saved.samples(step)
     tokenizer = None if arguments.ids else saved.tokenizer(step, arguments.tokenizer)
-    places = chosen(samples, group=arguments.group, order=arguments.order)
-    shown, rejections = places[: arguments.limit], saved.rejections(samples)
+    found = chosen(samples, group=arguments.group, order=arguments.order)
+    shown, rejections = found[: arguments.limit], saved.rejections(samples)
+    settings, count = ViewSettings(tokenizer, tool_format=saved.tool_format), len(episodes_of(samples))
     coloured = has_colours(stream) if arguments.color == "auto" else arguments.color == "always"
     words = f"step {step}" if step else "files without a step in their names"
     print(
-        f"{words}: {len(shown)} of {len(places)} samples"
-        + ("" if len(places) == len(samples) else f" (of {len(samples)} in all)")
+        f"{words}: {len(shown)} of {len(found)} samples"
+        + ("" if len(found) == count else f" (of {count} in all)")
         + f"; steps with files: {_steps(saved)}",
         file=stream,
     )
     if coloured:
         print(legend(), file=stream)
-    for place in shown:
-        view = view_of(samples[place], tokenizer, rejections[place])
-        print("\n" + "\n".join(lines_of(view, coloured=coloured)), file=stream)
+    for own in shown:
+        views = views_of([samples[at] for at in own], [rejections[at] for at in own], settings)
+        print(
+            "\n" + "\n".join(line for view in views for line in lines_of(view, coloured=coloured)),
+            file=stream,
+        )
 
 
 def has_colours(stream: TextIO) -> bool:
@@ -72,17 +85,42 @@ def legend() -> str:
 
 
 def lines_of(view: SampleView, *, coloured: bool) -> Iterator[str]:
-    """A sample's lines: its head, its notes, the prompt, the response."""
+    """A sample's lines: its head, its notes, the prompt, the response, or the messages of a conversation,
+    whose text is indented, so that it can't be taken for a head.
+    """
     yield f"{BOLD}{view.head}{RESET}" if coloured else view.head
     yield from view.notes
+    for message in view.conversation:
+        yield (
+            f"  {BOLD}{message.role}{RESET} | {message.words}"
+            if coloured
+            else (f"  {message.role} | {message.words}")
+        )
+        if message.spans:
+            yield INDENT + _text(message, coloured=coloured).replace("\n", f"\n{INDENT}")
+    if view.conversation:
+        return
     yield f"{DIM}prompt:{RESET} {view.prompt}" if coloured else f"prompt: {view.prompt}"
     response = "".join(_span(span) if coloured else _plain(span) for span in view.response)
     yield f"{DIM}response:{RESET} {response}" if coloured else f"response: {response}"
 
 
+def _text(message: ViewedMessage, *, coloured: bool) -> str:
+    """In a message of the policy, what it did not sample is set apart; of other messages that is all."""
+    if coloured:
+        return "".join(map(_span, message.spans))
+    if not message.is_policy:
+        return "".join(span.text for span in message.spans)
+    texts = [
+        (is_foreign, "".join(span.text for span in own))
+        for is_foreign, own in groupby(message.spans, key=lambda span: span.environment)
+    ]
+    return "".join(f"⟦{text}⟧" if is_foreign else text for is_foreign, text in texts)
+
+
 def _span(span: ViewedSpan) -> str:
     if span.environment:
-        return f"{DIM}{span.text}{RESET}"
+        return DIM + span.text.replace("\n", f"{RESET}\n{DIM}") + RESET
     return (
         _painted((STRUCK if span.rejected else "") + span.text, span.shade)
         if span.shade or span.rejected

@@ -9,7 +9,20 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
+
+from megatron_rl_corr.commands.samples.conversation import (
+    Fork,
+    Passage,
+    calls_of,
+    fork_of,
+    is_conversation,
+    passages_of,
+    turns_of,
+    words_of,
+)
 from megatron_rl_corr.commands.samples.rejected import Rejections
 from megatron_rl_corr.commands.samples.token_text import TextSpan, text_spans, visible
 from megatron_rl_corr.data.tokenizer import Tokenizer
@@ -32,7 +45,7 @@ class ViewedSpan:
     rejected: bool = False
     """The policy sampled it, and it does not enter the loss."""
     environment: bool = False
-    """An environment returned it."""
+    """The policy did not sample it."""
 
     @property
     def shade(self) -> str:
@@ -44,8 +57,20 @@ class ViewedSpan:
 
 
 @dataclass(frozen=True)
+class ViewedMessage:
+    """A message of a conversation."""
+
+    role: str
+    words: str
+    """What is known of it, in one line."""
+    is_policy: bool
+    """The policy sampled it here."""
+    spans: list[ViewedSpan]
+
+
+@dataclass(frozen=True)
 class SampleView:
-    """A sample to be shown."""
+    """A sample to be shown, or one branch of an episode."""
 
     head: str
     """Which sample it is, its reward and how it ended, in one line."""
@@ -53,8 +78,24 @@ class SampleView:
     """Further lines: the label, what was rejected and why, the largest D."""
     prompt: str
     response: list[ViewedSpan]
+    conversation: list[ViewedMessage]
+    """In the place of prompt and response, where it has turns."""
     left_out: int
-    """Tokens of the response that are not shown, from its middle."""
+    """Tokens of the response, or messages, that are not shown, from the middle."""
+
+
+@dataclass(frozen=True)
+class ViewSettings:
+    """How samples are shown."""
+
+    tokenizer: Tokenizer | None
+    """The model's; None: ids are shown."""
+    most_tokens: int | None = None
+    """Tokens of a prompt, a response or a message that are shown, from beginning and end; None: all."""
+    most_messages: int | None = None
+    """Messages of a branch, likewise."""
+    tool_format: str | None = None
+    """How calls are read, for `calls_of`."""
 
 
 def is_dropped(sample: Sample) -> bool:
@@ -69,33 +110,86 @@ def group_of(sample: Sample) -> int:
     return sample.trajectory.prompt_index if sample.origin is None else sample.origin.group
 
 
-def view_of(
-    sample: Sample,
-    tokenizer: Tokenizer | None,
-    rejections: Rejections | None,
-    *,
-    most_tokens: int | None = None,
-) -> SampleView:
-    """The sample as it is shown.
+def views_of(
+    episode: Sequence[Sample], rejections: Sequence[Rejections | None], settings: ViewSettings
+) -> list[SampleView]:
+    """A sample as it is shown: one view, or one for each branch of an episode, where the tokens that a branch
+    shares with an earlier one are in that.
 
     Args:
-        sample: of a file.
-        tokenizer: of the model; None: ids are shown.
-        rejections: what rejects its tokens, of `find_rejections`; None: not known.
-        most_tokens: of the prompt, and of the response, that are shown, from beginning and end; None: all.
+        episode: its rows of a file, by branch.
+        rejections: what rejects the tokens of each, of `find_rejections`; None: not known.
+        settings: how.
     """
-    row = sample.trajectory
-    prompt = text_spans(tokenizer, row.prompt_ids.tolist())
-    (prompt_start, prompt_end), hidden = _ends(prompt, most_tokens)
+    views = []
+    for place, (sample, own) in enumerate(zip(episode, rejections, strict=True)):
+        row, fork = sample.trajectory, None
+        spans = [_viewed(sample, span) for span in text_spans(settings.tokenizer, row.output_ids.tolist())]
+        passages = passages_of(row) if is_conversation(sample) else []
+        if place:
+            fork = fork_of(row, passages, [one.trajectory for one in episode[:place]])
+        head, notes = _head(sample, len(episode), fork), list(_notes(sample, own, spans, is_first=not place))
+        if passages:
+            known = [one for one in passages if fork is None or one.first >= fork.tokens]
+            messages, left_out = _conversation(sample, known, settings)
+            views.append(SampleView(head, notes, "", [], messages, left_out))
+        else:
+            views.append(_plain_view(sample, head, notes, spans, settings))
+    return views
+
+
+def _plain_view(
+    sample: Sample, head: str, notes: list[str], spans: list[ViewedSpan], settings: ViewSettings
+) -> SampleView:
+    prompt = text_spans(settings.tokenizer, sample.trajectory.prompt_ids.tolist())
+    (prompt_start, prompt_end), hidden = _ends(prompt, settings.most_tokens)
     between = f" [... {hidden} tokens ...] " if hidden else ""
-    spans = [_viewed(sample, span) for span in text_spans(tokenizer, row.output_ids.tolist())]
-    (start, end), left_out = _ends(spans, most_tokens)
+    response, left_out = _shortened(spans, settings.most_tokens)
+    text = "".join(span.text for span in prompt_start) + between + "".join(span.text for span in prompt_end)
+    return SampleView(head, notes, visible(text), response, [], left_out)
+
+
+def _conversation(
+    sample: Sample, passages: Sequence[Passage], settings: ViewSettings
+) -> tuple[list[ViewedMessage], int]:
+    """(the messages that are shown, how many are not)."""
+    row, tokenizer = sample.trajectory, settings.tokenizer
+    prompt, ratios = row.prompt_ids.numel(), None
+    if sample.train_logprobs is not None:
+        ratios = sample.train_logprobs - row.rollout_logprobs
+    changes = {
+        span.start: span.version
+        for before, span in pairwise(row.weight_versions)
+        if row.sampled[span.start] and turns_of(row)[span.start] == turns_of(row)[span.start - 1]
+    }
+    (start, end), left_out = _ends(passages, settings.most_messages)
+    ids = torch.cat([row.prompt_ids, row.output_ids])
+    shown: list[ViewedMessage] = []
+    for passage in [*start, *end]:
+        if left_out and len(shown) == len(start):
+            shown.append(ViewedMessage("...", f"{left_out} messages", is_policy=False, spans=[]))
+        spans = []
+        for span in text_spans(tokenizer, ids[passage.first : passage.last].tolist()):
+            first, last = (at + passage.first - prompt for at in (span.first, span.last))
+            if first in changes:
+                spans.append(ViewedSpan(visible(f"[weights {changes[first]}]"), None, environment=True))
+            if first < 0:
+                spans.append(ViewedSpan(visible(span.text), None, environment=True))
+            else:
+                spans.append(_viewed(sample, TextSpan(span.text, first, last)))
+        words = words_of(passage, sample, ratios, calls_of(passage, row, tokenizer, settings.tool_format))
+        role = visible(passage.role).replace("\n", "\\n")
+        own, _ = _shortened(spans, settings.most_tokens)
+        shown.append(ViewedMessage(role, words, passage.turn is not None, own))
+    return shown, left_out
+
+
+def _shortened(spans: list[ViewedSpan], most: int | None) -> tuple[list[ViewedSpan], int]:
+    """(the first and the last spans, how many between them are left out)."""
+    (start, end), left_out = _ends(spans, most)
     if left_out:
         start = [*start, ViewedSpan(f" [... {left_out} tokens ...] ", None, environment=True)]
-    text = "".join(span.text for span in prompt_start) + between + "".join(span.text for span in prompt_end)
-    return SampleView(
-        _head(sample), list(_notes(sample, rejections, spans)), visible(text), [*start, *end], left_out
-    )
+    return [*start, *end], left_out
 
 
 def _ends[Span](spans: Sequence[Span], most: int | None) -> tuple[tuple[Sequence[Span], Sequence[Span]], int]:
@@ -118,12 +212,14 @@ def _viewed(sample: Sample, span: TextSpan) -> ViewedSpan:
     return ViewedSpan(visible(span.text), ratio, lost, not sampled.any())
 
 
-def _head(sample: Sample) -> str:
+def _head(sample: Sample, branches: int, fork: Fork | None) -> str:
     row, origin = sample.trajectory, sample.origin
-    branch = f", branch {row.branch}" if row.branch else ""
-    parts = [f"group {group_of(sample)}, sample {row.sample_index}{branch}"]
-    if origin is not None:
-        parts.append(f"row {origin.row}")
+    if fork is not None:
+        parts = [f"branch {row.branch} {fork.words}"]
+    else:
+        parts = [f"group {group_of(sample)}, sample {row.sample_index}"]
+        parts += [f"{branches} branches"] if branches > 1 else []
+        parts += [f"row {origin.row}"] if origin is not None else []
     reward = f"reward {readable(sample.reward)}"
     if sample.reward_parts:
         reward += (
@@ -139,8 +235,10 @@ def _head(sample: Sample) -> str:
     return visible(" | ".join(parts))
 
 
-def _notes(sample: Sample, rejections: Rejections | None, spans: Sequence[ViewedSpan]) -> Iterator[str]:
-    if sample.origin is not None and sample.origin.label is not None:
+def _notes(
+    sample: Sample, rejections: Rejections | None, spans: Sequence[ViewedSpan], *, is_first: bool
+) -> Iterator[str]:
+    if is_first and sample.origin is not None and sample.origin.label is not None:
         label = sample.origin.label
         yield visible(f"label: {label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)}")
     yield from _why(sample, rejections)

@@ -8,13 +8,16 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl_corr.commands.samples.rejected import Rejections, find_rejections, read_correction
 from megatron_rl_corr.commands.samples.sample_view import group_of, is_dropped
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.engines.trajectory import episode_numbers
 from megatron_rl_corr.files import CONFIG_NAME
+from megatron_rl_corr.rollout.groups import mean_reward
 from megatron_rl_corr.rollout.sample_file import Sample, read_batch, read_trajectories
 from megatron_rl_corr.rollout.sample_folder import files_by_step, folder_files
 
@@ -26,6 +29,8 @@ class SavedRun:
     files: dict[int, list[Path]]
     """Step 0: files whose name tells no step."""
     correction: RolloutCorrectionConfig | None
+    tool_format: str | None = None
+    """How the run read tool calls, a name or auto; None: not known."""
 
     @classmethod
     def find(cls, paths: Sequence[str]) -> SavedRun:
@@ -51,7 +56,8 @@ class SavedRun:
         [folder] = folders
         if not (folder / CONFIG_NAME).is_file():
             return cls(folder_files(folder), None)
-        return cls(folder_files(samples_folder(folder)), read_correction(folder))
+        files, correction = folder_files(samples_folder(folder)), read_correction(folder)
+        return cls(files, correction, path_setting(folder, "agent_tool_parser"))
 
     def samples(self, step: int) -> list[Sample]:
         """All samples of a step, in the order of its files, without what only training needs.
@@ -98,7 +104,7 @@ class SavedRun:
 
 
 def path_setting(run_dir: Path, name: str) -> str | None:
-    """The path that run.json has under this name of `rollout`; None where it, or run.json, has none.
+    """The text that run.json has under this name of `rollout`; None where it, or run.json, has none.
 
     Raises:
         ValueError: run.json is not JSON.
@@ -136,8 +142,8 @@ def samples_folder(run_dir: Path) -> Path:
 
 def chosen(
     samples: Sequence[Sample], *, group: int | None = None, order: str | None = None, limit: int | None = None
-) -> list[int]:
-    """The places of the samples that are shown, in order.
+) -> list[range]:
+    """The places of the samples that are shown, in order; an episode is one, with all of its branches.
 
     Args:
         samples: of a step.
@@ -149,20 +155,29 @@ def chosen(
     Raises:
         ValueError: no sample is of this group.
     """
-    places = list(range(len(samples)))
+    episodes = episodes_of(samples)
     if group is not None:
-        places = [place for place in places if group_of(samples[place]) == group]
-        if not places:
+        episodes = [own for own in episodes if group_of(samples[own[0]]) == group]
+        if not episodes:
             known = sorted({group_of(sample) for sample in samples})
             raise ValueError(f"no sample of group {group}; the step has {', '.join(map(str, known))}")
     if order == "dropped":
-        places = [place for place in places if is_dropped(samples[place])]
+        episodes = [own for own in episodes if all(is_dropped(samples[place]) for place in own)]
     elif order is not None:
         sign = -1 if order == "best" else 1
 
-        def by_reward(place: int) -> float:
-            reward = samples[place].reward
-            return math.inf if reward is None or math.isnan(reward) else sign * reward
+        def by_reward(own: range) -> float:
+            rewards = [samples[place].reward for place in own]
+            if None in rewards or any(map(math.isnan, rewards)):
+                return math.inf
+            return sign * mean_reward(rewards)
 
-        places.sort(key=by_reward)
-    return places[:limit]
+        episodes.sort(key=by_reward)
+    return episodes[:limit]
+
+
+def episodes_of(samples: Sequence[Sample]) -> list[range]:
+    """The places of each episode's branches, most often one."""
+    numbers = episode_numbers([one.trajectory for one in samples])
+    starts = [at for at, number in enumerate(numbers) if at == 0 or number != numbers[at - 1]]
+    return [range(*pair) for pair in pairwise([*starts, len(numbers)])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,13 +16,21 @@ from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_desc
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout.agents.harnesses import CAUSE, Harnesses
-from megatron_rl_corr.rollout.agents.outcome import NAME
+from megatron_rl_corr.rollout.agents.outcome import NAME, REWARDS
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeCounts, EpisodeRules
 from megatron_rl_corr.rollout.gateway.server import Gateway
 from megatron_rl_corr.rollout.gateway.templates import Templates
-from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
+from megatron_rl_corr.rollout.gateway.tree import TurnTree
+from megatron_rl_corr.rollout.gateway.types import (
+    ANSWER_ID,
+    Answer,
+    ChatRequest,
+    GatewayError,
+    TextRequest,
+)
 from megatron_rl_corr.rollout.seeds import Draw
+from megatron_rl_corr.rollout.trace import traced_episode
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +152,8 @@ class Agents:
             nonlocal done, tokens
             episode = Episode(client, self._templates, rules, Draw(client.seed, numbers[prompt_index], index))
             try:
-                branches, latest = await self._run(episode, prompt, sampling)
+                with traced_episode(index, "harness"):
+                    branches, latest = await self._run(episode, prompt, sampling)
             except RolloutError as error:
                 error.add_note(
                     f"it was an agent's episode of prompt {prompt_index} sample {index} (row "
@@ -194,17 +203,59 @@ class Agents:
             raise SampleFailure(
                 CAUSE, f"{self._harnesses.name} ended without an answer of the policy; it asks it at base_url"
             )
-        parts = outcome if outcome is not None and len(outcome) > 1 else None
-        reward = None if outcome is None else outcome[NAME]
-        branches = [replace(one, environment_reward=reward, environment_parts=parts) for one in branches]
         last_turns = [leaf.number for leaf, _ in episode.tree.leaves()]
-        return branches, last_turns.index(max(last_turns))
+        latest = last_turns.index(max(last_turns))
+        if outcome is None:
+            return branches, latest
+        parts = outcome if len(outcome) > 1 else None
+        rewards = branch_rewards(episode.tree, outcome[NAME], outcome.pop(REWARDS, {}), self._harnesses.name)
+        return [
+            replace(one, environment_reward=reward, environment_parts=parts)
+            for one, reward in zip(branches, rewards, strict=True)
+        ], latest
 
     async def _context_of(self, client: RolloutClient) -> int:
         """Tokens that every server takes; asked once."""
         if self._context is None or (self._context.done() and self._context.exception() is not None):
             self._context = asyncio.ensure_future(longest_sequence(client))
         return await asyncio.shield(self._context)
+
+
+def branch_rewards(tree: TurnTree, reward: float, given: Mapping[str, float], source: str) -> list[float]:
+    """The reward of each branch: that given for an answer in it, or else the episode's.
+
+    An answer that several branches have in common is in the first of them.
+
+    Args:
+        tree: of the episode.
+        reward: the episode's.
+        given: by the id of an answer, as its response had it.
+        source: the harness, for errors.
+
+    Raises:
+        SampleFailure: no answer has such an id, or answers of one branch have different rewards.
+    """
+    branches = [leaf.path()[shared:] for leaf, shared in tree.leaves()]
+    branch_of = {turn.number: branch for branch, turns in enumerate(branches) for turn in turns}
+    named: dict[int, str] = {}
+    for name in given:
+        found = ANSWER_ID.fullmatch(name)
+        branch = None if found is None else branch_of.get(int(found[1]))
+        if branch is None:
+            raise SampleFailure(
+                CAUSE,
+                f'{source}: "{REWARDS}" has {name[:100]!r}, which is the id of no answer of this episode; '
+                "give the `id` of one that the agent has got, whose numbers are "
+                f"{', '.join(map(str, sorted(branch_of)))}, as in chatcmpl-{min(branch_of)}",
+            )
+        other = named.setdefault(branch, name)
+        if given[other] != given[name]:
+            raise SampleFailure(
+                CAUSE,
+                f'{source}: "{REWARDS}" gives one branch two rewards, {given[other]:g} by {other!r} and '
+                f"{given[name]:g} by {name!r}; name one answer of each branch, such as its last one",
+            )
+    return [given[named[branch]] if branch in named else reward for branch in range(len(branches))]
 
 
 class _WatchedEpisode:

@@ -18,6 +18,7 @@ from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.gateway.message_spans import message_spans
 from megatron_rl_corr.rollout.gateway.templates import Templates
 from megatron_rl_corr.rollout.gateway.tree import AskedTurn, TurnTree
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
@@ -141,7 +142,10 @@ class Episode:
         await self.end()
         if self._failure is not None:
             raise self._failure
-        branches = [replace(one, sample_index=self._draw.sample) for one in self.tree.branches()]
+        branches = [
+            replace(one, sample_index=self._draw.sample, messages=message_spans(leaf.path(), self._templates))
+            for one, (leaf, _) in zip(self.tree.branches(), self.tree.leaves(), strict=True)
+        ]
         if problems := self.tree.check(branches, renders=False):
             raise RuntimeError(f"an episode is not what was sampled: {'; '.join(problems)}")
         return branches

@@ -377,6 +377,15 @@ class Templates:
     def _control_texts(self) -> dict[int, str]:
         return {number: text for text, number in self.tokenizer.control_tokens.items()}
 
+    def pieces(self, text: str) -> list[str]:
+        """A shielded text without the template's control tokens, cut at each of them."""
+        return self._spelled.split(text)
+
+    @cached_property
+    def control_ids(self) -> Tensor:
+        """The ids of control tokens, int64."""
+        return torch.tensor(sorted(self.tokenizer.control_tokens.values()), dtype=torch.int64)
+
     def token_texts(self, ids: Sequence[int]) -> list[str]:
         """R texts that make up the ids' text. A character of several tokens is the text of its last."""
         whole, known = self.decode(ids), self._token_texts

@@ -29,6 +29,9 @@ is another one, or there is none. tools: only the tools are others. template: th
 another way now (it leaves out thoughts, moves or merges messages), or got other variables.
 """
 
+AGAIN = "again"
+"""Why a branch begins that is no root: another one goes on behind the same turn."""
+
 
 class Line:
     """Ids that grow at their end. Lines share memory with those that they begin with, so that an episode of
@@ -551,7 +554,8 @@ def _branch(path: Sequence[Turn], shared: int, number: int) -> Trajectory:
             torch.full_like(turn.part.output_ids, turn.depth),
         ]
     whole = concatenated([turn.part for turn in path], [turn.asked.added for turn in path[1:]])
-    whole = replace(whole, turn_ids=torch.cat(kinds), branch=number)
+    began = AGAIN if shared else path[0].asked.reason
+    whole = replace(whole, turn_ids=torch.cat(kinds), branch=number, began=began)
     first = path[shared].part
     return _cut(whole, first.prompt_ids, cached_tokens=first.cached_tokens) if shared else whole
 

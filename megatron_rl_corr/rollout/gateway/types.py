@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -70,6 +71,10 @@ class Answer:
     """As in OpenAI's chat completions, with ids."""
     reasoning: str = ""
     """Thoughts, where the run asks for them apart from the content."""
+
+
+ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9]{1,9})")
+"""The id of a response, in any protocol: the turn of this number, and with n above 1 its first choice."""
 
 
 class EpisodeSession(Protocol):

@@ -62,6 +62,19 @@ EVALUATED = {
 }
 
 
+BY_TURN = {
+    f"rollout_corr/by_turn/{name}": value
+    for name, value in {
+        "first/k3_kl": 1e-4,
+        "later/k3_kl": 1e-3,
+        "first/log_ratio_abs_mean": 0.01,
+        "1/log_ratio_abs_mean": 0.02,
+        "2_to_3/log_ratio_abs_mean": 0.03,
+        "16+/log_ratio_abs_mean": 0.04,
+    }.items()
+}
+
+
 def test_panels_when_several_sets_are_evaluated_at_some_steps_then_a_line_for_each(make_steps):
     rows = [row | ({} if row["step"] % 10 else EVALUATED) for row in make_steps(40)]
     shown = {}
@@ -79,7 +92,7 @@ def test_panels_when_several_sets_are_evaluated_at_some_steps_then_a_line_for_ea
 
 
 def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(make_steps):
-    rows = [row | ({} if row["step"] % 2 else EVALUATED) for row in make_steps(5)]
+    rows = [row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN for row in make_steps(5)]
     images = render_panels(rows)
     assert list(images) == [panel.name for panel in PAGE_PANELS]
     for content in images.values():
@@ -87,6 +100,24 @@ def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(ma
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert not [node for node in root.iter() if node.tag.endswith(("script", "image"))]
     assert render_panels(rows) == images
+
+
+def test_turn_panels_when_drawn_then_a_line_for_each_kind_of_turn(make_steps):
+    rows = [row | BY_TURN for row in make_steps(20)]
+    axes = drawn("by_turn", rows)
+    assert axes.get_yscale() == "log"
+    assert {line.get_label(): line.get_ydata()[0] for line in axes.lines} == {
+        "first turns": 1e-4,
+        "later turns": 1e-3,
+    }
+    axes = drawn("by_turn_number", rows)
+    assert {line.get_label(): line.get_ydata()[0] for line in axes.lines} == {
+        "turn 0": 0.01,
+        "1": 0.02,
+        "2-3": 0.03,
+        "16+": 0.04,
+    }
+    assert not {"by_turn", "by_turn_number"} & set(render_panels(make_steps(3)))
 
 
 def test_panels_when_batches_make_several_updates_then_lines_go_from_batch_to_batch(make_steps):

@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,12 @@ from megatron_rl_corr import cli
 from megatron_rl_corr.commands.report.page import write_page
 from megatron_rl_corr.commands.report.page_samples import STEPS, TOKENS, page_samples
 from megatron_rl_corr.commands.samples.rejected import find_rejections
-from megatron_rl_corr.commands.samples.sample_view import view_of
+from megatron_rl_corr.commands.samples.sample_text import lines_of
+from megatron_rl_corr.commands.samples.sample_view import ViewSettings, views_of
 from megatron_rl_corr.commands.samples.token_text import TextSpan, text_spans, visible
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.engines.trajectory import MessageSpan, VersionSpan
 from tests.commands.report.test_page import read
 from tests.observability.samples import END, sample, save_tokenizer, write_run
 
@@ -105,15 +108,157 @@ def test_view_when_tokens_share_a_character_then_the_largest_ratio_and_what_an_e
     tokenizer,
 ):
     ids = tokenizer.encode("你ok")
-    turns = torch.tensor([0, 0, 0, -1, 0])
-    view = view_of(
-        sample(ids, [0.1, -0.8, 0.2, 9.0, 0.0], kept=[1, 0, 1, 0, 1], turn_ids=turns), tokenizer, None
-    )
-    first, said, last = view.response
+    turns = torch.tensor([0, 0, 0, -1, 1])
+    made = sample(ids, [0.1, -0.8, 0.2, 9.0, 0.0], kept=[1, 0, 1, 0, 1], turn_ids=turns)
+    (view,) = views_of([made], [None], ViewSettings(tokenizer))
+    _, turn, reply, later = view.conversation
+    [first], [said], [last] = turn.spans, reply.spans, later.spans
     assert (first.text, first.rejected, first.shade) == ("你", True, "n3")
     assert first.log_ratio == pytest.approx(-0.8) and said.environment and said.log_ratio is None
     assert (last.shade, last.rejected) == ("", False)
     assert view.notes[1] == "3 of 4 tokens enter the loss; why is not known without the run's run.json"
+    assert [(one.role, one.words, one.is_policy) for one in view.conversation] == [
+        ("prompt", "1 tokens", False),
+        ("policy", "turn 0 | 3 tokens | mean |D| 0.3667, largest -0.8 | 1 not in the loss", True),
+        ("environment", "1 tokens", False),
+        ("policy", "turn 1 | 1 tokens | mean |D| 0, largest +0", True),
+    ]
+
+
+EVIL = "<script>alert(1)</script>\x1b[2J\n[assistant] turn 9"
+"""What a hostile agent, tool or policy may write: markup, an escape, a line that looks like a head."""
+
+
+def branch_of(tokenizer, pieces, *, shared=0, ratio=0.3, **known):
+    """A branch of (role, text, turn or None) messages. Its prompt ends where the first turn behind the first
+    `shared` of them begins.
+    """
+    ids, messages, turns, prompt = [], [], [], None
+    for place, (role, text, turn) in enumerate(pieces):
+        own = tokenizer.encode(text)
+        messages.append(MessageSpan(role, len(ids), "" if turn is None else known.get("ended", "stop")))
+        if turn is not None and place >= shared and prompt is None:
+            prompt = len(ids)
+        ids += own
+        turns += [-1 if turn is None else turn] * len(own)
+    behind = torch.tensor(turns[prompt:])
+    row = sample(ids[prompt:], [ratio] * len(behind), prompt=ids[:prompt], turn_ids=behind)
+    trajectory = replace(
+        row.trajectory,
+        messages=tuple(messages),
+        branch=known.get("branch", 0),
+        began=known.get("began", "first"),
+        weight_versions=known.get("versions", row.trajectory.weight_versions),
+    )
+    return replace(row, trajectory=trajectory, loss_mask=behind != -1)
+
+
+def episode_of(tokenizer):
+    """Three branches: a conversation, a second answer behind its first turn, and an edited history."""
+    ask, call = ("user", "What?", None), ("assistant", "look it up", 0)
+    result = ("tool", EVIL, None)
+    versions = (VersionSpan("v-1", 0, 3), VersionSpan("v-2", 3, 10 + len(tokenizer.encode(EVIL)) + 5))
+    first = branch_of(tokenizer, [ask, call, result, ("assistant", "<b>4\x07", 1)], versions=versions)
+    again = branch_of(
+        tokenizer,
+        [ask, call, ("user\n[x]", "no", None), ("assistant", "5", 1)],
+        shared=2,
+        branch=1,
+        began="again",
+        ended="length",
+    )
+    edited = branch_of(tokenizer, [("user", "Who?", None), ("assistant", "me", 0)], branch=2, began="edited")
+    return [first, again, edited]
+
+
+def test_view_when_an_episode_forks_then_what_is_shared_is_shown_once(tokenizer):
+    views = views_of(episode_of(tokenizer), [None] * 3, ViewSettings(tokenizer))
+    assert [view.head.split(" | ")[0] for view in views] == [
+        "group 7, sample 0",
+        "branch 1 leaves branch 0 before its turn 1, behind 15 tokens, 2 messages: the agent goes on from "
+        "there once more",
+        "branch 2 begins anew: the agent's history is another one",
+    ]
+    assert "3 branches" in views[0].head
+    assert [[one.role for one in view.conversation] for view in views] == [
+        ["user", "assistant", "tool", "assistant"],
+        ["user\\n[x]", "assistant"],
+        ["user", "assistant"],
+    ]
+    turn = views[0].conversation[1]
+    assert turn.words == "turn 0 | 10 tokens | mean |D| 0.3, largest +0.3 | weights v-1"
+    assert "".join(one.text for one in turn.spans) == "loo[weights v-2]k it up"
+    assert views[1].conversation[1].words.endswith("| cut (length)")
+
+
+def test_view_when_an_answer_calls_tools_then_they_are_named(tokenizer, model, tmp_path):
+    call = '<tool_call>{"name": "look", "arguments": {"q": 1}}</tool_call><|im_end|>'
+    made = branch_of(tokenizer, [("user", "What?", None), ("assistant", call, 0)])
+    for form, words in (("hermes", "turn 0 | calls look | "), ("auto", "turn 0 | ")):
+        (view,) = views_of([made], [None], ViewSettings(tokenizer, tool_format=form))
+        assert view.conversation[1].words.startswith(words) and ("calls" in words) == (form == "hermes")
+
+
+def test_view_when_a_conversation_is_long_then_its_middle_is_left_out(tokenizer):
+    pieces = [("user", "x" * 50, None)]
+    for turn in range(20):
+        pieces += [("assistant", f"{turn}", turn), ("tool", "y", None)]
+    pieces.append(("assistant", "end", 20))
+    (view,) = views_of([branch_of(tokenizer, pieces)], [None], ViewSettings(tokenizer, 10, 6))
+    assert [(one.role, one.words.split(" | ")[0]) for one in view.conversation] == [
+        ("user", "50 tokens"),
+        ("assistant", "turn 0"),
+        ("tool", "1 tokens"),
+        ("assistant", "turn 1"),
+        ("...", "36 messages"),
+        ("tool", "1 tokens"),
+        ("assistant", "turn 20"),
+    ]
+    text = "".join(one.text for one in view.conversation[0].spans)
+    assert text == "x" * 6 + " [... 40 tokens ...] " + "x" * 4
+
+
+@pytest.mark.parametrize("coloured", [False, True])
+def test_command_when_an_agent_is_hostile_then_nothing_of_it_acts_or_looks_like_ours(tokenizer, coloured):
+    views = views_of(episode_of(tokenizer), [None] * 3, ViewSettings(tokenizer))
+    lines = "\n".join(line for view in views for line in lines_of(view, coloured=coloured)).split("\n")
+    shown = [re.sub(r"\033\[[0-9;]*m", "", line) for line in lines]
+    assert all(one.isprintable() for one in shown) and coloured == (lines != shown)
+    # A text's lines are further to the right than any head.
+    assert "      [assistant] turn 9" in shown and "      <script>alert(1)</script>\\x1b[2J" in shown
+    heads = [line for line in shown if line.startswith("  ") and not line.startswith("   ")]
+    assert [head.split(" | ")[0].strip() for head in heads] == [
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user\\n[x]",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+
+
+def test_page_when_an_episode_is_hostile_then_its_messages_are_text(tmp_path, model, tokenizer):
+    path = write_page(write_run(tmp_path / "run", {1: episode_of(tokenizer)}, model, RULES))
+    document, source = read(path), path.read_text()
+    assert not {"script", "b"} & set(document.tags) and "<script" not in source and "\x1b" not in source
+    shown = document.text.replace("\n", "")
+    assert "<script>alert(1)</script>\\x1b[2J" in shown and "<b>4\\x07" in shown
+    assert 'class="p2" title="D = +0.300"' in source and "branch 2 begins anew" in shown
+    assert "Step 1: 1 of 1 samples" in shown
+
+
+def test_command_when_samples_have_branches_then_an_episode_is_one(tmp_path, model, tokenizer, capsys):
+    other = [
+        replace(one, trajectory=replace(one.trajectory, sample_index=1), reward=1.0)
+        for one in episode_of(tokenizer)
+    ]
+    run = write_run(tmp_path / "run", {1: [*episode_of(tokenizer), *other]}, model, RULES)
+    assert cli.main(["samples", str(run), "--best", "--limit", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("step 1: 1 of 2 samples; steps") and "sample 1 | 3 branches" in shown
+    assert shown.count("branch 1 leaves") == shown.count("branch 2 begins") == 1
 
 
 def run_of(tmp_path, model, tokenizer, texts, steps=1):
@@ -204,7 +349,7 @@ def test_page_when_a_run_is_long_then_few_samples_and_tokens_of_few_steps(tmp_pa
     shown = page_samples(run)
     assert [step["step"] for step in shown["steps"]] == [1, 5, 9] and shown["all_steps"] == 9
     assert all(len(step["samples"]) <= 4 and step["of"] == 32 for step in shown["steps"])
-    views = [one["view"] for step in shown["steps"] for one in step["samples"]]
+    views = [view for step in shown["steps"] for one in step["samples"] for view in one["branches"]]
     assert max(len(view.response) for view in views) == TOKENS + 1 and {view.left_out for view in views} == {
         0,
         4600,

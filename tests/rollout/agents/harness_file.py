@@ -114,6 +114,27 @@ def forks(task, base_url, api_key):
         ask(base_url, api_key, [{"role": "user", "content": word}], temperature=0.3)
 
 
+def scored(task, base_url, api_key):
+    """Two conversations of a first answer and one or more behind it; rewards by the row."""
+    user = {"role": "user", "content": "one"}
+    ids = []
+    for messages in ([user], [{"role": "user", "content": "two"}]):
+        request = urllib.request.Request(
+            f"{base_url}/chat/completions",
+            json.dumps({"model": "m", "messages": messages}).encode(),
+            {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            body = json.loads(answer.read())
+        ids.append(body["id"])
+        for _ in range(task.get("behind", 1)):
+            ask(base_url, api_key, [*messages, body["choices"][0]["message"], user])
+    given = {
+        name.replace("FIRST", ids[0]).replace("SECOND", ids[1]): one for name, one in task["rewards"].items()
+    }
+    return {"reward": 0.5, "rewards": given, "steps": 2}
+
+
 def mixed(task, base_url, api_key):
     """Two turns, or two branches, by the row; nothing of it is scored."""
     if task["index"] % 2:
@@ -138,6 +159,7 @@ def fork_returns(task, *_):
 DO = {
     "number": lambda task, *_: 1.5,
     "none": lambda task, *_: None,
+    "scored": scored,
     "dict": lambda task, *_: {"reward": 1, "steps": 3},
     "text": lambda task, *_: "good",
     "no reward": lambda task, *_: {"steps": 3},

@@ -109,6 +109,51 @@ def test_episodes_when_several_then_prompt_major_and_each_once():
     assert sorted(one["draw"].sample for one in client.log) == [0, 0, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("rewards", "found"),
+    [
+        ({}, [0.5, 0.5]),
+        ({"SECOND": 1.0}, [0.5, 1.0]),
+        ({"FIRST": -1, "SECOND": 0.25}, [-1.0, 0.25]),
+        ({"FIRST": 2, "chatcmpl-1": 2.0, "msg_3": 0}, [2.0, 0.0]),
+    ],
+)
+def test_episode_when_answers_have_rewards_then_their_branches_have_them(rewards, found):
+    branches, _, _, _ = generate({"do": "scored", "rewards": rewards})
+    assert [one.environment_reward for one in branches] == found
+    assert {tuple(one.environment_parts.items()) for one in branches} == {
+        (("agent", 0.5), ("agent/steps", 2.0))
+    }
+
+
+def test_episode_when_branches_share_an_answer_then_its_reward_is_the_first_ones():
+    branches, _, _, _ = generate({"do": "scored", "rewards": {"FIRST": 1.0, "SECOND": 2.0}, "behind": 2})
+    assert [(one.began, one.environment_reward) for one in branches] == [
+        ("first", 1.0),
+        ("again", 0.5),
+        ("edited", 2.0),
+        ("again", 0.5),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "says"),
+    [
+        ({"chatcmpl-9": 1.0}, "has 'chatcmpl-9', which is the id of no answer"),
+        ({"3": 1.0}, "has '3', which is the id of no answer"),
+        (
+            {"FIRST": 1.0, "chatcmpl-1": 0.0},
+            "one branch two rewards, 1 by 'chatcmpl-0' and 0 by 'chatcmpl-1'",
+        ),
+        ({"FIRST": "1"}, '"rewards" of chatcmpl-0 must return a number'),
+    ],
+)
+def test_episode_when_rewards_name_no_branch_or_one_twice_then_it_fails(rewards, says):
+    failure, told, _, _ = generate({"do": "scored", "rewards": rewards})
+    assert isinstance(failure, SampleFailure) and failure.cause == "agent" and not told
+    assert says in str(failure)
+
+
 def test_episode_when_history_is_left_then_branches_and_the_latest_is_told():
     found, told, counts, client = generate({"do": "forks"}, {"do": "turns", "question": "x"})
     assert [(one.prompt_index, one.branch) for one in found] == [(0, 0), (0, 1), (1, 0)]

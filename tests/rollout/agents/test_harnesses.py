@@ -290,7 +290,19 @@ def test_running_when_a_pipe_gives_much_then_a_bound_is_kept():
 
 
 @pytest.mark.parametrize(
-    "value", ["1", [1.0], {"reward": "1"}, {"reward": 1, "score": 1}, {1: 2}, float("inf")]
+    "value",
+    [
+        "1",
+        [1.0],
+        {"reward": "1"},
+        {"reward": 1, "score": 1},
+        {1: 2},
+        float("inf"),
+        {"rewards": {"chatcmpl-0": 1.0}},
+        {"reward": 1, "rewards": [1.0]},
+        {"reward": 1, "rewards": {0: 1.0}},
+        {"reward": 1, "rewards": {"chatcmpl-0": float("nan")}},
+    ],
 )
 def test_outcome_when_it_is_something_else_then_it_is_refused(value):
     with pytest.raises(ValueError, match="`agent` f"):
