@@ -50,6 +50,20 @@ def same_to_the_letter(a, b):
     )
 
 
+def other_ids(history, messages):
+    """How many ids of calls differ, where both give one."""
+    own, given = map(ids_of_calls, (history, messages[: len(history)]))
+    return sum(None not in pair and pair[0] != pair[1] for pair in zip(own, given, strict=True))
+
+
+def ids_of_calls(messages):
+    return [
+        label
+        for one in messages
+        for label in (one.get("tool_call_id"), *(call.get("id") for call in one.get("tool_calls") or []))
+    ]
+
+
 class Refused(Exception):
     """The template does not take the conversation."""
 
@@ -151,9 +165,9 @@ class Naive:
                 elif len(history) == other[0] and turn["tools"] == tools:
                     other = (len(history), "template")
                 continue
-            rank = (len(history), not turn["continued"], -turn["number"])
-            if best is None or rank > best[0]:
-                best = (rank, turn)
+            known = (len(history), -other_ids(history, messages), not turn["continued"], -turn["number"])
+            if best is None or known > best[0]:
+                best = (known, turn)
         rendered = Rendered(self.template)
         reason = other[1] if other else "edited" if self.begun else "first"
         if best is not None:
@@ -203,6 +217,7 @@ class Naive:
         self.turns.append(
             {
                 "number": number,
+                "request": request,
                 "messages": request.messages,
                 "tools": request.tools,
                 "kwargs": request.template_kwargs,
@@ -223,6 +238,15 @@ class Naive:
         for turn in self.turns:
             if turn["number"] == number and not turn["continued"]:
                 turn["gone"] = True
+
+    def all_forks(self):
+        """Roots by reason, and how many requests beside the first each answer has behind it."""
+        behind = {}
+        for turn in self.turns:
+            if turn["parent"] is not None and not turn["gone"]:
+                behind.setdefault(turn["parent"]["number"], set()).add(id(turn["request"]))
+        earlier = sum(len(requests) - 1 for requests in behind.values())
+        return self.forks | ({"earlier": earlier} if earlier else {})
 
     def branches(self):
         """[(turns from the root to the leaf, how many are sampled elsewhere)] in order."""

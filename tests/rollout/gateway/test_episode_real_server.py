@@ -131,6 +131,7 @@ def test_episode_when_forked_and_with_tools_then_every_sampled_token_has_the_log
         assert {reason: count for reason, count in made.tree.forks.items() if count} == {
             "first": 1,
             "edited": 2,
+            "earlier": 1,
         }
         shapes = [sorted(set(branch.turn_ids.tolist()) - {-1}) for branch in branches]
         assert sorted(shapes) == [[0], [0, 1], [0, 1], [0, 1, 2], [1]] or sorted(shapes) == [

@@ -280,7 +280,7 @@ class World:
                     for more in ([0] if turn == -1 else [0, 1])
                 ]
         forks = {reason: count for reason, count in self.made.tree.forks.items() if count}
-        assert forks == self.naive.forks
+        assert forks == self.naive.all_forks()
 
 
 SHARED = {}
