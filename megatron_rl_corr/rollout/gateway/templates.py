@@ -546,17 +546,18 @@ def _value(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        return _whole(json_text.loads(arguments or "{}", unique_keys=False))
-    except ValueError:
+        return whole_numbers(json_text.loads(arguments or "{}", unique_keys=False))
+    except (ValueError, RecursionError):
         return arguments
 
 
-def _whole(value: Any) -> Any:
+def whole_numbers(value: Any) -> Any:
+    """A JSON value with 1 for 1.0."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {name: _whole(one) for name, one in value.items()}
-    return [_whole(one) for one in value] if isinstance(value, list) else value
+        return {name: whole_numbers(one) for name, one in value.items()}
+    return [whole_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def _short(number: str) -> str:
