@@ -6,10 +6,23 @@ import copy
 import json
 import re
 
-from tests.rollout.gateway.agents_model import CONTROL, ENDS, backend, fast, ids_of, text_of
+from tests.rollout.gateway.agents_model import CONTROL, backend, end_of, fast, ids_of, text_of
+from tests.rollout.gateway.published_templates import PREFIX, Family, family
 
-AS_TEXT = ("deepseek_v3",)
-"""Templates that take arguments of calls as text, and no content as None."""
+STAND_INS = {
+    "deepseek_v3": Family(arguments_as_text=True, empty_as_null=True, tail="", thoughts_key=None),
+    "gpt_oss": Family(call_end="<|call|>", tail="", thoughts_key=None),
+    "phi_3": Family(tail="\n", thoughts_key=None),
+}
+
+
+def known_of(template):
+    """The Family of a template."""
+    if template.startswith(PREFIX):
+        return family(template)
+    return STAND_INS.get(template, Family(tail="", thoughts_key=None))
+
+
 _SPELLED = re.compile("|".join(map(re.escape, sorted(CONTROL, key=len, reverse=True))))
 _literal = None
 
@@ -36,6 +49,7 @@ def same_message(a, b):
     return (
         a["role"] == b["role"]
         and content_of(a) == content_of(b)
+        and (a.get("reasoning_content") or "") == (b.get("reasoning_content") or "")
         and [(c["name"], json.loads(c["arguments"])) for c in calls_of(a)]
         == [(c["name"], json.loads(c["arguments"])) for c in calls_of(b)]
     )
@@ -74,7 +88,7 @@ class Rendered:
     """
 
     def __init__(self, template):
-        self.template, self.words = template, {}
+        self.template, self.words, self.known = template, {}, known_of(template)
 
     def hide(self, text):
         def word(found):
@@ -93,9 +107,11 @@ class Rendered:
         made = {"role": role, "content": content if role == "assistant" else self.hide(content)}
         if one.get("tool_call_id"):
             made["tool_call_id"] = one["tool_call_id"]
+        if one.get("reasoning_content") and self.known.thoughts_key:
+            made[self.known.thoughts_key] = one["reasoning_content"]
         if one.get("tool_calls"):
-            as_text = self.template in AS_TEXT
-            if as_text and not content.strip():
+            as_text = self.known.arguments_as_text
+            if self.known.empty_as_null and not content.strip():
                 made["content"] = None
             made["tool_calls"] = [
                 {
@@ -148,6 +164,7 @@ class Naive:
 
     def __init__(self, template):
         self.template, self.turns, self.begun, self.forks = template, [], False, {}
+        self.known = known_of(template)
 
     def expected(self, request):
         """(the ids to be asked, the parent's number, the full text)."""
@@ -193,7 +210,7 @@ class Naive:
         """The text behind what was sampled, in which words stand for control tokens; None: it is a new
         conversation.
         """
-        shown, end = rendered.show(full), ENDS[self.template]
+        shown, end = rendered.show(full), end_of(self.template)
         if not shown.startswith(turn["full"]):
             return None
         last = text_of(turn["ids"][-1:]) if turn["stopped"] else ""
@@ -203,14 +220,15 @@ class Naive:
                 rest = shown[len(turn["full"] + sampled + one) :]
                 return next(full[at:] for at in range(len(full) + 1) if rendered.show(full[at:]) == rest)
         before = rendered.text(history, tools, kwargs, False)
-        if self.template == "gpt_oss" and turn["answer"].get("tool_calls") and not before.endswith("<|end|>"):
-            end = "<|call|>"
-        before = before.removesuffix("\n") if self.template == "phi_3" else before
-        assert before.endswith(end)
+        before = before.removesuffix(self.known.tail)
+        others = [one for one in (self.known.call_end, *self.known.others) if one and end]
+        end = next((one for one in (end, *others) if one and before.endswith(one)), "")
+        assert end or not end_of(self.template), before[-50:]
         before = before.removesuffix(end) if end else before
         if not full.startswith(before) or len(rendered.show(before)) < len(turn["full"]):
             return None
         rest = full.removeprefix(before)
+        end = end_of(self.template) if end in self.known.others and end != self.known.call_end else end
         return rest.removeprefix(end or last) if turn["stopped"] else rest
 
     def add(self, request, parent, full, record, number, answer, stopped):
