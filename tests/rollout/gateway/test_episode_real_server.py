@@ -22,9 +22,10 @@ from megatron_rl_corr.rollout.seeds import Draw
 from tests.preloaded import PreloadedServer, run_preloaded
 from tests.rollout.gateway.agents_model import SIMPLE, Servers, fast, templates
 from tests.rollout.gateway.published_templates import FOLDER, PREFIX
-from tests.tiers import in_matrix
+from tests.tiers import in_matrix, matrix
 from tools.cpu import environment, sglang_arguments
 
+pytestmark = matrix
 SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"

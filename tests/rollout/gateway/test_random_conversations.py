@@ -28,8 +28,9 @@ from tests.rollout.gateway.agents_model import (
 )
 from tests.rollout.gateway.naive_tree import Naive, Refused
 from tests.rollout.gateway.published_templates import CALLS, FOLDER, PREFIX, family
-from tests.tiers import in_matrix
+from tests.tiers import in_matrix, matrix
 
+pytestmark = matrix
 WORDS = [
     "the weather",
     "Oslo",
@@ -91,7 +92,7 @@ ALWAYS_ANEW = (f"{PREFIX}deepseekv3",)
 
 def seeds_of(template):
     """2,000 conversations over published templates in the matrix, and 400 in all by make test."""
-    few, many = (12, 60) if template in NAMES else (18, 125)
+    few, many = (10, 60) if template in NAMES else (17, 125)
     return [*range(few), *in_matrix(*range(few, many))]
 
 

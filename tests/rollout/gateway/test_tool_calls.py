@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_corr.rollout.gateway.answering import answer_rules
 from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.tool_calls import (
     TOOL_FORMATS,
@@ -12,6 +13,7 @@ from megatron_rl_corr.rollout.gateway.tool_calls import (
     parse_tool_calls,
     split_thoughts,
 )
+from megatron_rl_corr.rollout.sampling import SamplingParams
 from tests.preloaded import run_preloaded
 from tests.rollout.gateway.published_templates import FAMILIES, FOLDER, family, text_of_template
 from tests.rollout.gateway.tool_call_texts import (
@@ -151,6 +153,16 @@ def test_thoughts_when_gpt_oss_has_them_then_messages_of_their_own():
     before = "<|channel|>commentary<|message|>I add.<|end|>"
     thoughts, rest = split_harmony(think.format("Hm.") + before + "<|start|>assistant" + call)
     assert thoughts == "Hm." and ours("gpt_oss", rest) == ["I add.", [["add", "{}"]]]
+
+
+def test_rules_when_a_template_refuses_thoughts_in_the_content_then_they_must_be_separate():
+    how = {"max_tokens": 9, "max_turns": 9, "tool_format": "gpt_oss", "warn": str}
+    with pytest.raises(ValueError, match="`agent_reasoning` must be separate for gpt-oss"):
+        answer_rules(None, SamplingParams(9), separate_thoughts=False, **how)
+    rules = answer_rules(None, SamplingParams(9), separate_thoughts=True, **how)
+    assert rules.thoughts("<|channel|>analysis<|message|>so", begun=False) == ("so", "")
+    rules = answer_rules(None, SamplingParams(9), separate_thoughts=True, **how | {"tool_format": "gemma4"})
+    assert rules.thoughts("<|channel>thought\nso\n<channel|>a", begun=False) == ("so\n", "a")
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)

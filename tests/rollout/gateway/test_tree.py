@@ -765,6 +765,53 @@ def test_template_when_it_ends_a_whole_conversation_in_another_way_then_the_next
         assert reasons(tree) == {"first": 1} and tree.counts.rerendered == (" " in sampled)
 
 
+TWO_ENDS = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}</s><|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_template_when_several_control_tokens_end_a_turn_then_what_was_not_sampled_of_them_follows():
+    made = templates(TWO_ENDS)
+    assert made.end == "</s><|end|>" and [made.end_id] == ids_of("</s>")
+    for sampled, content, glue in [
+        ("a</s>", "a", "<|end|>\n"),
+        ("a<|end|>", "a", "\n"),
+        (" a</s>", "a", "<|end|>\n"),
+        (" a<|end|>", "a", "\n"),
+        ("a<|endoftext|>", "a", "\n"),
+        (" a<|endoftext|>", "a", "\n"),
+    ]:
+        prompts, tree, _ = asked(
+            (sampled, "stop"),
+            ("b</s>", "stop"),
+            requests=[[USER], [USER, said(content), MORE]],
+            template=TWO_ENDS,
+            parse=None,
+            thoughts=trimmed,
+        )
+        assert prompts[1] == prompts[0] + sampled + glue + "<|user|>more</s><|end|>\n<|assistant|>"
+        assert reasons(tree) == {"first": 1}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_when_the_template_reads_them_by_some_key_then_it_gets_them_by_it(key):
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>"
+        f"{{% if message.{key} %}}<think>{{{{ message.{key} }}}}</think>{{% endif %}}"
+        "{{ message.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    prompts, made, _ = asked(
+        ("<think>so</think>a<|end|>", "stop"),
+        ("b<|end|>", "stop"),
+        requests=[[USER], [USER, said("a", reasoning_content="so"), MORE]],
+        template=template,
+        thoughts=lambda text, begun: ("so", "a"),
+    )
+    assert reasons(made) == {"first": 1} and made.counts.rerendered == 0
+    assert prompts[1] == prompts[0] + "<think>so</think>a<|end|>\n<|user|>more<|end|>\n<|assistant|>"
+
+
 def test_answer_when_it_stands_in_the_conversation_as_it_was_sampled_then_it_takes_one_rendering(monkeypatch):
     made, rendered = templates(), []
     render = made.tokenizer.render
