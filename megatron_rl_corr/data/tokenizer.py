@@ -180,5 +180,5 @@ class Tokenizer:
         try:
             return self._tokenizer.apply_chat_template(list(messages), **how)
         # what a template may raise
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"the chat template of {self._folder} refuses the messages: {error}") from error

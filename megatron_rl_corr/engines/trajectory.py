@@ -209,7 +209,7 @@ class Trajectory:
     """
     began: str = ""
     """Why an agent's conversation begins this sequence: first, edited, tools or template, as in the gateway,
-    or again: it goes on behind a turn that another one goes on behind too. "": it is of no agent.
+    or earlier: it goes on behind a turn that another one goes on behind too. "": it is of no agent.
     """
     messages: tuple[MessageSpan, ...] = ()
     """The messages of an agent's conversation, by start, from the prompt's first token on; (): not known."""

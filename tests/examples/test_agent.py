@@ -99,7 +99,7 @@ def test_harness_when_the_policy_calls_and_answers_then_it_is_rewarded(model, na
     for episode, branches in found.items():
         assert episode.tree.check() == [] and len(branches) == 1 + rewrites
         assert {branch.environment_reward for branch in branches} == {1.0}
-    assert counts.forks == {"first": 2, "edited": 2 * rewrites, "template": 0, "tools": 0}
+    assert counts.forks == {"first": 2, "edited": 2 * rewrites, "template": 0, "tools": 0, "earlier": 0}
     assert (counts.requests, counts.turns, counts.refused, counts.undelivered) == (4, 4, 0, 0)
 
 
@@ -136,7 +136,7 @@ def test_harness_when_a_real_server_answers_then_its_conversation_is_exact(serve
     # Pydantic AI leaves an empty answer out of the history; if it was the first, nothing is continued.
     roots = sum(turn.parent is None for episode in found for turn in episode.tree.turns())
     anew = roots - 24 if name == "pydantic_ai" else 0
-    assert counts.forks == {"first": 24, "edited": anew, "template": 0, "tools": 0}
+    assert counts.forks == {"first": 24, "edited": anew, "template": 0, "tools": 0, "earlier": 0}
     for episode, branches in found.items():
         assert episode.tree.check(branches) == []
         assert len(branches) == 1 or (

@@ -109,6 +109,7 @@ def test_metrics_when_counted_then_means_are_over_episodes():
         "agent/forks_edited": 1,
         "agent/forks_template": 0,
         "agent/forks_tools": 0,
+        "agent/forks_earlier": 0,
     }
     nothing = agent_metrics(torch.zeros_like(values))
     assert nothing.keys() == found.keys()

@@ -22,7 +22,7 @@ REASONS = {
     "edited": "the agent's history is another one",
     "template": "the chat template writes the past otherwise now",
     "tools": "the tools are others",
-    "again": "the agent goes on from there once more",
+    "earlier": "the agent goes on from there once more",
 }
 """Why a branch begins, in words."""
 ASKED_AGAIN = "the same is asked again"

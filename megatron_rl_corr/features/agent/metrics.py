@@ -11,7 +11,7 @@ from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 from megatron_rl_corr.reduce.metrics import Mean, Metric, Sum
 from megatron_rl_corr.rollout.agents.agents import AgentCounts
 
-FORKS = ("edited", "template", "tools")
+FORKS = ("edited", "template", "tools", "earlier")
 PER_EPISODE = {
     "agent/harness_s": "seconds",
     "agent/requests": "requests",
@@ -85,6 +85,11 @@ METRICS = in_group(
                 "count",
             ),
             MetricSpec("agent/forks_tools", "conversations begun anew as the tools were others", "count"),
+            MetricSpec(
+                "agent/forks_earlier",
+                "branches begun at an earlier answer, as the history left out the later ones",
+                "count",
+            ),
         )
     ),
 )

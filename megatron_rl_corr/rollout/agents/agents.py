@@ -54,7 +54,7 @@ class AgentCounts:
     overridden: int = 0
     """Fields of requests that the run's own settings took the place of."""
     forks: dict[str, int] = field(default_factory=dict)
-    """Conversations that began from text, by reason."""
+    """Branches that requests began, by reason."""
 
     def add(self, own: EpisodeCounts, seconds: float) -> None:
         """Count an episode."""

@@ -8,9 +8,15 @@ from functools import partial
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.gateway.episode import EpisodeRules
+from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect, parse_tool_calls, split_thoughts
 
 AUTO = "auto"
+SPLITS = {
+    "gpt_oss": split_harmony,
+    "gemma4": partial(split_thoughts, begin="<|channel>thought\n", end="<channel|>"),
+}
+"""How thoughts are taken apart where a format's models write them in another way than <think>."""
 
 
 def answer_rules(
@@ -33,7 +39,7 @@ def answer_rules(
         warn: takes a line where auto finds none.
 
     Raises:
-        ValueError: there is no such format.
+        ValueError: there is no such format, or its chat template refuses thoughts within the content.
     """
     names = ", ".join(sorted(TOOL_FORMATS))
     if tool_format not in (AUTO, *TOOL_FORMATS):
@@ -44,10 +50,15 @@ def answer_rules(
             "`agent_tool_parser` auto: the chat template teaches no format of tool calls that is known, so "
             f"none are read from answers; name one of {names} if the agent uses tools"
         )
+    if name == "gpt_oss" and not separate_thoughts:
+        raise ValueError(
+            "`agent_reasoning` must be separate for gpt-oss, got content: its chat template refuses answers "
+            "that have their thoughts in the content"
+        )
     return EpisodeRules(
         sampling,
         max_tokens,
         max_turns,
         parse=None if name is None else partial(parse_tool_calls, name),
-        thoughts=split_thoughts if separate_thoughts else None,
+        thoughts=SPLITS.get(name, split_thoughts) if separate_thoughts else None,
     )

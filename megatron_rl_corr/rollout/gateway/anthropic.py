@@ -15,6 +15,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     cut,
     event,
     invalid,
+    is_one_of,
     joined_text,
     overridden_fields,
     pieces,
@@ -22,6 +23,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     refused,
     stop_texts,
 )
+from megatron_rl_corr.rollout.gateway.templates import whole_numbers
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError
 
 FIELDS = {
@@ -129,7 +131,7 @@ class MessageExchange:
             elif kind == "thinking":
                 empty, deltas = block | {"thinking": ""}, _deltas("thinking", cut(block["thinking"]))
             else:
-                text = self._memory.arguments[block["id"]][1]
+                text = self._memory.arguments[_known_by(block["id"], block["input"])]
                 empty = block | {"input": {}}
                 deltas = _deltas("input_json", cut(text), "partial_json")
             yield "content_block_start", {"index": index, "content_block": empty}
@@ -152,7 +154,7 @@ class MessageExchange:
         for call in answer.tool_calls:
             function = call["function"]
             arguments = json.loads(function["arguments"])
-            self._memory.arguments[call["id"]] = (arguments, function["arguments"])
+            self._memory.arguments[_known_by(call["id"], arguments)] = function["arguments"]
             made.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments})
         return made
 
@@ -215,14 +217,21 @@ class MessageExchange:
 
     def _arguments(self, label: str, value: Any) -> str:
         """As they were answered, where they are the same: a value has many texts, and one was sampled."""
-        answered, text = self._memory.arguments.get(label, (None, ""))
-        return text if text and answered == value else json.dumps(value, ensure_ascii=False)
+        answered = self._memory.arguments.get(_known_by(label, value))
+        return json.dumps(value, ensure_ascii=False) if answered is None else answered
+
+
+def _known_by(label: str, value: Any) -> tuple[str, str]:
+    """The arguments of a call as they are compared: clients write keys in another order, and 1 for 1.0."""
+    return label, json.dumps(whole_numbers(value), sort_keys=True)
 
 
 def error_body(error: GatewayError) -> dict[str, Any]:
-    """As Anthropic's servers answer."""
+    """As Anthropic's servers answer: the field is named in the message."""
+    named = error.param is None or error.param in error.message
+    message = error.message if named else f"{error.param}: {error.message}"
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": None}
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
 def _deltas(kind: str, texts: Any, field: str | None = None) -> Iterator[dict[str, Any]]:
@@ -247,7 +256,7 @@ def _system(given: str | list[Any] | None) -> list[dict[str, Any]]:
 def _template_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     if (thinking := given.get("thinking")) is not None:
-        if thinking.get("type") not in _THINKING:
+        if not is_one_of(thinking.get("type"), _THINKING):
             raise invalid(f"thinking.type: must be one of {', '.join(_THINKING)}", "thinking.type")
         made["enable_thinking"] = _THINKING[thinking["type"]]
     if (effort := given.get("output_config", {}).get("effort")) is not None:

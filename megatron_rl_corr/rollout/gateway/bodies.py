@@ -64,8 +64,10 @@ class Memory:
     """The run's."""
     responses: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = field(default_factory=dict)
     """id -> (body, all messages with the answer's), of the Responses API."""
-    arguments: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    """id of a tool call -> (its arguments, their text as it was answered), where a protocol has no text."""
+    arguments: dict[tuple[str, str], str] = field(default_factory=dict)
+    """(id of a tool call, its arguments as `anthropic` compares them) -> their text as it was answered, where
+    a protocol has no text. Some models count their calls anew in each answer, so that an id comes again.
+    """
 
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> GatewayError:
@@ -88,6 +90,11 @@ def checked_type(value: Any, kinds: Any, name: str) -> Any:
             f"Invalid type for '{name}': expected {wanted}, but got {found} instead.", name, "invalid_type"
         )
     return value
+
+
+def is_one_of(value: Any, options: Collection[str]) -> bool:
+    """True if it is one of these words; a client may send a list or an object where a word belongs."""
+    return isinstance(value, str) and value in options
 
 
 def checked_fields(
@@ -240,9 +247,9 @@ def choice_of_tools(choice: str, *, forced: Collection[str]) -> tuple[bool, tupl
     return True, ()
 
 
-def require_text(wanted: Mapping[str, Any] | None, name: str) -> None:
+def require_text(wanted: Any, name: str) -> None:
     """wanted: the form of the answer that is asked for; None: none is."""
-    kind = "text" if wanted is None else wanted.get("type")
+    kind = "text" if wanted is None else checked_type(wanted, dict, name).get("type")
     if kind != "text":
         raise refused(name, f"is {kind!r}: constrained answers are of another policy; use 'text'.")
 

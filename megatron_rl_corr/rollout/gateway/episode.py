@@ -72,7 +72,7 @@ class EpisodeCounts:
     undelivered: int = 0
     """Answers that the harness did not get."""
     forks: dict[str, int] = field(default_factory=dict)
-    """Conversations that began from text, by reason (`tree.REASONS`)."""
+    """Branches that requests began, by reason (`TurnTree.forks`)."""
     overridden: Counter = field(default_factory=Counter)
     """Requests by field of theirs that the run's own setting took the place of."""
 
@@ -109,7 +109,7 @@ class Episode:
             turns=len(turns),
             branches=len(self.tree.leaves()),
             rerendered=self.tree.rerendered,
-            forks=dict(self.tree.forks),
+            forks=self.tree.forks,
             overridden=Counter(self._counts.overridden),
         )
 

@@ -9,6 +9,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     checked_type,
     choice_of_tools,
     invalid,
+    is_one_of,
     joined_text,
     one_function,
     refused,
@@ -36,7 +37,7 @@ def messages(given: Sequence[Any]) -> list[dict[str, Any]]:
 def message(given: Any, place: str) -> dict[str, Any]:
     """One message of `messages`."""
     checked_type(given, dict, place)
-    if given.get("role") not in _ROLES:
+    if not is_one_of(given.get("role"), _ROLES):
         raise invalid(
             f"Invalid value: {given.get('role')!r}. Supported values are: {', '.join(_ROLES)}.",
             f"{place}.role",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megatron_rl_corr.rollout.gateway import openai_messages
 from megatron_rl_corr.rollout.gateway.bodies import (
     Body,
     Memory,
@@ -17,6 +18,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     cut,
     event,
     invalid,
+    is_one_of,
     joined_text,
     now,
     one_function,
@@ -92,7 +94,7 @@ class ResponseExchange:
         if given.get("truncation", "disabled") != "disabled":
             raise refused("truncation", f"is {given['truncation']!r}: nothing of an input is left out.")
         require_text(given.get("text", {}).get("format") or None, "text.format")
-        unknown = [name for name in given.get("include", ()) if name not in _INCLUDABLE]
+        unknown = [name for name in given.get("include", ()) if not is_one_of(name, _INCLUDABLE)]
         if unknown:
             raise refused("include", f"has {unknown[0]!r}: an answer has none.")
         require_parallel(given)
@@ -250,6 +252,14 @@ class ResponseExchange:
             "top_p": sampling.top_p,
             "truncation": "disabled",
         }
+
+
+def error_body(error: GatewayError) -> dict[str, Any]:
+    """As OpenAI's servers answer; what an episode says of the messages is of the input here."""
+    made = openai_messages.error_body(error)
+    if error.param == "messages":
+        made["error"]["param"] = "input"
+    return made
 
 
 def assistant_message(answer: Answer) -> dict[str, Any]:

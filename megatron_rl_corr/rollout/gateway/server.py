@@ -17,7 +17,7 @@ from aiohttp import web
 
 from megatron_rl_corr.data import json_text
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.rollout.gateway import anthropic, openai_messages
+from megatron_rl_corr.rollout.gateway import anthropic, openai_messages, openai_responses
 from megatron_rl_corr.rollout.gateway.anthropic import MessageExchange
 from megatron_rl_corr.rollout.gateway.bodies import Exchange, Memory, event, json_bytes
 from megatron_rl_corr.rollout.gateway.openai_chat import ChatExchange
@@ -29,6 +29,8 @@ OVERRIDDEN_HEADER = "x-rollout-overridden"
 NO_RETRY = {"x-should-retry": "false"}
 """The official clients repeat a request that failed by its status, unless the server says no."""
 HEALTH, VERSION = "health", "v1"
+MOST_NESTED = 500
+"""Arrays and objects of a body within each other: what walks through them must come to an end."""
 STREAM_BYTES = 1 << 16
 """Events are written in portions of this size."""
 
@@ -47,11 +49,11 @@ OPENAI = ApiForm(
     openai_messages.error_body, lambda error: event(openai_messages.error_body(error)), b": sampling\n\n"
 )
 OPENAI_RESPONSES = ApiForm(
-    openai_messages.error_body,
+    openai_responses.error_body,
     lambda error: event(
         # Without `error` the official client takes it for an event as any other, and raises nothing.
         {"type": "error", "sequence_number": 0, "code": error.code, "message": error.message}
-        | {"param": error.param, **openai_messages.error_body(error)},
+        | {"param": error.param, **openai_responses.error_body(error)},
         "error",
     ),
     b": sampling\n\n",
@@ -216,7 +218,7 @@ class Gateway:
     @web.middleware
     async def _errors(self, request: web.Request, handler: Any) -> web.StreamResponse:
         """Errors in the protocol's form."""
-        form = ANTHROPIC if "/messages" in request.path else OPENAI
+        form = next((made for end, (_, made) in PROTOCOLS.items() if f"/{end}" in request.path), OPENAI)
         try:
             return await handler(request)
         except GatewayError as error:
@@ -408,7 +410,27 @@ def _json_object(text: bytes) -> dict[str, Any]:
         ) from None
     if not isinstance(body, dict):
         raise GatewayError(400, "invalid_json", "The body of a request is a JSON object.")
+    for name, value in body.items():
+        if _is_nested(value, MOST_NESTED - 1):
+            what = f"Invalid '{name}': arrays and objects are nested more than {MOST_NESTED} deep."
+            raise GatewayError(400, "invalid_value", what, param=name)
     return body
+
+
+def _is_nested(value: Any, most: int) -> bool:
+    """True if arrays and objects stand within each other more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            one
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for one in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(one, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +35,7 @@ KEPT_PROMPTS = 64
 KEPT_TOOLS = 64
 """Lists of tools whose form is kept."""
 _MARK = "qmarkq"
+_THOUGHTS_KEYS = ("reasoning_content", "reasoning", "thinking")
 _SHOWN_KEYS = ("name", "tool_call_id", "reasoning_content")
 
 
@@ -93,7 +95,9 @@ class Templates:
         self._last_suffix = self._behind_an_answer()
         """What the template writes behind the assistant's last message."""
         self.end = self._end_of_turn()
-        """What ends the assistant's turn where others follow, up to its control token; "": nothing does."""
+        """What ends the assistant's turn where others follow, up to its last control token; "": nothing
+        does.
+        """
 
     @property
     def end_id(self) -> int | None:
@@ -129,6 +133,8 @@ class Templates:
     def _in_form(self, plain: Mapping[str, Any]) -> dict[str, Any]:
         """The message as the template takes it."""
         made = dict(plain)
+        if "reasoning_content" in made:
+            made[self._thoughts_key] = made.pop("reasoning_content")
         if plain["role"] == "developer" and self._developer_is_system:
             made["role"] = "system"
         if "tool_call_id" in made and self._ids_are_short:
@@ -174,6 +180,22 @@ class Templates:
         return self._refuses(chat.in_form(self._form)) and not self._refuses(
             Chat(_called("call12345", Arguments(a="b"))).in_form(self._form)
         )
+
+    @cached_property
+    def _thoughts_key(self) -> str:
+        """The key by which the template shows the thoughts of an answer."""
+        for key in _THOUGHTS_KEYS:
+            for more in ({}, {"tool_calls": _called("call12345", Arguments(a="b"))[1]["tool_calls"]}):
+                chat = Chat([_said("user", "a"), {**_said("assistant", ""), key: _MARK, **more}])
+                try:
+                    text = self._render_shown(
+                        chat.in_form(self._form) if more else chat.messages, None, {}, asks=False
+                    )
+                except ValueError:
+                    continue
+                if _MARK in text:
+                    return key
+        return _THOUGHTS_KEYS[0]
 
     @cached_property
     def _developer_is_system(self) -> bool:
@@ -304,7 +326,7 @@ class Templates:
                 return None
             shown, glue = self.spelled_out(full[begin:at]), full[at:]
             if ended is not None:
-                glue = glue.removeprefix(end or ended)
+                glue = glue.removeprefix(ended if glue.startswith(ended) else end)
         check_shown(messages[history:], glue)
         return Continuation(shown, glue, full)
 
@@ -477,22 +499,20 @@ class Templates:
 
     def _end_of_turn(self) -> str:
         """What ends an assistant's message, whatever follows it; "" where that is nothing."""
-        last = self._through_control(self._last_suffix)
-        if not last:
+        if self.end_id is None:
             return ""
-        found = set()
+        first = set()
         for role in ("user", "assistant"):
             try:
-                found.add(self._through_control(self._behind_an_answer(_said(role, "b"))))
+                followed = self._behind_an_answer(_said(role, "b"))
             except ValueError:
                 continue
-            if found == {last}:
-                return last
-        return found.pop() if len(found) == 1 else ""
-
-    def _through_control(self, text: str) -> str:
-        found = self._spelled.search(text)
-        return text[: found.end()] if found else ""
+            ends = list(self._spelled.finditer(os.path.commonprefix([self._last_suffix, followed])))
+            if ends:
+                return followed[: ends[-1].end()]
+            if found := self._spelled.search(followed):
+                first.add(followed[: found.end()])
+        return first.pop() if len(first) == 1 else ""
 
 
 def check_shown(messages: Sequence[Message], text: str) -> None:
@@ -555,17 +575,18 @@ def _value(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments or {}
     try:
-        return _whole(json_text.loads(arguments or "{}", unique_keys=False))
-    except ValueError:
+        return whole_numbers(json_text.loads(arguments or "{}", unique_keys=False))
+    except (ValueError, RecursionError):
         return arguments
 
 
-def _whole(value: Any) -> Any:
+def whole_numbers(value: Any) -> Any:
+    """A JSON value with 1 for 1.0."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {name: _whole(one) for name, one in value.items()}
-    return [_whole(one) for one in value] if isinstance(value, list) else value
+        return {name: whole_numbers(one) for name, one in value.items()}
+    return [whole_numbers(one) for one in value] if isinstance(value, list) else value
 
 
 def _short(number: str) -> str:

@@ -15,25 +15,22 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-Tools = Sequence[Mapping[str, Any]] | None
-"""As in OpenAI's chat completions."""
-
-
-class _Malformed(ValueError):
-    """A call that is not as its format has it."""
-
-
-@dataclass(frozen=True)
-class _Call:
-    name: str
-    arguments: str
-    """JSON text."""
-    id: str | None = None
-    """As sampled, where the format has ids."""
+from megatron_rl_corr.rollout.gateway.calls import (
+    SPACE,
+    MalformedCall,
+    SampledCall,
+    Tools,
+    dumps,
+    finite_json,
+    first_json,
+    loads,
+)
+from megatron_rl_corr.rollout.gateway.gemma_calls import GEMMA_CALL, read_gemma4
+from megatron_rl_corr.rollout.gateway.harmony import read_harmony
 
 
 @dataclass(frozen=True)
@@ -44,8 +41,8 @@ class ToolFormat:
     """Stands in every answer that has a call."""
     in_template: tuple[str, ...]
     """All of these stand in the chat templates of such models."""
-    read: Callable[[str, Tools], tuple[str, list[_Call]]] = field(repr=False)
-    """text, tools -> content, calls; raises _Malformed."""
+    read: Callable[[str, Tools], tuple[str, list[SampledCall]]] = field(repr=False)
+    """text, tools -> content, calls; raises MalformedCall."""
     id_prefix: str = "call_"
     id_digits: int = 24
 
@@ -66,8 +63,8 @@ def parse_tool_calls(name: str, text: str, tools: Tools, *, turn: str) -> tuple[
     try:
         content, calls = form.read(text, tools)
         for call in calls:  # half of a character, as \ud83d in JSON, has no UTF-8
-            _dumps([call.name, json.loads(call.arguments)]).encode()
-    except (_Malformed, RecursionError, UnicodeEncodeError):  # JSON may be too deep to be read
+            dumps([call.name, json.loads(call.arguments)]).encode()
+    except (MalformedCall, RecursionError, UnicodeEncodeError):  # JSON may be too deep to be read
         return text, []
     if not calls:
         return text, []
@@ -118,40 +115,14 @@ def _digits(digest: str, index: int, count: int) -> str:
     return hashlib.sha256(f"{digest}{index}".encode()).hexdigest()[:count]
 
 
-def _loads(text: str) -> Any:
-    made, end = _first_json(text.lstrip(), 0)
-    if text.lstrip()[end:].strip():
-        raise _Malformed("text behind JSON")
-    return made
-
-
-def _first_json(text: str, at: int) -> tuple[Any, int]:
-    """(the value that begins there, where it ends); NaN is no JSON."""
-    try:
-        return _DECODER.raw_decode(text, at)
-    except ValueError as error:  # also where a number has too many digits
-        raise _Malformed(str(error)) from None
-
-
-def _no_json(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_no_json)
-
-
-def _dumps(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _called(call: Any) -> _Call:
+def _called(call: Any) -> SampledCall:
     """{"name": ..., "arguments" or "parameters": ...}; without arguments: {}, as SGLang reads it."""
     if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
-        raise _Malformed("a call is an object with a name")
-    return _Call(call["name"], _dumps(call.get("parameters") or call.get("arguments", {})))
+        raise MalformedCall("a call is an object with a name")
+    return SampledCall(call["name"], dumps(call.get("parameters") or call.get("arguments", {})))
 
 
-def _hermes(text: str, tools: Tools) -> tuple[str, list[_Call]]:
+def _hermes(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen2.5, Qwen3.
 
     The last end may be missing. An array is as many calls (SGLang; vLLM takes it for malformed). SGLang's
@@ -160,12 +131,12 @@ def _hermes(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     content = text.partition("<tool_call>")[0]
     calls = []
     for block in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
-        made = _loads(block)
+        made = loads(block)
         calls += map(_called, made if isinstance(made, list) else [made])
     return content, calls
 
 
-def _qwen3_coder(text: str, tools: Tools) -> tuple[str, list[_Call]]:
+def _qwen3_coder(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """<tool_call><function=name><parameter=key>value</parameter></function></tool_call>: Qwen3-Coder.
 
     A function without an end is malformed; both servers take what there is of it, and would carry out half a
@@ -175,18 +146,18 @@ def _qwen3_coder(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     for function in _spans(text, "<function=", "</function>"):
         name, named, body = function.partition(">")
         if not named or re.search(r"[<\n]", name):
-            raise _Malformed("a function has no name")
+            raise MalformedCall("a function has no name")
         types, arguments = _properties(tools, name), {}
         for key, value in re.findall(
             r"<parameter=([^<>]*)>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", body, re.DOTALL
         ):
             value = value.removeprefix("\n").removesuffix("\n")
             arguments[key] = _typed(value, types.get(key))
-        calls.append(_Call(name, _dumps(arguments)))
+        calls.append(SampledCall(name, dumps(arguments)))
     return content, calls
 
 
-def _glm(text: str, tools: Tools) -> tuple[str, list[_Call]]:
+def _glm(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """<tool_call>name <arg_key>key</arg_key><arg_value>value</arg_value></tool_call>: GLM-4.5, 4.6, 4.7.
 
     A value without a schema is JSON where it can be read so, as in SGLang; vLLM leaves out functions that the
@@ -196,11 +167,11 @@ def _glm(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     for block in _spans(text, "<tool_call>", "</tool_call>"):
         name = re.split(r"\n|\\n|<arg_key>", block.lstrip(), maxsplit=1)[0].strip()
         if not name:
-            raise _Malformed("a call has no name")
+            raise MalformedCall("a call has no name")
         types, arguments = _properties(tools, name), {}
         for key, value in _glm_pairs(block):
             arguments[key] = _typed(value, types.get(key, {"type": "object"}))
-        calls.append(_Call(name, _dumps(arguments)))
+        calls.append(SampledCall(name, dumps(arguments)))
     return text.partition("<tool_call>")[0], calls
 
 
@@ -218,7 +189,7 @@ def _glm_pairs(block: str) -> Iterator[tuple[str, str]]:
         at = close + len("</arg_value>")
 
 
-def _llama3(text: str, tools: Tools) -> tuple[str, list[_Call]]:
+def _llama3(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """{"name": ..., "parameters": {...}}, also after <|python_tag|>; several with ";" between: Llama 3.
 
     Only an answer that begins so has calls, as in SGLang; vLLM looks for objects anywhere. What follows the
@@ -227,26 +198,23 @@ def _llama3(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     before, tag, rest = text.partition("<|python_tag|>")
     if not tag:
         before, rest = "", text
-    calls, at = [], _SPACE.match(rest).end()
+    calls, at = [], SPACE.match(rest).end()
     while rest.startswith("{", at):
-        made, at = _first_json(rest, at)
+        made, at = first_json(rest, at)
         calls.append(_called(made))
-        at = _SPACE.match(rest, at).end()
-        at = _SPACE.match(rest, at + rest.startswith(";", at)).end()
+        at = SPACE.match(rest, at).end()
+        at = SPACE.match(rest, at + rest.startswith(";", at)).end()
     return before + rest[at:], calls
 
 
-_SPACE = re.compile(r"\s*")
-
-
-def _mistral(text: str, tools: Tools) -> tuple[str, list[_Call]]:
+def _mistral(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """[TOOL_CALLS] [{"name": ..., "arguments": {...}}], or [TOOL_CALLS]name[ARGS]{...} of later models.
 
     Text behind an array is content too, as in SGLang; behind the later form it is malformed.
     """
     content, _, rest = text.partition("[TOOL_CALLS]")
     if rest.lstrip().startswith("["):
-        made, end = _first_json(rest.lstrip(), 0)
+        made, end = first_json(rest.lstrip(), 0)
         return f"{content.strip()} {rest.lstrip()[end:].strip()}", [_called(call) for call in made]
     calls = []
     for part in rest.split("[TOOL_CALLS]"):
@@ -255,16 +223,16 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[_Call]]:
             name, brace, arguments = part.partition("{")
             arguments = brace + arguments
         name = re.sub(r"\[CALL_ID\].*", "", name).strip()
-        if not name or not isinstance(made := _loads(arguments), dict):
-            raise _Malformed("a call is a name and an object")
-        calls.append(_Call(name, _dumps(made)))
+        if not name or not isinstance(made := loads(arguments), dict):
+            raise MalformedCall("a call is a name and an object")
+        calls.append(SampledCall(name, dumps(made)))
     return content, calls
 
 
 _DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
 
 
-def _deepseek_v3(text: str, tools: Tools) -> tuple[str, list[_Call]]:
+def _deepseek_v3(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """begin function sep name, then the arguments between ```json and ```: DeepSeek-V3 and R1.
 
     Arguments over several lines are read, and are written anew (SGLang); vLLM hands on what it finds.
@@ -275,24 +243,24 @@ def _deepseek_v3(text: str, tools: Tools) -> tuple[str, list[_Call]]:
         name, fence, arguments = body.partition(sep)[2].partition("\n```json\n")
         arguments, closed, behind = arguments.rpartition("\n```")
         if not fence or not closed or behind.strip():
-            raise _Malformed("not a name and ```json")
-        calls.append(_Call(name, _dumps(_loads(arguments))))
+            raise MalformedCall("not a name and ```json")
+        calls.append(SampledCall(name, dumps(loads(arguments))))
     return text.partition(begin)[0], calls
 
 
-def _deepseek_v31(text: str, tools: Tools) -> tuple[str, list[_Call]]:
+def _deepseek_v31(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """begin name sep arguments: DeepSeek-V3.1."""
     begin, call, sep, end = _DEEPSEEK
     calls = []
     for body in _spans(text.partition(begin)[2], call, end):
         name, _, arguments = body.partition(sep)
         if not name.strip():
-            raise _Malformed("a call has no name")
-        calls.append(_Call(name.strip(), _dumps(_loads(arguments))))
+            raise MalformedCall("a call has no name")
+        calls.append(SampledCall(name.strip(), dumps(loads(arguments))))
     return text.partition(begin)[0], calls
 
 
-def _kimi_k2(text: str, tools: Tools) -> tuple[str, list[_Call]]:
+def _kimi_k2(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """Calls with ids such as functions.name:0, which the template writes again, and arguments: Kimi-K2.
 
     Arguments stay as they were sampled. A call without a name in its id is malformed.
@@ -302,11 +270,11 @@ def _kimi_k2(text: str, tools: Tools) -> tuple[str, list[_Call]]:
     for body in _spans(text.partition(begin)[2], "<|tool_call_begin|>", "<|tool_call_end|>"):
         label, _, arguments = body.partition("<|tool_call_argument_begin|>")
         found = re.fullmatch(r"(?:functions\.)?([\w.\-]+):\d+", label.strip())
-        if found is None or not isinstance(_loads(arguments), dict):
-            raise _Malformed("a call is an id and an object")
-        calls.append(_Call(found[1], arguments.strip(), id=label.strip()))
+        if found is None or not isinstance(loads(arguments), dict):
+            raise MalformedCall("a call is an id and an object")
+        calls.append(SampledCall(found[1], arguments.strip(), id=label.strip()))
     if len({call.id for call in calls}) < len(calls):
-        raise _Malformed("two calls have one id")
+        raise MalformedCall("two calls have one id")
     return text.partition(begin)[0], calls
 
 
@@ -316,7 +284,7 @@ def _spans(text: str, begin: str, end: str) -> Iterator[str]:
     while (at := text.find(begin, at)) >= 0:
         at += len(begin)
         if (close := text.find(end, at)) < 0:
-            raise _Malformed("a call has no end")
+            raise MalformedCall("a call has no end")
         yield text[at:close]
         at = close + len(end)
 
@@ -396,24 +364,19 @@ def _boolean(text: str) -> bool:
     return word in ("true", "1")
 
 
-def _finite_json(text: str) -> Any:
-    """Raises ValueError where it is no JSON, or has numbers that JSON lacks."""
-    value = json.loads(text, parse_constant=_no_json)
-    json.dumps(value, allow_nan=False)
-    return value
-
-
 _CONVERT: dict[str, Callable[[str], Any]] = {
     "integer": int,
     "number": _number,
     "boolean": _boolean,
-    "object": _finite_json,
-    "array": _finite_json,
+    "object": finite_json,
+    "array": finite_json,
     "string": str,
 }
 
 
 TOOL_FORMATS = {
+    "gpt_oss": ToolFormat("to=", ("<|channel|>analysis<|message|>",), read_harmony),
+    "gemma4": ToolFormat(GEMMA_CALL, ("<|tool_call>call:",), read_gemma4),
     "kimi_k2": ToolFormat("<|tool_calls_section_begin|>", ("<|tool_calls_section_begin|>",), _kimi_k2),
     "deepseek_v3": ToolFormat(_DEEPSEEK[0], (_DEEPSEEK[0], "```json"), _deepseek_v3),
     "deepseek_v31": ToolFormat(_DEEPSEEK[0], (_DEEPSEEK[0],), _deepseek_v31),

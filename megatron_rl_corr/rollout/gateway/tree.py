@@ -14,124 +14,26 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Support, Trajectory, VersionSpan, concatenated
+from megatron_rl_corr.rollout.gateway.proof import problems_of_episode
 from megatron_rl_corr.rollout.gateway.templates import Message, Templates
+from megatron_rl_corr.rollout.gateway.turn import AskedTurn, Line, Turn, follows, seal, shown_of
 
 REASONS = ("first", "edited", "tools", "template")
 """Why a request is a root. first: it is the episode's first. edited: it continues no answer, as the history
 is another one, or there is none. tools: only the tools are others. template: the template writes the history
 another way now (it leaves out thoughts, moves or merges messages), or got other variables.
 """
-
-AGAIN = "again"
-"""Why a branch begins that is no root: another one goes on behind the same turn."""
-
-
-class Line:
-    """Ids that grow at their end. Lines share memory with those that they begin with, so that an episode of
-    many turns has its ids once, and each fork a copy.
-    """
-
-    def __init__(self, ids: Tensor, grown: _Memory | None = None):
-        self.ids, self._memory = ids, grown or _Memory(ids, ids.numel())
-
-    def plus(self, ids: Tensor) -> Line:
-        """The line with these behind; this one stays as it is."""
-        begin, end, memory = self.ids.numel(), self.ids.numel() + ids.numel(), self._memory
-        if memory.used != begin or memory.ids.numel() < end:
-            memory = _Memory(self.ids.new_empty(2 * end), end)
-            memory.ids[:begin] = self.ids
-        memory.ids[begin:end], memory.used = ids, end
-        return Line(memory.ids[:end], memory)
-
-
-@dataclass
-class _Memory:
-    ids: Tensor
-    used: int
-
-
-@dataclass(eq=False)
-class AskedTurn:
-    """A request: what is sampled from, and how it came about."""
-
-    parent: Turn | None
-    """The turn that it continues; None: a root."""
-    reason: str | None
-    """One of REASONS, of a root."""
-    line: Line
-    """All ids, [P]."""
-    added: Tensor
-    """[B] int64: those behind the parent's; of a root all."""
-    added_text: str
-    """As the template wrote it, shielded; of a raw request its text behind the parent's, or "" for ids."""
-    messages: list[Message] | None = None
-    """The conversation; None: it is a raw text or ids."""
-    tools: list[dict[str, Any]] | None = None
-    variables: Mapping[str, Any] = field(default_factory=dict)
-    chain: bytes = b""
-    """The digest of the messages."""
-    shown: tuple[int, bytes] | None = None
-    """Length and digest of the conversation's text, as the template writes it."""
-
-    @property
-    def server(self) -> str | None:
-        """Where the parent's tokens are in the cache."""
-        return None if self.parent is None else self.parent.part.server
-
-    @property
-    def routes_known(self) -> int:
-        """Tokens whose routed experts have come."""
-        part = None if self.parent is None else self.parent.part
-        return (
-            0 if part is None or part.routed_experts is None else part.routes_from + len(part.routed_experts)
-        )
-
-
-@dataclass(eq=False)
-class Turn:
-    """One answer."""
-
-    number: int
-    asked: AskedTurn
-    part: Trajectory
-    """As the servers gave it; its prompt_ids are the request's."""
-    line: Line
-    """All ids, the answer's too."""
-    ended: str | None
-    """The text of the control token at its end; None: it was cut, or stopped by a text."""
-    text: str
-    """What was sampled, without that token."""
-    whole_text: str
-    """What was sampled, that token too."""
-    seal: bytes
-    """Digest of the ids and log-probs that the servers gave, and of all before."""
-    depth: int
-    key: bytes | None = None
-    """Digest of the conversation with the answer; None: it is a raw text."""
-    children: list[Turn] = field(default_factory=list)
-    continued: bool = False
-    """A request has had it in its history: the harness has the answer."""
-    rerendered: bool = False
-    """The template writes the answer in another way than it was sampled; the ids are as sampled."""
-
-    @property
-    def parent(self) -> Turn | None:
-        """The turn that it continues."""
-        return self.asked.parent
-
-    def path(self) -> list[Turn]:
-        """The turns from the root to this one."""
-        turns = [self]
-        while turns[-1].parent is not None:
-            turns.append(turns[-1].parent)
-        return turns[::-1]
+EARLIER = "earlier"
+"""Why a branch begins without a root: its request goes on from a turn that another one has gone on from, as
+its history leaves out the answers since.
+"""
 
 
 class TurnTree:
@@ -152,8 +54,8 @@ class TurnTree:
         self.next_number = 0
         """The number of the next answer."""
         self._has_begun = False
-        self.forks = dict.fromkeys(REASONS, 0)
-        """Roots that were asked for, by reason."""
+        self._roots_asked = dict.fromkeys(REASONS, 0)
+        """By reason."""
         self.last_server: str | None = None
         """Where the last answer came from."""
 
@@ -175,7 +77,7 @@ class TurnTree:
         variables, tools = dict(variables or {}), self._tools_once(tools)
         messages = [self._message(one) for one in given]
         chain = _chain(messages)
-        parent, history, reason = self._longest(chain, tools, variables)
+        parent, history, reason = self._longest(messages, chain, tools, variables)
         if parent is not None:
             asked = self._continued(parent, history, messages, tools, variables, chain[-1])
             if asked is not None:
@@ -192,7 +94,7 @@ class TurnTree:
             tools=tools,
             variables=variables,
             chain=chain[-1],
-            shown=(len(text), _digest(text)),
+            shown=shown_of(text),
         )
 
     def ask_raw(self, prompt: str | Sequence[int]) -> AskedTurn:
@@ -257,11 +159,12 @@ class TurnTree:
             ended,
             text,
             text + (ended or ""),
-            _seal(parent and parent.seal, asked.added, part.output_ids, part.rollout_logprobs),
+            seal(parent and parent.seal, asked.added, part.output_ids, part.rollout_logprobs),
             0 if parent is None else parent.depth + 1,
         )
         if answer is not None:
-            turn.key = _link(asked.chain, self._message(answer).key)
+            turn.answer = self._message(answer)
+            turn.key = _link(asked.chain, turn.answer.key)
             self._by_key.setdefault(turn.key, []).append(turn)
         (self._roots if parent is None else parent.children).append(turn)
         self.next_number += 1
@@ -290,6 +193,14 @@ class TurnTree:
             found.append(waiting.pop())
             waiting += found[-1].children
         return iter(sorted(found, key=lambda turn: turn.number))
+
+    @property
+    def forks(self) -> dict[str, int]:
+        """Roots that were asked for, by reason, and turns that several requests have gone on from, each but
+        the first of them. The answers of one request are none.
+        """
+        behind = [{id(child.asked) for child in turn.children} for turn in self.turns()]
+        return self._roots_asked | {EARLIER: sum(len(requests) - 1 for requests in behind if requests)}
 
     @property
     def rerendered(self) -> int:
@@ -327,28 +238,15 @@ class TurnTree:
         return [_branch(leaf.path(), shared, number) for number, (leaf, shared) in enumerate(self.leaves())]
 
     def check(self, branches: Sequence[Trajectory] | None = None, *, renders: bool = True) -> list[str]:
-        """The proof of the episode: what is wrong with it, nothing if it is exact.
-
-        Each conversation is rendered once more from its messages, and what is not sampled must be the
-        template's text and its ids. What is sampled must be what the servers gave, at that place behind those
-        tokens, in one branch each, with its log-probs.
+        """What is wrong with the episode, as `proof` says; nothing if it is exact.
 
         Args:
             branches: of the episode; None: those of `branches`.
             renders: False: nothing is rendered and tokenised, which takes as long as all requests did.
         """
-        problems = [text for turn in self.turns() for text in self._problems_of(turn, renders)]
         branches = self.branches() if branches is None else branches
-        leaves = self.leaves()
-        if len(branches) != len(leaves):
-            return [*problems, f"{len(leaves)} branches are {len(branches)}"]
-        seen: set[int] = set()
-        for branch, (leaf, _) in zip(branches, leaves, strict=True):
-            problems += _problems_of_branch(branch, leaf.path(), seen)
-        problems += [
-            f"turn {turn.number} is sampled in no branch" for turn in self.turns() if turn.number not in seen
-        ]
-        return problems
+        leaves = [turn for turn, _ in self.leaves()]
+        return problems_of_episode(list(self.turns()), leaves, branches, self._templates if renders else None)
 
     # internals
 
@@ -382,24 +280,27 @@ class TurnTree:
 
     def _root(self, ids: Tensor, text: str, reason: str, **what: Any) -> AskedTurn:
         self._has_begun = True
-        self.forks[reason] += 1
+        self._roots_asked[reason] += 1
         return AskedTurn(None, reason, Line(ids), ids, text, **what)
 
     def _longest(
-        self, chain: Sequence[bytes], tools: Any, variables: Mapping[str, Any]
+        self, messages: Sequence[Message], chain: Sequence[bytes], tools: Any, variables: Mapping[str, Any]
     ) -> tuple[Turn | None, int, str]:
         """(the turn whose conversation is the longest of those that the messages begin with, its messages,
         the reason to begin anew if there is none).
 
-        Of several turns with one conversation it is one that nothing continues yet, the first of these: so of
-        equal answers to several agents each gets its own continuation.
+        Of several turns with one conversation it is one whose ids of calls are those of the messages, then
+        one that nothing continues yet, the first of these: so of equal answers to several agents each gets
+        its own continuation.
         """
         reason = self._reason()
         for history in range(len(chain), 0, -1):
             found = self._by_key.get(chain[history - 1], ())
             same = [one for one in found if one.asked.tools == tools and one.asked.variables == variables]
             if same:
-                return min(same, key=lambda one: (one.continued, one.number)), history, ""
+                given = messages[:history]
+                rank = {one: (_other_ids(one, given), one.continued, one.number) for one in same}
+                return min(same, key=rank.__getitem__), history, ""
             if found and reason in ("first", "edited"):
                 reason = "template" if any(one.asked.tools == tools for one in found) else "tools"
         return None, 0, reason
@@ -418,7 +319,7 @@ class TurnTree:
             history,
             tools,
             variables,
-            follows=lambda text: _follows(text, parent.asked.shown),
+            follows=lambda text: follows(text, parent.asked.shown),
             text=parent.text,
             ended=parent.ended,
         )
@@ -437,7 +338,7 @@ class TurnTree:
             tools=tools,
             variables=variables,
             chain=chain,
-            shown=(len(found.full), _digest(found.full)),
+            shown=shown_of(found.full),
         )
 
     def _begun_by(self, given: str | Tensor) -> Iterator[tuple[Turn, Any]]:
@@ -461,50 +362,20 @@ class TurnTree:
             asked = self._templates.decode(turn.asked.added.tolist())
         return [asked, turn.whole_text]
 
-    def _problems_of(self, turn: Turn, renders: bool) -> list[str]:
-        asked, parent, where = turn.asked, turn.parent, f"turn {turn.number}"
-        problems = []
-        part, sealed = turn.part, parent and parent.seal
-        if turn.seal != _seal(sealed, asked.added, part.output_ids, part.rollout_logprobs):
-            problems.append(f"{where}: its ids or log-probs are not those that a server gave")
-        before = torch.empty(0, dtype=torch.int64) if parent is None else parent.line.ids
-        if not torch.equal(torch.cat([before, asked.added]), turn.part.prompt_ids):
-            problems.append(f"{where}: it was not sampled behind the tokens before it")
-        if not renders:
-            return problems
-        if asked.messages is None:
-            return problems + self._problems_of_raw(asked, where)
-        text = self._templates.render(asked.messages, asked.tools, asked.variables, asks=True)
-        if asked.shown != (len(text), _digest(text)):
-            problems.append(f"{where}: the template writes its conversation another way now")
-        if parent is not None:
-            found = self._templates.continuation(
-                asked.messages,
-                self._history(asked),
-                asked.tools,
-                asked.variables,
-                follows=lambda text: _follows(text, parent.asked.shown),
-                text=parent.text,
-                ended=parent.ended,
-            )
-            text = None if found is None else found.glue
-        if text != asked.added_text:
-            return [*problems, f"{where}: the template's text behind what was sampled is another one"]
-        made = self._templates
-        ids = made.encode(text) if parent is None else made.encode_behind(text, parent.ended)
-        if ids != asked.added.tolist():
-            problems.append(f"{where}: the ids that were not sampled are not those of the template's text")
-        return problems
 
-    def _problems_of_raw(self, asked: AskedTurn, where: str) -> list[str]:
-        text, made = asked.added_text, self._templates
-        ids = made.encode_raw(text) if asked.parent is None else made.encode_behind(text, asked.parent.ended)
-        if not text or ids == asked.added.tolist():
-            return []
-        return [f"{where}: the ids that were not sampled are not those of the request's text"]
+def _other_ids(turn: Turn, given: Sequence[Message]) -> int:
+    """How many ids of calls differ between the turn's conversation and these messages, equal but for them."""
+    own = [*turn.asked.messages, turn.answer]
+    return sum(
+        left is not None and right is not None and left != right
+        for one, other in zip(own, given, strict=True)
+        for left, right in zip(_call_ids(one), _call_ids(other), strict=True)
+    )
 
-    def _history(self, asked: AskedTurn) -> int:
-        return len(asked.parent.asked.messages) + 1
+
+def _call_ids(message: Message) -> list[str | None]:
+    calls = message.plain.get("tool_calls", ())
+    return [message.plain.get("tool_call_id"), *(call.get("id") for call in calls)]
 
 
 def _chain(messages: Sequence[Message]) -> list[bytes]:
@@ -519,28 +390,11 @@ def _link(chain: bytes, key: bytes) -> bytes:
     return hashlib.blake2b(chain + key, digest_size=16).digest()
 
 
-def _digest(text: str) -> bytes:
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
-
-
-def _follows(text: str, shown: tuple[int, bytes]) -> int | None:
-    """The length of the text that an answer was sampled behind; None: this one does not begin with it."""
-    length, digest = shown
-    return length if len(text) >= length and _digest(text[:length]) == digest else None
-
-
 def _behind(given: Any, piece: Any) -> Any:
     """What a text or ids have behind a piece; None: they do not begin with it."""
     if isinstance(given, str):
         return given[len(piece) :] if given.startswith(piece) else None
     return given[piece.numel() :] if torch.equal(given[: piece.numel()], piece) else None
-
-
-def _seal(before: bytes | None, added: Tensor, ids: Tensor, logprobs: Tensor) -> bytes:
-    seal = hashlib.blake2b(before or b"", digest_size=16)
-    for tensor in (added, ids, logprobs):
-        seal.update(tensor.numel().to_bytes(8, "little") + tensor.contiguous().numpy().tobytes())
-    return seal.digest()
 
 
 def _branch(path: Sequence[Turn], shared: int, number: int) -> Trajectory:
@@ -554,7 +408,7 @@ def _branch(path: Sequence[Turn], shared: int, number: int) -> Trajectory:
             torch.full_like(turn.part.output_ids, turn.depth),
         ]
     whole = concatenated([turn.part for turn in path], [turn.asked.added for turn in path[1:]])
-    began = AGAIN if shared else path[0].asked.reason
+    began = EARLIER if shared else path[0].asked.reason
     whole = replace(whole, turn_ids=torch.cat(kinds), branch=number, began=began)
     first = path[shared].part
     return _cut(whole, first.prompt_ids, cached_tokens=first.cached_tokens) if shared else whole
@@ -582,44 +436,3 @@ def _cut(whole: Trajectory, prompt_ids: Tensor, *, cached_tokens: int) -> Trajec
         support=support,
         cached_tokens=cached_tokens,
     )
-
-
-def _problems_of_branch(branch: Trajectory, path: Sequence[Turn], seen: set[int]) -> list[str]:
-    """What is wrong with one branch; adds the numbers of the turns that it samples to `seen`."""
-    where, prompt = f"branch {branch.branch}", branch.prompt_ids.numel()
-    ids = torch.cat([branch.prompt_ids, branch.output_ids])
-    if ids.numel() != path[-1].line.ids.numel():
-        return [f"{where}: {ids.numel()} tokens, its turns have {path[-1].line.ids.numel()}"]
-    problems, end, seal = [], 0, None
-    kinds = torch.full_like(branch.output_ids, ENVIRONMENT)
-    for turn in path:
-        begin = end + turn.asked.added.numel()
-        added, end, place = (
-            ids[end:begin],
-            begin + turn.part.output_ids.numel(),
-            f"{where}, turn {turn.number}",
-        )
-        if begin < prompt:
-            logprobs = turn.part.rollout_logprobs
-            if turn.number not in seen:
-                problems.append(f"{place}: it is in the prompt, and sampled in no branch before")
-        else:
-            logprobs = branch.rollout_logprobs[begin - prompt : end - prompt]
-            kinds[begin - prompt : end - prompt] = turn.depth
-            if turn.number in seen:
-                problems.append(f"{place}: it is sampled in another branch too")
-            seen.add(turn.number)
-        seal = _seal(seal, added, ids[begin:end], logprobs)
-        if seal != turn.seal:
-            return [*problems, f"{place}: ids or log-probs are not those that a server gave there"]
-    if not torch.equal(kinds, branch.turn_ids):
-        problems.append(f"{where}: its mask is not that of the sampled tokens")
-    if not branch.rollout_logprobs[kinds == ENVIRONMENT].isnan().all():
-        problems.append(f"{where}: a token that was not sampled has a log-prob")
-    bounds = [0, *(span.end for span in branch.weight_versions)]
-    if (
-        bounds[:-1] != [span.start for span in branch.weight_versions]
-        or bounds[-1] != branch.output_ids.numel()
-    ):
-        problems.append(f"{where}: its weight versions do not cover it once")
-    return problems

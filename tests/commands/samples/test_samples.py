@@ -164,7 +164,7 @@ def episode_of(tokenizer):
         [ask, call, ("user\n[x]", "no", None), ("assistant", "5", 1)],
         shared=2,
         branch=1,
-        began="again",
+        began="earlier",
         ended="length",
     )
     edited = branch_of(tokenizer, [("user", "Who?", None), ("assistant", "me", 0)], branch=2, began="edited")

@@ -130,9 +130,9 @@ def test_episode_when_branches_share_an_answer_then_its_reward_is_the_first_ones
     branches, _, _, _ = generate({"do": "scored", "rewards": {"FIRST": 1.0, "SECOND": 2.0}, "behind": 2})
     assert [(one.began, one.environment_reward) for one in branches] == [
         ("first", 1.0),
-        ("again", 0.5),
+        ("earlier", 0.5),
         ("edited", 2.0),
-        ("again", 0.5),
+        ("earlier", 0.5),
     ]
 
 

@@ -15,6 +15,7 @@ from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeRules
 from megatron_rl_corr.rollout.gateway.templates import Templates
 from megatron_rl_corr.rollout.sampling import SamplingParams
 from megatron_rl_corr.rollout.seeds import Draw
+from tests.rollout.gateway import published_templates
 
 TEMPLATES = Path(__file__).parents[2] / "data/chat_templates"
 NAMES = sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
@@ -56,8 +57,9 @@ CONTROL = [
     "<|return|>",
     "<s>",
     "</s>",
+    *published_templates.CONTROL,
 ]
-MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>", *published_templates.MARKS)
 """Tokens of their own that are no control tokens."""
 SIMPLE = (
     "{% if tools %}{{ tools[0].function.name }}{% endif %}"
@@ -105,12 +107,24 @@ def fast(template):
     from transformers import PreTrainedTokenizerFast
 
     own = Backend.from_str(backend().to_str())
-    end = ENDS.get(template, "<|end|>") or "<|endoftext|>"
+    end = end_of(template) or "<|endoftext|>"
     made = PreTrainedTokenizerFast(
-        tokenizer_object=own, bos_token=BOS, eos_token=end, clean_up_tokenization_spaces=False
+        tokenizer_object=own, bos_token=BOS, eos_token="<|end|>", clean_up_tokenization_spaces=False
     )
-    made.chat_template = (TEMPLATES / f"{template}.jinja").read_text() if template in NAMES else template
+    if template.startswith(published_templates.PREFIX):
+        made.chat_template = published_templates.text_of_template(template)
+        made.eos_token = published_templates.family(template).eos or end
+    else:
+        made.eos_token = end
+        made.chat_template = (TEMPLATES / f"{template}.jinja").read_text() if template in NAMES else template
     return made
+
+
+def end_of(template):
+    """What ends a turn; "": the beginning of the next one."""
+    if template.startswith(published_templates.PREFIX):
+        return published_templates.family(template).end
+    return ENDS.get(template, "<|end|>")
 
 
 def templates(template=SIMPLE, **variables):
@@ -146,7 +160,7 @@ class Servers:
     Version k is that of the k-th request's answer; the log-prob of a token is a number that no other has.
     """
 
-    vocab_size, seed = 600, 0
+    vocab_size, seed = 690, 0
 
     def __init__(self, *script, draws=None, routes=False, support=False):
         self.script, self.draws, self.routes, self.support = list(script), draws, routes, support

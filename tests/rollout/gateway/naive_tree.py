@@ -6,10 +6,23 @@ import copy
 import json
 import re
 
-from tests.rollout.gateway.agents_model import CONTROL, ENDS, backend, fast, ids_of, text_of
+from tests.rollout.gateway.agents_model import CONTROL, backend, end_of, fast, ids_of, text_of
+from tests.rollout.gateway.published_templates import PREFIX, Family, family
 
-AS_TEXT = ("deepseek_v3",)
-"""Templates that take arguments of calls as text, and no content as None."""
+STAND_INS = {
+    "deepseek_v3": Family(arguments_as_text=True, empty_as_null=True, tail="", thoughts_key=None),
+    "gpt_oss": Family(call_end="<|call|>", tail="", thoughts_key=None),
+    "phi_3": Family(tail="\n", thoughts_key=None),
+}
+
+
+def known_of(template):
+    """The Family of a template."""
+    if template.startswith(PREFIX):
+        return family(template)
+    return STAND_INS.get(template, Family(tail="", thoughts_key=None))
+
+
 _SPELLED = re.compile("|".join(map(re.escape, sorted(CONTROL, key=len, reverse=True))))
 _literal = None
 
@@ -36,6 +49,7 @@ def same_message(a, b):
     return (
         a["role"] == b["role"]
         and content_of(a) == content_of(b)
+        and (a.get("reasoning_content") or "") == (b.get("reasoning_content") or "")
         and [(c["name"], json.loads(c["arguments"])) for c in calls_of(a)]
         == [(c["name"], json.loads(c["arguments"])) for c in calls_of(b)]
     )
@@ -50,6 +64,20 @@ def same_to_the_letter(a, b):
     )
 
 
+def other_ids(history, messages):
+    """How many ids of calls differ, where both give one."""
+    own, given = map(ids_of_calls, (history, messages[: len(history)]))
+    return sum(None not in pair and pair[0] != pair[1] for pair in zip(own, given, strict=True))
+
+
+def ids_of_calls(messages):
+    return [
+        label
+        for one in messages
+        for label in (one.get("tool_call_id"), *(call.get("id") for call in one.get("tool_calls") or []))
+    ]
+
+
 class Refused(Exception):
     """The template does not take the conversation."""
 
@@ -60,7 +88,7 @@ class Rendered:
     """
 
     def __init__(self, template):
-        self.template, self.words = template, {}
+        self.template, self.words, self.known = template, {}, known_of(template)
 
     def hide(self, text):
         def word(found):
@@ -79,9 +107,11 @@ class Rendered:
         made = {"role": role, "content": content if role == "assistant" else self.hide(content)}
         if one.get("tool_call_id"):
             made["tool_call_id"] = one["tool_call_id"]
+        if one.get("reasoning_content") and self.known.thoughts_key:
+            made[self.known.thoughts_key] = one["reasoning_content"]
         if one.get("tool_calls"):
-            as_text = self.template in AS_TEXT
-            if as_text and not content.strip():
+            as_text = self.known.arguments_as_text
+            if self.known.empty_as_null and not content.strip():
                 made["content"] = None
             made["tool_calls"] = [
                 {
@@ -134,6 +164,7 @@ class Naive:
 
     def __init__(self, template):
         self.template, self.turns, self.begun, self.forks = template, [], False, {}
+        self.known = known_of(template)
 
     def expected(self, request):
         """(the ids to be asked, the parent's number, the full text)."""
@@ -151,9 +182,9 @@ class Naive:
                 elif len(history) == other[0] and turn["tools"] == tools:
                     other = (len(history), "template")
                 continue
-            rank = (len(history), not turn["continued"], -turn["number"])
-            if best is None or rank > best[0]:
-                best = (rank, turn)
+            known = (len(history), -other_ids(history, messages), not turn["continued"], -turn["number"])
+            if best is None or known > best[0]:
+                best = (known, turn)
         rendered = Rendered(self.template)
         reason = other[1] if other else "edited" if self.begun else "first"
         if best is not None:
@@ -179,7 +210,7 @@ class Naive:
         """The text behind what was sampled, in which words stand for control tokens; None: it is a new
         conversation.
         """
-        shown, end = rendered.show(full), ENDS[self.template]
+        shown, end = rendered.show(full), end_of(self.template)
         if not shown.startswith(turn["full"]):
             return None
         last = text_of(turn["ids"][-1:]) if turn["stopped"] else ""
@@ -189,20 +220,22 @@ class Naive:
                 rest = shown[len(turn["full"] + sampled + one) :]
                 return next(full[at:] for at in range(len(full) + 1) if rendered.show(full[at:]) == rest)
         before = rendered.text(history, tools, kwargs, False)
-        if self.template == "gpt_oss" and turn["answer"].get("tool_calls") and not before.endswith("<|end|>"):
-            end = "<|call|>"
-        before = before.removesuffix("\n") if self.template == "phi_3" else before
-        assert before.endswith(end)
+        before = before.removesuffix(self.known.tail)
+        others = [one for one in (self.known.call_end, *self.known.others) if one and end]
+        end = next((one for one in (end, *others) if one and before.endswith(one)), "")
+        assert end or not end_of(self.template), before[-50:]
         before = before.removesuffix(end) if end else before
         if not full.startswith(before) or len(rendered.show(before)) < len(turn["full"]):
             return None
         rest = full.removeprefix(before)
+        end = end_of(self.template) if end in self.known.others and end != self.known.call_end else end
         return rest.removeprefix(end or last) if turn["stopped"] else rest
 
     def add(self, request, parent, full, record, number, answer, stopped):
         self.turns.append(
             {
                 "number": number,
+                "request": request,
                 "messages": request.messages,
                 "tools": request.tools,
                 "kwargs": request.template_kwargs,
@@ -223,6 +256,15 @@ class Naive:
         for turn in self.turns:
             if turn["number"] == number and not turn["continued"]:
                 turn["gone"] = True
+
+    def all_forks(self):
+        """Roots by reason, and how many requests beside the first each answer has behind it."""
+        behind = {}
+        for turn in self.turns:
+            if turn["parent"] is not None and not turn["gone"]:
+                behind.setdefault(turn["parent"]["number"], set()).add(id(turn["request"]))
+        earlier = sum(len(requests) - 1 for requests in behind.values())
+        return self.forks | ({"earlier": earlier} if earlier else {})
 
     def branches(self):
         """[(turns from the root to the leaf, how many are sampled elsewhere)] in order."""

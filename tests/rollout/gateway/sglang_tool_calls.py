@@ -18,6 +18,8 @@ PARSERS = {
     "deepseek_v3": "deepseekv3",
     "deepseek_v31": "deepseekv31",
     "kimi_k2": "kimi_k2",
+    "gemma4": "gemma4",
+    "gpt_oss": "gpt-oss",
 }
 
 

@@ -4,6 +4,7 @@ pass over a branch gives.
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +14,18 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeRules
+from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.templates import Templates
+from megatron_rl_corr.rollout.gateway.tool_calls import split_thoughts
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.seeds import Draw
-from tests.tiers import in_matrix
+from tests.preloaded import PreloadedServer, run_preloaded
+from tests.rollout.gateway.agents_model import SIMPLE, Servers, fast, templates
+from tests.rollout.gateway.published_templates import FOLDER, PREFIX
+from tests.tiers import in_matrix, matrix
+from tools.cpu import environment, sglang_arguments
 
+pytestmark = matrix
 SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
@@ -29,6 +37,25 @@ TEMPLATE = (
 )
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
 USER = {"role": "user", "content": "is it wet?"}
+LOOK = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Looks.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+        },
+    }
+]
+SCORED = [
+    ("qwen3_5_think", 0),
+    ("gptoss", 0),
+    ("gemma4_v5", 1),
+    *in_matrix(
+        *((name, sample) for name in ("qwen3", "glm4moe", "llama3_1", "nemotron_3_nano") for sample in (0, 1))
+    ),
+]
+"""(published template, number of the conversation) whose tokens are scored again."""
 
 
 def parse(text, tools, turn):
@@ -131,6 +158,7 @@ def test_episode_when_forked_and_with_tools_then_every_sampled_token_has_the_log
         assert {reason: count for reason, count in made.tree.forks.items() if count} == {
             "first": 1,
             "edited": 2,
+            "earlier": 1,
         }
         shapes = [sorted(set(branch.turn_ids.tolist()) - {-1}) for branch in branches]
         assert sorted(shapes) == [[0], [0, 1], [0, 1], [0, 1, 2], [1]] or sorted(shapes) == [
@@ -227,3 +255,88 @@ def test_conversation_when_it_reaches_the_longest_that_a_server_takes_then_it_is
 
     assert loop.call(scenario()) in ("context_length_exceeded", "length", "stop")
     loop.call(made.finish())
+
+
+@pytest.fixture(scope="module")
+def byte_client(tmp_path_factory, loop):
+    """Of an SGLang server in float32, whose tokenizer knows the control tokens of published templates."""
+    if FOLDER is None:
+        pytest.skip("make setup-agents installs TRL's wheel, which has published chat templates")
+    model = tmp_path_factory.mktemp("byte_model")
+    script = Path(__file__).with_name("make_byte_model.py")
+    made = run_preloaded([script, model], engine="sglang")
+    assert made.returncode == 0, made.stderr
+    server = PreloadedServer(
+        model,
+        dtype="float32",
+        log_path=tmp_path_factory.mktemp("byte_server") / "server.log",
+        extra_arguments=[*sglang_arguments(), "--random-seed", "0"],
+        environment=environment("sglang"),
+    )
+    with server:
+        client = RolloutClient(
+            [server.url],
+            vocab_size=Servers.vocab_size,
+            timeout_s=300,
+            engine="sglang",
+            decode=Tokenizer(fast(SIMPLE), "FOLDER").decode_all,
+        )
+        loop.call(client.wait_healthy(60))
+        yield client
+        loop.call(client.close())
+
+
+def parse_half(text, tools, turn):
+    """Every second answer has a call: its argument is what stands behind the fifth character."""
+    if int(turn) % 2 or len(text) < 6:
+        return text, []
+    function = {"name": "look", "arguments": json.dumps({"a": text[5:]})}
+    return text[:5], [{"id": f"call{turn:>05}", "type": "function", "function": function}]
+
+
+async def published_conversation(client, template, sample):
+    """An untrained policy over a template: it says anything, also control tokens in an answer's midst."""
+    made = templates(PREFIX + template)
+    ends = sorted(made.tokenizer.control_tokens.values())[sample::3]
+    harmony = template == "gptoss"
+    rules = EpisodeRules(
+        SamplingParams(24, stop_token_ids=tuple(ends)),
+        max_tokens=8000,
+        max_turns=20,
+        parse=parse_half,
+        thoughts=split_harmony if harmony else split_thoughts if sample else None,
+    )
+    talk, history = Episode(client, made, rules, Draw(0, 7, sample)), [USER]
+    for number in range(5):
+        answers = await talk.chat(ChatRequest(history, LOOK, n=1 + number % 2, stop=("é",)))
+        last = answers[-1]
+        said = {"role": "assistant", "content": last.text, "reasoning_content": last.reasoning}
+        results = [
+            {"role": "tool", "content": "12 mm", "tool_call_id": call["id"]} for call in last.tool_calls
+        ]
+        history = [*history, said | {"tool_calls": last.tool_calls}, *results]
+        if not results:
+            history.append({"role": "user", "content": "and now?"})
+    return talk, await talk.finish()
+
+
+def test_published_templates_when_a_server_samples_then_every_token_has_the_logprob_of_one_pass(
+    byte_client, loop
+):
+    async def all_of_them():
+        return await asyncio.gather(
+            *(published_conversation(byte_client, name, sample) for name, sample in SCORED)
+        )
+
+    sampled, goes_on, rerendered, far = 0, 0, 0, []
+    for talk, branches in loop.call(all_of_them()):
+        assert talk.tree.check(branches) == [] and talk.counts.turns == 7
+        goes_on += sum(turn.parent is not None for turn in talk.tree.turns())
+        rerendered += talk.counts.rerendered
+        for branch in branches:
+            ids = torch.cat([branch.prompt_ids, branch.output_ids])
+            whole = one_pass(byte_client, loop, ids.tolist())[branch.prompt_ids.numel() :]
+            far.append(float((branch.rollout_logprobs - whole).abs()[branch.sampled].max()))
+            sampled += int(branch.sampled.sum())
+    assert max(far) < 1e-5, sorted(far)[-5:]
+    assert sampled > 200 and goes_on > len(SCORED) and rerendered > 0

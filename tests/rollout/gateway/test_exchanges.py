@@ -134,6 +134,36 @@ def test_arguments_when_sent_back_as_a_value_then_the_text_that_was_sampled(memo
     assert sent_back({"a": 2}) == '{"a": 2}'
 
 
+def test_arguments_when_an_id_comes_again_then_each_call_has_the_text_that_it_was_sampled_with(memory):
+    """As Kimi-K2 counts its calls: functions.add:0 in each answer."""
+    texts = ['{"a":1}', '{"a": 1.0,"b":true}', '{"b":   "2"}']
+    body = {"model": "m", "max_tokens": 1, "messages": [USER]}
+    history, streamed = [USER], []
+    for number, text in enumerate(texts):
+        function = {"name": "add", "arguments": text}
+        calls = [{"id": "functions.add:0", "type": "function", "function": function}]
+        exchange = MessageExchange(body, memory)
+        answered = answer(f"a{number}", "", reason="tool_calls", tool_calls=calls)
+        (block,) = exchange.body([answered])["content"]
+        events = [json.loads(one.partition(b"data: ")[2]) for one in exchange.events([answered])]
+        streamed.append("".join(one.get("delta", {}).get("partial_json", "") for one in events))
+        history += [{"role": "assistant", "content": [block]}, USER]
+    assert streamed == texts
+    messages = MessageExchange(body | {"messages": history}, memory).request.messages
+    assert [
+        one["tool_calls"][0]["function"]["arguments"] for one in messages if one["role"] == "assistant"
+    ] == texts
+    (block,) = history[1]["content"]
+    for value, text in [
+        ({"a": 1.0}, texts[0]),
+        ({"a": True}, '{"a": true}'),
+        ({"b": True, "a": 1}, texts[1]),
+    ]:
+        changed = [USER, {"role": "assistant", "content": [block | {"input": value}]}, USER]
+        request = MessageExchange(body | {"messages": changed}, memory).request
+        assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == text
+
+
 def test_blocks_when_results_stand_between_texts_then_messages_in_their_order(memory):
     def text(said):
         return {"type": "text", "text": said}

@@ -113,7 +113,7 @@ def test_messages_when_a_turn_is_gone_on_from_twice_then_the_second_branch_says_
     )
     # The first one is cut, so the second one goes on with the branch.
     assert sorted((one.began, one.messages[-1].ended) for one in (first, second)) == [
-        ("again", "length"),
+        ("earlier", "length"),
         ("first", "stop"),
     ]
     assert [role for role, _, _ in texts_of(second)] == ["user", "assistant", "user", "assistant"]

@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl_corr.rollout.gateway.answering import answer_rules
+from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.tool_calls import (
     TOOL_FORMATS,
     detect,
     parse_tool_calls,
     split_thoughts,
 )
+from megatron_rl_corr.rollout.sampling import SamplingParams
 from tests.preloaded import run_preloaded
+from tests.rollout.gateway.published_templates import FAMILIES, FOLDER, family, text_of_template
 from tests.rollout.gateway.tool_call_texts import (
     DEEPSEEK_31,
     OTHERWISE,
@@ -100,6 +104,8 @@ TEMPLATES = {
     "deepseek_v3": "<｜tool▁calls▁begin｜> ... ```json",
     "deepseek_v31": "<｜tool▁calls▁begin｜>",
     "kimi_k2": "<|tool_calls_section_begin|>",
+    "gemma4": "{{- '<|tool_call>call:' + function['name'] + '{' -}}",
+    "gpt_oss": '{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.content }}',
     None: "{% for message in messages %}<|im_start|>",
 }
 
@@ -122,6 +128,43 @@ def test_calls_when_cut_then_no_half_of_a_command_is_called():
     assert ours("glm45", cut) == [cut, []]
 
 
+@pytest.mark.parametrize("name", [one for one in FAMILIES if not one.endswith("_training")])
+def test_format_when_a_template_is_published_then_that_of_its_family_is_detected(name):
+    if FOLDER is None:
+        pytest.skip("make setup-agents installs TRL's wheel, which has published chat templates")
+    known = family(name)
+    reads_calls = known.parser or (name.startswith("deepseek") and "deepseek_v3") or None
+    assert detect(text_of_template(name)) == reads_calls
+
+
+def test_thoughts_when_gpt_oss_has_them_then_messages_of_their_own():
+    think = "<|channel|>analysis<|message|>{}<|end|><|start|>assistant"
+    final = "<|channel|>final<|message|>It is wet."
+    for text, thoughts, rest in [
+        (think.format("Hm.") + final, "Hm.", "It is wet."),
+        (think.format("a") + think.format("b") + final, "a\nb", "It is wet."),
+        ("<|channel|>analysis<|message|>cut", "cut", ""),
+        (final, "", "It is wet."),
+        ("It is wet.", "", "It is wet."),
+        ("", "", ""),
+    ]:
+        assert split_harmony(text) == (thoughts, rest)
+    call = " to=functions.add<|channel|>commentary json<|message|>{}"
+    before = "<|channel|>commentary<|message|>I add.<|end|>"
+    thoughts, rest = split_harmony(think.format("Hm.") + before + "<|start|>assistant" + call)
+    assert thoughts == "Hm." and ours("gpt_oss", rest) == ["I add.", [["add", "{}"]]]
+
+
+def test_rules_when_a_template_refuses_thoughts_in_the_content_then_they_must_be_separate():
+    how = {"max_tokens": 9, "max_turns": 9, "tool_format": "gpt_oss", "warn": str}
+    with pytest.raises(ValueError, match="`agent_reasoning` must be separate for gpt-oss"):
+        answer_rules(None, SamplingParams(9), separate_thoughts=False, **how)
+    rules = answer_rules(None, SamplingParams(9), separate_thoughts=True, **how)
+    assert rules.thoughts("<|channel|>analysis<|message|>so", begun=False) == ("so", "")
+    rules = answer_rules(None, SamplingParams(9), separate_thoughts=True, **how | {"tool_format": "gemma4"})
+    assert rules.thoughts("<|channel>thought\nso\n<channel|>a", begun=False) == ("so\n", "a")
+
+
 @pytest.mark.parametrize("name", TOOL_FORMATS)
 def test_calls_when_the_policy_repeats_itself_then_read_in_time(name):
     """What grew with the square of the length would take minutes."""
@@ -134,6 +177,17 @@ def test_calls_when_the_policy_repeats_itself_then_read_in_time(name):
         "deepseek_v3": ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "\n```json\n", "\n```", "[", " "],
         "deepseek_v31": ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
         "kimi_k2": ["<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>", "a"],
+        "gemma4": [
+            "<|tool_call>call:",
+            "{a:",
+            "<|tool_call>call:a{}",
+            '<|"|>',
+            "[",
+            "{",
+            " ",
+            "<tool_call|>",
+        ],
+        "gpt_oss": ["<|start|>assistant", "<|channel|>", "to=a", "<|message|>", "{", " ", "<|call|>", "{}"],
     }[name]
     begin = TOOL_FORMATS[name].marker
     for mark in marks:

@@ -171,6 +171,78 @@ def test_request_when_no_answer_is_in_its_history_or_tools_differ_then_the_reaso
     assert [branch.branch for branch in made.tree.branches()] == [0, 1, 2, 3, 4]
 
 
+def test_history_when_it_leaves_out_the_last_answers_then_a_branch_begins_at_the_one_before_and_is_counted():
+    def goes_on(*later):
+        return ChatRequest([USER, said("a"), MORE, *later], n=2)
+
+    prompts, made, _ = asked(
+        *[("a<|end|>", "stop")] * 9,
+        requests=[
+            ChatRequest([USER], n=1),
+            goes_on(),
+            goes_on(said("a"), MORE),
+            [USER, said("a"), USER],
+            TextRequest("<|user|>hi<|end|>\n<|assistant|>a<|end|>\nQ"),
+            [USER, said("a"), USER, said("a"), MORE],
+        ],
+    )
+    assert reasons(made) == {"first": 1, "earlier": 2} and len(made.tree.branches()) == 5
+    assert made.counts.forks["earlier"] == 2
+
+
+def test_history_when_a_retried_request_was_not_delivered_then_it_is_no_fork():
+    servers = Servers(*[("a<|end|>", "stop")] * 3)
+    made = episode(servers)
+
+    async def scenario():
+        await made.chat(ChatRequest([USER]))
+        made.undelivered(await made.chat(ChatRequest([USER, said("a"), MORE])))
+        await made.chat(ChatRequest([USER, said("a"), MORE]))
+
+    run(scenario())
+    assert reasons(made) == {"first": 1}
+
+
+def test_turns_when_several_say_the_same_then_the_ids_of_calls_tell_which_is_continued():
+    """Both made the same call, and then said the same: ids that the request gives tell them apart."""
+    servers = Servers(*[(CALL + "<|end|>", "stop")] * 2, *[("ok<|end|>", "stop")] * 6)
+    made = episode(servers)
+
+    async def scenario():
+        answers = await made.chat(ChatRequest([USER], TOOLS, n=2))
+
+        def history(number, *later):
+            (call,) = answers[number].tool_calls
+            result = {"role": "tool", "content": "wet", "tool_call_id": call["id"]}
+            mine = said(answers[number].text, tool_calls=answers[number].tool_calls)
+            return ChatRequest([USER, mine, result, *later], TOOLS)
+
+        await made.chat(history(1))
+        await made.chat(history(0))
+        await made.chat(history(1, said("ok"), MORE))
+        await made.chat(history(0, said("ok"), MORE))
+        await made.chat(history(1, said("ok"), USER))
+
+    run(scenario())
+    turns = list(made.tree.turns())
+    assert [one.parent and one.parent.number for one in turns] == [None, None, 1, 0, 2, 3, 2]
+    assert made.tree.check() == [] and reasons(made) == {"first": 1, "earlier": 1}
+
+
+def test_turns_when_a_request_gives_no_ids_of_calls_then_each_is_continued_in_their_order():
+    servers = Servers(*[(CALL + "<|end|>", "stop")] * 2, *[("ok<|end|>", "stop")] * 2)
+    made = episode(servers)
+
+    async def scenario():
+        answers = await made.chat(ChatRequest([USER], TOOLS, n=2))
+        mine = with_call(said(answers[0].text, tool_calls=answers[0].tool_calls), id=None)
+        for _ in range(2):
+            await made.chat(ChatRequest([USER, mine, {"role": "tool", "content": "wet"}], TOOLS))
+
+    run(scenario())
+    assert [one.parent and one.parent.number for one in made.tree.turns()] == [None, None, 0, 1]
+
+
 def test_template_when_it_rewrites_what_was_sampled_behind_then_a_conversation_begins_anew():
     prompts, made, _ = asked(
         *[("<think>x</think>a<|im_end|>", "stop")] * 2,
@@ -370,7 +442,7 @@ def test_text_when_it_begins_with_a_whole_turn_then_it_continues_it_and_ids_like
             TextRequest("Q:the more"),
         ],
     )
-    assert answers[0].text == "the" and reasons(made) == {"first": 1, "edited": 1}
+    assert answers[0].text == "the" and reasons(made) == {"first": 1, "edited": 1, "earlier": 1}
     chains = [branch.turn_ids.tolist() for branch in made.tree.branches()]
     assert chains == [[0, 0, 0, 0, *[-1] * len(ids_of("more")), 1], [1], [0]]
 
@@ -691,6 +763,53 @@ def test_template_when_it_ends_a_whole_conversation_in_another_way_then_the_next
         )
         assert prompts[1] == prompts[0] + sampled + "<|user|>more<|end|><|assistant|>"
         assert reasons(tree) == {"first": 1} and tree.counts.rerendered == (" " in sampled)
+
+
+TWO_ENDS = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}</s><|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def test_template_when_several_control_tokens_end_a_turn_then_what_was_not_sampled_of_them_follows():
+    made = templates(TWO_ENDS)
+    assert made.end == "</s><|end|>" and [made.end_id] == ids_of("</s>")
+    for sampled, content, glue in [
+        ("a</s>", "a", "<|end|>\n"),
+        ("a<|end|>", "a", "\n"),
+        (" a</s>", "a", "<|end|>\n"),
+        (" a<|end|>", "a", "\n"),
+        ("a<|endoftext|>", "a", "\n"),
+        (" a<|endoftext|>", "a", "\n"),
+    ]:
+        prompts, tree, _ = asked(
+            (sampled, "stop"),
+            ("b</s>", "stop"),
+            requests=[[USER], [USER, said(content), MORE]],
+            template=TWO_ENDS,
+            parse=None,
+            thoughts=trimmed,
+        )
+        assert prompts[1] == prompts[0] + sampled + glue + "<|user|>more</s><|end|>\n<|assistant|>"
+        assert reasons(tree) == {"first": 1}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_when_the_template_reads_them_by_some_key_then_it_gets_them_by_it(key):
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>"
+        f"{{% if message.{key} %}}<think>{{{{ message.{key} }}}}</think>{{% endif %}}"
+        "{{ message.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    prompts, made, _ = asked(
+        ("<think>so</think>a<|end|>", "stop"),
+        ("b<|end|>", "stop"),
+        requests=[[USER], [USER, said("a", reasoning_content="so"), MORE]],
+        template=template,
+        thoughts=lambda text, begun: ("so", "a"),
+    )
+    assert reasons(made) == {"first": 1} and made.counts.rerendered == 0
+    assert prompts[1] == prompts[0] + "<think>so</think>a<|end|>\n<|user|>more<|end|>\n<|assistant|>"
 
 
 def test_answer_when_it_stands_in_the_conversation_as_it_was_sampled_then_it_takes_one_rendering(monkeypatch):

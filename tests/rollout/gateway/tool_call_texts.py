@@ -56,6 +56,14 @@ def coder(name, *pairs):
     return f"<tool_call>\n<function={name}>\n{made}</function>\n</tool_call>"
 
 
+def gemma(name, arguments):
+    return f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>"
+
+
+def harmony(name, arguments, head="<|start|>assistant<|channel|>commentary to={} <|constrain|>json"):
+    return f"{head.format(f'functions.{name}')}<|message|>{arguments}<|call|>"
+
+
 HERMES = [
     '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2.5}}\n</tool_call>',
     '<tool_call>{"name":"add","arguments":{"a":1}}</tool_call>',
@@ -212,6 +220,52 @@ KIMI = [
     "no call",
     "",
 ]
+GEMMA = [
+    gemma("add", 'a:1,b:2.5,note:<|"|>seven<|"|>,exact:true,of:[1,2]'),
+    gemma("now", ""),
+    "I add.\n" + gemma("add", 'note:<|"|>two\nlines, {x}: [y]<|"|>'),
+    gemma("add", "a:1") + gemma("now", ""),
+    gemma("add", 'more:{x:[1,<|"|>y<|"|>],z:{}}'),
+    gemma("unknown", 'x:<|"|>h\u00e9 \u4e2d<|"|>'),
+    gemma("add", " a : 1 , b : 2.5 "),
+    gemma("add", "a:-7,b:-0.5"),
+    gemma("add", "note:bare words"),
+    gemma("add", "maybe:null"),
+    gemma("add", "b:1e3"),
+    gemma("add", 'of:[<|"|>a]b<|"|>,<|"|>c<|"|>]'),
+    gemma("add", 'more:{<|"|>x<|"|>:1}'),
+    gemma("add", "a:1") + " and then text",
+    gemma("add", 'note:<|"|>no end'),
+    "<|tool_call>call:add{a:1",
+    "<|tool_call>call:add{a:1}",
+    gemma("add", "a:"),
+    "<|tool_call>call:{a:1}<tool_call|>",
+    "<|tool_call>add{a:1}<tool_call|>",
+    "<|tool_call>",
+    "no call",
+    "",
+]
+_AS_THE_TEMPLATE = " to={}<|channel|>commentary json"
+_ALONE = "<|channel|>commentary to={} <|constrain|>json"
+HARMONY = [
+    harmony("add", '{"a": 1, "b": 2.5}'),
+    harmony("add", '{"a":1}'),
+    harmony("now", "{}"),
+    harmony("now", ""),
+    harmony("add", '{"note": "h\u00e9 \u4e2d \\u00e9"}'),
+    harmony("unknown", '{"x": [1, null]}'),
+    "<|channel|>commentary<|message|>I add.<|end|>" + harmony("add", '{"a": 1}'),
+    harmony("add", '{"a": 1}').removesuffix("<|call|>"),
+    harmony("add", '{"a": 1}') + harmony("now", "{}"),
+    harmony("add", '{"a": 1}', _AS_THE_TEMPLATE),
+    harmony("add", '{"a": 1}', _ALONE),
+    harmony("add", '{"a": 1'),
+    harmony("add", "[1]"),
+    "<|start|>assistant<|channel|>commentary to=functions.add",
+    "<|channel|>final<|message|>Write to=functions.add {}.",
+    "no call",
+    "",
+]
 TEXTS = {
     "hermes": HERMES,
     "qwen3_coder": CODER,
@@ -221,6 +275,8 @@ TEXTS = {
     "deepseek_v3": DEEPSEEK,
     "deepseek_v31": DEEPSEEK_V31,
     "kimi_k2": KIMI,
+    "gemma4": GEMMA,
+    "gpt_oss": HARMONY,
 }
 THOUGHTS = [
     ("own", "<think>\nI see.\n</think>\n\n4"),
@@ -267,6 +323,16 @@ OTHERWISE = {
         ("mistral", '[TOOL_CALLS]add{"a": 1}'): "it needs [ARGS]",
         ("kimi_k2", kimi(("functions.add:0", '{"a": }'))): _BROKEN,
         ("kimi_k2", kimi(("0", '{"a": 1}'))): "it guesses the function",
+        ("gemma4", gemma("add", "maybe:null")): "null is text",
+        ("gemma4", gemma("add", "b:1e3")): "a number with an exponent is text",
+        ("gemma4", gemma("add", 'more:{<|"|>x<|"|>:1}')): "the marks of a key belong to it",
+        ("gemma4", gemma("add", 'note:<|"|>no end')): _CUT,
+        ("gemma4", gemma("add", "a:")): "no value is a text",
+        ("gemma4", "<|tool_call>call:{a:1}<tool_call|>"): _NAMELESS,
+        ("gpt_oss", harmony("add", '{"a": 1}').removesuffix("<|call|>")): "a call needs its end",
+        ("gpt_oss", harmony("add", '{"a": 1}', _AS_THE_TEMPLATE)): "the recipient stands behind the channel",
+        ("gpt_oss", harmony("add", '{"a": 1}', _ALONE)): "a message stands before the call",
+        ("gpt_oss", harmony("add", "[1]")): "arguments need not be an object",
     },
     "vllm": {
         ("hermes", '<tool_call>\n{"name": "now"}\n</tool_call>'): _NO_ARGUMENTS,
