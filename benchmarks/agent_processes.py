@@ -95,9 +95,9 @@ async def cells_of(tokenizer: Tokenizer, text: str, count: int) -> list[Any]:
                 )
                 seconds, cpu = time.monotonic() - begun, time.process_time() - cpu - sum(peaks.looks)
                 starter_cpu = sum(psutil.Process(starter).cpu_times()[:2])
+            finally:
                 ended.set()
                 await looking
-            finally:
                 await agents.close()
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     whole = sum(is_whole(one) for group in groups for one in group)
