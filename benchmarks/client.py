@@ -248,7 +248,7 @@ def watched_thread(ended: threading.Event, found: list[tuple[float, float]]) -> 
 
 
 class Server(asyncio.Protocol):
-    """Answers each POST of a connection after a while; 404 to anything else."""
+    """Answers each POST of a connection after a while, and tells its model; 404 to anything else."""
 
     def __init__(self, bodies: list[bytes], delay: tuple[float, float], draw: random.Random):
         self._bodies, self._delay, self._draw = bodies, delay, draw
@@ -271,11 +271,15 @@ class Server(asyncio.Protocol):
         self._got = rest[length:]
         if head.startswith(b"POST /generate"):
             asyncio.get_running_loop().call_later(self._draw.uniform(*self._delay), self._answer)
+        elif head.startswith(b"GET /v1/models"):
+            self._send(b'{"data": [{"id": "policy", "max_model_len": 1048576}]}')
         else:
             self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
 
     def _answer(self) -> None:
-        body = self._draw.choice(self._bodies)
+        self._send(self._draw.choice(self._bodies))
+
+    def _send(self, body: bytes) -> None:
         self._transport.write(
             b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
         )

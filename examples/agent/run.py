@@ -126,8 +126,9 @@ def run(options, out, running):
     EXAMPLE.say(f"4/4 the run, drawn: {write_page(out)}")
     few = max(1, len(rewards) // 10)
     EXAMPLE.say(
-        f"reward: {rewards[0]:.2f} of the model as it was, in the first step; {sum(rewards[-few:]) / few:.2f} over "
-        f"the last {few}; all of it took {time.monotonic() - started:.0f} s"
+        f"reward: {rewards[0]:.2f} in the first step, of the model as it was; "
+        f"{sum(rewards[-few:]) / few:.2f} over the last {few}; "
+        f"all of it took {time.monotonic() - started:.0f} s"
     )
     return 0
 

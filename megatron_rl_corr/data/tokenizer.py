@@ -92,7 +92,9 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> Any:
-        return copy.deepcopy(self._tokenizer)
+        made = copy.deepcopy(self._tokenizer)
+        made.encode("", split_special_tokens=True)  # sets the flag, which fails while another thread encodes
+        return made
 
     @property
     def bos_id(self) -> int | None:

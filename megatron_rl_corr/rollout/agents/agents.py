@@ -85,6 +85,7 @@ class Agents:
         self._harnesses, self._gateway, self._templates = harnesses, gateway, templates
         self._rules, self.agent_branches = rules, branches
         self._context: asyncio.Future[int] | None = None
+        self._own_files, self._under_way = 0, 0
         self.counts = AgentCounts()
 
     async def start(self) -> None:
@@ -94,6 +95,7 @@ class Agents:
             ValueError: the file can't be loaded, or the port is taken.
         """
         await self._harnesses.start()
+        self._own_files = descriptors_needed(0, 0)
         try:
             await self._gateway.start()
         except OSError as error:
@@ -143,10 +145,6 @@ class Agents:
             max_tokens=min(self._rules.max_tokens, await self._context_of(client)),
         )
         total, done, tokens, started = len(prompts) * samples_per_prompt, 0, 0, time.monotonic()
-        # A harness has a connection to the gateway, and so has its request to a server.
-        needed = descriptors_needed(2 * total, len(client.base_urls))
-        if (told := raise_descriptor_limit(needed, f"{total} more episodes of agents at once")) is not None:
-            logger.info(told)
 
         async def sample(prompt: Prompt, prompt_index: int, index: int) -> list[Trajectory]:
             nonlocal done, tokens
@@ -168,12 +166,27 @@ class Agents:
                 on_progress(done, total, tokens / max(time.monotonic() - started, 1e-9))
             return branches
 
-        calls = [
-            sample(prompt, prompt_index, index)
-            for prompt_index, prompt in enumerate(prompts)
-            for index in range(samples_per_prompt)
-        ]
-        return [branch for branches in await all_or_first_failure(calls) for branch in branches]
+        self._under_way += total
+        try:
+            self._raise_descriptor_limit(len(client.base_urls))
+            found = await all_or_first_failure(
+                [
+                    sample(prompt, prompt_index, index)
+                    for prompt_index, prompt in enumerate(prompts)
+                    for index in range(samples_per_prompt)
+                ]
+            )
+        finally:
+            self._under_way -= total
+        return [branch for branches in found for branch in branches]
+
+    def _raise_descriptor_limit(self, servers: int) -> None:
+        """For a connection of each harness, and one of its request to a server."""
+        needed = self._own_files + 2 * (self._under_way + servers)
+        if (
+            told := raise_descriptor_limit(needed, f"{self._under_way} episodes of agents at once")
+        ) is not None:
+            logger.info(told)
 
     async def _run(
         self, episode: Episode, prompt: Prompt, sampling: SamplingParams

@@ -18,7 +18,6 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     is_one_of,
     joined_text,
     overridden_fields,
-    pieces,
     positive,
     refused,
     stop_texts,
@@ -127,7 +126,7 @@ class MessageExchange:
         for index, block in enumerate(self._blocks(answer)):
             kind = block["type"]
             if kind == "text":
-                empty, deltas = block | {"text": ""}, _deltas("text", (text for text, *_ in pieces(answer)))
+                empty, deltas = block | {"text": ""}, _deltas("text", cut(answer.text))
             elif kind == "thinking":
                 empty, deltas = block | {"thinking": ""}, _deltas("thinking", cut(block["thinking"]))
             else:
@@ -163,8 +162,9 @@ class MessageExchange:
         if answer.finish_reason != "stop":
             reason = {"length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
             return {"stop_reason": reason, "stop_sequence": None}
-        sampled = "".join(answer.token_texts)
-        found = next((stop for stop in self.request.stop if stop in sampled), None)
+        stops = self.request.stop
+        sampled = "".join(answer.token_texts) if stops else ""
+        found = next((stop for stop in stops if stop in sampled), None)
         return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
 
     def _messages(self, given: Sequence[Any]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -17,8 +18,8 @@ from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayE
 Body = Mapping[str, Any]
 MOST_ANSWERS = 128
 """n at most, as OpenAI's servers have it."""
-MOST_PIECES = 128
-"""A streamed text has so many at most: long answers come in pieces of several tokens."""
+MOST_PIECES = 32
+"""A streamed text has so many at most: all of it is there when the first is sent."""
 
 _NUMBER = (int, float)
 SAMPLING_FIELDS: dict[str, Any] = {
@@ -68,6 +69,13 @@ class Memory:
     """(id of a tool call, its arguments as `anthropic` compares them) -> their text as it was answered, where
     a protocol has no text. Some models count their calls anew in each answer, so that an id comes again.
     """
+    messages: dict[bytes, dict[str, Any]] = field(default_factory=dict)
+    """Those of `responses`, by digest."""
+
+    def once(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages, each as one that is equal was before: clients send all of them again each time."""
+        keys = [hashlib.blake2b(json_bytes(one), digest_size=16).digest() for one in messages]
+        return [self.messages.setdefault(key, one) for key, one in zip(keys, messages, strict=True)]
 
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> GatewayError:
@@ -308,14 +316,14 @@ def cut(text: str) -> list[str]:
     return [text[start : start + step] for start in range(0, len(text), step)]
 
 
-def pieces(answer: Answer) -> Iterator[tuple[str, int, int]]:
+def pieces(answer: Answer, by_token: bool) -> Iterator[tuple[str, int, int]]:
     """(text, its first token, the token behind its last) of the answer's text, all tokens among them.
 
-    Token by token where the texts of tokens make up the answer's text. Else (calls or thoughts were taken
-    out, or characters have several tokens) all tokens come with the first piece.
+    With by_token each piece is the text of its tokens. Where these don't make up the answer's text (calls or
+    thoughts were taken out, or characters have several tokens), all tokens come with the first piece.
     """
-    texts, count = answer.token_texts, len(answer.token_texts)
-    if not "".join(texts).startswith(answer.text) or not answer.text:
+    count, texts = answer.output_ids.numel(), answer.token_texts if by_token else []
+    if not answer.text or not "".join(texts).startswith(answer.text):
         for index, text in enumerate(cut(answer.text) or [""]):
             yield text, 0 if index == 0 else count, count
         return

@@ -11,6 +11,7 @@ import contextvars
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
@@ -172,8 +173,9 @@ class Episode:
 
     async def _chat(self, request: ChatRequest) -> list[Answer]:
         self._check_open()
+        self._check_turns()
         try:
-            asked = self.tree.ask(request.messages, request.tools, request.template_kwargs)
+            asked = await self.tree.ask(request.messages, request.tools, request.template_kwargs)
         except ValueError as error:
             raise GatewayError(400, "invalid_value", str(error), param="messages") from error
         parse = self._rules.parse if request.parses_tools and request.tools else None
@@ -182,10 +184,11 @@ class Episode:
 
     async def _text(self, request: TextRequest) -> list[Answer]:
         self._check_open()
+        self._check_turns()
         try:
             if not isinstance(request.prompt, str):
                 checked_prompt_ids(request.prompt, vocab_size=self._client.vocab_size, prompt_index=0)
-            asked = self.tree.ask_raw(request.prompt)
+            asked = await self.tree.ask_raw(request.prompt)
         except ValueError as error:
             raise GatewayError(400, "invalid_value", str(error), param="prompt") from error
         parts, sampling = await self._sampled(asked, request, param="prompt")
@@ -196,6 +199,8 @@ class Episode:
             raise GatewayError(401, "invalid_api_key", "the episode of this key has ended")
         if self._failure is not None:
             raise GatewayError(500, "server_error", f"the episode has failed: {self._failure}")
+
+    def _check_turns(self) -> None:
         if self._counts.requests > self._rules.max_turns:
             raise GatewayError(
                 400,
@@ -207,6 +212,7 @@ class Episode:
         self, asked: AskedTurn, request: ChatRequest | TextRequest, *, param: str
     ) -> tuple[list[Trajectory], SamplingParams]:
         """The servers' answers, and how they were sampled."""
+        self._check_open()  # it may have ended while a long text was tokenised
         sampling = self._sampling_of(asked, request, param)
         calls = []
         for _ in range(request.n):
@@ -290,12 +296,10 @@ class Episode:
             said, calls = parse(said, asked.tools, turn=str(self.tree.next_number))
         message: dict[str, Any] | None = None
         if is_chat:
-            message = {
-                "role": "assistant",
-                "content": said,
-                "tool_calls": calls,
-                "reasoning_content": reasoning,
-            }
+            # As requests bring it back, to the letter, so that the tree makes its forms once.
+            message = {"role": "assistant", "content": said}
+            message |= {"reasoning_content": reasoning} if reasoning else {}
+            message |= {"tool_calls": calls} if calls else {}
         turn = self.tree.add(asked, part, ended=ended, text=text, answer=message)
         return Answer(
             id=str(turn.number),
@@ -304,7 +308,7 @@ class Episode:
             prompt_tokens=asked.line.ids.numel(),
             cached_tokens=part.cached_tokens,
             output_ids=part.output_ids,
-            token_texts=self._templates.token_texts(ids),
+            spelled=partial(self._templates.token_texts, ids),
             logprobs=part.rollout_logprobs,
             tool_calls=calls,
             reasoning=reasoning,

@@ -155,7 +155,7 @@ class ChatExchange:
         yield {"role": "assistant", "content": "", "refusal": None}, None, None
         for text in cut(answer.reasoning):
             yield {"reasoning_content": text}, None, None
-        for text, first, last in pieces(answer):
+        for text, first, last in pieces(answer, self._with_logprobs):
             if text or self._with_logprobs:
                 yield {"content": text}, self._logprobs(answer, first, last), None
         for index, call in enumerate(answer.tool_calls):

@@ -74,7 +74,7 @@ class TextExchange:
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The whole completion."""
         choices = [
-            self._choice(index, answer, answer.text, 0, len(answer.token_texts), answer.finish_reason)
+            self._choice(index, answer, answer.text, 0, answer.output_ids.numel(), answer.finish_reason)
             for index, answer in enumerate(answers)
         ]
         return self._head(answers) | {"choices": choices, "usage": usage(answers)}
@@ -85,9 +85,9 @@ class TextExchange:
         if self._with_usage:
             head["usage"] = None
         for index, answer in enumerate(answers):
-            for text, first, last in pieces(answer):
+            count = answer.output_ids.numel()
+            for text, first, last in pieces(answer, self._with_logprobs):
                 yield event(head | {"choices": [self._choice(index, answer, text, first, last, None)]})
-            count = len(answer.token_texts)
             end = self._choice(index, answer, "", count, count, answer.finish_reason)
             yield event(head | {"choices": [end]})
         if self._with_usage:

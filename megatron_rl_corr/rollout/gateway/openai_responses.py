@@ -114,6 +114,7 @@ class ResponseExchange:
         instructions = given.get("instructions")
         effort = given.get("reasoning", {}).get("effort")
         self.streams, self._given, self._memory = given.get("stream", False), given, memory
+        self._with_logprobs = _LOGPROBS in given.get("include", ())
         self._created, self._messages = now(), history + _messages(given["input"])
         self.request = ChatRequest(
             [{"role": "system", "content": instructions}] * (instructions is not None) + self._messages,
@@ -141,7 +142,8 @@ class ResponseExchange:
             },
         }
         if made["store"]:
-            self._memory.responses[made["id"]] = (made, [*self._messages, assistant_message(answer)])
+            messages = self._memory.once([*self._messages, assistant_message(answer)])
+            self._memory.responses[made["id"]] = (made, messages)
         return made
 
     def events(self, answers: Sequence[Answer]) -> Iterator[bytes]:
@@ -184,7 +186,7 @@ class ResponseExchange:
                 yield "response.reasoning_text.delta", at | {"delta": text}
             yield "response.reasoning_text.done", at | {"text": part["text"]}
         else:
-            for text, first, last in pieces(answer):
+            for text, first, last in pieces(answer, self._with_logprobs):
                 yield (
                     "response.output_text.delta",
                     at | {"delta": text, "logprobs": self._logprobs(answer, first, last)},
@@ -221,7 +223,7 @@ class ResponseExchange:
         return made
 
     def _logprobs(self, answer: Answer, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
-        if _LOGPROBS not in self._given.get("include", ()):
+        if not self._with_logprobs:
             return []
         return [made | {"bytes": made["bytes"] or []} for made in token_logprobs(answer, first, last)]
 

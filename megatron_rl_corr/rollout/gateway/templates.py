@@ -10,6 +10,7 @@ sampled the token itself.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
@@ -28,6 +29,8 @@ from megatron_rl_corr.data.checked_template import CheckedTemplate
 from megatron_rl_corr.data.messages import Arguments, Chat, Form
 from megatron_rl_corr.data.tokenizer import Tokenizer
 
+LONG_TEXT = 16_384
+"""Characters; a text beyond is tokenised in a thread, as it would keep the event loop for 10 ms and more."""
 FIRST_SHIELD = 0xF0000
 """From here on characters have no meaning: one for each spelling of a control token."""
 KEPT_PROMPTS = 64
@@ -81,7 +84,7 @@ class Templates:
 
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None):
         self.tokenizer, self._variables = tokenizer, dict(variables or {})
-        self._prompts: OrderedDict[bytes, tuple[str, Tensor]] = OrderedDict()
+        self._prompts: OrderedDict[bytes, asyncio.Task[tuple[str, Tensor]]] = OrderedDict()
         self._tools: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
         self._token_texts: dict[int, str] = {}
         self._checked: set[tuple] = set()
@@ -249,31 +252,44 @@ class Templates:
                 )
         return text
 
-    def first(
+    async def first(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> tuple[str, Tensor]:
-        """(text, ids) of a conversation up to where the assistant begins to answer; kept where it has not
-        said anything yet.
+        """(text, ids) of a conversation up to where the assistant begins to answer; made once, and kept,
+        where it has not said anything yet.
 
         Raises:
             ValueError: as `render`, or the template leaves out a message.
         """
         what = [[one.plain for one in messages], tools, dict(variables)]
         key = hashlib.blake2b(json.dumps(what).encode(), digest_size=16).digest()
-        if key in self._prompts:
+        making = self._prompts.get(key)
+        if making is None:
+            making = asyncio.ensure_future(self._made_first(messages, tools, variables))
+            if all(one.plain["role"] != "assistant" for one in messages):
+                self._prompts[key] = making
+                if len(self._prompts) > KEPT_PROMPTS:
+                    self._prompts.popitem(last=False)
+        else:
             self._prompts.move_to_end(key)
-            return self._prompts[key]
+        try:
+            return await asyncio.shield(making)  # others may wait for it too
+        except ValueError:
+            self._prompts.pop(key, None)
+            raise
+
+    async def _made_first(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> tuple[str, Tensor]:
         text = self.render(messages, tools, variables, asks=True)
         check_shown(messages, text)
-        made = text, torch.tensor(self.encode(text), dtype=torch.int64)
-        if all(one.plain["role"] != "assistant" for one in messages):
-            self._prompts[key] = made
-            if len(self._prompts) > KEPT_PROMPTS:
-                self._prompts.popitem(last=False)
-        return made
+        return text, await ids_of(self.encode, text)
 
     def continuation(
         self,
@@ -513,6 +529,12 @@ class Templates:
             if found := self._spelled.search(followed):
                 first.add(followed[: found.end()])
         return first.pop() if len(first) == 1 else ""
+
+
+async def ids_of(encode: Callable[..., list[int]], text: str, *more: Any) -> Tensor:
+    """encode(text, *more) as [R] int64, in a thread where it takes long."""
+    ids = await asyncio.to_thread(encode, text, *more) if len(text) > LONG_TEXT else encode(text, *more)
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def check_shown(messages: Sequence[Message], text: str) -> None:

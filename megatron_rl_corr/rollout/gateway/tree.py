@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Support, Trajectory, VersionSpan, concatenated
 from megatron_rl_corr.rollout.gateway.proof import problems_of_episode
-from megatron_rl_corr.rollout.gateway.templates import Message, Templates
+from megatron_rl_corr.rollout.gateway.templates import Message, Templates, ids_of
 from megatron_rl_corr.rollout.gateway.turn import AskedTurn, Line, Turn, follows, seal, shown_of
 
 REASONS = ("first", "edited", "tools", "template")
@@ -61,7 +61,7 @@ class TurnTree:
 
     # requests
 
-    def ask(
+    async def ask(
         self,
         given: Sequence[Mapping[str, Any]],
         tools: list[dict[str, Any]] | None = None,
@@ -79,13 +79,13 @@ class TurnTree:
         chain = _chain(messages)
         parent, history, reason = self._longest(messages, chain, tools, variables)
         if parent is not None:
-            asked = self._continued(parent, history, messages, tools, variables, chain[-1])
+            asked = await self._continued(parent, history, messages, tools, variables, chain[-1])
             if asked is not None:
                 return asked
             as_answered = parent.asked.messages[: history - 1]
             same = [one.plain for one in messages[: history - 1]] == [one.plain for one in as_answered]
             reason = "template" if same else "edited"
-        text, ids = self._templates.first(messages, tools, variables)
+        text, ids = await self._templates.first(messages, tools, variables)
         return self._root(
             ids,
             text,
@@ -97,7 +97,7 @@ class TurnTree:
             shown=shown_of(text),
         )
 
-    def ask_raw(self, prompt: str | Sequence[int]) -> AskedTurn:
+    async def ask_raw(self, prompt: str | Sequence[int]) -> AskedTurn:
         """The request of a raw text, or of ids. One that begins with all of a turn, from its first token to
         its last, the control token at its end included, continues it.
 
@@ -113,14 +113,14 @@ class TurnTree:
                 found, key=lambda one: (one[0].line.ids.numel(), not one[0].continued, -one[0].number)
             )
         if parent is None:
-            ids = torch.tensor(self._templates.encode_raw(rest), dtype=torch.int64) if is_text else rest
+            ids = await ids_of(self._templates.encode_raw, rest) if is_text else rest
             if not ids.numel():
                 raise ValueError("`prompt` must not be empty")
             return self._root(ids, rest if is_text else "", self._reason())
         parent.continued = True
         added = rest
         if is_text:
-            added = torch.tensor(self._templates.encode_behind(rest, parent.ended), dtype=torch.int64)
+            added = await ids_of(self._templates.encode_behind, rest, parent.ended)
         return AskedTurn(parent, None, parent.line.plus(added), added, rest if is_text else "")
 
     def add(
@@ -279,6 +279,8 @@ class TurnTree:
         return "edited" if self._has_begun else "first"
 
     def _root(self, ids: Tensor, text: str, reason: str, **what: Any) -> AskedTurn:
+        if reason == "first" and self._has_begun:  # another one meanwhile, while its text was tokenised
+            reason = "edited"
         self._has_begun = True
         self._roots_asked[reason] += 1
         return AskedTurn(None, reason, Line(ids), ids, text, **what)
@@ -305,7 +307,7 @@ class TurnTree:
                 reason = "template" if any(one.asked.tools == tools for one in found) else "tools"
         return None, 0, reason
 
-    def _continued(
+    async def _continued(
         self,
         parent: Turn,
         history: int,
@@ -327,7 +329,7 @@ class TurnTree:
             return None
         parent.continued = True
         parent.rerendered = parent.rerendered or found.answer != parent.text
-        added = torch.tensor(self._templates.encode_behind(found.glue, parent.ended), dtype=torch.int64)
+        added = await ids_of(self._templates.encode_behind, found.glue, parent.ended)
         return AskedTurn(
             parent,
             None,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -63,14 +64,19 @@ class Answer:
     cached_tokens: int
     output_ids: torch.Tensor
     """[R] int64: all that were sampled, the end-of-turn token too."""
-    token_texts: list[str]
-    """R texts of the tokens one by one."""
+    spelled: Callable[[], list[str]]
+    """Makes `token_texts`, which few requests ask for."""
     logprobs: torch.Tensor
     """[R] float32."""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     """As in OpenAI's chat completions, with ids."""
     reasoning: str = ""
     """Thoughts, where the run asks for them apart from the content."""
+
+    @cached_property
+    def token_texts(self) -> list[str]:
+        """R texts of the tokens one by one."""
+        return self.spelled()
 
 
 ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9]{1,9})")

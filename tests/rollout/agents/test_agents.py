@@ -14,6 +14,7 @@ from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.engines.errors import RolloutOutage, RolloutServerError, SampleFailure
+from megatron_rl_corr.engines.local_faults import OTHERS
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.agents.agents import Agents, task_of
 from megatron_rl_corr.rollout.agents.harnesses import Harnesses
@@ -353,12 +354,24 @@ def test_port_when_taken_then_the_start_names_the_flag():
     asyncio.run(taken())
 
 
-def test_files_when_too_few_may_be_open_then_the_limit_is_raised_first():
+@pytest.mark.parametrize("groups", [1, 10])
+def test_files_when_too_few_may_be_open_then_the_limit_is_raised_first(groups):
+    """Groups are asked for one by one, and are under way together."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    low = len(os.listdir("/proc/self/fd")) + 60
+    low = len(os.listdir("/proc/self/fd")) + OTHERS + 40
+    row = prompt(do="turns", question="x", turns=1)
+
+    async def asked():
+        async with agents() as own:
+            calls = (
+                own.generate(Script(), [row], SAMPLING, samples_per_prompt=40 // groups)
+                for _ in range(groups)
+            )
+            return await asyncio.gather(*calls)
+
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
-        found, _, _, _ = generate({"do": "turns", "question": "x", "turns": 1}, samples=40)
-        assert len(found) == 40 and resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
+        found = asyncio.run(asked())
+        assert sum(map(len, found)) == 40 and resource.getrlimit(resource.RLIMIT_NOFILE)[0] > low
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -28,7 +28,7 @@ def answer(label, text, *, sampled=None, reason="stop", **fields):
         prompt_tokens=12,
         cached_tokens=5,
         output_ids=torch.arange(len(texts)),
-        token_texts=texts,
+        spelled=lambda: texts,
         logprobs=-torch.arange(len(texts), dtype=torch.float32) / 4,
         **fields,
     )

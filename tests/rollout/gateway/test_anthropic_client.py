@@ -47,7 +47,7 @@ def test_messages_when_streamed_then_in_the_order_of_the_official_server(printed
         "message_delta",
         "message_stop",
     ]
-    assert [event["delta"]["text"] for event in events[2:5]] == ["echo:", " hi", " all"]
+    assert [event["delta"]["text"] for event in events[2:5]] == ["echo", ": hi", " all"]
     assert events[-2]["usage"]["output_tokens"] == 4
     text, final = printed["streamed_helper"]
     assert text == "I add." and final["stop_reason"] == "tool_use"

@@ -226,11 +226,12 @@ def test_pieces_when_joined_then_the_text_and_all_tokens():
         ("a b " * 500, None),
     ):
         made = answer("a0", text, sampled=sampled)
-        found = list(pieces(made))
-        assert "".join(piece for piece, *_ in found) == text
-        assert found[0][1] == 0 and found[-1][2] == len(made.token_texts)
-        assert all(one[2] == other[1] for one, other in zip(found, found[1:], strict=False))
-        assert len(found) <= MOST_PIECES
+        for by_token in (True, False):
+            found = list(pieces(made, by_token))
+            assert "".join(piece for piece, *_ in found) == text
+            assert found[0][1] == 0 and found[-1][2] == len(made.token_texts)
+            assert all(one[2] == other[1] for one, other in zip(found, found[1:], strict=False))
+            assert len(found) <= MOST_PIECES
     assert len(cut("x" * 100_000)) <= MOST_PIECES and "".join(cut("x" * 1001)) == "x" * 1001
 
 

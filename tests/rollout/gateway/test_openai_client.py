@@ -62,10 +62,10 @@ def test_chat_when_two_answers_with_logprobs_then_each_token_has_its_own(printed
     assert printed["two_with_logprobs"] == [[0, "echo: hi", tokens], [1, "echo: hi", tokens], 6]
 
 
-def test_chat_when_streamed_then_token_by_token(printed):
+def test_chat_when_streamed_then_in_pieces_and_with_logprobs_token_by_token(printed):
     deltas = [chunk["choices"][0]["delta"] for chunk in printed["streamed"]]
     assert deltas[0]["role"] == "assistant"
-    assert [delta.get("content") for delta in deltas] == ["", "echo:", " hi", " all", None]
+    assert [delta.get("content") for delta in deltas] == ["", "echo", ": hi", " all", None]
     assert [chunk["choices"][0]["finish_reason"] for chunk in printed["streamed"]] == [None] * 4 + ["stop"]
     assert all("usage" not in chunk for chunk in printed["streamed"])
     assert printed["streamed_two"] == [["echo: hi"] * 2, 18, True]

@@ -407,7 +407,7 @@ def test_control_tokens_when_nobody_spells_one_then_ids_are_those_of_the_rendere
         said("the weather"),
         {"role": "tool", "content": "{}"},
     ]
-    text, ids = made.first([made.message(one) for one in messages], None, {})
+    text, ids = run(made.first([made.message(one) for one in messages], None, {}))
     assert ids.tolist() == ids_of(text) and text == made.tokenizer.render(messages)
 
 
@@ -416,14 +416,14 @@ def test_begin_token_when_the_template_or_the_tokenizer_writes_it_then_it_comes_
 
     (bos,) = ids_of("<s>")
     made = templates("llama_3_1")
-    _, ids = made.first([made.message(USER)], None, {})
+    _, ids = run(made.first([made.message(USER)], None, {}))
     assert ids.tolist().count(bos) == 1
     own = templates("{{ bos_token }}{{ messages[-1].content }}")
     own.tokenizer._tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", bos)]
     )
     assert own.tokenizer.encode("a")[0] == bos
-    assert own.first([own.message(USER)], None, {})[1].tolist() == [bos, *ids_of("hi")]
+    assert run(own.first([own.message(USER)], None, {}))[1].tolist() == [bos, *ids_of("hi")]
     assert own.encode_raw("hi") == own.encode_raw("<s>hi") == [bos, *ids_of("hi")]
 
 

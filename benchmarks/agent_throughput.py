@@ -1,0 +1,216 @@
+"""The same episodes by an `Environment` and through the gateway, on a real server: tokens a second."""
+
+import asyncio
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.agent_clients import Callers
+from benchmarks.agent_rig import ROOT
+from megatron_rl_corr.data.prompt import Prompt
+from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.rollout import Environment
+from megatron_rl_corr.rollout.agents.agents import Agents
+from megatron_rl_corr.rollout.agents.harnesses import Harnesses
+from megatron_rl_corr.rollout.agents.starter import HarnessKind
+from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.rollout.environment import DONE
+from megatron_rl_corr.rollout.episodes import generate_episodes
+from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeRules
+from megatron_rl_corr.rollout.gateway.server import Gateway
+from megatron_rl_corr.rollout.gateway.templates import Templates
+from megatron_rl_corr.rollout.seeds import Draw
+from tools.cpu import environment, sglang_arguments
+from tools.local_server import LocalServer
+
+EPISODES, TURNS, IN_FLIGHT = 128, 4, 64
+SAMPLING = SamplingParams(512)
+TEMPLATE = (
+    "{% for message in messages %}<pad>{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<pad>assistant:{% endif %}"
+)
+REPLY = "and now? say it in other words."
+WAYS = ("environment", "gateway, one process asks for all", "gateway, a process an episode")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One way's episodes."""
+
+    sampled: dict[tuple[int, int], list[int]]
+    """prompt, turn -> ids."""
+    seconds: float
+    own: float
+    """Seconds of the processor in this process."""
+    harness: float
+    """The same of what asks the gateway."""
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.sampled.values()))
+
+
+def throughput_table(repeats: int) -> None:
+    """The ways in turns, on one server; SystemExit unless all sample the same."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch) / "model"
+        subprocess.run(
+            [sys.executable, ROOT / "examples/quickstart/make_model.py", model, "--seed", "0"],
+            check=True,
+            env=environment("sglang"),
+        )
+        path = model / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+        served = LocalServer(
+            model,
+            dtype="float32",
+            log_path=Path(scratch) / "server.log",
+            environment=environment("sglang"),
+            extra_arguments=[
+                *sglang_arguments(),
+                "--enable-deterministic-inference",
+                "--max-running-requests",
+                str(IN_FLIGHT),
+            ],
+        )
+        with served:
+            runs = asyncio.run(all_ways(served.url, model, repeats))
+    head = ["way", "tokens/s", "of the environment's", "CPU ms a request", "of what asks", "without that"]
+    print(f"\n| {' | '.join(head)} |\n|" + "---|" * len(head))
+    for number, way in enumerate(WAYS):
+        of_way = [run[number] for run in runs]
+        same = [set(one.sampled.items() if False else map(repr, one.sampled.items())) for one in of_way]
+        base = [set(map(repr, run[0].sampled.items())) for run in runs]
+        shares = [len(a & b) / len(b) for a, b in zip(same, base, strict=True)]
+        ratio = statistics.median(
+            (run[number].tokens / run[number].seconds) / (run[0].tokens / run[0].seconds) for run in runs
+        )
+        rate = statistics.median(one.tokens / one.seconds for one in of_way)
+        requests = len(of_way[0].sampled)
+        own = statistics.median(1e3 * one.own / len(one.sampled) for one in of_way)
+        harness = statistics.median(1e3 * one.harness / len(one.sampled) for one in of_way)
+        print(
+            way,
+            f"{rate:.0f} {ratio:.3f} {own:.2f} {harness:.2f}",
+            requests,
+            shares,
+            [one.tokens for one in of_way],
+            flush=True,
+        )
+
+
+async def all_ways(url: str, model: Path, repeats: int) -> list[list[Ran]]:
+    tokenizer = Tokenizer.from_folder(model)
+    tasks = [
+        {"messages": [{"role": "user", "content": f"what is {number}?"}], "reply": REPLY, "turns": TURNS}
+        for number in range(EPISODES)
+    ]
+    runs = []
+    for repeat in range(repeats + 1):
+        ran = []
+        for way in (by_environment, by_one_process, by_processes):
+            client = RolloutClient(
+                [url],
+                vocab_size=len(tokenizer._tokenizer),
+                engine="sglang",
+                max_concurrency=IN_FLIGHT,
+                seed=repeat,
+            )
+            async with client:
+                await client.flush_cache()
+                ran.append(await way(client, tokenizer, tasks))
+        runs.append(ran)
+    return runs[1:]
+
+
+class Replies(Environment):
+    """Says the same after each turn, as the template writes it."""
+
+    def __init__(self, prompt: Prompt):
+        self._left, self._reply = TURNS, prompt.metadata["reply_ids"]
+
+    def step(self, response: list[int], finish_reason: str) -> Any:
+        self._left -= 1
+        return self._reply if self._left else DONE
+
+    def reward(self) -> float:
+        return 1.0
+
+
+async def by_environment(client: RolloutClient, tokenizer: Tokenizer, tasks: list[dict[str, Any]]) -> Ran:
+    reply = tokenizer.encode(f"<pad>user:{REPLY}<eos><pad>assistant:", special_tokens=False)
+    prompts = [
+        Prompt(
+            number,
+            tokenizer.encode(tokenizer.render(task["messages"]), special_tokens=False),
+            {"reply_ids": reply},
+            "text",
+        )
+        for number, task in enumerate(tasks)
+    ]
+    begun, cpu = time.monotonic(), time.process_time()
+    found = await generate_episodes(
+        client,
+        prompts,
+        replace(SAMPLING, max_new_tokens=1 << 13),
+        environment=Replies,
+        max_turns=TURNS,
+        group_numbers=range(EPISODES),
+    )
+    return Ran(sampled_of(found), time.monotonic() - begun, time.process_time() - cpu, 0.0)
+
+
+async def by_one_process(client: RolloutClient, tokenizer: Tokenizer, tasks: list[dict[str, Any]]) -> Ran:
+    templates, rules = Templates(tokenizer), EpisodeRules(SAMPLING, 1 << 20, TURNS)
+    async with Gateway(SAMPLING) as gateway:
+        callers = Callers(gateway.base_url, EPISODES)
+        episodes = [Episode(client, templates, rules, Draw(client.seed, one, 0)) for one in range(EPISODES)]
+        keys = [gateway.open_episode(one) for one in episodes]
+        before, begun, cpu = callers.seconds, time.monotonic(), time.process_time()
+        await callers.converse(dict(zip(keys, tasks, strict=True)))
+        for key in keys:
+            gateway.close_episode(key)
+        found = [
+            replace(branch, prompt_index=number)
+            for number, one in enumerate(episodes)
+            for branch in await one.finish()
+        ]
+        ran = Ran(
+            sampled_of(found), time.monotonic() - begun, time.process_time() - cpu, callers.seconds - before
+        )
+        callers.close()
+    return ran
+
+
+async def by_processes(client: RolloutClient, tokenizer: Tokenizer, tasks: list[dict[str, Any]]) -> Ran:
+    kind = HarnessKind(f"{ROOT}/benchmarks/agent_harness.py:run", None, 600.0, 4.0, "`agent`")
+    rules = EpisodeRules(SAMPLING, 1 << 20, TURNS)
+    agents = Agents(Harnesses(kind), Gateway(SAMPLING), Templates(tokenizer), rules, "episode")
+    await agents.start()
+    try:
+        starter = psutil.Process(agents._harnesses.pid)
+        before, begun, cpu = sum(starter.cpu_times()[:4]), time.monotonic(), time.process_time()
+        prompts = [Prompt(number, [1], task, "text") for number, task in enumerate(tasks)]
+        found = await agents.generate(client, prompts, SAMPLING, group_numbers=range(EPISODES))
+        seconds, own = time.monotonic() - begun, time.process_time() - cpu
+        return Ran(sampled_of(found), seconds, own, sum(starter.cpu_times()[:4]) - before)
+    finally:
+        await agents.close()
+
+
+def sampled_of(found: list[Trajectory]) -> dict[tuple[int, int], list[int]]:
+    """The ids of each turn."""
+    made = {}
+    for one in found:
+        for turn in range(int(one.turn_ids.max()) + 1):
+            made[one.prompt_index, turn] = one.output_ids[one.turn_ids == turn].tolist()
+    return made
