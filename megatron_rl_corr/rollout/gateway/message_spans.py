@@ -65,7 +65,7 @@ def _place(message: Message, pieces: Sequence[str], last: int) -> int:
     """The piece that has the message; that of the message before, `last` (-1: there is none), where none
     is found.
     """
-    content = message.shown["content"].rpartition("</think>")[2].strip()
+    content = (message.shown["content"] or "").rpartition("</think>")[2].strip()
     calls = message.plain.get("tool_calls")
     content = content or (calls[0]["function"]["name"] if calls else "")
     # The last piece is the beginning of the assistant's answer.
