@@ -19,7 +19,7 @@ BUDGETS = {
     "core": 1_870,
     "logprobs": 955,
     "data": 4_430,
-    "rollout": 6_960,
+    "rollout": 6_990,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 940,
