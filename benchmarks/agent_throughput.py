@@ -32,8 +32,10 @@ from megatron_rl_corr.rollout.seeds import Draw
 from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer
 
-EPISODES, TURNS, IN_FLIGHT = 128, 4, 64
-SAMPLING = SamplingParams(512)
+EPISODES, TURNS, IN_FLIGHT = 64, 3, 64
+SAMPLING = SamplingParams(4096)
+"""Answers end long before: each token ends one in a hundred times."""
+CONTEXT = 8192
 TEMPLATE = (
     "{% for message in messages %}<pad>{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<pad>assistant:{% endif %}"
@@ -60,7 +62,7 @@ class Ran:
 
 
 def throughput_table(repeats: int) -> None:
-    """The ways in turns, on one server; SystemExit unless all sample the same."""
+    """The ways in turns, on one server."""
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         subprocess.run(
@@ -68,8 +70,12 @@ def throughput_table(repeats: int) -> None:
             check=True,
             env=environment("sglang"),
         )
-        path = model / "tokenizer_config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
+        for name, what in (
+            ("tokenizer_config.json", {"chat_template": TEMPLATE}),
+            ("config.json", {"max_position_embeddings": CONTEXT}),
+        ):
+            path = model / name
+            path.write_text(json.dumps(json.loads(path.read_text()) | what))
         served = LocalServer(
             model,
             dtype="float32",
@@ -84,28 +90,34 @@ def throughput_table(repeats: int) -> None:
         )
         with served:
             runs = asyncio.run(all_ways(served.url, model, repeats))
-    head = ["way", "tokens/s", "of the environment's", "CPU ms a request", "of what asks", "without that"]
+    head = [
+        "way",
+        "tokens/s",
+        "of the environment's",
+        "the same ids",
+        "CPU ms a request here",
+        "of what asks",
+    ]
     print(f"\n| {' | '.join(head)} |\n|" + "---|" * len(head))
     for number, way in enumerate(WAYS):
-        of_way = [run[number] for run in runs]
-        same = [set(one.sampled.items() if False else map(repr, one.sampled.items())) for one in of_way]
-        base = [set(map(repr, run[0].sampled.items())) for run in runs]
-        shares = [len(a & b) / len(b) for a, b in zip(same, base, strict=True)]
-        ratio = statistics.median(
-            (run[number].tokens / run[number].seconds) / (run[0].tokens / run[0].seconds) for run in runs
-        )
-        rate = statistics.median(one.tokens / one.seconds for one in of_way)
-        requests = len(of_way[0].sampled)
-        own = statistics.median(1e3 * one.own / len(one.sampled) for one in of_way)
-        harness = statistics.median(1e3 * one.harness / len(one.sampled) for one in of_way)
-        print(
+        rates = [[run[at].tokens / run[at].seconds for run in runs] for at in (number, 0)]
+        ratio = statistics.median(own / base for own, base in zip(*rates, strict=True))
+        same = [
+            run[number].sampled[turn] == ids
+            for run in runs
+            for turn, ids in run[0].sampled.items()
+            if turn in run[number].sampled
+        ]
+        cells = [
             way,
-            f"{rate:.0f} {ratio:.3f} {own:.2f} {harness:.2f}",
-            requests,
-            shares,
-            [one.tokens for one in of_way],
-            flush=True,
-        )
+            f"{statistics.median(rates[0]):.0f}",
+            f"{ratio:.3f}",
+            f"{100 * sum(same) / len(same):.0f} %",
+        ]
+        for seconds in ("own", "harness"):
+            each = [getattr(run[number], seconds) / len(run[number].sampled) for run in runs]
+            cells.append(f"{1e3 * statistics.median(each):.2f}")
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
 async def all_ways(url: str, model: Path, repeats: int) -> list[list[Ran]]:
@@ -161,7 +173,7 @@ async def by_environment(client: RolloutClient, tokenizer: Tokenizer, tasks: lis
     found = await generate_episodes(
         client,
         prompts,
-        replace(SAMPLING, max_new_tokens=1 << 13),
+        SAMPLING,
         environment=Replies,
         max_turns=TURNS,
         group_numbers=range(EPISODES),
@@ -170,7 +182,7 @@ async def by_environment(client: RolloutClient, tokenizer: Tokenizer, tasks: lis
 
 
 async def by_one_process(client: RolloutClient, tokenizer: Tokenizer, tasks: list[dict[str, Any]]) -> Ran:
-    templates, rules = Templates(tokenizer), EpisodeRules(SAMPLING, 1 << 20, TURNS)
+    templates, rules = Templates(tokenizer), EpisodeRules(SAMPLING, CONTEXT - 64, TURNS)
     async with Gateway(SAMPLING) as gateway:
         callers = Callers(gateway.base_url, EPISODES)
         episodes = [Episode(client, templates, rules, Draw(client.seed, one, 0)) for one in range(EPISODES)]
@@ -193,7 +205,7 @@ async def by_one_process(client: RolloutClient, tokenizer: Tokenizer, tasks: lis
 
 async def by_processes(client: RolloutClient, tokenizer: Tokenizer, tasks: list[dict[str, Any]]) -> Ran:
     kind = HarnessKind(f"{ROOT}/benchmarks/agent_harness.py:run", None, 600.0, 4.0, "`agent`")
-    rules = EpisodeRules(SAMPLING, 1 << 20, TURNS)
+    rules = EpisodeRules(SAMPLING, CONTEXT - 64, TURNS)
     agents = Agents(Harnesses(kind), Gateway(SAMPLING), Templates(tokenizer), rules, "episode")
     await agents.start()
     try:

@@ -140,11 +140,11 @@ async def gateway_before(told: Conversation, tokenizer: Tokenizer, episodes: int
 async def measured(
     wire: Wire, told: Conversation, tokenizer: Tokenizer, count: int, repeats: int
 ) -> list[Costs]:
-    """So many runs of all turns, after one that is not counted."""
+    """So many runs of all turns, after two turns that are not counted."""
     runs = []
     async with gateway_before(told, tokenizer, count) as (gateway, opened, client, callers):
-        for _ in range(repeats + 1):
-            episodes, bodies = opened(), [wire.body(told, turn) for turn in range(len(told.news))]
+        for turns in (2, *(len(told.news) for _ in range(repeats))):
+            episodes, bodies = opened(), [wire.body(told, turn) for turn in range(turns)]
             costs, bare = [], []
             for body in bodies:
                 with counted(costs, count):

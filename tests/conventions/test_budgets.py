@@ -19,7 +19,7 @@ BUDGETS = {
     "core": 1_880,
     "logprobs": 955,
     "data": 4_430,
-    "rollout": 7_350,
+    "rollout": 7_400,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 940,
