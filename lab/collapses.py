@@ -45,11 +45,8 @@ TRAINED = (
     "token_unbounded",
     "sequence_truncate",
     "sequence_mask",
-    "sequence_unbounded",
     "geometric_truncate",
     "rule seq_mean_ratio",
-    "preset decoupled_geo_rs_token_tis",
-    "bypass ppo_clip",
 )
 LEARNED = 0.8
 """A seed has learned the task when J is at least this."""

@@ -93,7 +93,7 @@ class Distance:
     kl: float
     """KL(mu || p) of a token, the mean over sampled places."""
     ess: float
-    """1 / E_mu[w^2], w the product over the response: the share of a batch that carries sequence weights."""
+    """E_mu[w]^2 / E_mu[w^2], w the product over the response: the share of a large batch that carries it."""
 
 
 def distance(world: World, p: Tensor, mu: Tensor) -> Distance:
@@ -102,10 +102,12 @@ def distance(world: World, p: Tensor, mu: Tensor) -> Distance:
     log_p, log_mu = (world.token_logprobs(one[None])[0] for one in (p, mu))
     drawn = log_mu.sum(dim=1).exp()
     gap = torch.where(drawn[:, None] > 0, log_mu - log_p, 0.0).mean(dim=1)
-    second = torch.where(drawn > 0, (2 * log_p.sum(dim=1) - log_mu.sum(dim=1)).exp(), 0.0).sum()
+    log_p, log_mu = log_p.sum(dim=1), log_mu.sum(dim=1)
+    first = torch.where(drawn > 0, log_p.exp(), 0.0).sum()
+    second = torch.where(drawn > 0, (2 * log_p - log_mu).exp(), 0.0).sum()
     return Distance(
         (p.exp() - mu.exp()).abs().sum(dim=-1).max().item() / 2,
         rho2.max().item() - 1,
         (drawn @ gap).item(),
-        1 / second.item(),
+        (first.square() / second).item(),
     )

@@ -56,6 +56,8 @@ def _save(figure: Figure, path: Path) -> None:
 def draw_map(means: Means, task: str, measure: str, path: Path) -> None:
     """A row a kind, a panel a batch: in each cell the best of DRAWN, and none's error over that arm's."""
     kinds = [kind for kind in KINDS if any(cell.kind == kind and cell.task == task for cell in means)]
+    if not kinds:
+        return
     figure = Figure(figsize=(12.0, 2.6 * len(kinds) + 1), layout="constrained")
     panels = figure.subplots(len(kinds), len(BATCHES), squeeze=False)
     for row, kind in zip(panels, kinds, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import io
 import json
@@ -19,7 +20,7 @@ import torch
 
 from lab.collapses import SETTINGS, TRAINED, table_of_collapses
 from lab.estimators import all_arms
-from lab.map import DRAWN, Cell, Row, cases_of, cells_of, enumerable_arms, means_of, rows_of
+from lab.map import DRAWN, LENGTHS, Cell, Row, cases_of, cells_of, enumerable_arms, means_of, rows_of
 from lab.mismatch import KINDS
 from lab.policies import TASKS
 from lab.sampled import FIXED, sampled_moments
@@ -30,8 +31,8 @@ from megatron_rl_corr.files import write_atomically
 PARTS = ("map", "coupled", "training")
 FIRST_SEED = 1000
 """Seeds from 0 on are for looking around: settings were chosen with them, and results are of others."""
-MAIN_TASK = "outcome"
-"""The task that all arms are measured on; the others have the arms that are drawn."""
+MAIN_TASK, LONGEST_OF_ALL = "outcome", 6
+"""The task and the length up to which all arms are measured; the rest has the arms that are drawn."""
 COUPLED_BATCH, COUPLED_BATCHES = 64, 1000
 COUPLED_CELLS = tuple(
     Cell(MAIN_TASK, kind, size, 4)
@@ -51,19 +52,18 @@ def single_threaded() -> None:
 def spread(
     work: Callable[[Job], Made], jobs: list[Job], workers: int, title: str
 ) -> Iterator[tuple[Job, Made]]:
-    """Each job and what came of it, as they end; prints how far it is."""
-    begun = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(workers, initializer=single_threaded) as pool:
-        for done, (place, made) in enumerate(
-            pool.imap_unordered(partial(_numbered, work), enumerate(jobs)), 1
-        ):
-            print(
-                f"\r{title}: {done} of {len(jobs)}, {time.monotonic() - begun:.0f} s ",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+    """Each job and what came of it, as they end; prints how far it is. One worker is this process."""
+    begun, numbered = time.monotonic(), partial(_numbered, work)
+    with contextlib.ExitStack() as stack:
+        if workers == 1:
+            results = map(numbered, enumerate(jobs))
+        else:
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(context.Pool(workers, initializer=single_threaded))
+            results = pool.imap_unordered(numbered, enumerate(jobs))
+        for done, (place, made) in enumerate(results, 1):
+            so_far = f"{title}: {done} of {len(jobs)}, {time.monotonic() - begun:.0f} s"
+            print(f"\r{so_far} ", end="", file=sys.stderr, flush=True)
             yield jobs[place], made
     print(file=sys.stderr)
 
@@ -74,13 +74,15 @@ def _numbered(work: Callable[[Job], Made], job: tuple[int, Job]) -> tuple[int, M
 
 def _measured(cell: Cell) -> list[Row]:
     arms = enumerable_arms()
-    return rows_of(cell, arms if cell.task == MAIN_TASK else [arm for arm in arms if arm.name in DRAWN])
+    if cell.task != MAIN_TASK or cell.length > LONGEST_OF_ALL:
+        arms = [arm for arm in arms if arm.name in DRAWN]
+    return rows_of(cell, arms)
 
 
-def make_map(out: Path, kinds: Iterable[str], workers: int) -> None:
+def make_map(out: Path, kinds: Iterable[str], lengths: Iterable[int], workers: int) -> None:
     """map.csv, best_*.md, order_*.md, map_*.svg and laws.svg."""
     rows: list[Row] = []
-    for _, found in spread(_measured, cells_of(TASKS, kinds), workers, "map"):
+    for _, found in spread(_measured, cells_of(TASKS, kinds, lengths), workers, "map"):
         rows += found
     rows.sort(
         key=lambda row: tuple(str(row[name]) for name in ("task", "kind", "length", "size", "policy", "arm"))
@@ -130,17 +132,16 @@ def make_coupled(out: Path, workers: int) -> None:
     jobs = [(cell, *arm) for cell in COUPLED_CELLS for arm in arms]
     found = dict(spread(_sampled, jobs, workers, "coupled"))
     lines = [
-        f"{COUPLED_BATCHES} batches of {COUPLED_BATCH} responses of 4 tokens, one policy; +- standard errors.",
+        f"{COUPLED_BATCHES} batches of {COUPLED_BATCH} responses, one policy; +- is one standard error.",
         "",
         "| kind | size | arm | baseline | bias^2 | variance of the batch | error |",
         "|---|---|---|---|---|---|---|",
     ]
     for cell, arm, baseline in jobs:
         one = found[cell, arm, baseline]
-        lines.append(
-            f"| {cell.kind} | {cell.size:g} | {arm} | {baseline} | {one['bias2']:.3f} +- "
-            f"{one['bias2_se']:.3f} | {one['variance']:.3f} +- {one['variance_se']:.3f} | {one['error']:.3f} |"
-        )
+        pairs = [f"{one[name]:.3f} +- {one[name + '_se']:.3f}" for name in ("bias2", "variance")]
+        cells = (cell.kind, f"{cell.size:g}", arm, baseline, *pairs, f"{one['error']:.3f}")
+        lines.append("| " + " | ".join(cells) + " |")
     write_atomically(out / "coupled.md", ("\n".join(lines) + "\n").encode())
 
 
@@ -188,6 +189,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="of the mismatch"
     )
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, choices=LENGTHS, default=LENGTHS, help="of responses, in the map"
+    )
     parser.add_argument("--arms", nargs="+", choices=TRAINED, default=TRAINED, help="that are trained")
     parser.add_argument("--seeds", type=int, default=100, help="trainings of each arm and setting")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
@@ -196,7 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     single_threaded()
     asked.out.mkdir(parents=True, exist_ok=True)
     if "map" in asked.parts:
-        make_map(asked.out, asked.kinds, asked.workers)
+        make_map(asked.out, asked.kinds, asked.lengths, asked.workers)
     if "coupled" in asked.parts:
         make_coupled(asked.out, asked.workers)
     if "training" in asked.parts:
