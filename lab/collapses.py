@@ -46,7 +46,7 @@ TRAINED = (
     "sequence_truncate",
     "sequence_mask",
     "geometric_truncate",
-    "rule seq_mean_ratio",
+    "rule:seq_mean_ratio",
 )
 LEARNED = 0.8
 """A seed has learned the task when J is at least this."""

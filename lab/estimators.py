@@ -85,7 +85,7 @@ LEFT_OUT: dict[str, str] = {
 class Arm:
     """One estimator: a setting of the package, by all names that it has here.
 
-    Example: Arm(("token_truncate", "preset decoupled_token_is"), config)
+    Example: Arm(("token_truncate", "preset:decoupled_token_is"), config)
     """
 
     names: tuple[str, ...]
@@ -131,13 +131,13 @@ def _settings() -> Iterator[tuple[str, RolloutCorrectionConfig]]:
             if mode != "gamma" or level == "sequence":
                 yield f"{level}_{mode}", RolloutCorrectionConfig(rollout_is_mode=mode, **bounds)
     for name in RULE_NAMES:
-        yield f"rule {name}", RolloutCorrectionConfig(rollout_rs=(rule_of(name),))
+        yield f"rule:{name}", RolloutCorrectionConfig(rollout_rs=(rule_of(name),))
     for loss in LOSSES:
         beta = {"dro_beta": DRO_BETA} if loss == "dro" else {}
-        yield f"bypass {loss}", RolloutCorrectionConfig(bypass_mode=True, **_fixed(loss), **beta)
+        yield f"bypass:{loss}", RolloutCorrectionConfig(bypass_mode=True, **_fixed(loss), **beta)
     yield "batch_filter", RolloutCorrectionConfig(rollout_batch_filter_kl=BATCH_FILTER_KL)
     for name, config in PRESETS.items():
-        yield f"preset {name}", config
+        yield f"preset:{name}", config
 
 
 def _fixed(loss: str) -> dict[str, Any]:

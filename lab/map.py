@@ -35,9 +35,9 @@ DRAWN = (
     "sequence_mask",
     "sequence_unbounded",
     "geometric_truncate",
-    "rule seq_mean_ratio",
-    "preset decoupled_geo_rs_token_tis",
-    "bypass ppo_clip",
+    "rule:seq_mean_ratio",
+    "preset:decoupled_geo_rs_token_tis",
+    "bypass:ppo_clip",
 )
 """The arms that the picture of the map tells apart, and the only ones that its other tasks have."""
 BATCHES = (64, 1024, 16384)

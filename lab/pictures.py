@@ -26,21 +26,21 @@ COLORS = {
     "sequence_mask": "#FB8C00",
     "sequence_unbounded": "#BF360C",
     "geometric_truncate": "#A5D6A7",
-    "rule seq_mean_ratio": "#43A047",
-    "preset decoupled_geo_rs_token_tis": "#1B5E20",
-    "bypass ppo_clip": "#F48FB1",
+    "rule:seq_mean_ratio": "#43A047",
+    "preset:decoupled_geo_rs_token_tis": "#1B5E20",
+    "bypass:ppo_clip": "#F48FB1",
 }
 """Arm -> its colour: tokens blue, turns violet, sequences orange, geometric means green."""
 LABELS = {
-    "preset decoupled_geo_rs_token_tis": "geo_rs_token_tis (tight)",
-    "rule seq_mean_ratio": "geo gate [0.9, 1.1]",
+    "preset:decoupled_geo_rs_token_tis": "geo_rs_token_tis (tight)",
+    "rule:seq_mean_ratio": "geo gate [0.9, 1.1]",
 }
 DARK = (
     "token_mask",
     "token_unbounded",
     "sequence_unbounded",
-    "rule seq_mean_ratio",
-    "preset decoupled_geo_rs_token_tis",
+    "rule:seq_mean_ratio",
+    "preset:decoupled_geo_rs_token_tis",
 )
 
 

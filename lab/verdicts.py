@@ -16,8 +16,8 @@ ORDER = (
     ("token_truncate", "sequence_truncate"),
     ("sequence_truncate", "sequence_mask"),
     ("none", "sequence_mask"),
-    ("token_truncate", "rule seq_mean_ratio"),
-    ("none", "preset decoupled_geo_rs_token_tis"),
+    ("token_truncate", "rule:seq_mean_ratio"),
+    ("none", "preset:decoupled_geo_rs_token_tis"),
 )
 """(worse, better) as is often said: nothing < token truncation < sequence truncation < sequence masks, and
 geometric gates for long responses.

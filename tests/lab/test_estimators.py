@@ -16,8 +16,8 @@ NAMES = {name for arm in all_arms().values() for name in arm.names}
 
 
 def test_arms_when_listed_then_every_preset_rule_and_loss_is_one():
-    wanted = {f"preset {name}" for name in PRESETS} | {f"rule {name}" for name in RULE_NAMES}
-    assert (wanted | {f"bypass {name}" for name in LOSSES}) - NAMES == set()
+    wanted = {f"preset:{name}" for name in PRESETS} | {f"rule:{name}" for name in RULE_NAMES}
+    assert (wanted | {f"bypass:{name}" for name in LOSSES}) - NAMES == set()
     assert set(RULE_BOUNDS) == set(RULE_NAMES)
 
 
@@ -77,5 +77,5 @@ def test_correction_when_a_rule_asks_for_routes_then_it_has_them():
     batch = dataclasses.replace(
         samples([[0.5, 0.5]] * 3, [[0.5, 0.5]] * 3), routing=torch.tensor([[0, 1], [0, 0], [1, 1.0]])
     )
-    config = all_arms()["rule token_routing"].config
+    config = all_arms()["rule:token_routing"].config
     assert corrected(batch, config).mask.tolist() == [True, False, True, True, False, False]

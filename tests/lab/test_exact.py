@@ -71,8 +71,8 @@ def tiny_case():
         ("sequence_unbounded", lambda ratios: (ratios[0] * ratios[1],) * 2),
         ("sequence_mask", lambda ratios: (0.5 <= ratios[0] * ratios[1] <= 2 and ratios[0] * ratios[1],) * 2),
         ("geometric_truncate", lambda ratios: (min(2.0, math.sqrt(ratios[0] * ratios[1])),) * 2),
-        ("rule seq_mean_ratio", lambda ratios: (0.9 <= math.sqrt(ratios[0] * ratios[1]) <= 1.1,) * 2),
-        ("rule token_ratio", lambda ratios: [0.5 <= ratio <= 2.0 for ratio in ratios]),
+        ("rule:seq_mean_ratio", lambda ratios: (0.9 <= math.sqrt(ratios[0] * ratios[1]) <= 1.1,) * 2),
+        ("rule:token_ratio", lambda ratios: [0.5 <= ratio <= 2.0 for ratio in ratios]),
     ],
 )
 def test_arm_when_enumerated_then_as_by_hand(arm, weigh):
@@ -157,4 +157,4 @@ def test_sampled_moments_when_the_exact_ones_are_known_then_within_their_errors(
 
 def test_arm_when_it_couples_samples_then_the_map_refuses_it():
     with pytest.raises(ValueError, match="slime_mis.*couples"):
-        tiny_case().measure(all_arms()["preset slime_mis"])
+        tiny_case().measure(all_arms()["preset:slime_mis"])

@@ -49,7 +49,7 @@ def test_step_when_taken_then_the_mean_of_weighed_scores():
 def test_step_when_responses_are_rejected_then_they_leave_the_baseline():
     setting = Setting("dense", "rounding", 1.0, length=3, batch=16)
     theta, noise, samples = drawn(setting)
-    arm = all_arms()["rule seq_sum_ratio"]
+    arm = all_arms()["rule:seq_sum_ratio"]
     found = gradient_of_step(WORLD, theta, samples, noise, arm, setting)
     tokens, rollout, _ = samples
     leaf = theta.clone().requires_grad_()
@@ -118,7 +118,7 @@ def test_bootstrap_when_values_are_known_then_near_the_normal_interval():
 
 def test_arm_when_it_couples_samples_then_training_refuses_it():
     with pytest.raises(ValueError, match="m2po.*couples"):
-        train(SHORT, all_arms()["preset m2po"], seeds=range(1))
+        train(SHORT, all_arms()["preset:m2po"], seeds=range(1))
 
 
 def test_training_when_run_then_a_row_an_arm(tmp_path):
