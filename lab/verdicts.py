@@ -63,7 +63,7 @@ def _order(cell: Cell) -> tuple:
 
 
 def table_of_order(means: Means, task: str, measure: str, lengths: Sequence[int]) -> str:
-    """Markdown: how many cells of each kind say that the second of a pair is better, alike or worse."""
+    """Markdown: in how many cells of each kind one arm is better, alike and worse than another: 5/3/2."""
     names = [f"{better} over {worse}" for worse, better in ORDER]
     lines = ["| kind | N | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(ORDER)]
     for kind in dict.fromkeys(cell.kind for cell in means):
@@ -80,7 +80,7 @@ def table_of_order(means: Means, task: str, measure: str, lengths: Sequence[int]
 
 
 def _compared(cells: list[dict[str, Moments]], worse: str, better: str, measure: Measure, batch: int) -> str:
-    """Better, alike and worse, as in 5 + 3 - 2."""
+    """Cells in which the second arm is better, alike and worse: 5/3/2."""
     ahead = alike = behind = 0
     for arms in cells:
         one, other = measure(arms[worse], batch), measure(arms[better], batch)
@@ -90,4 +90,4 @@ def _compared(cells: list[dict[str, Moments]], worse: str, better: str, measure:
             behind += 1
         else:
             alike += 1
-    return f"{ahead} better, {alike} alike, {behind} worse"
+    return f"{ahead}/{alike}/{behind}"
