@@ -1,7 +1,7 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
 .PHONY: help setup setup-vllm setup-agents test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
-	agent agent-stop study study-stop clean
+	agent agent-stop study study-stop lab clean
 
 PYTHON := .venv/bin/python
 # For tools/ and tests/, which are not installed; the package itself is, in editable form.
@@ -88,6 +88,13 @@ STUDY_OPTIONS := $(if $(QUICK),--quick) $(if $(STEPS),--steps $(STEPS)) $(if $(S
 
 study: setup ## Train the tiny MoE with a mismatch under each correction, hours; QUICK=1 STEPS= SEEDS=2,3,4 ARMS=none,twin OUT=; again: goes on
 	$(PYTHON) examples/study/run.py $(STUDY_OPTIONS)
+
+LAB_OPTIONS := $(if $(OUT),--out $(OUT)) $(if $(PARTS),--parts $(PARTS)) $(if $(KINDS),--kinds $(KINDS)) \
+	$(if $(LENGTHS),--lengths $(LENGTHS)) $(if $(ARMS),--arms $(ARMS)) $(if $(SEEDS),--seeds $(SEEDS)) \
+	$(if $(WORKERS),--workers $(WORKERS))
+
+lab: setup ## Bias and variance of every correction by enumeration, and trainings of 100 seeds; OUT= PARTS="map coupled training" KINDS= LENGTHS= ARMS= SEEDS= WORKERS=
+	$(PYTHON) -m lab.run $(LAB_OPTIONS)
 
 study-stop: setup ## End what an interrupted study left running
 	$(PYTHON) examples/study/run.py --stop
