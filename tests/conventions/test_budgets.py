@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "config": 2_690,
     "models": 1_870,
-    "engines": 5_425,
+    "engines": 5_430,
     "reduce": 655,
     "core": 1_880,
     "logprobs": 955,
