@@ -4,13 +4,16 @@ import asyncio
 import contextvars
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_rl_corr.data.tokenizer import Tokenizer as FolderTokenizer
 from megatron_rl_corr.rollout import SampleFailure
+from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.templates import Templates
+from megatron_rl_corr.rollout.gateway.tool_calls import parse_tool_calls
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.trace import CURRENT, GroupTrace
 from tests.rollout.gateway.agents_model import (
@@ -845,3 +848,19 @@ def test_answer_when_it_stands_in_the_conversation_as_it_was_sampled_then_it_tak
 
 def trimmed(text, begun):
     return "", text.strip()
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stopped", "calls"),
+    [
+        ("<|channel|>commentary to=functions.look<|message|><|call|>", "stop", ["{}"]),
+        ("<|channel|>commentary to=functions.look<|message|>", "length", []),
+        ("<|channel|>commentary to=functions.look<|message|> {", "stop", []),
+        ('<|channel|>commentary to=functions.look<|message|>{"a": 1}', "length", ['{"a": 1}']),
+    ],
+)
+def test_call_when_it_is_cut_before_its_arguments_then_it_is_not_carried_out(sampled, stopped, calls):
+    servers = Servers((sampled, stopped))
+    made = episode(servers, "gpt_oss", parse=partial(parse_tool_calls, "gpt_oss"), thoughts=split_harmony)
+    (answer,) = run(made.chat(ChatRequest([USER], TOOLS, stop=("{",) if sampled.endswith(" {") else ())))
+    assert [one["function"]["arguments"] for one in answer.tool_calls] == calls
