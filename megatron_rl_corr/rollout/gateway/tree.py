@@ -26,9 +26,9 @@ from megatron_rl_corr.rollout.gateway.templates import Message, Templates, ids_o
 from megatron_rl_corr.rollout.gateway.turn import AskedTurn, Line, Turn, follows, seal, shown_of
 
 REASONS = ("first", "edited", "tools", "template")
-"""Why a request is a root. first: it is the episode's first. edited: it continues no answer, as the history
-is another one, or there is none. tools: only the tools are others. template: the template writes the history
-another way now (it leaves out thoughts, moves or merges messages), or got other variables.
+"""Why a request is a root. first: no other root stands before it. edited: it continues no answer, as the
+history is another one, or there is none. tools: only the tools are others. template: the template writes the
+history another way now (it leaves out thoughts, moves or merges messages), or got other variables.
 """
 EARLIER = "earlier"
 """Why a branch begins without a root: its request goes on from a turn that another one has gone on from, as
@@ -54,8 +54,6 @@ class TurnTree:
         self.next_number = 0
         """The number of the next answer."""
         self._has_begun = False
-        self._roots_asked = dict.fromkeys(REASONS, 0)
-        """By reason."""
         self.last_server: str | None = None
         """Where the last answer came from."""
 
@@ -196,11 +194,15 @@ class TurnTree:
 
     @property
     def forks(self) -> dict[str, int]:
-        """Roots that were asked for, by reason, and turns that several requests have gone on from, each but
-        the first of them. The answers of one request are none.
+        """Requests whose answers are roots, by reason, and turns that several requests have gone on from,
+        each but the first of them. The answers of one request are none, nor is a request without an answer
+        that the harness got.
         """
+        roots = {id(root.asked): self._began(root) for root in self._roots}
         behind = [{id(child.asked) for child in turn.children} for turn in self.turns()]
-        return self._roots_asked | {EARLIER: sum(len(requests) - 1 for requests in behind if requests)}
+        earlier = sum(len(requests) - 1 for requests in behind if requests)
+        reasons = list(roots.values())
+        return {reason: reasons.count(reason) for reason in REASONS} | {EARLIER: earlier}
 
     @property
     def rerendered(self) -> int:
@@ -235,7 +237,12 @@ class TurnTree:
         A turn that several share is sampled in the first of them and in the others' prompts; turn_ids count
         from the conversation's first turn in all of them.
         """
-        return [_branch(leaf.path(), shared, number) for number, (leaf, shared) in enumerate(self.leaves())]
+        made = []
+        for number, (leaf, shared) in enumerate(self.leaves()):
+            path = leaf.path()
+            began = EARLIER if shared else self._began(path[0])
+            made.append(replace(_branch(path, shared), branch=number, began=began))
+        return made
 
     def check(self, branches: Sequence[Trajectory] | None = None, *, renders: bool = True) -> list[str]:
         """What is wrong with the episode, as `proof` says; nothing if it is exact.
@@ -275,6 +282,12 @@ class TurnTree:
             self._tools.append(tools)
         return self._tools[self._tools.index(tools)]
 
+    def _began(self, root: Turn) -> str:
+        """The reason of a root among those that stand: others before it may have failed, or were not got."""
+        if root.asked is min(self._roots, key=lambda one: one.number).asked:
+            return "first"
+        return "edited" if root.asked.reason == "first" else root.asked.reason
+
     def _reason(self) -> str:
         return "edited" if self._has_begun else "first"
 
@@ -282,7 +295,6 @@ class TurnTree:
         if reason == "first" and self._has_begun:  # another one meanwhile, while its text was tokenised
             reason = "edited"
         self._has_begun = True
-        self._roots_asked[reason] += 1
         return AskedTurn(None, reason, Line(ids), ids, text, **what)
 
     def _longest(
@@ -399,7 +411,7 @@ def _behind(given: Any, piece: Any) -> Any:
     return given[piece.numel() :] if torch.equal(given[: piece.numel()], piece) else None
 
 
-def _branch(path: Sequence[Turn], shared: int, number: int) -> Trajectory:
+def _branch(path: Sequence[Turn], shared: int) -> Trajectory:
     """The trajectory of the turns from a root to a leaf, of which the first `shared` are sampled in another
     one.
     """
@@ -410,8 +422,7 @@ def _branch(path: Sequence[Turn], shared: int, number: int) -> Trajectory:
             torch.full_like(turn.part.output_ids, turn.depth),
         ]
     whole = concatenated([turn.part for turn in path], [turn.asked.added for turn in path[1:]])
-    began = EARLIER if shared else path[0].asked.reason
-    whole = replace(whole, turn_ids=torch.cat(kinds), branch=number, began=began)
+    whole = replace(whole, turn_ids=torch.cat(kinds))
     first = path[shared].part
     return _cut(whole, first.prompt_ids, cached_tokens=first.cached_tokens) if shared else whole
 

@@ -850,6 +850,18 @@ def trimmed(text, begun):
     return "", text.strip()
 
 
+def test_forks_when_requests_have_no_answer_that_was_got_then_they_are_none():
+    made = episode(Servers(draws=lambda *_: ("a<|end|>", "stop")), max_tokens=50)
+    with pytest.raises(GatewayError, match="maximum context"):
+        run(made.chat(ChatRequest([{"role": "user", "content": "wet " * 50}])))
+    made.undelivered(run(made.chat(ChatRequest([USER]))))
+    run(made.chat(ChatRequest([USER])))
+    run(made.chat(ChatRequest([MORE])))
+    made.undelivered(run(made.chat(ChatRequest([MORE, MORE]))))
+    assert reasons(made) == {"first": 1, "edited": 1}
+    assert [one.began for one in run(made.finish())] == ["first", "edited"]
+
+
 @pytest.mark.parametrize(
     ("sampled", "stopped", "calls"),
     [
