@@ -49,8 +49,8 @@ class TurnTree:
         self._by_key: dict[bytes, list[Turn]] = {}
         self._messages: dict[bytes, Message] = {}
         """Each message once, though each request brings all of its conversation again."""
-        self._tools: list[list[dict[str, Any]]] = []
-        """The lists of tools that differ, likewise."""
+        self._tools: dict[str, list[dict[str, Any]]] = {}
+        """The lists of tools that differ, likewise, by their JSON text: Python takes 1 and true for equal."""
         self.next_number = 0
         """The number of the next answer."""
         self._has_begun = False
@@ -278,9 +278,7 @@ class TurnTree:
     def _tools_once(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         if not tools:
             return None
-        if tools not in self._tools:
-            self._tools.append(tools)
-        return self._tools[self._tools.index(tools)]
+        return self._tools.setdefault(json.dumps(tools, sort_keys=True), tools)
 
     def _began(self, root: Turn) -> str:
         """The reason of a root among those that stand: others before it may have failed, or were not got."""
@@ -310,13 +308,13 @@ class TurnTree:
         reason = self._reason()
         for history in range(len(chain), 0, -1):
             found = self._by_key.get(chain[history - 1], ())
-            same = [one for one in found if one.asked.tools == tools and one.asked.variables == variables]
+            same = [one for one in found if one.asked.tools is tools and one.asked.variables == variables]
             if same:
                 given = messages[:history]
                 rank = {one: (_other_ids(one, given), one.continued, one.number) for one in same}
                 return min(same, key=rank.__getitem__), history, ""
             if found and reason in ("first", "edited"):
-                reason = "template" if any(one.asked.tools == tools for one in found) else "tools"
+                reason = "template" if any(one.asked.tools is tools for one in found) else "tools"
         return None, 0, reason
 
     async def _continued(

@@ -876,3 +876,21 @@ def test_call_when_it_is_cut_before_its_arguments_then_it_is_not_carried_out(sam
     made = episode(servers, "gpt_oss", parse=partial(parse_tool_calls, "gpt_oss"), thoughts=split_harmony)
     (answer,) = run(made.chat(ChatRequest([USER], TOOLS, stop=("{",) if sampled.endswith(" {") else ())))
     assert [one["function"]["arguments"] for one in answer.tool_calls] == calls
+
+
+def test_tools_when_a_number_is_a_boolean_now_then_they_are_others():
+    def tools(default):
+        properties = {"a": {"default": default}}
+        return [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+
+    prompts, made, _ = asked(
+        *[("a<|im_end|>", "stop")] * 4,
+        requests=[
+            ChatRequest([USER], tools(1)),
+            ChatRequest([USER, said("a"), MORE], tools(True)),
+            ChatRequest([USER, said("a"), MORE], tools(1)),
+        ],
+        template="qwen2_5",
+    )
+    assert ['"default": true' in one for one in prompts] == [False, True, False]
+    assert reasons(made) == {"first": 1, "tools": 1}
