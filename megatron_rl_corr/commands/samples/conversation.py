@@ -184,7 +184,7 @@ def calls_of(
     if tool_format is None:
         return []
     ids = row.output_ids[turns_of(row) == passage.turn].tolist()
-    if ids[-1] in tokenizer.control_tokens.values():
-        ids = ids[:-1]
-    _, calls = parse_tool_calls(tool_format, tokenizer.decode_all(ids), None, turn="")
+    cut = ids[-1] not in tokenizer.control_tokens.values()
+    text = tokenizer.decode_all(ids if cut else ids[:-1])
+    _, calls = parse_tool_calls(tool_format, text, None, turn="", cut=cut)
     return [one["function"]["name"] for one in calls]

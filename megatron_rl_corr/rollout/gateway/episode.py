@@ -27,8 +27,9 @@ from megatron_rl_corr.rollout.seeds import Draw
 
 Result = TypeVar("Result")
 ParseCalls = Callable[..., tuple[str, list[dict[str, Any]]]]
-"""parse(text, tools, turn=name) -> (the content beside the calls, the calls as in OpenAI's chat completions,
-with ids that are unique where the names of answers are)."""
+"""parse(text, tools, turn=name, cut=bool) -> (the content beside the calls, the calls as in OpenAI's chat
+completions, with ids that are unique where the names of answers are). cut: no control token ended the answer.
+"""
 SplitThoughts = Callable[..., tuple[str, str]]
 """split(text, begun=bool) -> (thoughts, the text behind them). begun: the prompt ends with THOUGHTS."""
 THOUGHTS = "<think>"
@@ -293,7 +294,7 @@ class Episode:
             begun = asked.added_text.rstrip().endswith(THOUGHTS)
             reasoning, said = self._rules.thoughts(said, begun=begun)
         if parse is not None:
-            said, calls = parse(said, asked.tools, turn=str(self.tree.next_number))
+            said, calls = parse(said, asked.tools, turn=str(self.tree.next_number), cut=ended is None)
         message: dict[str, Any] | None = None
         if is_chat:
             # As requests bring it back, to the letter, so that the tree makes its forms once.

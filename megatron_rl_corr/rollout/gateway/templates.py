@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.config.prompts import RESERVED
 from megatron_rl_corr.data import json_text
 from megatron_rl_corr.data.checked_template import CheckedTemplate
 from megatron_rl_corr.data.messages import Arguments, Chat, Form
@@ -484,6 +485,10 @@ class Templates:
         kind = (*sorted(variables), with_tools)
         if kind in self._checked:
             return
+        if reserved := [name for name in RESERVED if name in variables]:
+            raise ValueError(
+                f"`chat_template_kwargs` can't set {reserved[0]}, which the request itself gives; drop it"
+            )
         self.tokenizer.check_variables(variables, with_tools=False)
         if with_tools:
             try:

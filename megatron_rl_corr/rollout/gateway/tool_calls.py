@@ -45,9 +45,13 @@ class ToolFormat:
     """text, tools -> content, calls; raises MalformedCall."""
     id_prefix: str = "call_"
     id_digits: int = 24
+    before_arguments: str | None = None
+    """A call without arguments ends behind it, as may an answer that was cut. None: calls show their end."""
 
 
-def parse_tool_calls(name: str, text: str, tools: Tools, *, turn: str) -> tuple[str, list[dict[str, Any]]]:
+def parse_tool_calls(
+    name: str, text: str, tools: Tools, *, turn: str, cut: bool = False
+) -> tuple[str, list[dict[str, Any]]]:
     """(content, tool calls as in OpenAI's chat completions) of an answer.
 
     Args:
@@ -56,9 +60,12 @@ def parse_tool_calls(name: str, text: str, tools: Tools, *, turn: str) -> tuple[
         tools: of the request; parameters that are written as plain text get the types that these name.
         turn: names the answer within its episode. The ids of calls are made of it, so that they are unique
             there, and the same again where the run is repeated: some templates write them into the prompt.
+        cut: no control token ended the answer.
     """
     form = TOOL_FORMATS[name]
     if form.marker not in text:
+        return text, []
+    if cut and form.before_arguments is not None and text.rstrip().endswith(form.before_arguments):
         return text, []
     try:
         content, calls = form.read(text, tools)
@@ -375,7 +382,9 @@ _CONVERT: dict[str, Callable[[str], Any]] = {
 
 
 TOOL_FORMATS = {
-    "gpt_oss": ToolFormat("to=", ("<|channel|>analysis<|message|>",), read_harmony),
+    "gpt_oss": ToolFormat(
+        "to=", ("<|channel|>analysis<|message|>",), read_harmony, before_arguments="<|message|>"
+    ),
     "gemma4": ToolFormat(GEMMA_CALL, ("<|tool_call>call:",), read_gemma4),
     "kimi_k2": ToolFormat("<|tool_calls_section_begin|>", ("<|tool_calls_section_begin|>",), _kimi_k2),
     "deepseek_v3": ToolFormat(_DEEPSEEK[0], (_DEEPSEEK[0], "```json"), _deepseek_v3),

@@ -26,9 +26,9 @@ from megatron_rl_corr.rollout.gateway.templates import Message, Templates, ids_o
 from megatron_rl_corr.rollout.gateway.turn import AskedTurn, Line, Turn, follows, seal, shown_of
 
 REASONS = ("first", "edited", "tools", "template")
-"""Why a request is a root. first: it is the episode's first. edited: it continues no answer, as the history
-is another one, or there is none. tools: only the tools are others. template: the template writes the history
-another way now (it leaves out thoughts, moves or merges messages), or got other variables.
+"""Why a request is a root. first: no other root stands before it. edited: it continues no answer, as the
+history is another one, or there is none. tools: only the tools are others. template: the template writes the
+history another way now (it leaves out thoughts, moves or merges messages), or got other variables.
 """
 EARLIER = "earlier"
 """Why a branch begins without a root: its request goes on from a turn that another one has gone on from, as
@@ -49,13 +49,11 @@ class TurnTree:
         self._by_key: dict[bytes, list[Turn]] = {}
         self._messages: dict[bytes, Message] = {}
         """Each message once, though each request brings all of its conversation again."""
-        self._tools: list[list[dict[str, Any]]] = []
-        """The lists of tools that differ, likewise."""
+        self._tools: dict[str, list[dict[str, Any]]] = {}
+        """The lists of tools that differ, likewise, by their JSON text: Python takes 1 and true for equal."""
         self.next_number = 0
         """The number of the next answer."""
         self._has_begun = False
-        self._roots_asked = dict.fromkeys(REASONS, 0)
-        """By reason."""
         self.last_server: str | None = None
         """Where the last answer came from."""
 
@@ -196,11 +194,15 @@ class TurnTree:
 
     @property
     def forks(self) -> dict[str, int]:
-        """Roots that were asked for, by reason, and turns that several requests have gone on from, each but
-        the first of them. The answers of one request are none.
+        """Requests whose answers are roots, by reason, and turns that several requests have gone on from,
+        each but the first of them. The answers of one request are none, nor is a request without an answer
+        that the harness got.
         """
+        roots = {id(root.asked): self._began(root) for root in self._roots}
         behind = [{id(child.asked) for child in turn.children} for turn in self.turns()]
-        return self._roots_asked | {EARLIER: sum(len(requests) - 1 for requests in behind if requests)}
+        earlier = sum(len(requests) - 1 for requests in behind if requests)
+        reasons = list(roots.values())
+        return {reason: reasons.count(reason) for reason in REASONS} | {EARLIER: earlier}
 
     @property
     def rerendered(self) -> int:
@@ -235,7 +237,12 @@ class TurnTree:
         A turn that several share is sampled in the first of them and in the others' prompts; turn_ids count
         from the conversation's first turn in all of them.
         """
-        return [_branch(leaf.path(), shared, number) for number, (leaf, shared) in enumerate(self.leaves())]
+        made = []
+        for number, (leaf, shared) in enumerate(self.leaves()):
+            path = leaf.path()
+            began = EARLIER if shared else self._began(path[0])
+            made.append(replace(_branch(path, shared), branch=number, began=began))
+        return made
 
     def check(self, branches: Sequence[Trajectory] | None = None, *, renders: bool = True) -> list[str]:
         """What is wrong with the episode, as `proof` says; nothing if it is exact.
@@ -271,9 +278,13 @@ class TurnTree:
     def _tools_once(self, tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         if not tools:
             return None
-        if tools not in self._tools:
-            self._tools.append(tools)
-        return self._tools[self._tools.index(tools)]
+        return self._tools.setdefault(json.dumps(tools, sort_keys=True), tools)
+
+    def _began(self, root: Turn) -> str:
+        """The reason of a root among those that stand: others before it may have failed, or were not got."""
+        if root.asked is min(self._roots, key=lambda one: one.number).asked:
+            return "first"
+        return "edited" if root.asked.reason == "first" else root.asked.reason
 
     def _reason(self) -> str:
         return "edited" if self._has_begun else "first"
@@ -282,7 +293,6 @@ class TurnTree:
         if reason == "first" and self._has_begun:  # another one meanwhile, while its text was tokenised
             reason = "edited"
         self._has_begun = True
-        self._roots_asked[reason] += 1
         return AskedTurn(None, reason, Line(ids), ids, text, **what)
 
     def _longest(
@@ -298,13 +308,13 @@ class TurnTree:
         reason = self._reason()
         for history in range(len(chain), 0, -1):
             found = self._by_key.get(chain[history - 1], ())
-            same = [one for one in found if one.asked.tools == tools and one.asked.variables == variables]
+            same = [one for one in found if one.asked.tools is tools and one.asked.variables == variables]
             if same:
                 given = messages[:history]
                 rank = {one: (_other_ids(one, given), one.continued, one.number) for one in same}
                 return min(same, key=rank.__getitem__), history, ""
             if found and reason in ("first", "edited"):
-                reason = "template" if any(one.asked.tools == tools for one in found) else "tools"
+                reason = "template" if any(one.asked.tools is tools for one in found) else "tools"
         return None, 0, reason
 
     async def _continued(
@@ -399,7 +409,7 @@ def _behind(given: Any, piece: Any) -> Any:
     return given[piece.numel() :] if torch.equal(given[: piece.numel()], piece) else None
 
 
-def _branch(path: Sequence[Turn], shared: int, number: int) -> Trajectory:
+def _branch(path: Sequence[Turn], shared: int) -> Trajectory:
     """The trajectory of the turns from a root to a leaf, of which the first `shared` are sampled in another
     one.
     """
@@ -410,8 +420,7 @@ def _branch(path: Sequence[Turn], shared: int, number: int) -> Trajectory:
             torch.full_like(turn.part.output_ids, turn.depth),
         ]
     whole = concatenated([turn.part for turn in path], [turn.asked.added for turn in path[1:]])
-    began = EARLIER if shared else path[0].asked.reason
-    whole = replace(whole, turn_ids=torch.cat(kinds), branch=number, began=began)
+    whole = replace(whole, turn_ids=torch.cat(kinds))
     first = path[shared].part
     return _cut(whole, first.prompt_ids, cached_tokens=first.cached_tokens) if shared else whole
 

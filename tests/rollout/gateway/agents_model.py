@@ -139,7 +139,7 @@ def text_of(ids):
     return backend().decode([int(one) for one in ids], skip_special_tokens=False)
 
 
-def parse(text, tools, turn):
+def parse(text, tools, turn, cut):
     """Calls are <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
     content, *blocks = text.split("<tool_call>")
     calls = []

@@ -163,7 +163,7 @@ class Naive:
     """What must be asked and given. Turns are dicts, in a list in the order of their numbers."""
 
     def __init__(self, template):
-        self.template, self.turns, self.begun, self.forks = template, [], False, {}
+        self.template, self.turns, self.begun, self.reasons = template, [], False, []
         self.known = known_of(template)
 
     def expected(self, request):
@@ -203,7 +203,7 @@ class Naive:
         rendered.check(messages, full)
         ids = rendered.ids(full)
         self.begun = True
-        self.forks[reason] = self.forks.get(reason, 0) + 1
+        self.reasons.append((request, reason))
         return ids, None, rendered.show(full)
 
     def glue(self, rendered, turn, history, full, tools, kwargs):
@@ -258,13 +258,22 @@ class Naive:
                 turn["gone"] = True
 
     def all_forks(self):
-        """Roots by reason, and how many requests beside the first each answer has behind it."""
+        """Requests with roots by reason, of which one is the first, and how many requests beside the first
+        each answer has behind it.
+        """
+        roots = [turn for turn in self.turns if turn["parent"] is None and not turn["gone"]]
+        forks = {}
+        for request, reason in self.reasons:
+            if any(turn["request"] is request for turn in roots):
+                reason = "edited" if reason == "first" else reason
+                reason = "first" if request is roots[0]["request"] else reason
+                forks[reason] = forks.get(reason, 0) + 1
         behind = {}
         for turn in self.turns:
             if turn["parent"] is not None and not turn["gone"]:
                 behind.setdefault(turn["parent"]["number"], set()).add(id(turn["request"]))
         earlier = sum(len(requests) - 1 for requests in behind.values())
-        return self.forks | ({"earlier": earlier} if earlier else {})
+        return forks | ({"earlier": earlier} if earlier else {})
 
     def branches(self):
         """[(turns from the root to the leaf, how many are sampled elsewhere)] in order."""

@@ -58,7 +58,7 @@ SCORED = [
 """(published template, number of the conversation) whose tokens are scored again."""
 
 
-def parse(text, tools, turn):
+def parse(text, tools, turn, cut):
     """What stands behind the first bracket is a call's argument."""
     content, bracket, rest = text.partition("(")
     function = {"name": "look", "arguments": json.dumps({"a": rest})}
@@ -286,7 +286,7 @@ def byte_client(tmp_path_factory, loop):
         loop.call(client.close())
 
 
-def parse_half(text, tools, turn):
+def parse_half(text, tools, turn, cut):
     """Every second answer has a call: its argument is what stands behind the fifth character."""
     if int(turn) % 2 or len(text) < 6:
         return text, []

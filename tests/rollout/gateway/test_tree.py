@@ -4,13 +4,16 @@ import asyncio
 import contextvars
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from megatron_rl_corr.data.tokenizer import Tokenizer as FolderTokenizer
 from megatron_rl_corr.rollout import SampleFailure
+from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.templates import Templates
+from megatron_rl_corr.rollout.gateway.tool_calls import parse_tool_calls
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.trace import CURRENT, GroupTrace
 from tests.rollout.gateway.agents_model import (
@@ -495,6 +498,15 @@ def test_retokenised_ids_and_a_shifted_mask_when_planted_then_the_proof_finds_th
         ),
         (ChatRequest([]), {}, 400, "invalid_value", "empty"),
         (ChatRequest([USER], template_kwargs={"nothing": 1}), {}, 400, "invalid_value", "nothing"),
+        (ChatRequest([USER], template_kwargs={"tools": []}), {}, 400, "invalid_value", "can't set tools"),
+        (ChatRequest([USER], template_kwargs={"messages": []}), {}, 400, "invalid_value", "can't set mess"),
+        (
+            ChatRequest([USER], template_kwargs={"add_generation_prompt": False}),
+            {},
+            400,
+            "invalid_value",
+            "can't set add_generation_prompt",
+        ),
         (ChatRequest([USER], max_tokens=0), {}, 400, "invalid_value", "max_new_tokens"),
         (ChatRequest([USER], stop=("",)), {}, 400, "invalid_value", "stop"),
         (TextRequest([700]), {}, 400, "invalid_value", "vocabulary"),
@@ -836,3 +848,49 @@ def test_answer_when_it_stands_in_the_conversation_as_it_was_sampled_then_it_tak
 
 def trimmed(text, begun):
     return "", text.strip()
+
+
+def test_forks_when_requests_have_no_answer_that_was_got_then_they_are_none():
+    made = episode(Servers(draws=lambda *_: ("a<|end|>", "stop")), max_tokens=50)
+    with pytest.raises(GatewayError, match="maximum context"):
+        run(made.chat(ChatRequest([{"role": "user", "content": "wet " * 50}])))
+    made.undelivered(run(made.chat(ChatRequest([USER]))))
+    run(made.chat(ChatRequest([USER])))
+    run(made.chat(ChatRequest([MORE])))
+    made.undelivered(run(made.chat(ChatRequest([MORE, MORE]))))
+    assert reasons(made) == {"first": 1, "edited": 1}
+    assert [one.began for one in run(made.finish())] == ["first", "edited"]
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stopped", "calls"),
+    [
+        ("<|channel|>commentary to=functions.look<|message|><|call|>", "stop", ["{}"]),
+        ("<|channel|>commentary to=functions.look<|message|>", "length", []),
+        ("<|channel|>commentary to=functions.look<|message|> {", "stop", []),
+        ('<|channel|>commentary to=functions.look<|message|>{"a": 1}', "length", ['{"a": 1}']),
+    ],
+)
+def test_call_when_it_is_cut_before_its_arguments_then_it_is_not_carried_out(sampled, stopped, calls):
+    servers = Servers((sampled, stopped))
+    made = episode(servers, "gpt_oss", parse=partial(parse_tool_calls, "gpt_oss"), thoughts=split_harmony)
+    (answer,) = run(made.chat(ChatRequest([USER], TOOLS, stop=("{",) if sampled.endswith(" {") else ())))
+    assert [one["function"]["arguments"] for one in answer.tool_calls] == calls
+
+
+def test_tools_when_a_number_is_a_boolean_now_then_they_are_others():
+    def tools(default):
+        properties = {"a": {"default": default}}
+        return [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+
+    prompts, made, _ = asked(
+        *[("a<|im_end|>", "stop")] * 4,
+        requests=[
+            ChatRequest([USER], tools(1)),
+            ChatRequest([USER, said("a"), MORE], tools(True)),
+            ChatRequest([USER, said("a"), MORE], tools(1)),
+        ],
+        template="qwen2_5",
+    )
+    assert ['"default": true' in one for one in prompts] == [False, True, False]
+    assert reasons(made) == {"first": 1, "tools": 1}
