@@ -220,8 +220,9 @@ class Agents:
         latest = last_turns.index(max(last_turns))
         if outcome is None:
             return branches, latest
+        given = outcome.pop(REWARDS, {})
         parts = outcome if len(outcome) > 1 else None
-        rewards = branch_rewards(episode.tree, outcome[NAME], outcome.pop(REWARDS, {}), self._harnesses.name)
+        rewards = branch_rewards(episode.tree, outcome[NAME], given, self._harnesses.name)
         return [
             replace(one, environment_reward=reward, environment_parts=parts)
             for one, reward in zip(branches, rewards, strict=True)
