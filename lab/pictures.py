@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from functools import partial
 from pathlib import Path
 
@@ -174,7 +175,7 @@ def draw_trainings(runs: dict[str, dict[str, Runs]], path: Path) -> None:
             color, means = COLORS[arm], rewards.mean(dim=1)
             (shown[arm],) = axes.plot(steps, means, color=color, label=label(arm), linewidth=1.2)
             axes.fill_between(steps, low, high, color=color, alpha=0.12, linewidth=0)
-        axes.set_title(setting, fontsize=7)
+        axes.set_title(textwrap.fill(setting, 60), fontsize=7)
         axes.set(ylim=(0, 1.02))
     figure.legend(
         list(shown.values()),
