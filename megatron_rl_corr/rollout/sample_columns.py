@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
+from megatron_rl_corr.engines.trajectory import Support, TopLogprobs, Trajectory, VersionSpan
 
 PER_TOKEN = {
     "loss_mask": torch.bool,
@@ -108,6 +108,8 @@ ADDED = {
     "reward_parts": pa.map_(pa.string(), pa.float64()),
     "engine": pa.string(),
     "branch": pa.int64(),
+    "top_ids": _many(pa.int32()),  # K for each response token, one token after the other
+    "top_logprobs": _many(pa.float32()),
 }
 """Columns that files of this version may lack: written since, null where they are absent."""
 SCHEMA = pa.schema(
@@ -129,6 +131,9 @@ def table_of(samples: list[Sample]) -> pa.Table:
     }
     values["support_ids"] = [None if row.support is None else row.support.ids for row in rows]
     values["support_lengths"] = [None if row.support is None else row.support.lengths for row in rows]
+    tops = [row.top_logprobs for row in rows]
+    values["top_ids"] = [None if top is None else top.ids.flatten() for top in tops]
+    values["top_logprobs"] = [None if top is None else top.logprobs.flatten() for top in tops]
     routes = [row.routed_experts for row in rows]
     values["routed_experts"] = [None if route is None else route.flatten() for route in routes]
     values["routed_experts_bytes"] = [None if route is None else route.element_size() for route in routes]
@@ -187,12 +192,18 @@ def _values(column: pa.ChunkedArray) -> list:
 def _sample(cells: dict) -> Sample:
     if None in [cells[name] for name in ALWAYS]:
         raise ValueError(f"{next(name for name in ALWAYS if cells[name] is None)} is null")
-    for name, other in (("support_ids", "support_lengths"), ("routed_experts", "routed_experts_shape")):
+    for name, other in (
+        ("support_ids", "support_lengths"),
+        ("routed_experts", "routed_experts_shape"),
+        ("top_ids", "top_logprobs"),
+    ):
         if (cells[name] is None) != (cells[other] is None):
             raise ValueError(f"of {name} and {other}, one is null")
     cells["weight_versions"] = _spans(cells["weight_versions"], cells["output_ids"].numel())
     support, lengths = cells.pop("support_ids"), cells.pop("support_lengths")
     cells["support"] = None if support is None else Support(support, lengths)
+    top, logprobs = cells.pop("top_ids"), cells.pop("top_logprobs")
+    cells["top_logprobs"] = None if top is None else _top(top, logprobs, cells["output_ids"].numel())
     shape, routes = cells.pop("routed_experts_shape"), cells["routed_experts"]
     size = cells.pop("routed_experts_bytes")
     if routes is not None:
@@ -208,6 +219,15 @@ def _sample(cells: dict) -> Sample:
         cells["origin"] = Origin(group, row, None if label is None else json.loads(label))
     own = {one.name: cells.pop(one.name) for one in fields(Sample) if one.name in cells}
     return Sample(Trajectory(**cells), **own)
+
+
+def _top(ids: torch.Tensor, logprobs: torch.Tensor, tokens: int) -> TopLogprobs:
+    width = ids.numel() // max(tokens, 1)
+    if not ids.numel() == logprobs.numel() == width * tokens:
+        raise ValueError(
+            f"{tokens} output_ids have {ids.numel()} top_ids and {logprobs.numel()} top_logprobs"
+        )
+    return TopLogprobs(ids.view(tokens, width), logprobs.view(tokens, width))
 
 
 def _spans(spans: list[dict], tokens: int) -> tuple[VersionSpan, ...]:

@@ -576,6 +576,7 @@ def _cut(whole: Trajectory, prompt_ids: Tensor, *, cached_tokens: int) -> Trajec
         turn_ids=whole.turn_ids[count:],
         weight_versions=tuple(spans),
         support=support,
+        top_logprobs=None if whole.top_logprobs is None else whole.top_logprobs[count:],
         cached_tokens=cached_tokens,
     )
 
