@@ -44,9 +44,7 @@ class SamplesConfig(Options):
     stop_token_ids: tuple[str, ...] = option((), metavar="ID")
     """Token ids that end a response, beside the end-of-sequence ids."""
 
-    score_centering: Annotated[int | None, Positive("16, for example")] = option(
-        None, metavar="K", none="none"
-    )
+    score_centering: Annotated[int | None, Positive("16, for example")] = option(None, metavar="K")
     """Score centering (arXiv:2609.20807): servers also return the K likeliest ids of each token, and the
     policy loss gets the term that removes the drift of the mean gradient which the mismatch causes: exactly
     on these ids, the rest scaled by one ratio. Alone, or with `rollout_is` token.
