@@ -42,13 +42,16 @@ def test_run_when_centered_then_the_policies_agree_and_their_tails_are_logged(ru
             assert top.ids.shape == (len(output), 8)
 
 
-def test_run_when_replayed_then_its_steps_and_weights_bit_for_bit(run, tiny_moe_dir):
-    done = replay(run, "run", "again", tiny_moe_dir, *LAYOUT, *CENTERED, processes=2)
+def test_run_when_replayed_then_steps_weights_and_files_bit_for_bit(run, tiny_moe_dir):
+    saves = ["--rollout-save-trajectories", run / "again/samples"]
+    done = replay(run, "run", "again", tiny_moe_dir, *LAYOUT, *CENTERED, *saves, processes=2)
     assert done.returncode == 0, done.stderr[-4000:]
     for step, expected in zip(untimed_steps(run / "again"), untimed_steps(run / "run"), strict=True):
         differ = {key: (step.get(key), one) for key, one in expected.items() if step.get(key) != one}
         assert {key: pair for key, pair in differ.items() if key not in OF_SAMPLING} == {}
     assert_same_weights(run / "again/hf/iter_0000004", run / "run/hf/iter_0000004")
+    for path in (run / "run/samples").iterdir():
+        assert (run / "again/samples" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
 @pytest.mark.parametrize("centered", [(), ("--rollout-score-centering", 4)])

@@ -130,6 +130,10 @@ def test_generate_when_likeliest_ids_are_asked_for_then_they_and_their_logprobs_
         others = exact.scatter(1, top.ids.long(), -torch.inf).amax(dim=1)
         assert (others < ours.amin(dim=1) + 1e-4)[settled].all()
     assert 10 < found < 108
+    # A vLLM server has --max-logprobs 20, and the sampled id is one of them.
+    for wanted, refused in ((19, False), (20, client.engine_of(client.base_urls[0]).name == "vLLM")):
+        problem = loop.call(client.sampling_problem(SamplingParams(2, top_logprobs=wanted)))
+        assert (problem is not None and "--max-logprobs is 20" in problem) == refused, problem
     assert loop.call(client.generate(PROMPTS, SamplingParams(2)))[0].top_logprobs is None
     with pytest.raises(ValueError, match="`score_centering` 1000 asks for more ids than the vocabulary"):
         loop.call(client.generate(PROMPTS, SamplingParams(2, top_logprobs=1000)))
