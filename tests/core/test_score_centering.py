@@ -176,18 +176,18 @@ def factors(p, q, ids, weights, advantage):
 
 def test_term_when_tokens_are_masked_or_impossible_then_0_and_no_nan():
     nan, inf = float("nan"), float("inf")
-    log_p = torch.tensor([[-0.1, -2.5], [nan, nan], [-0.1, -inf]]).requires_grad_()
-    log_q = torch.tensor([[-0.2, -2.0], [nan, 0.0], [-0.2, -2.0]])
+    log_p = torch.tensor([[-0.1, -2.5], [nan, nan], [-0.1, -inf], [-0.4, -2.5]]).requires_grad_()
+    log_q = torch.tensor([[-0.2, -2.0], [nan, 0.0], [-0.2, -2.0], [-0.2, -2.0]])
     config = RolloutCorrectionConfig()
-    mask = torch.tensor([True, False, True])
-    own = torch.tensor([-0.1, nan, -0.1])
+    mask = torch.tensor([True, False, True, False])
+    own = torch.tensor([-0.1, nan, -0.1, -0.4])
     correction = corrected(own, own, config, mask)
-    inputs = PolicyLossInputs(own, own, torch.tensor([1.0, nan, 2.0]), correction)
+    inputs = PolicyLossInputs(own, own, torch.tensor([1.0, nan, 2.0, 1.0]), correction)
     metrics = {}
     term = score_centering(TopPolicies(log_p, log_q), inputs, config, metrics=metrics)
     (gradient,) = torch.autograd.grad(term.sum(), log_p)
-    assert term[1] == 0 and term.isfinite().all()
-    assert gradient[1].tolist() == [0, 0] and gradient[2, 1] == 0
+    assert term[[1, 3]].tolist() == [0, 0] and term.isfinite().all()
+    assert gradient[[1, 3]].count_nonzero() == 0 and gradient[2, 1] == 0
     assert gradient[0].ne(0).all() and gradient[2, 0] != 0
     means = {name: metric.finish(metric.values.tolist()) for name, metric in metrics.items()}
     tails = [1 - math.exp(-0.1) - math.exp(-2.5), 1 - math.exp(-0.1)]

@@ -83,6 +83,14 @@ def test_ids_when_of_other_tokens_then_refused():
         vocab_parallel_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]), ids=torch.zeros(3, 1).int())
 
 
+def test_gradient_when_the_loss_wants_nothing_of_a_token_then_zero_even_of_a_nan():
+    logits = torch.tensor([[float("nan"), 0.0, 1.0], [0.0, 0.0, 0.0]]).requires_grad_()
+    ids = torch.tensor([[0, 2], [0, 2]])
+    logprobs, _, of_ids = vocab_parallel_logprobs(logits, torch.tensor([1, 1]), ids=ids)
+    of_ids.backward(torch.tensor([[0.0, 0.0], [1.0, 0.0]]))
+    torch.testing.assert_close(logits.grad, torch.tensor([[0.0, 0, 0], [2 / 3, -1 / 3, -1 / 3]]))
+
+
 def test_gradient_in_bfloat16_when_label_is_among_ids_then_rounded_once():
     logits = torch.tensor([[0.5, 0.25, -1.0]], dtype=torch.bfloat16).requires_grad_()
     logprobs, _, of_ids = vocab_parallel_logprobs(logits, torch.tensor([0]), ids=torch.tensor([[2, 0]]))
