@@ -65,8 +65,7 @@ METRICS = in_group(
     ),
     MetricSpec(
         "loss/centering_drift",
-        "size of what score centering removes: how far sampled ids outweigh, or lack, what the policy gives "
-        "them",
+        "size of the drift that score centering removes, as the mismatch of the ids' masses",
         "mean over kept tokens of sum_H |m - alpha p|",
         only_with="--rollout-score-centering",
     ),
@@ -76,7 +75,7 @@ METRICS = in_group(
         "mean over kept tokens of 1 - sum_H p",
         only_with="--rollout-score-centering",
         usual=UsualRange(
-            "much of the distribution is outside of the ids that are centered exactly",
+            "much of the distribution is outside of the exactly centered ids",
             "There the mismatch is taken for one ratio of all ids. Raise --rollout-score-centering.",
             high=0.2,
         ),
