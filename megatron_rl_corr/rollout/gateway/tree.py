@@ -12,7 +12,6 @@ P prompt tokens, R sampled tokens, T tokens of a branch.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Support, Trajectory, VersionSpan, concatenated
-from megatron_rl_corr.rollout.gateway.templates import Message, Templates, ids_of
+from megatron_rl_corr.rollout.gateway.templates import Message, Templates, digest, ids_of
 
 REASONS = ("first", "edited", "tools", "template")
 """Why a request is a root. first: it is the episode's first. edited: it continues no answer, as the history
@@ -362,7 +361,7 @@ class TurnTree:
         return found
 
     def _message(self, given: Mapping[str, Any]) -> Message:
-        whole = hashlib.blake2b(json.dumps(given).encode(), digest_size=16).digest()
+        whole = digest(given)
         if whole not in self._messages:
             self._messages[whole] = self._templates.message(given)
         return self._messages[whole]
