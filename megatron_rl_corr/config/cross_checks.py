@@ -10,7 +10,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.fields import make, options_of
 from megatron_rl_corr.config.groups import SPREAD
 from megatron_rl_corr.config.losses import WITHOUT_GROUPS, is_own
-from megatron_rl_corr.config.problems import Problems, check_each
+from megatron_rl_corr.config.problems import Problems, Refusal, check_each
 from megatron_rl_corr.config.rules import check_trainer_inputs
 from megatron_rl_corr.config.run import OVER_HTTP, RunConfig
 from megatron_rl_corr.config.urls import check_urls_of
@@ -202,6 +202,43 @@ def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         )
 
 
+def _check_score_centering(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for settings that the centered gradient is not derived for.
+
+    It is that of a token, w(y) A grad log p(y), whose weight w follows from the ratio of this token alone.
+    """
+    if run.score_centering is None:
+        return
+    kind, rules = config.kind, ",".join(rule.name for rule in config.rollout_rs)
+    levels = config.rollout_is in (None, "token")
+    refused = {
+        f"`rollout_is` {config.rollout_is} weighs units of several tokens; use token, or none": not levels,
+        "`rollout_is_batch_normalize` divides the weights by the batch's; drop it": (
+            config.rollout_is_batch_normalize
+        ),
+        f"`rollout_rs` {rules} makes what is kept depend on the sampled token; drop it": config.rollout_rs,
+        "`rollout_m2_threshold` makes what is kept depend on the sampled tokens; drop it": (
+            config.rollout_m2_threshold is not None
+        ),
+        "`diagnostics_only` promises that the correction changes nothing; drop one of them": (
+            config.diagnostics_only
+        ),
+        f"`loss` {config.loss} has another gradient than the weighed log-prob's; use ppo_clip or reinforce": (
+            kind.whole_sequences or kind.pulls_to_old
+        ),
+        f"in bypass mode the ratio of `loss` {config.loss} is clipped by the advantage's sign; use `loss` "
+        "reinforce": config.bypass_mode and kind.has_ratio,
+        f"{run.updates_of_batch} updates a batch: the ratio to pi_old is 1 in the first of them alone; make "
+        "one": run.updates_of_batch > 1,
+        "`linear_logprobs` gives log-probs of the sampled ids alone; drop it": run.linear_logprobs,
+    }
+    given = [text for text, is_given in refused.items() if is_given]
+    if given:
+        raise Refusal(
+            f"`score_centering` {run.score_centering} is not derived for this: {text}" for text in given
+        )
+
+
 _TOGETHER = (
     _check_penalty,
     _check_scored_distribution,
@@ -216,6 +253,7 @@ _TOGETHER = (
     _check_age,
     _check_groups,
     _check_group_filter,
+    _check_score_centering,
 )
 """Each is check(correction, run)."""
 

@@ -44,6 +44,12 @@ class SamplesConfig(Options):
     stop_token_ids: tuple[str, ...] = option((), metavar="ID")
     """Token ids that end a response, beside the end-of-sequence ids."""
 
+    score_centering: Annotated[int | None, Positive("16, for example")] = option(None, metavar="K")
+    """Score centering (arXiv:2609.20807): servers also return the K likeliest ids of each token, and the
+    policy loss gets the term that removes the drift of the mean gradient which the mismatch causes: exactly
+    on these ids, the rest scaled by one ratio. Alone, or with `rollout_is` token.
+    """
+
     max_lag: Annotated[int, Between(0)] = option(0, metavar="K")
     """Sample ahead of training, from weights up to K versions old: servers and trainer work at the same
     time, and the correction takes the age into account. 0: on-policy, one after the other. A version is a
@@ -67,6 +73,15 @@ class SamplesConfig(Options):
                 f"`stop_token_ids` must be token ids, whole numbers of at least 0, got {token!r}"
                 for token in wrong
             )
+
+    def check_score_centering(self) -> None:
+        for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
+            value = getattr(self, name)
+            if self.score_centering is not None and value != off:
+                raise ValueError(
+                    f"`score_centering` {self.score_centering} is derived for samples of the whole softmax, "
+                    f"and `{name}` {value:g} truncates it; use `{name}` {off:g}, or leave it out"
+                )
 
     def check_top_k(self) -> None:
         if self.top_k != -1 and self.top_k < 2:

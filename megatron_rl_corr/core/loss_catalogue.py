@@ -64,6 +64,29 @@ METRICS = in_group(
         ),
     ),
     MetricSpec(
+        "loss/centering_drift",
+        "size of the drift that score centering removes, as the mismatch of the ids' masses",
+        "mean over kept tokens of sum_H |m - alpha p|",
+        only_with="--rollout-score-centering",
+    ),
+    MetricSpec(
+        "loss/centering_train_tail",
+        "probability under the policy of ids that are not among the K likeliest of the server",
+        "mean over kept tokens of 1 - sum_H p",
+        only_with="--rollout-score-centering",
+        usual=UsualRange(
+            "much of the distribution is outside of the exactly centered ids",
+            "There the mismatch is taken for one ratio of all ids. Raise --rollout-score-centering.",
+            high=0.2,
+        ),
+    ),
+    MetricSpec(
+        "loss/centering_rollout_tail",
+        "the same probability under the servers' policy",
+        "mean over kept tokens of 1 - sum_H q",
+        only_with="--rollout-score-centering",
+    ),
+    MetricSpec(
         "loss/sampler_kl",
         "distance to the policy that sampled, as the pull to it estimates it",
         "mean over kept tokens of D^2, or of e^D - 1 - D",

@@ -84,9 +84,9 @@ def flatten_padded(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def padded_at(values: Tensor, places: Tensor, padding: int) -> Tensor:
-    """The values [T] at places [T'], and `padding` zeros behind them: [T' + padding]."""
+    """The values [T, ...] at places [T'], and `padding` zeros behind them: [T' + padding, ...]."""
     found = values[places]
-    return torch.cat([found, found.new_zeros(padding)]) if padding else found
+    return torch.cat([found, found.new_zeros(padding, *found.shape[1:])]) if padding else found
 
 
 @lru_cache(maxsize=256)

@@ -28,7 +28,7 @@ def of_sample(prompt_tokens: int, sampling: SamplingParams) -> int:
     sampled = sampling.max_new_tokens
     return (
         ANSWER
-        + sampled * (TOKEN + KEPT * max(sampling.top_k, 0))
+        + sampled * (TOKEN + KEPT * max(sampling.top_k, 0) + LIKELY * sampling.top_logprobs)
         + (prompt_tokens + sampled) * UNASKED_ROUTES
     )
 

@@ -19,7 +19,7 @@ import torch
 
 from megatron_rl_corr.engines.errors import RolloutError, UnreadableAnswer, body_start, shown
 from megatron_rl_corr.engines.secrets import redacted, without_keys
-from megatron_rl_corr.engines.trajectory import Support, VersionSpan
+from megatron_rl_corr.engines.trajectory import Support, TopLogprobs, VersionSpan
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 
 MOST_LOGPROB = 1e-3
@@ -220,6 +220,32 @@ def support(sets: list, output_ids: np.ndarray, vocab_size: int | None, name: st
         row, token = divmod(int(repeated[0]), int(stride))
         raise ValueError(f"{name} at position {row} has id {token} twice")
     return Support(torch.from_numpy(ids.astype(np.int32)), torch.from_numpy(lengths))
+
+
+def top_logprobs(
+    logprobs: list[list], ids: list[list], *, count: int, vocab_size: int | None, name: str
+) -> TopLogprobs:
+    """The likeliest ids of each token: distinct, in the vocabulary, so many as were asked for.
+
+    Args:
+        logprobs, ids: R lists.
+        count: K.
+        vocab_size: every id must be below it.
+        name: of the field.
+    """
+    short = next((row for row, own in enumerate(ids) if len(own) != count), None)
+    if short is not None:
+        raise ValueError(f"{name} at position {short} has {len(ids[short])} ids, and {count} were asked for")
+    flat = token_ids(list(itertools.chain.from_iterable(ids)), name)
+    check_vocabulary(flat, vocab_size, f"{name} with id")
+    values = finite_logprobs(
+        list(itertools.chain.from_iterable(logprobs)), f"{name} has a log-prob that is none"
+    )
+    rows = flat.reshape(len(ids), count).astype(np.int32)
+    if count > 1 and (np.diff(np.sort(rows, axis=1), axis=1) == 0).any():
+        raise ValueError(f"{name} has an id twice for one token")
+    made = values.reshape(rows.shape).astype(np.float32)
+    return TopLogprobs(torch.from_numpy(rows), torch.from_numpy(made))
 
 
 def version_spans(spans: object, response_length: int) -> tuple[VersionSpan, ...]:

@@ -122,7 +122,8 @@ class Engine(Inspection, MemoryRelease, Protocol):
 
         Args:
             prompt_ids: P ids, each in the vocabulary; an array is not made a list of.
-            sampling: how to sample; where it `needs_mask` the answer must bring the sampling mask.
+            sampling: how to sample; where it `needs_mask` the answer must bring the sampling mask, and its
+                `top_logprobs` likeliest ids of each token.
             request_id: a name by which `abort_request` can end it.
             seed: in [-2**63, 2**63), for servers that heed one.
             routed_experts: also return which experts each token but the last went to.
@@ -142,6 +143,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
         max_new_tokens: int,
         vocab_size: int | None = None,
         truncated: bool = False,
+        top_logprobs: int = 0,
         experts: ExpertShape | None = None,
         routes_from: int = 0,
         pushes_retract: bool = False,
@@ -156,6 +158,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
             vocab_size: every id must be below it.
             truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its
                 log-probs are renormalised on it.
+            top_logprobs: the request asked for so many of the likeliest ids of each token.
             experts: the request asked for routed experts of a model of this shape.
             routes_from: the token that they were asked for from.
             pushes_retract: weights change in a pause of mode retract, for an engine that tells how often a

@@ -4,6 +4,8 @@ P prompt tokens, R response tokens, K_t ids that token t was drawn from, M layer
 experts a token.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +59,8 @@ class SamplingParams:
     evaluation: any top_p, top_k and min_p goes, and the log-probs are those of the whole softmax, or
     (vLLM) of what was kept.
     """
+    top_logprobs: int = 0
+    """K: the K likeliest ids of each sampled token are returned, with their log-probs. 0: none."""
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
@@ -68,6 +72,10 @@ class SamplingParams:
         if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"`temperature` must be 0 (greedy) or positive and finite, got {self.temperature}"
+            )
+        if not _is_int(self.top_logprobs) or self.top_logprobs < 0:
+            raise ValueError(
+                f"`top_logprobs` must be an integer of at least 0 (none), got {self.top_logprobs!r}"
             )
         self._check_truncation()
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -150,6 +158,44 @@ class Support:
 
 
 @dataclass(frozen=True, eq=False)
+class TopLogprobs:
+    """The K likeliest ids at each response token, and their log-probs: of the distribution that
+    `rollout_logprobs` are of.
+    """
+
+    ids: torch.Tensor
+    """[R, K] int32, distinct within a row; 0 for a token that was not sampled."""
+    logprobs: torch.Tensor
+    """[R, K] float32, natural log; -inf for a token that was not sampled."""
+
+    def __post_init__(self):
+        for name, kind in {"ids": torch.int32, "logprobs": torch.float32}.items():
+            tensor = getattr(self, name)
+            if tensor.dtype != kind or tensor.dim() != 2:
+                raise ValueError(f"{name} must be 2-d {kind}, got {tensor.dim()}-d {tensor.dtype}")
+        if self.ids.shape != self.logprobs.shape:
+            raise ValueError(f"ids {tuple(self.ids.shape)} have logprobs {tuple(self.logprobs.shape)}")
+
+    def __getitem__(self, tokens: slice) -> TopLogprobs:
+        """Those of some of the tokens."""
+        return TopLogprobs(self.ids[tokens], self.logprobs[tokens])
+
+    @classmethod
+    def of_parts(cls, parts: Sequence[TopLogprobs], between: Sequence[int]) -> TopLogprobs:
+        """Parts of a response one behind the other, each with so many tokens behind it that were not
+        sampled. Parts without a token have no K of their own.
+        """
+        width = max(part.ids.shape[1] for part in parts)
+        ids, logprobs = [], []
+        for part, count in zip(parts, between, strict=True):
+            if len(part.ids):
+                ids, logprobs = [*ids, part.ids], [*logprobs, part.logprobs]
+            ids.append(part.ids.new_zeros(count, width))
+            logprobs.append(part.logprobs.new_full((count, width), -torch.inf))
+        return cls(torch.cat(ids), torch.cat(logprobs))
+
+
+@dataclass(frozen=True, eq=False)
 class Trajectory:
     """One response to one prompt. Tensors are on the CPU, not to be written to: samples share prompt_ids.
 
@@ -181,6 +227,8 @@ class Trajectory:
     """Base URL of the server that answered."""
     support: Support | None = None
     """The ids that each response token was drawn from, with top_p or top_k; None: the whole vocabulary."""
+    top_logprobs: TopLogprobs | None = None
+    """The likeliest ids at each response token; None: nobody asked for them."""
     routed_experts: torch.Tensor | None = None
     """[P + R - 1 - routes_from, M, k] uint8 or int16: which experts each token went to, but for the last
     one, which the server never runs. They are those of the pass that sampled the token behind it; where
@@ -224,6 +272,10 @@ class Trajectory:
         if self.support is not None and self.support.lengths.numel() != self.output_ids.numel():
             raise ValueError(
                 f"{self.output_ids.numel()} output_ids have a support of {self.support.lengths.numel()} sets"
+            )
+        if self.top_logprobs is not None and len(self.top_logprobs.ids) != self.output_ids.numel():
+            raise ValueError(
+                f"{self.output_ids.numel()} output_ids have {len(self.top_logprobs.ids)} rows of top_logprobs"
             )
         if self.turn_ids is not None:
             _check_vectors(self, {"turn_ids": int64})
@@ -322,7 +374,7 @@ def concatenated(parts: Sequence[Trajectory], between: Sequence[torch.Tensor] | 
                 "before it"
             )
         prompt += part.output_ids.numel() + reply.numel()
-    for name in ("support", "routed_experts"):
+    for name in ("support", "routed_experts", "top_logprobs"):
         if len({getattr(part, name) is None for part in parts}) > 1:
             raise ValueError(f"only one of a partial response and its continuation has {name}")
     outputs, logprobs, ids, lengths = [], [], [], []
@@ -342,8 +394,15 @@ def concatenated(parts: Sequence[Trajectory], between: Sequence[torch.Tensor] | 
         server=last.server,
         engine=_joined_engines(parts),
         support=Support(torch.cat(ids), torch.cat(lengths)) if ids else None,
+        top_logprobs=_joined_top(parts, replies),
         routed_experts=_joined_routes(parts),
     )
+
+
+def _joined_top(parts: Sequence[Trajectory], replies: Sequence[torch.Tensor]) -> TopLogprobs | None:
+    if parts[0].top_logprobs is None:
+        return None
+    return TopLogprobs.of_parts([part.top_logprobs for part in parts], [len(reply) for reply in replies])
 
 
 def _joined_routes(parts: Sequence[Trajectory]) -> torch.Tensor | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_rl_corr.logprobs import torch_backend
+from megatron_rl_corr.logprobs.further_ids import IdColumns, id_logits
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
 from megatron_rl_corr.reduce.collectives import all_gather_stacked
@@ -30,6 +31,7 @@ def vocab_parallel_logprobs(
     chunk_tokens: int = 1024,
     inplace_gradient: bool = False,
     sampled: SampledRows | None = None,
+    ids: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Log-prob of each label, log softmax(logits / temperature)[label], entropy, -sum p log p, and
     collision, sum p^2.
@@ -54,21 +56,27 @@ def vocab_parallel_logprobs(
             second backward does; a plain read finds the gradient.
         sampled: the rows to work on. The others' logits are not read, whatever they hold; their results are
             0, without a gradient. None: all.
+        ids: [T, I] of any integer type, more global ids, distinct for a token, whose log-probs are wanted
+            too: they travel in the same collective, and have a gradient where neither they nor the label's
+            are -inf.
 
     Returns:
-        (log-probs [T] float32, entropies [T] float32 or None), and with_collision the collisions [T] float32.
+        (log-probs [T] float32, entropies [T] float32 or None), with_collision the collisions [T] float32, and
+        with ids their log-probs [T, I] float32.
 
     Raises:
         ValueError: for different lengths, and for a temperature or chunk_tokens that is not positive.
     """
     check_inputs(logits, labels, temperature, chunk_tokens)
     check_sampled(sampled, labels)
+    if ids is not None and (ids.dim() != 2 or len(ids) != len(labels)):
+        raise ValueError(f"ids {tuple(ids.shape)} do not fit labels of {len(labels)}")
     first, limit = vocab_columns(logits.shape[1], tp_group, vocab_size)
     columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens, with_collision)
-    logprobs, entropy, *collision = _VocabParallelLogProbs.apply(
-        logits, labels, tp_group, columns, sampled, inplace_gradient
+    logprobs, entropy, *more = _VocabParallelLogProbs.apply(
+        logits, labels, tp_group, columns, sampled, inplace_gradient, ids
     )
-    return logprobs, entropy if with_entropy else None, *collision
+    return logprobs, entropy if with_entropy else None, *more
 
 
 def check_inputs(logits: Tensor, labels: Tensor, temperature: float, chunk_tokens: int) -> None:
@@ -137,21 +145,30 @@ def backend(logits: Tensor) -> ModuleType:
 
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, tp_group, columns, sampled, inplace_gradient):
+    def forward(ctx, logits, labels, tp_group, columns, sampled, inplace_gradient, ids):
         kernels = backend(logits)
-        stats = all_gather_stacked(kernels.label_stats(logits, labels, columns, sampled), tp_group)
+        stats = kernels.label_stats(logits, labels, columns, sampled)
+        if ids is not None:
+            stats = torch.cat([stats, id_logits(logits, ids, columns, sampled)])
+        stats = all_gather_stacked(stats, tp_group)
+        stats, of_ids = stats.split([columns.num_stats, stats.shape[1] - columns.num_stats], dim=1)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
-        combined = kernels.combine_stats(stats, columns.with_entropy, sampled)
-        logprobs, entropy, *collision = combined[0], combined[1], *combined[4:]
-        ctx.save_for_backward(logits, labels, combined)
+        combined = kernels.combine_stats(stats.contiguous(), columns.with_entropy, sampled)
+        logprobs, entropy, *more = combined[0], combined[1], *combined[4:]
+        ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]), *more)
+        if ids is not None:
+            found = of_ids.amax(dim=0)
+            found = found if sampled is None else sampled.spread(found)
+            # Subtracted one after the other, as in `combine_stats`; 0 in rows that are not sampled.
+            more.append((found - combined[2] - combined[3]).t())
+        ctx.save_for_backward(logits, labels, combined, ids, more[-1] if ids is not None else None)
         ctx.columns, ctx.sampled, ctx.inplace_gradient = columns, sampled, inplace_gradient
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]), *collision)
-        return logprobs, entropy, *collision
+        return logprobs, entropy, *more
 
     @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropy, *_):
-        logits, labels, combined = ctx.saved_tensors
+    def backward(ctx, grad_logprobs, grad_entropy, *grad_more):
+        logits, labels, combined, ids, id_logprobs = ctx.saved_tensors
         if ctx.inplace_gradient:
             out = logits.detach()
             # Autograd does not see a kernel write: this makes any later use of saved logits its error.
@@ -160,7 +177,16 @@ class _VocabParallelLogProbs(torch.autograd.Function):
             out = torch.empty_like(logits)
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(combined[0])
+        grad_ids = None if ids is None else grad_more[-1]
+        grad_label = grad_logprobs
+        if grad_ids is not None:
+            constant = (id_logprobs == -torch.inf) | (combined[0] == -torch.inf)[:, None]
+            grad_ids = grad_ids.masked_fill(constant, 0.0)
+            grad_logprobs = grad_logprobs + grad_ids.sum(dim=1)
         backend(logits).logits_gradient(
             logits, labels, combined, grad_logprobs, grad_entropy, ctx.columns, out=out, sampled=ctx.sampled
         )
-        return out, None, None, None, None, None
+        if grad_ids is not None:
+            at = IdColumns(labels, combined, ids, id_logprobs, ctx.columns, ctx.sampled)
+            at.write_gradient(grad_label, grad_ids, grad_entropy, out)
+        return out, None, None, None, None, None, None

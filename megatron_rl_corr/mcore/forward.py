@@ -156,7 +156,7 @@ def label_logprobs(
     with_collision: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Log-probs, entropy (or None) and with_collision the collisions of a microbatch's labels, flat:
-    [b * L] float32.
+    [b * L] float32. Where the microbatch has the sampler's likeliest ids, their log-probs too: [b * L, K].
 
     Over the ids that the server sampled from where they are known, else over the whole vocabulary. A label
     that was not sampled has 0 (-inf where ids are known), and no gradient: its logits are not read.
@@ -168,7 +168,7 @@ def label_logprobs(
         with_entropy, with_collision: as there.
     """
     if _processor(micro, settings) is not None:
-        return split_output(output)
+        return split_output(output, 0 if micro.top_ids is None else micro.top_ids.shape[1])
     logits, labels = output.reshape(-1, output.shape[-1]), micro.labels.reshape(-1)
     if micro.sampling_masks is not None:
         return sampling_mask_logprobs(
@@ -190,6 +190,7 @@ def label_logprobs(
         with_collision=with_collision,
         inplace_gradient=settings.inplace_gradient,
         sampled=micro.sampled,
+        ids=micro.top_ids,
     )
 
 
@@ -205,6 +206,7 @@ def _output_arguments(
         with_entropy=with_entropy,
         sampled=micro.sampled,
         with_collision=with_collision,
+        ids=micro.top_ids,
     )
     return {"output_processor": processor, "output_processor_context": context}
 

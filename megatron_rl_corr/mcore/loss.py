@@ -19,6 +19,7 @@ from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
+from megatron_rl_corr.core.losses.score_centering import TopPolicies
 from megatron_rl_corr.core.token_baseline import gradient_energies
 from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch, trained_tokens
@@ -131,6 +132,8 @@ def _loss_inputs(
         token_coefficients(correction, batch.seq_ids, config),
         old_logprobs,
         **_parts(batch),
+        top_ids=batch.top_ids,
+        top_logprobs=batch.top_logprobs,
     )
 
 
@@ -207,7 +210,7 @@ class CorrectedLoss:
         LossScale has it.
         """
         config, inputs = self.config, micro.loss_inputs
-        logprobs, entropy = label_logprobs(
+        logprobs, entropy, *of_top = label_logprobs(
             output, micro, self.logprob_settings, with_entropy=self.with_entropy
         )
         current, correction = logprobs.detach(), inputs.correction
@@ -232,6 +235,7 @@ class CorrectedLoss:
             groups=self.groups,
             ref_logprobs=inputs.ref_logprobs,
             rollout_logprobs=inputs.rollout_logprobs,
+            top=TopPolicies(of_top[0], inputs.top_logprobs) if of_top else None,
         )
         gradient = gradient_of(losses, logprobs) if is_own(config.loss) else None
         decision = self._decision(inputs, correction, current, old, gradient)
@@ -291,7 +295,8 @@ class CorrectedLoss:
             pulling = pulling & (gradient != 0) if not config.entropy_coef else pulling
         elif not config.entropy_coef:
             weighed = correction.weights != 0
-            moved = weighed & (inputs.advantages != 0)
+            # Score centering acts on tokens of weight 0 too.
+            moved = (weighed if inputs.top_ids is None else pulling) & (inputs.advantages != 0)
             weighs_kl = config.kl_loss_type == "unbiased" and not config.bypass_mode
             penalties = (
                 (config.kl_loss_coef, inputs.ref_logprobs, weighs_kl),

@@ -59,6 +59,10 @@ class OutputContext:
     """Tokens whose logits exist at a time; None: as many as fill LOGITS_BYTES, but at least 1024."""
     with_collision: bool = False
     """With with_entropy alone: the third of the output's columns."""
+    ids: Tensor | None = None
+    """[b * L, I]: ids whose log-probs are wanted too, the last of the output's columns; not from hidden
+    states.
+    """
 
 
 def label_logprobs_of_layer(
@@ -76,7 +80,7 @@ def label_logprobs_of_layer(
     the layer (MuP).
     """
     logits, _bias = output_layer(hidden_states, weight=output_weight)
-    settings, rows = context.settings, logits.shape[1]
+    settings, rows, ids = context.settings, logits.shape[1], context.ids
     outputs = vocab_parallel_logprobs(
         logits.flatten(0, 1),
         context.labels.t().reshape(-1),
@@ -87,6 +91,7 @@ def label_logprobs_of_layer(
         with_collision=context.with_collision,
         inplace_gradient=settings.inplace_gradient,
         sampled=None if context.sampled is None else context.sampled.column_major(rows),
+        ids=None if ids is None else ids.view(rows, -1, ids.shape[1]).transpose(0, 1).flatten(0, 1),
     )
     return _in_rows(outputs, rows)
 
@@ -151,16 +156,19 @@ def label_logprobs_of_hidden(
 
 
 def _in_rows(outputs: tuple[Tensor | None, ...], rows: int) -> Tensor:
-    """Values a token [L * b], position after position -> [b, L, 1 to 3]."""
-    return torch.stack([x.view(-1, rows).t() for x in outputs if x is not None], dim=2)
+    """Values a token [L * b] or [L * b, I], position after position -> [b, L, columns]."""
+    columns = [x.view(-1, rows, x[0].numel()).transpose(0, 1) for x in outputs if x is not None]
+    return torch.cat(columns, dim=2)
 
 
-def split_output(output: Tensor) -> tuple[Tensor | None, ...]:
-    """The hook's output [b, L, 1 to 3] -> log-probs, entropy (or None) and the collision if it
-    is there: [b * L].
+def split_output(output: Tensor, num_ids: int = 0) -> tuple[Tensor | None, ...]:
+    """The hook's output [b, L, columns] -> log-probs, entropy (or None), the collision if it is there:
+    [b * L]; and of ids, if there are any, [b * L, I].
     """
-    logprobs, *more = output.flatten(0, 1).unbind(dim=1)
-    return logprobs, *(more or [None])
+    flat = output.flatten(0, 1)
+    columns, of_ids = flat[:, : flat.shape[1] - num_ids], flat[:, flat.shape[1] - num_ids :]
+    logprobs, *more = columns.unbind(dim=1)
+    return logprobs, *(more or [None]), *([of_ids] if num_ids else [])
 
 
 def _is_fused(weight: Tensor, config: TransformerConfig) -> bool:

@@ -360,6 +360,11 @@ class RolloutClient(ServerControl):
         self.fleet.check_sampling(sampling)
         check_decode(sampling.stop, self._decode)
         check_stop_ids(sampling.stop_token_ids, self.vocab_size)
+        if sampling.top_logprobs > self.vocab_size:
+            raise ValueError(
+                f"`score_centering` {sampling.top_logprobs} asks for more ids than the vocabulary has; use "
+                f"at most {self.vocab_size}"
+            )
 
     def require_sampling(self, samplings: Sequence[SamplingParams]) -> None:
         """From now on a server that was left out is taken back only if `sampling_problem`

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 import torch
 
-from megatron_rl_corr.engines.trajectory import MessageSpan, Support, Trajectory, VersionSpan
+from megatron_rl_corr.engines.trajectory import MessageSpan, Support, TopLogprobs, Trajectory, VersionSpan
 
 PER_TOKEN = {
     "loss_mask": torch.bool,
@@ -110,6 +110,8 @@ ADDED = {
     "branch": pa.int64(),
     "began": pa.string(),
     "messages": _many(MESSAGE),
+    "top_ids": _many(pa.int32()),  # K for each response token, one token after the other
+    "top_logprobs": _many(pa.float32()),
 }
 """Columns that files of this version may lack: written since, null where they are absent."""
 SCHEMA = pa.schema(
@@ -132,6 +134,9 @@ def table_of(samples: list[Sample]) -> pa.Table:
     values["messages"] = [[vars(one) for one in row.messages] or None for row in rows]
     values["support_ids"] = [None if row.support is None else row.support.ids for row in rows]
     values["support_lengths"] = [None if row.support is None else row.support.lengths for row in rows]
+    tops = [row.top_logprobs for row in rows]
+    values["top_ids"] = [None if top is None else top.ids.flatten() for top in tops]
+    values["top_logprobs"] = [None if top is None else top.logprobs.flatten() for top in tops]
     routes = [row.routed_experts for row in rows]
     values["routed_experts"] = [None if route is None else route.flatten() for route in routes]
     values["routed_experts_bytes"] = [None if route is None else route.element_size() for route in routes]
@@ -190,12 +195,18 @@ def _values(column: pa.ChunkedArray) -> list:
 def _sample(cells: dict) -> Sample:
     if None in [cells[name] for name in ALWAYS]:
         raise ValueError(f"{next(name for name in ALWAYS if cells[name] is None)} is null")
-    for name, other in (("support_ids", "support_lengths"), ("routed_experts", "routed_experts_shape")):
+    for name, other in (
+        ("support_ids", "support_lengths"),
+        ("routed_experts", "routed_experts_shape"),
+        ("top_ids", "top_logprobs"),
+    ):
         if (cells[name] is None) != (cells[other] is None):
             raise ValueError(f"of {name} and {other}, one is null")
     cells["weight_versions"] = _spans(cells["weight_versions"], cells["output_ids"].numel())
     support, lengths = cells.pop("support_ids"), cells.pop("support_lengths")
     cells["support"] = None if support is None else Support(support, lengths)
+    top, logprobs = cells.pop("top_ids"), cells.pop("top_logprobs")
+    cells["top_logprobs"] = None if top is None else _top(top, logprobs, cells["output_ids"].numel())
     shape, routes = cells.pop("routed_experts_shape"), cells["routed_experts"]
     size = cells.pop("routed_experts_bytes")
     if routes is not None:
@@ -221,6 +232,15 @@ def _messages(messages: list[dict], tokens: int) -> tuple[MessageSpan, ...]:
     if starts != sorted(starts) or (starts and not 0 <= starts[0] <= starts[-1] <= tokens):
         raise ValueError(f"messages start at {starts}, which is no order within the {tokens} tokens")
     return tuple(MessageSpan(**one) for one in messages)
+
+
+def _top(ids: torch.Tensor, logprobs: torch.Tensor, tokens: int) -> TopLogprobs:
+    width = ids.numel() // max(tokens, 1)
+    if not ids.numel() == logprobs.numel() == width * tokens:
+        raise ValueError(
+            f"{tokens} output_ids have {ids.numel()} top_ids and {logprobs.numel()} top_logprobs"
+        )
+    return TopLogprobs(ids.view(tokens, width), logprobs.view(tokens, width))
 
 
 def _spans(spans: list[dict], tokens: int) -> tuple[VersionSpan, ...]:

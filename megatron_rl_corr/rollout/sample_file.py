@@ -163,15 +163,17 @@ def read_trajectories(
     Args:
         path: a file of `write_trajectories`.
         row_groups: which of them to read, numbered from 0; None: all.
-        for_people: leave out the sets of ids that tokens were drawn from and the routed
-            experts, most of a file.
+        for_people: leave out the sets of ids that tokens were drawn from, the likeliest ids and the
+            routed experts, most of a file.
 
     Raises:
         ValueError: it names the file, and the row if one is wrong: not a file of `write_trajectories`,
             another version, a column that is missing or has another type, or lengths or version spans
             that do not fit.
     """
-    names = [name for name in SCHEMA.names if not (for_people and name.startswith(("support_", "routed_")))]
+    names = [
+        name for name in SCHEMA.names if not (for_people and name.startswith(("support_", "routed_", "top_")))
+    ]
     with _opened(path) as file:
         firsts = [0]
         for group in range(file.num_row_groups):

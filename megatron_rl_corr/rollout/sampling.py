@@ -19,6 +19,7 @@ def training_sampling(options: RunConfig) -> SamplingParams:
         min_p=options.min_p,
         stop=options.stop,
         stop_token_ids=tuple(map(int, options.stop_token_ids)),
+        top_logprobs=options.score_centering or 0,
     )
 
 

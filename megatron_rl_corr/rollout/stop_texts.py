@@ -63,6 +63,7 @@ def cut_at_stop(sample: Trajectory, stop: Sequence[str], decode: Decode) -> Traj
     if support is not None:
         lengths = support.lengths[:count]
         support = Support(support.ids[: int(lengths.sum())], lengths)
+    top = sample.top_logprobs
     if routes is not None:
         routes = routes[: sample.prompt_ids.numel() + count - 1 - sample.routes_from]
     spans = [
@@ -77,6 +78,7 @@ def cut_at_stop(sample: Trajectory, stop: Sequence[str], decode: Decode) -> Traj
         finish_reason="stop",
         weight_versions=tuple(spans),
         support=support,
+        top_logprobs=None if top is None else top[:count],
         routed_experts=routes,
     )
 

@@ -94,6 +94,7 @@ DEFAULTS = CLIENT | {
     "top_p": 1.0,
     "top_k": -1,
     "min_p": 0.0,
+    "score_centering": None,
     "stop": (),
     "stop_token_ids": (),
     "linear_logprobs": False,

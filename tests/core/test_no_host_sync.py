@@ -7,11 +7,16 @@ boolean indexing raise.
 
 import contextlib
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
+from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.core.losses.score_centering import TopPolicies
+from megatron_rl_corr.logprobs.sampled_rows import SampledRows
+from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 from megatron_rl_corr.mcore.step_scale import sequences_ess
 from megatron_rl_corr.reduce.collectives import ParallelGroups
 from tools.gpu_check.host_sync import CONFIGS, NoHostReads, check, step
@@ -43,6 +48,25 @@ def test_step_scale_when_tensors_hold_no_data_or_are_watched_then_its_sums_read_
             zeros, zeros, zeros == 0, rows, num_sequences=4, config=RolloutCorrectionConfig()
         )
         assert sequences_ess(correction, ParallelGroups()).values.device.type == device
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_score_centering_when_tensors_hold_no_data_or_are_watched_then_it_reads_no_value(device):
+    config = RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0)
+    logits = torch.zeros(4, 6, device=device).requires_grad_()
+    ids = torch.zeros(4, 2, dtype=torch.int32, device=device)
+    ones, rows = torch.ones(4, device=device), torch.arange(4, device=device)
+    sampled = SampledRows.of(np.array([1, 0, 1, 1]), device)
+    with contextlib.nullcontext() if device == "meta" else NoHostReads():
+        logprobs, entropy, of_ids = vocab_parallel_logprobs(
+            logits, rows, with_entropy=True, sampled=sampled, ids=ids
+        )
+        old = logprobs.detach()
+        correction = compute_correction(old, old, ones > 0, rows, num_sequences=4, config=config)
+        top = TopPolicies(of_ids, of_ids.detach())
+        loss = policy_loss("ppo_clip", logprobs, old, ones, correction, config, top=top, metrics={})
+        (gradient,) = torch.autograd.grad(loss.sum() + entropy.sum(), logits)
+    assert gradient.device.type == device
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,13 @@ def test_generate_request_when_truncated_then_asks_for_the_ids_each_token_is_dra
     assert body["sampling_params"]["repetition_penalty"] == 1.0
 
 
+def test_generate_request_when_likeliest_ids_are_wanted_then_as_many_and_room_for_them():
+    plain = requests.generate_request([1, 2], SamplingParams(8), seed=0)
+    asked = requests.generate_request([1, 2], SamplingParams(8, top_logprobs=16), seed=0)
+    assert asked.json == plain.json | {"top_logprobs_num": 16}
+    assert asked.max_bytes - plain.max_bytes == 8 * 16 * 256
+
+
 def test_generate_request_when_no_rid_is_given_then_none_is_sent():
     assert "rid" not in requests.generate_request([1], SamplingParams(1), seed=0).json
 

@@ -225,6 +225,46 @@ def test_truncated_when_not_asked_for_then_no_support_and_the_logprobs_of_the_wh
         assert trajectory.support is None and trajectory.rollout_logprobs.tolist() == [-0.5, -1.25, 0.0]
 
 
+TOP = [
+    [[-0.5, 7, None], [-1.5, 1, None]],
+    [[-0.75, 3, None], [-1.25, 0, None]],
+    [[-0.0, 9, None], [-20.0, 8, None]],
+]
+
+
+def test_top_logprobs_when_asked_for_then_those_of_each_token():
+    top = parse(body(output_top_logprobs=TOP), top_logprobs=2).top_logprobs
+    assert top.ids.dtype == torch.int32 and top.ids.tolist() == [[7, 1], [3, 0], [9, 8]]
+    assert top.logprobs.dtype == torch.float32
+    assert top.logprobs.tolist() == [[-0.5, -1.5], [-0.75, -1.25], [0.0, -20.0]]
+    # One that nobody asked for is not looked at.
+    assert parse(body(output_top_logprobs=TOP)).top_logprobs is None
+    aborted = body({"output_ids": []}, ["output_token_logprobs", "weight_versions"], completion_tokens=0)
+    aborted = aborted.replace(b'"type":"stop"', b'"type":"abort"')
+    assert parse(aborted, top_logprobs=2).top_logprobs.ids.numel() == 0
+
+
+@pytest.mark.parametrize(
+    "top, named",
+    [
+        (None, "3 output_ids have 0 entries in output_top_logprobs"),
+        (TOP[:2], "3 output_ids have 2 entries in output_top_logprobs"),
+        ([TOP[0][:1], *TOP[1:]], "output_top_logprobs at position 0 has 1 ids, and 2 were asked for"),
+        ([*TOP[:2], [[-1.0, 9, None], [-1.0, 9, None]]], "has an id twice for one token"),
+        (
+            [*TOP[:2], [[-1.0, 9, None], [-1.0, 10, None]]],
+            r"output_top_logprobs with id 10, outside \[0, 10\)",
+        ),
+        ([*TOP[:2], [[None, 9, None], [-1.0, 8, None]]], "1 of 6 log-probs are not finite"),
+        ([*TOP[:2], [[0.5, 9, None], [-1.0, 8, None]]], "0.5 is above 0"),
+        ([*TOP[:2], 3], "is not a list of lists of"),
+    ],
+)
+def test_top_logprobs_when_they_are_wrong_then_refused_by_the_field(top, named):
+    with pytest.raises(RolloutProtocolError, match=named):
+        parse(body(output_top_logprobs=top), top_logprobs=2)
+
+
 @pytest.mark.parametrize("missing", [b"null", b"NaN", b"-Infinity", b"-1e99"])
 def test_truncated_when_a_logprob_is_absent_or_not_finite_then_nan_in_its_place_only(missing):
     trajectory = parse(truncated().replace(b"-0.75", missing), truncated=True)

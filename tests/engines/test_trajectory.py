@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_rl_corr.engines.trajectory import TopLogprobs, concatenated
 from megatron_rl_corr.rollout import Support, Trajectory, VersionSpan, join
 
 INT = {"dtype": torch.int32}
@@ -104,6 +105,35 @@ def test_join_when_there_are_supports_and_routes_then_each_token_keeps_its_own()
     whole = join(partial, rest)
     assert whole.support.ids.tolist() == [5, 4, 6, 7, 8, 9] and whole.support.lengths.tolist() == [2, 1, 3]
     assert whole.routed_experts.flatten().tolist() == [0, 1, 2, 3]
+
+
+def top(*rows):
+    """Of each token (ids, log-probs)."""
+    ids, logprobs = zip(*rows, strict=True)
+    return TopLogprobs(torch.tensor(ids, **INT), torch.tensor(logprobs))
+
+
+def test_join_when_there_are_top_logprobs_then_each_token_keeps_its_own():
+    partial = replace(sample([1], [5], [("v1", 0, 1)]), top_logprobs=top(([5, 4], [-0.5, -1.0])))
+    nothing = replace(
+        sample([1, 5], [], [("v1", 0, 0)]),
+        top_logprobs=TopLogprobs(torch.zeros(0, 0, **INT), torch.zeros(0, 0)),
+    )
+    rest = replace(sample([1, 5, 9], [7], [("v1", 0, 1)]), top_logprobs=top(([2, 7], [-0.25, -2.0])))
+    whole = concatenated([partial, nothing, rest], [torch.tensor([], dtype=torch.int64), torch.tensor([9])])
+    assert whole.top_logprobs.ids.tolist() == [[5, 4], [0, 0], [2, 7]]
+    assert whole.top_logprobs.logprobs.tolist() == [[-0.5, -1.0], [-torch.inf] * 2, [-0.25, -2.0]]
+    with pytest.raises(ValueError, match="only one of a partial response .* has top_logprobs"):
+        join(partial, sample([1, 5], [6], [("v1", 0, 1)]))
+
+
+def test_top_logprobs_when_shapes_or_rows_disagree_then_refused():
+    with pytest.raises(ValueError, match="ids must be 2-d torch.int32, got 2-d torch.int64"):
+        TopLogprobs(torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2))
+    with pytest.raises(ValueError, match=r"ids \(1, 2\) have logprobs \(1, 3\)"):
+        TopLogprobs(torch.zeros(1, 2, **INT), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="1 output_ids have 2 rows of top_logprobs"):
+        replace(sample([1], [5], [("v1", 0, 1)]), top_logprobs=top(([5], [-1.0]), ([4], [-1.0])))
 
 
 @pytest.mark.parametrize(

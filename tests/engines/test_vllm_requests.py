@@ -139,6 +139,11 @@ CASES = [
     ({"skip_tokenizer_init": True}, {"stop": ("x",)}, "--skip-tokenizer-init"),
     ({}, {"max_new_tokens": 512}, "--max-model-len 512"),
     ({}, {"top_k": 5}, "--return-sampling-mask"),
+    ({"max_logprobs": 20}, {}, None),
+    ({"max_logprobs": 0}, {}, None),
+    ({"max_logprobs": -1}, {"top_logprobs": 64}, None),  # no limit
+    ({"max_logprobs": 20}, {"top_logprobs": 19}, None),
+    ({"max_logprobs": 20}, {"top_logprobs": 20}, "its --max-logprobs is 20; start it with more"),
     ({}, {"top_k": 5, "with_support": False}, None),
     ({"return_sampling_mask": True}, {"top_k": 5}, None),
     ({"return_sampling_mask": True}, {}, "HTTP 500"),

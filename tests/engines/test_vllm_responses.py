@@ -110,6 +110,23 @@ def test_parse_when_answer_is_right_then_every_field_is_there():
     assert sample.routed_experts.dtype == torch.uint8 and sample.routed_experts.tolist() == ROUTES.tolist()
 
 
+def test_parse_when_likeliest_ids_were_asked_for_then_the_k_with_or_without_the_sampled_one():
+    made, low, high = answer(), {"token_id": 14, "logprob": -4.05}, {"token_id": 31, "logprob": -0.25}
+    rows = made["choices"][0]["logprobs"]["content"]
+    # The sampled id comes first, wherever it ranks; where it is among the likeliest, one more of them comes.
+    rows[0]["top_logprobs"] = [low, {"token_id": 2, "logprob": -0.5}, {"token_id": 3, "logprob": -1.5}]
+    rows[1]["top_logprobs"] = [high, {"token_id": 2, "logprob": -3.0}, {"token_id": 3, "logprob": -9999.0}]
+    top = parse(made, top_logprobs=2).top_logprobs
+    assert top.ids.tolist() == [[2, 3], [31, 2]] and top.logprobs.tolist() == [[-0.5, -1.5], [-0.25, -3.0]]
+    assert parse(made).top_logprobs is None
+    rows[1]["top_logprobs"] = [high]
+    with pytest.raises(RolloutProtocolError, match="at position 1 has 1 ids, and 2 were asked for"):
+        parse(made, top_logprobs=2)
+    rows[1]["top_logprobs"] = None
+    with pytest.raises(RolloutProtocolError, match="is not a list of token_id and logprob"):
+        parse(made, top_logprobs=2)
+
+
 def test_parse_when_a_part_of_the_routes_is_known_then_the_answer_has_the_rest():
     made = changed((*CHOICE, "routed_experts"), npy(ROUTES[3:]))
     assert parse(made, routes_from=3).routed_experts.tolist() == ROUTES[3:].tolist()

@@ -2,6 +2,7 @@
 bypass_worker.py FILE.
 """
 
+import math
 import sys
 from dataclasses import replace
 
@@ -57,6 +58,15 @@ CONFIGS = {
     ),
     "own": RolloutCorrectionConfig(bypass_mode=True, loss=f"{OWN}:distance", advantage="raw"),
     "gate": RolloutCorrectionConfig(bypass_mode=True, loss=f"{OWN}:soft_gate", advantage="raw"),
+    "centered": RolloutCorrectionConfig(
+        bypass_mode=True,
+        loss="reinforce",
+        advantage="raw",
+        rollout_is="token",
+        rollout_is_mode="mask",
+        rollout_is_lower=50.0,
+        rollout_is_upper=100.0,
+    ),
 }
 
 
@@ -95,6 +105,11 @@ def main(path: str) -> None:
         rows_of = replace(batch, turn_ids=turn_ids.view(-1), num_turns=3) if name == "turns" else batch
         if config.loss.startswith(str(OWN)) or name.endswith("without rewards"):
             rows_of = replace(batch, rewards=torch.zeros(rows))
+        if name == "centered":
+            # Ids that the server found 70 times less likely: of all ratios theirs alone are in bounds.
+            of_ids = torch.log_softmax(logits.view(-1, vocab), -1)[:, :2] - math.log(70)
+            ids = torch.tensor([0, 1], dtype=torch.int32).expand(rows * length, 2).contiguous()
+            rows_of = replace(batch, top_ids=ids, top_logprobs=of_ids)
         targets = make_unscored_loss_inputs(rows_of, config, groups, group_size=2)
         scale = LossScale(num_microbatches=2, dp_size=1, per_token=False, global_positions=rows * length)
         loss = CorrectedLoss(config, LogprobSettings(None, 1.0, vocab), scale, scored=False, groups=groups)

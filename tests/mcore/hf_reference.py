@@ -6,7 +6,8 @@ mean over tokens), "sequence" (GSPO, sequence weights, seq_max rule, mean over s
 policies, REINFORCE), and with pi_old the current policy "once token" (PPO clip, token weights) and
 "once sequence" (GSPO, sequence weights). Under "truncated" "token" and "bypass" once more, for samples
 whose tokens were each drawn from a few ids; under "odd" all cases for samples of odd lengths; under
-"masked" two cases where some samples are not in the loss, and in their group's baseline. Under "many"
+"masked" two cases where some samples are not in the loss, and in their group's baseline. Under "centered"
+samples with the likeliest ids of the policy that sampled, and two cases with score centering. Under "many"
 more samples, alone.
 """
 
@@ -26,6 +27,8 @@ positions of 24.
 """
 MASKED = (1, 2, 7, 12, 13, 14, 15)
 """Two of a group, one, none, and all of the last."""
+TOP, UPPER = 6, 1.02
+"""Ids of each token that score centering knows, and the upper bound of its weights where it has some."""
 TRUNCATED_SEED = 0
 """One whose samples exercise every part of the cases."""
 
@@ -304,6 +307,38 @@ def once_sequence_case(samples, now, old):
     return total / sum(there), {"policy": by_token / count, "clip_fraction": 0.0}, [0.0] * count
 
 
+def once_centered_case(samples, now, old, upper=None):
+    """pi_old is the current policy; weights min(rho, upper), or none; and to the loss of each token is added
+    A sum_H (m - alpha p) log p, m and alpha constant.
+    """
+    advantages, total, by_token, sizes = advantages_of(samples, [len(row) > 0 for row in now]), 0.0, 0.0, []
+    for sample, advantage, row in zip(samples, advantages, now, strict=True):
+        for t, p in enumerate(row):
+            rho = math.exp(p.item() - sample["rollout"][t].item())
+            loss = -(1.0 if upper is None else min(rho, upper)) * advantage * (p - p.detach()).exp()
+            by_token += loss.item()
+            of_p = sample["top_now"][t].detach().exp().tolist()
+            of_q = sample["top_logprobs"][t].exp().tolist()
+            tails = 1 - sum(of_p), 1 - sum(of_q)
+            ratio, drift = tails[1] / max(tails[0], 1e-6), 0.0
+            alpha = ratio if upper is None else min(1.0, upper * ratio)
+            for x, y, log_p in zip(of_p, of_q, sample["top_now"][t], strict=True):
+                m = y if upper is None else min(x, upper * y)
+                loss = loss + advantage * (m - alpha * x) * log_p
+                drift += abs(m - alpha * x)
+            total = total + loss
+            sizes.append([*tails, drift])
+    count = len(sizes)
+    train_tail, rollout_tail, drift = (sum(column) / count for column in zip(*sizes, strict=True))
+    metrics = {"policy": by_token / count, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
+    metrics |= {
+        "centering_train_tail": train_tail,
+        "centering_rollout_tail": rollout_tail,
+        "centering_drift": drift,
+    }
+    return total / count, metrics, [0.0] * count
+
+
 CASES = {
     "token": token_case,
     "sequence": sequence_case,
@@ -313,6 +348,10 @@ CASES = {
     "once plus plus": partial(once_token_case, advantages_of=whitened_of),
     "once own": partial(once_token_case, advantages_of=own_of, of_ratio=soft_gated),
     "once otb": once_otb_case,
+}
+CENTERED_CASES = {
+    "once centered": once_centered_case,
+    "once centered token": partial(once_centered_case, upper=UPPER),
 }
 
 
@@ -327,7 +366,11 @@ def main(model_dir, out):
     masked = [dict(one) | {"masked": number in MASKED} for number, one in enumerate(make_samples(generator))]
     masked = results(model, masked, generator, ("token", "once sequence", "once otb"))
     many = sampled(model, make_samples(generator, MANY), generator)
-    torch.save(found | {"truncated": few, "odd": odd, "masked": masked, "many": many}, out)
+    centered = [one | {"top": TOP} for one in make_samples(generator)]
+    centered = results(model, centered, generator, CENTERED_CASES)
+    torch.save(
+        found | {"truncated": few, "odd": odd, "masked": masked, "many": many, "centered": centered}, out
+    )
 
 
 def load(folder):
@@ -353,6 +396,13 @@ def sampled(model, samples, generator):
         sample["old"] = now + sample["old_shift"]
         sample["rollout"] = sample["old"] + 0.1 * torch.randn(now.shape, generator=generator)
         sample["reward"] = float(torch.rand((), generator=generator))
+        if "top" in sample:
+            with torch.no_grad():
+                distribution = distribution_of(model, sample)
+            noise = 0.3 * torch.randn(distribution.shape, generator=generator)
+            distribution = (distribution + noise).log_softmax(dim=-1)
+            sample["rollout"] = distribution.gather(1, sample["output"][:, None])[:, 0]
+            sample["top_logprobs"], sample["top_ids"] = distribution.topk(sample["top"], dim=-1)
     return samples
 
 
@@ -363,9 +413,13 @@ def results(model, samples, generator, names):
         model.zero_grad()
         scored = [logprobs_of(model, sample) for sample in samples]
         now, old = [logprobs for logprobs, _ in scored], [sample["old"] for sample in samples]
+        given = [
+            one | {"top_now": distribution_of(model, one).gather(1, one["top_ids"])} if "top" in one else one
+            for one in samples
+        ]
         # A masked sample has no token that the loss sees.
-        loss, metrics, moved = CASES[name](
-            [one | {"rollout": one["rollout"][:0]} if one.get("masked") else one for one in samples],
+        loss, metrics, moved = (CASES | CENTERED_CASES)[name](
+            [one | {"rollout": one["rollout"][:0]} if one.get("masked") else one for one in given],
             *(
                 [row[:0] if one.get("masked") else row for one, row in zip(samples, rows, strict=True)]
                 for rows in (now, old)

@@ -49,6 +49,8 @@ CONFIGS = {
         rollout_is_upper=1.02,
         rollout_rs=(RejectionRule("token", "ratio", 0.9, 1.12),),
     ),
+    "once centered": RolloutCorrectionConfig(),
+    "once centered token": RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=1.02),
     "once own": RolloutCorrectionConfig(
         advantage=f"{OWN}:leave_best_out", loss=f"{OWN}:soft_gate", rollout_is="token", rollout_is_upper=1.02
     ),

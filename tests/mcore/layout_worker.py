@@ -32,7 +32,7 @@ from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.core.token_baseline import total_power
-from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
+from megatron_rl_corr.engines.trajectory import Support, TopLogprobs, Trajectory, VersionSpan
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch.deal import Rewarded, deal_out
 from megatron_rl_corr.mcore.batch.packing import PackLimits
@@ -188,21 +188,23 @@ def replica_batch(samples, layout, *, packed=False):
             cached_tokens=0,
             server="http://none",
             support=support_of(s),
+            top_logprobs=top_of(s),
         )
         for number, s in enumerate(mine, layout.dp_rank * share)
     ]
     rewards = torch.tensor([s["reward"] for s in mine], dtype=torch.float32)
+    top = {"top_logprobs": mine[0].get("top", 0)}
     if packed:
         mine, shift, trajectories = packed_batch(trajectories, rewards, samples, layout)
         return with_sampling_masks(mine, trajectories, layout), shift
     batch = RolloutBatch.from_trajectories(
-        trajectories, rewards, length=LENGTH, version=0, multiple=LENGTH, mask_truncated=True
+        trajectories, rewards, length=LENGTH, version=0, multiple=LENGTH, mask_truncated=True, **top
     )
     shift = torch.zeros(len(mine), LENGTH)
     for row, s in enumerate(mine):
         start = len(s["prompt"]) - 1
         shift[row, start : start + len(s["output"])] = s["old_shift"].float()
-    mine = share_batch(batch if layout.is_data_leader else None, len(mine), layout, multiple=LENGTH)
+    mine = share_batch(batch if layout.is_data_leader else None, len(mine), layout, multiple=LENGTH, **top)
     return with_sampling_masks(mine, trajectories, layout), shift[mine.seq_ids, mine.positions]
 
 
@@ -221,6 +223,7 @@ def with_sampling_masks(mine, trajectories, layout):
 def packed_batch(trajectories, rewards, samples, layout):
     """As the collector makes it of this replica's trajectories: dealt out over replicas, then packed."""
     multiple, batch, scored = chunk_multiple(layout.cp_size), None, None
+    top = {"top_logprobs": samples[0].get("top", 0)}
     if layout.is_data_leader:
         scored = list(map(Rewarded, trajectories, rewards.tolist()))
     if layout.pp_rank == 0 and layout.tp_group.rank() == 0:
@@ -233,9 +236,9 @@ def packed_batch(trajectories, rewards, samples, layout):
         )
         DEALT[:] = [one.sample_index for one in trajectories]
         batch = RolloutBatch.from_trajectories(
-            trajectories, rewards, length=LENGTH, version=0, multiple=multiple, mask_truncated=True
+            trajectories, rewards, length=LENGTH, version=0, multiple=multiple, mask_truncated=True, **top
         )
-    batch = share_batch(batch, len(trajectories), layout, multiple=multiple)
+    batch = share_batch(batch, len(trajectories), layout, multiple=multiple, **top)
     if layout.dp_size > 1:
         batch = replace(batch, parted_groups=len(samples) // GROUP_SIZE)
     numbers = torch.tensor([one.sample_index for one in trajectories])  # as dealt, on the leader
@@ -266,6 +269,12 @@ def support_of(sample):
         return None
     lengths = torch.tensor([len(ids) for ids in sample["support"]], dtype=torch.int32)
     return Support(torch.cat(sample["support"]).int(), lengths)
+
+
+def top_of(sample):
+    if "top" not in sample:
+        return None
+    return TopLogprobs(sample["top_ids"].int(), sample["top_logprobs"].float())
 
 
 class Traffic(TorchDispatchMode):
@@ -483,7 +492,7 @@ def gradient_error(expected, grads):
 
 def rank_main(rank, size, port, model_dir, reference, spec):
     torch.set_num_threads(1)
-    reference = reference["truncated"] if spec.get("truncated") else reference
+    reference = next((reference[name] for name in ("truncated", "centered") if spec.get(name)), reference)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     for case, microbatch_count, numbers, grads in run(model_dir, reference, spec):
         everything = [None] * size

@@ -165,3 +165,16 @@ def test_update_when_every_advantage_is_0_then_a_loss_of_the_users_makes_one_onl
     assert made[loss]["decision/kept"] == made["mask"].sum() - 1  # a token without a log-prob of the server
     assert made[loss]["decision/pulling"] == (made[loss]["decision/kept"] if pulls else 0)
     assert bool(made[loss]["grad"].any()) == pulls
+
+
+def test_update_when_every_weight_is_0_then_score_centering_makes_one_as_it_acts_on_these_tokens_too(made):
+    result, mask = made["centered"], made["mask"].clone()
+    mask[0, 0] = False  # a token without a log-prob of the server
+    assert result["loss/policy"] == 0
+    assert result["decision/kept"] == result["decision/pulling"] == mask.sum()
+    leaf = made["logits"].double().requires_grad_()
+    log_p = leaf.log_softmax(-1)[..., :2]
+    # m = p of both ids, and alpha 0: the sum of p log p, p constant.
+    term = (log_p.detach().exp() * log_p).sum(-1) * made["rewards"].double()[:, None]
+    (expected,) = torch.autograd.grad(term[mask].sum() / mask.sum(), leaf)
+    torch.testing.assert_close(result["grad"].double(), expected, rtol=1e-4, atol=1e-7)

@@ -123,6 +123,20 @@ TRUNCATED = {
 context parallelism.
 """
 
+CENTERED = {
+    1: [{"per_token": True}, {"packed": 64}],
+    2: [
+        {"tp": 2, "sp": True},
+        {"cp": 2, "per_token": True},
+        {"pp": 2},
+        {"packed": 64},
+        {"packed": 64, "cp": 2, "recompute": True},
+    ],
+}
+"""With score centering: the likeliest ids go to the last stage, cut for context parallelism, and their
+log-probs are of a vocabulary that tensor-parallel ranks share.
+"""
+
 
 @pytest.fixture(scope="module")
 def tiny_dense_dir(tiny_moe_dir, tmp_path_factory):
@@ -227,7 +241,8 @@ def expected_metrics(reference, case):
 
 def check(found, whole_reference, parameters):
     for one in found:
-        reference = whole_reference["truncated"] if one["layout"].get("truncated") else whole_reference
+        others = [whole_reference[name] for name in ("truncated", "centered") if one["layout"].get(name)]
+        reference = others[0] if others else whole_reference
         where = (one["layout"], one["case"], one["microbatches"])
         assert len(reference["cases"][one["case"].partition("/")[0]]["grads"]) == parameters
         assert one["gradient"] < TOLERANCE, (where, one["gradient"], one["worst"])
@@ -264,6 +279,16 @@ def test_corrected_step_of_moe_in_every_layout_then_gradients_and_metrics_equal_
     for one in found:
         if one["layout"].get("truncated") and "packed" not in one["layout"]:
             check_traffic(one, reference["truncated"]["samples"])
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_step_with_score_centering_when_sharded_then_equals_hf_autograd(
+    processes, tiny_moe_dir, reference_of
+):
+    path, reference = reference_of(tiny_moe_dir)
+    runs = [["once centered", 4], ["once centered token", 2], ["once centered token/scored", 4]]
+    chosen = [layout | {"centered": True, "runs": runs} for layout in CENTERED[processes]]
+    check(results(processes, tiny_moe_dir, path, chosen), reference, parameters=135)
 
 
 def check_traffic(one, samples):

@@ -154,6 +154,63 @@ def run_vocab_case(name: str, rank: int, size: int, group) -> dict:
     )
 
 
+IDS = 4
+IDS_CASES = {
+    name: VOCAB_CASES[name]
+    for name in (
+        "plain",
+        "temperature",
+        "a rank of padding",
+        "rows of -inf",
+        "labels out of range",
+        "no entropy",
+        "bfloat16",
+        "in place",
+        "in place, bfloat16",
+        "no tokens",
+        "sampled rows",
+        "sampled rows, in place",
+        "sampled rows, bfloat16, collision",
+        "no sampled row",
+    )
+}
+"""The same with the log-probs of IDS more ids of each token, the label among them or not."""
+
+
+def ids_inputs(name: str) -> dict[str, torch.Tensor]:
+    made, generator = vocab_inputs(name), torch.Generator().manual_seed(1 + sum(map(ord, name)))
+    tokens, support = len(made["labels"]), VOCAB_CASES[name].get("vocab_size", COLUMNS)
+    drawn = [torch.randperm(support, generator=generator)[:IDS] for _ in range(tokens)]
+    ids = torch.stack(drawn) if drawn else torch.zeros(0, IDS)
+    if tokens:
+        made["grads"][:, 1] = 0.0  # a token of which the loss wants nothing
+    id_grads = torch.randn(tokens, IDS, generator=generator)
+    id_grads[1:2] = 0.0
+    return made | {"ids": ids.int(), "id_grads": id_grads}
+
+
+def run_ids_case(name: str, rank: int, size: int, group) -> dict:
+    inputs, options = ids_inputs(name), as_rows({"with_entropy": True} | IDS_CASES[name])
+    leaf = inputs["logits"].chunk(size, dim=1)[rank].clone().requires_grad_()
+    with Collectives() as forward:
+        outputs = vocab_parallel_logprobs(
+            leaf * 1, inputs["labels"], tp_group=group, ids=inputs["ids"], **options
+        )
+    logprobs, entropy, of_ids = outputs[0], outputs[1], outputs[-1]
+    wanted = [(logprobs, inputs["grads"][0]), (of_ids, inputs["id_grads"])]
+    wanted += [] if entropy is None else [(entropy, inputs["grads"][1])]
+    with Collectives() as backward:
+        torch.autograd.backward(*zip(*wanted, strict=True))
+    return {
+        "logprobs": logprobs.detach(),
+        "entropy": None if entropy is None else entropy.detach(),
+        "of_ids": of_ids.detach(),
+        "gradient": leaf.grad,
+        "forward": forward.names,
+        "backward": backward.names,
+    }
+
+
 SUPPORT_CASES = {
     "plain": {},
     "temperature and chunks": {"temperature": 0.7, "chunk_ids": 4},
@@ -257,6 +314,7 @@ def run_linear_case(name: str, rank: int, size: int, group) -> dict:
 
 KINDS = {
     "vocab": (VOCAB_CASES, vocab_inputs, run_vocab_case),
+    "ids": (IDS_CASES, ids_inputs, run_ids_case),
     "support": (SUPPORT_CASES, support_inputs, run_support_case),
     "linear": (LINEAR_CASES, linear_inputs, run_linear_case),
 }

@@ -108,6 +108,37 @@ def test_generate_when_several_samples_then_logprobs_are_of_the_temperature_scal
     assert len({tuple(t.output_ids.tolist()) for t in trajectories}) > 3  # samples of one prompt differ
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_generate_when_likeliest_ids_are_asked_for_then_they_and_their_logprobs_are_the_models(
+    client, loop, model, temperature
+):
+    sampling = SamplingParams(12, temperature=temperature, ignore_eos=True, top_logprobs=16)
+    found = 0
+    for t in loop.call(client.generate(PROMPTS, sampling, samples_per_prompt=3)):
+        top = t.top_logprobs
+        assert top.ids.shape == top.logprobs.shape == (12, 16)
+        assert (top.logprobs.diff(dim=1) <= 0).all()
+        # Where it is among them, the sampled id's log-prob is the very one that the token has.
+        row, column = (top.ids == t.output_ids[:, None]).nonzero(as_tuple=True)
+        assert torch.equal(top.logprobs[row, column], t.rollout_logprobs[row])
+        found += len(row)
+        logits, settled = response(model, t)
+        exact = torch.log_softmax(logits / temperature, -1)
+        ours = exact.gather(1, top.ids.long())
+        assert (ours - top.logprobs)[settled].abs().max() < 2e-5
+        # No id that is not among them is likelier.
+        others = exact.scatter(1, top.ids.long(), -torch.inf).amax(dim=1)
+        assert (others < ours.amin(dim=1) + 1e-4)[settled].all()
+    assert 10 < found < 108
+    # A vLLM server has --max-logprobs 20, and the sampled id is one of them.
+    for wanted, refused in ((19, False), (20, client.engine_of(client.base_urls[0]).name == "vLLM")):
+        problem = loop.call(client.sampling_problem(SamplingParams(2, top_logprobs=wanted)))
+        assert (problem is not None and "--max-logprobs is 20" in problem) == refused, problem
+    assert loop.call(client.generate(PROMPTS, SamplingParams(2)))[0].top_logprobs is None
+    with pytest.raises(ValueError, match="`score_centering` 1000 asks for more ids than the vocabulary"):
+        loop.call(client.generate(PROMPTS, SamplingParams(2, top_logprobs=1000)))
+
+
 @pytest.mark.parametrize("temperature, top_p, top_k", [(0.7, 0.8, 20), (1.0, 1.0, 5), (1.5, 0.5, 4096)])
 def test_generate_when_truncated_then_logprobs_are_renormalised_on_the_likeliest_tokens(
     client, loop, model, vocab_size, temperature, top_p, top_k

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from megatron_rl_corr.engines.trajectory import MessageSpan
+from megatron_rl_corr.engines.trajectory import MessageSpan, TopLogprobs
 from megatron_rl_corr.rollout import SamplingParams, Support, Trajectory, VersionSpan
 from megatron_rl_corr.rollout.sample_columns import FORMAT, SCHEMA, Origin, Sample
 from megatron_rl_corr.rollout.sample_file import (
@@ -27,10 +27,8 @@ from megatron_rl_corr.rollout.sample_file import (
     write_trajectories,
 )
 
-ADDED = {"environment_reward", "routed_experts_bytes", "group", "row", "label", "reward_parts", "branch"} | {
-    "began",
-    "messages",
-}
+ADDED = {"environment_reward", "routed_experts_bytes", "group", "row", "label", "reward_parts", "branch"}
+ADDED |= {"began", "messages", "top_ids", "top_logprobs"}
 ODD_NAN = torch.tensor([0x7FC01234], dtype=torch.int32).view(torch.float32)  # a NaN with a payload
 
 
@@ -67,6 +65,10 @@ def full(tokens, index=0):
             support=Support(torch.arange(int(lengths.sum()), dtype=torch.int32), lengths),
             routed_experts=torch.arange((tokens + 1) * 6, dtype=torch.int16).view(tokens + 1, 3, 2),
             turn_ids=torch.arange(tokens) // 2 - 1,
+            top_logprobs=TopLogprobs(
+                torch.arange(tokens * 3, dtype=torch.int32).view(tokens, 3 if tokens else 0),
+                -torch.linspace(0.1, 7.3, tokens * 3).view(tokens, 3 if tokens else 0),
+            ),
             environment_reward=0.3,
             branch=index + 2,
             began="edited",
@@ -97,7 +99,7 @@ def bits(value):
     """The value as something that == compares bit for bit."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.contiguous().numpy().tobytes()
-    if isinstance(value, (Sample, Trajectory, Support, Origin)):
+    if isinstance(value, (Sample, Trajectory, Support, TopLogprobs, Origin)):
         return {name: bits(of) for name, of in vars(value).items()}
     return repr(value) if isinstance(value, float) else value
 
@@ -247,7 +249,14 @@ def test_file_when_written_before_a_column_was_added_then_read_without_it(tmp_pa
     old = [
         replace(
             s,
-            trajectory=replace(s.trajectory, environment_reward=None, branch=0, began="", messages=()),
+            trajectory=replace(
+                s.trajectory,
+                environment_reward=None,
+                branch=0,
+                began="",
+                messages=(),
+                top_logprobs=None,
+            ),
             **unknown,
         )
         for s in SAMPLES[:2]

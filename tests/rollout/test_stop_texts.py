@@ -5,7 +5,7 @@ the tokens before.
 import pytest
 import torch
 
-from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
+from megatron_rl_corr.engines.trajectory import TopLogprobs, Trajectory, VersionSpan
 from megatron_rl_corr.rollout.stop_texts import cut_at_stop, tokens_through_stop
 
 PIECES = ["a", "b", "<", "/", ">", "</", "b>", "</b>", "\N{EURO SIGN}"]
@@ -48,9 +48,12 @@ def test_cut_when_the_server_went_on_then_what_follows_is_gone_from_all_that_the
         0,
         "url",
         routed_experts=routes,
+        top_logprobs=TopLogprobs(torch.arange(8, dtype=torch.int32).view(4, 2), -torch.rand(4, 2)),
     )
     cut = cut_at_stop(sample, ["</"], decode)
     assert cut.output_ids.tolist() == [0, 2, 3] and cut.rollout_logprobs.tolist() == [-1, -2, -3]
     assert cut.finish_reason == "stop" and cut.weight_versions == sample.weight_versions[:2]
     assert torch.equal(cut.routed_experts, routes[:5])
+    assert cut.top_logprobs.ids.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert torch.equal(cut.top_logprobs.logprobs, sample.top_logprobs.logprobs[:3])
     assert cut_at_stop(sample, ["zz"], decode) is sample

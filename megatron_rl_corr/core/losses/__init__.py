@@ -21,6 +21,7 @@ from megatron_rl_corr.core.correction import Correction
 from megatron_rl_corr.core.losses.own import OwnLoss, own_loss
 from megatron_rl_corr.core.losses.penalties import entropy_bonus, kl_penalties
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs
+from megatron_rl_corr.core.losses.score_centering import TopPolicies, score_centering
 from megatron_rl_corr.reduce.collectives import ParallelGroups
 from megatron_rl_corr.reduce.metrics import Metric
 
@@ -45,6 +46,7 @@ def policy_loss(
     ref_logprobs: Tensor | None = None,
     rollout_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
+    top: TopPolicies | None = None,
     metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
     """The loss of each token [T], with its penalties, 0 where correction.mask is False.
@@ -56,6 +58,7 @@ def policy_loss(
         seq_ids, num_sequences: [T] int64 in [0, num_sequences), for a loss about whole sequences (gspo).
         groups: for such a loss, where sequences are split over cp.
         entropy: [T] with gradient, for an entropy bonus.
+        top: of the ids that were likeliest, for score centering; None: without it.
         metrics: the loss adds its own to it.
 
     Raises:
@@ -66,6 +69,8 @@ def policy_loss(
         loss = own_loss(name, inputs, config, metrics=metrics)
     else:
         loss = _named_loss(name, inputs, config, metrics)
+    if top is not None:
+        loss = loss + score_centering(top, inputs, config, metrics=metrics)
     kl = kl_penalties(
         inputs, config, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs, metrics=metrics
     )

@@ -42,7 +42,8 @@ def generate_request(
 
     seed: in [-2**63, 2**63); it decides what a server with deterministic inference draws, which would draw
     the same for all requests without one. With top_p, top_k or min_p the answer also tells, for every
-    token, the ids that it was drawn from and its log-prob renormalised on them. routed_experts: and the
+    token, the ids that it was drawn from and its log-prob renormalised on them; with top_logprobs the
+    likeliest ids. routed_experts: and the
     experts that every token but the last went to, without the first routes_from tokens. cache_key: keys
     and values are shared only with requests of the same one.
     """
@@ -55,6 +56,8 @@ def generate_request(
     }
     if sampling.needs_mask:
         body["return_sampling_mask"] = True
+    if sampling.top_logprobs:
+        body["top_logprobs_num"] = sampling.top_logprobs
     if routed_experts:
         body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
     if cache_key is not None:

@@ -1,6 +1,6 @@
 """Parses what an SGLang server answers: bytes in, `Trajectory` or dict out, or a `RolloutProtocolError`.
 
-P prompt tokens, R response tokens, K_t ids that token t was drawn from.
+P prompt tokens, R response tokens, K_t ids that token t was drawn from, K likeliest ids of each.
 """
 
 from operator import itemgetter
@@ -17,10 +17,11 @@ from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, FIELDS, SENTENCES
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.routed_experts import decode, tokens_recomputed
-from megatron_rl_corr.engines.trajectory import Support, Trajectory, VersionSpan
+from megatron_rl_corr.engines.trajectory import Support, TopLogprobs, Trajectory, VersionSpan
 
 GENERATE = "/generate"
 MASK, MASK_LOGPROBS = "output_token_sampling_mask", "output_token_sampling_logprobs"
+TOP = "output_top_logprobs"
 NO_ROWS = "output_token_logprobs is not a list of (log-prob, id, text)"
 MOST_SECONDS = 1e6
 """A request of more than 11 days is none: a time above that says nothing."""
@@ -36,6 +37,7 @@ def parse_generate(
     max_new_tokens: int,
     vocab_size: int | None = None,
     truncated: bool = False,
+    top_logprobs: int = 0,
     experts: ExpertShape | None = None,
     routes_from: int = 0,
     pushes_retract: bool = False,
@@ -53,6 +55,7 @@ def parse_generate(
         vocab_size: every id must be below it.
         truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs
             are renormalised on it.
+        top_logprobs: the request asked for so many of the likeliest ids of each token.
         experts: the request asked for routed experts, and the model routes so.
         routes_from: the token that it asked for routes from.
         pushes_retract: weights change in a pause that retracts: `tokens_recomputed`.
@@ -98,6 +101,7 @@ def parse_generate(
             cached_tokens=answers.count_of(meta, "cached_tokens", prompt_ids.numel()),
             server=server,
             support=support,
+            top_logprobs=_top_logprobs(meta, output_ids.size, top_logprobs, vocab_size),
             routed_experts=_routes(
                 meta,
                 versions,
@@ -160,6 +164,19 @@ def _truncated(meta: dict, output_ids: np.ndarray, vocab_size: int | None) -> tu
         answers.check_lengths(meta[name], output_ids.size, name)
     logprobs = answers.float32(meta[MASK_LOGPROBS], f"{MASK_LOGPROBS} is not a list of log-probs")
     return logprobs, answers.support(meta[MASK], output_ids, vocab_size, MASK)
+
+
+def _top_logprobs(meta: dict, tokens: int, count: int, vocab_size: int | None) -> TopLogprobs | None:
+    """[R, K], from R rows of K times (log-prob, id, text or null)."""
+    if not count:
+        return None
+    rows = meta.get(TOP)
+    rows = answers.check_lengths([] if rows is None else rows, tokens, TOP)
+    try:
+        logprobs, ids = ([[entry[at] for entry in row] for row in rows] for at in (0, 1))
+    except (TypeError, IndexError, KeyError):
+        raise ValueError(f"{TOP} is not a list of lists of (log-prob, id, text): {shown(rows)}") from None
+    return answers.top_logprobs(logprobs, ids, count=count, vocab_size=vocab_size, name=TOP)
 
 
 def _routes(

@@ -125,6 +125,12 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
             f"`min_p` {sampling.min_p}: SGLang 0.5.23 with --enable-deterministic-inference (or "
             "--rl-on-policy-target) ends at its first request with one; start it without, or drop `min_p`"
         )
+    if sampling.top_logprobs and server_info.get("speculative_algorithm"):
+        return (
+            f"`score_centering` {sampling.top_logprobs} with --speculative-algorithm "
+            f"{server_info['speculative_algorithm']}: whether the likeliest ids are then those of the policy "
+            "was not tried; start it without, or drop `score_centering`"
+        )
     if sampling.stop and server_info.get("skip_tokenizer_init"):
         return (
             f"`stop` {list(sampling.stop)}: a server with --skip-tokenizer-init has no texts to compare; "

@@ -49,8 +49,10 @@ def generate_request(
         routes_from: leave out the routes of the first tokens.
         cache_key: keys and values are shared only with requests of the same one.
     """
-    # 0: of the sampled id alone
-    fields = sampling_fields(sampling) | {"seed": server_seed(seed), "logprobs": 0}
+    # 0: of the sampled id alone. Else one more than K: the list begins with the sampled id, and 0.32 cuts it
+    # to this length.
+    likeliest = sampling.top_logprobs + 1 if sampling.top_logprobs else 0
+    fields = sampling_fields(sampling) | {"seed": server_seed(seed), "logprobs": likeliest}
     if routed_experts:
         fields["routed_experts_prompt_start"] = routes_from
     body = {"token_ids": prompt_ids, "sampling_params": fields, "output_mode": "tokens", "stream": False}

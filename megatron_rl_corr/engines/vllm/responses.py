@@ -1,6 +1,6 @@
 """Parses what a vLLM server answers: bytes in, `Trajectory` or dict out, or a `RolloutProtocolError`.
 
-P prompt tokens, R response tokens, K_t ids that token t was drawn from.
+P prompt tokens, R response tokens, K_t ids that token t was drawn from, K likeliest ids of each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.answer_types import check_fields
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
 from megatron_rl_corr.engines.routes import ExpertShape, cut_routes, no_routes
-from megatron_rl_corr.engines.trajectory import Trajectory, VersionSpan
+from megatron_rl_corr.engines.trajectory import TopLogprobs, Trajectory, VersionSpan
 from megatron_rl_corr.engines.vllm.answer_fields import EMPTY, FIELDS
 from megatron_rl_corr.engines.vllm.requests import GENERATE
 from megatron_rl_corr.engines.vllm.routed_experts import MissingRoutes, decode
@@ -41,6 +41,7 @@ def parse_generate(
     max_new_tokens: int,
     vocab_size: int | None = None,
     truncated: bool = False,
+    top_logprobs: int = 0,
     experts: ExpertShape | None = None,
     routes_from: int = 0,
     pushes_retract: bool = False,
@@ -58,6 +59,7 @@ def parse_generate(
         vocab_size: every id must be below it.
         truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs
             are renormalised on it.
+        top_logprobs: the request asked for so many of the likeliest ids of each token.
         experts: the request asked for routed experts, and the model routes so.
         routes_from: the token that it asked for routes from.
         pushes_retract: without effect; vLLM (0.32) hands out the routes of each pass with the token sampled
@@ -92,6 +94,7 @@ def parse_generate(
             cached_tokens=_cached_tokens(usage, prompt_ids.numel()),
             server=server,
             support=_support(choice, ids, vocab_size) if truncated else None,
+            top_logprobs=_top_logprobs(choice, ids.size, top_logprobs, vocab_size),
             routed_experts=_routes(choice, encoded, prompt_ids.numel() + ids.size, experts, routes_from),
             routes_from=routes_from,
         )
@@ -186,6 +189,24 @@ def _support(choice: dict, ids: np.ndarray, vocab_size: int | None):
         )
     sets = answers.check_lengths([] if sets is None else sets, ids.size, "sampling_mask")
     return answers.support(sets, ids, vocab_size, "sampling_mask")
+
+
+def _top_logprobs(choice: dict, tokens: int, count: int, vocab_size: int | None) -> TopLogprobs | None:
+    """[R, K], from R rows of {"token_id", "logprob"}: of the sampled id and the likeliest, it among them."""
+    if not count:
+        return None
+    name = "top_logprobs of logprobs.content"
+    content = answers.mapping_of(choice.get("logprobs"), "logprobs").get("content")
+    logprobs, ids = [], []
+    for row in answers.check_lengths([] if content is None else content, tokens, "logprobs.content"):
+        try:
+            by_id = {entry["token_id"]: entry["logprob"] for entry in row["top_logprobs"]}
+            ordered = sorted(by_id, key=by_id.__getitem__, reverse=True)[:count]
+        except (TypeError, KeyError):
+            raise ValueError(f"{name} is not a list of token_id and logprob: {shown(row)}") from None
+        ids.append(ordered)
+        logprobs.append([by_id[one] for one in ordered])
+    return answers.top_logprobs(logprobs, ids, count=count, vocab_size=vocab_size, name=name)
 
 
 def _routes(

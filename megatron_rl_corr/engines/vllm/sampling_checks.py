@@ -56,6 +56,13 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
             f"`max_new_tokens` {sampling.max_new_tokens} leaves no room for a prompt in its --max-model-len "
             f"{longest}, where it cuts responses; use fewer tokens, or start it with more"
         )
+    most = model.get("max_logprobs")
+    if isinstance(most, int) and 0 <= most < sampling.top_logprobs + (sampling.top_logprobs > 0):
+        return (
+            f"`score_centering` {sampling.top_logprobs} needs the log-probs of {sampling.top_logprobs + 1} "
+            f"ids a token, the sampled one and the likeliest, and its --max-logprobs is {most}; start it "
+            "with more, or use fewer"
+        )
     return _mask_problem(bool(model.get("return_sampling_mask")), sampling)
 
 

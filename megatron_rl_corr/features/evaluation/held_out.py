@@ -61,4 +61,4 @@ def evaluation_sampling(options: RunConfig) -> SamplingParams:
     if options.eval_temperature == 0:
         given |= {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
     changed = {name: value for name, value in given.items() if value is not None}
-    return replace(training_sampling(options), with_support=False, **changed)
+    return replace(training_sampling(options), with_support=False, top_logprobs=0, **changed)

@@ -172,7 +172,7 @@ class BatchCollector(ABC):
             oversampled=self.oversampled,
             truncated_samples=self._truncated_samples,
         )
-        own = self._share(batch, sequences, self.agent_branches)
+        own = self._share(batch, sequences, self.agent_branches, self.sampling.top_logprobs)
         del batch  # the leader's, whole
         if self._shape.packing is not None and self._layout.dp_size > 1:
             own = replace(own, parted_groups=self._groups * self._layout.dp_size)
@@ -246,11 +246,15 @@ class BatchCollector(ABC):
 
     @collective
     def _share(
-        self, batch: RolloutBatch | None, sequences: int, means_of: AgentBranches | None = None
+        self,
+        batch: RolloutBatch | None,
+        sequences: int,
+        means_of: AgentBranches | None = None,
+        top_logprobs: int = 0,
     ) -> RolloutBatch:
         """This rank's share of the leader's batch (None on others) of so many sequences."""
         how = {"multiple": self._multiple, "num_turns": self._num_turns, "means_of": means_of}
-        return share_batch(batch, sequences, self._layout, **how)
+        return share_batch(batch, sequences, self._layout, **how, top_logprobs=top_logprobs)
 
     @collective
     def _deal_and_lay_out(self, version: int) -> tuple[RolloutBatch | None, int]:
@@ -281,6 +285,7 @@ class BatchCollector(ABC):
                     num_turns=self._num_turns,
                     mask_truncated=self._mask_truncated,
                     with_episodes=self.agent_branches is not None,
+                    top_logprobs=self.sampling.top_logprobs,
                 )
                 if self.sampling.truncated:
                     self._sampling_masks = cut_sampling_masks(

@@ -48,6 +48,10 @@ class LossInputs:
     engines: tuple[str, ...] = ()
     token_lags: Tensor | None = None
     """[T] int64: pushes since the weights that sampled the label; None: no metrics by lag."""
+    top_ids: Tensor | None = None
+    """[T, K] int32: the ids that were likeliest where the label was sampled; None: nobody asks for them."""
+    top_logprobs: Tensor | None = None
+    """[T, K] float32, log pi_rollout of these."""
     energies: Tensor | None = None
     """[T] float32, `gradient_energies` under pi_old; None: no advantage asks for them."""
 
@@ -93,3 +97,8 @@ class Microbatch:
     """The ids that each of the b * L labels was drawn from."""
     packed_seq_params: PackedSeqParams | None = None
     """Where each sequence begins, in a pack; None: sequences are rows."""
+
+    @property
+    def top_ids(self) -> Tensor | None:
+        """[b * L, K]: the ids beside the labels whose log-probs the loss needs; None: none."""
+        return None if self.loss_inputs is None else self.loss_inputs.top_ids

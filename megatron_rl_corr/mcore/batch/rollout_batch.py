@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.core.segments import sums_of_episodes
-from megatron_rl_corr.engines.trajectory import Trajectory, episode_numbers
+from megatron_rl_corr.engines.trajectory import TopLogprobs, Trajectory, episode_numbers
 from megatron_rl_corr.logprobs.sampling_mask import SamplingMasks
 from megatron_rl_corr.mcore.batch.packing import PackLimits
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
@@ -136,6 +136,12 @@ class RolloutBatch:
     """Larger than every turn id, the same on all ranks; None without turn_ids."""
     sampling_masks: SamplingMasks | None = None
     """The ids that each of the T labels was drawn from, on the last stage. None: the whole vocabulary."""
+    top_ids: Tensor | None = None
+    """[T, K] int32: the ids that were likeliest where the label was sampled, 0 outside the mask. On the last
+    stage, None on others and where nobody asks.
+    """
+    top_logprobs: Tensor | None = None
+    """[T, K] float32 of these; 0 outside the mask."""
     parted_groups: int = 0
     """Groups of all replicas, where one may have samples on several; 0: a group is whole on this replica."""
     cp: tuple[int, int] = (0, 1)
@@ -186,8 +192,17 @@ class RolloutBatch:
         )
 
     @classmethod
-    def empty(cls, lengths: Sequence[int], multiple: int, *, num_turns: int | None = None) -> RolloutBatch:
-        """As `bare`, of whole sequences on the host, with zeros for each token. num_turns: as the field."""
+    def empty(
+        cls,
+        lengths: Sequence[int],
+        multiple: int,
+        *,
+        num_turns: int | None = None,
+        top_logprobs: int = 0,
+    ) -> RolloutBatch:
+        """As `bare`, of whole sequences on the host, with zeros for each token. num_turns: as the field;
+        top_logprobs: K.
+        """
         made = cls.bare(lengths, multiple)
         long = torch.zeros_like(made.seq_ids)
         return replace(
@@ -199,6 +214,8 @@ class RolloutBatch:
             token_lags=long.clone(),
             turn_ids=None if num_turns is None else long.clone(),
             num_turns=num_turns,
+            top_ids=long.new_zeros(len(long), top_logprobs, dtype=torch.int32) if top_logprobs else None,
+            top_logprobs=torch.zeros(len(long), top_logprobs) if top_logprobs else None,
         )
 
     @classmethod
@@ -213,6 +230,7 @@ class RolloutBatch:
         num_turns: int | None = None,
         mask_truncated: bool = False,
         with_episodes: bool = False,
+        top_logprobs: int = 0,
     ) -> RolloutBatch:
         """The samples' tokens in their order, on the host.
 
@@ -225,13 +243,14 @@ class RolloutBatch:
             num_turns: the largest number of turns of a sample; None without an environment.
             mask_truncated: keep sequences that were cut (finish reason length) out of the loss.
             with_episodes: an episode may have several sequences, one behind the other.
+            top_logprobs: K of the likeliest ids that the loss needs; 0: none.
 
         Raises:
-            ValueError: for a sample of more than length + 1 tokens (the last one is a label only).
+            ValueError: for a sample of more than length + 1 tokens (the last one is a label only), and for
+                one without its K likeliest ids.
         """
-        whole = cls.empty(
-            [_real_length(sample, length) for sample in trajectories], multiple, num_turns=num_turns
-        )
+        lengths = [_real_length(sample, length) for sample in trajectories]
+        whole = cls.empty(lengths, multiple, num_turns=num_turns, top_logprobs=top_logprobs)
         host = {name: value for name, value in vars(whole).items() if isinstance(value, Tensor)}
         for sample, start in zip(trajectories, whole.cu_seqlens[:-1], strict=True):
             ids = torch.cat([sample.prompt_ids, sample.output_ids])
@@ -241,6 +260,10 @@ class RolloutBatch:
             host["loss_mask"][response] = sampled
             host["token_lags"][response] = versions.token_lags(sample, version).where(sampled, 0)
             host["rollout_logprobs"][response] = sample.rollout_logprobs.where(sampled, 0.0)
+            if top_logprobs and len(sample.output_ids):
+                top = _likeliest(sample, top_logprobs)
+                host["top_ids"][response] = top.ids
+                host["top_logprobs"][response] = top.logprobs.where(sampled[:, None], 0.0)
             if num_turns is not None and sample.turn_ids is not None:
                 assert (sample.turn_ids < num_turns).all(), "more turns than num_turns"
                 host["turn_ids"][response] = sample.turn_ids.where(sampled, 0)
@@ -286,6 +309,8 @@ class RolloutBatch:
             "positions",
             "seq_ids",
             "turn_ids",
+            "top_ids",
+            "top_logprobs",
         )
         return {name: getattr(self, name)[places] for name in names if getattr(self, name) is not None}
 
@@ -429,6 +454,23 @@ def _real_length(sample: Trajectory, length: int) -> int:
             f"--seq-length {ids - 1} or more, or a smaller --rollout-max-new-tokens"
         )
     return max(ids - 1, 1)
+
+
+def _likeliest(sample: Trajectory, count: int) -> TopLogprobs:
+    """The `count` likeliest ids at each response token.
+
+    Raises:
+        ValueError: the sample has fewer.
+    """
+    top = sample.top_logprobs
+    known = 0 if top is None else top.ids.shape[1]
+    if known < count:
+        raise ValueError(
+            f"`score_centering` {count} needs the log-probs of so many ids at each token, and a sample of "
+            f"prompt {sample.prompt_index} has {known}; sample it with the option, or use fewer"
+        )
+    order = top.logprobs.argsort(dim=1, descending=True, stable=True)[:, :count]
+    return TopLogprobs(top.ids.gather(1, order), top.logprobs.gather(1, order))
 
 
 def trained_tokens(batch: RolloutBatch) -> Tensor:

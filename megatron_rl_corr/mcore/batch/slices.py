@@ -6,6 +6,7 @@ S sequences of the replica, T tokens of them on this context-parallel rank, padd
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -28,12 +29,14 @@ def share_batch(
     multiple: int,
     num_turns: int | None = None,
     means_of: AgentBranches | None = None,
+    top_logprobs: int = 0,
 ) -> RolloutBatch:
     """This rank's share of the data leader's batch; every rank of the replica calls it.
 
     One broadcast of five numbers a sequence, six with episodes; where tokens lie follows from the lengths. Of
     its tokens the first stage gets the ids, 4 bytes each, and the last also labels, mask with versions,
-    log-probs and turns: 16 bytes each, 20 with turns. Stages between them get none.
+    log-probs and turns: 16 bytes each, 20 with turns, and 8 for each of the K likeliest ids. Stages between
+    them get none.
 
     Args:
         batch: whole, on the host, on the data leader; None on others.
@@ -42,6 +45,7 @@ def share_batch(
         multiple: each sequence is padded to one.
         num_turns: the largest number of turns of a sample; None without an environment.
         means_of: as the batch's field, where it has episodes; None: each sample is one.
+        top_logprobs: K.
     """
     device, cp = communication_device(), (layout.cp_group.rank(), layout.cp_size)
     numbers = 5 if means_of is None else 6
@@ -64,7 +68,7 @@ def share_batch(
     def columns_of(stage: int) -> int:
         if stage < layout.pp_size - 1:
             return 1
-        return 4 if num_turns is None else 5
+        return (4 if num_turns is None else 5) + 2 * top_logprobs
 
     def slice_of(stage: int, rank: int) -> Tensor:
         runs = zigzag_runs(rank, layout.cp_size, boundaries)
@@ -75,7 +79,9 @@ def share_batch(
             lambda at: batch.labels[at],
             lambda at: batch.loss_mask[at] * (1 + batch.token_lags[at]),
             lambda at: batch.rollout_logprobs[at].view(torch.int32),
-            lambda at: batch.turn_ids[at],
+            *([] if num_turns is None else [lambda at: batch.turn_ids[at]]),
+            *(partial(_column, batch.top_ids, column) for column in range(top_logprobs)),
+            *(partial(_column, batch.top_logprobs, column) for column in range(top_logprobs)),
         )
         for row, column in zip(into, columns, strict=False):
             torch.cat([column(slice(*run)).int() for run in runs], out=row)
@@ -96,7 +102,19 @@ def share_batch(
         token_lags=(values[2] - 1).clamp_(min=0).long(),
         rollout_logprobs=values[3].view(torch.float32).clone(),
         turn_ids=None if num_turns is None else values[4].long(),
+        top_ids=_rows_of_columns(values[-2 * top_logprobs : -top_logprobs]) if top_logprobs else None,
+        top_logprobs=_rows_of_columns(values[-top_logprobs:]).view(torch.float32) if top_logprobs else None,
     )
+
+
+def _column(values: Tensor, column: int, at: slice) -> Tensor:
+    """One of K values [T, K] of these tokens, its bits as int32."""
+    return values[at, column].contiguous().view(torch.int32)
+
+
+def _rows_of_columns(columns: Tensor) -> Tensor:
+    """[K, T] -> [T, K], with memory of its own."""
+    return columns.t().contiguous()
 
 
 def _rows_of(batch: RolloutBatch) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import time
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import orjson
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.rollout.gateway.templates import digest
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
 
 Body = Mapping[str, Any]
@@ -74,8 +74,7 @@ class Memory:
 
     def once(self, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages, each as one that is equal was before: clients send all of them again each time."""
-        keys = [hashlib.blake2b(json_bytes(one), digest_size=16).digest() for one in messages]
-        return [self.messages.setdefault(key, one) for key, one in zip(keys, messages, strict=True)]
+        return [self.messages.setdefault(digest(one), one) for one in messages]
 
 
 def invalid(message: str, param: str | None, code: str = "invalid_value") -> GatewayError:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import orjson
 import torch
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class Templates:
     def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None):
         self.tokenizer, self._variables = tokenizer, dict(variables or {})
         self._prompts: OrderedDict[bytes, asyncio.Task[tuple[str, Tensor]]] = OrderedDict()
-        self._tools: dict[int, tuple[Any, list[dict[str, Any]]]] = {}
+        self._tools: dict[bytes, list[dict[str, Any]]] = {}
         self._token_texts: dict[int, str] = {}
         self._checked: set[tuple] = set()
         self._spellings = sorted(tokenizer.control_tokens, key=lambda one: (-len(one), one))
@@ -266,7 +267,7 @@ class Templates:
             ValueError: as `render`, or the template leaves out a message.
         """
         what = [[one.plain for one in messages], tools, dict(variables)]
-        key = hashlib.blake2b(json.dumps(what).encode(), digest_size=16).digest()
+        key = digest(what)
         making = self._prompts.get(key)
         if making is None:
             making = asyncio.ensure_future(self._made_first(messages, tools, variables))
@@ -472,14 +473,13 @@ class Templates:
         return [self._shielded(one) for one in value] if isinstance(value, list) else value
 
     def _shielded_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The tools in the form in which they are shown, kept: all requests of an episode have them."""
-        kept = self._tools.get(id(tools))
-        if kept is None or kept[0] is not tools:
-            kept = tools, [self._shielded(dict(one)) for one in tools]
-            self._tools[id(tools)] = kept
+        """The tools in the form in which they are shown, kept: all requests have them, in all episodes."""
+        key = digest(tools)
+        if key not in self._tools:
+            self._tools[key] = [self._shielded(dict(one)) for one in tools]
             if len(self._tools) > KEPT_TOOLS:
                 self._tools.pop(next(iter(self._tools)))
-        return kept[1]
+        return self._tools[key]
 
     def _check_variables(self, variables: Mapping[str, Any], with_tools: bool) -> None:
         kind = (*sorted(variables), with_tools)
@@ -534,6 +534,15 @@ class Templates:
             if found := self._spelled.search(followed):
                 first.add(followed[: found.end()])
         return first.pop() if len(first) == 1 else ""
+
+
+def digest(value: Any) -> bytes:
+    """Of a JSON value."""
+    try:
+        text = orjson.dumps(value)
+    except orjson.JSONEncodeError:  # a whole number beyond 64 bits, half of a character
+        text = json.dumps(value).encode()
+    return hashlib.blake2b(text, digest_size=16).digest()
 
 
 async def ids_of(encode: Callable[..., list[int]], text: str, *more: Any) -> Tensor:

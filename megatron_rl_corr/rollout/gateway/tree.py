@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Support, Trajectory, VersionSpan, concatenated
 from megatron_rl_corr.rollout.gateway.proof import problems_of_episode
-from megatron_rl_corr.rollout.gateway.templates import Message, Templates, ids_of
+from megatron_rl_corr.rollout.gateway.templates import Message, Templates, digest, ids_of
 from megatron_rl_corr.rollout.gateway.turn import AskedTurn, Line, Turn, follows, seal, shown_of
 
 REASONS = ("first", "edited", "tools", "template")
@@ -270,7 +270,7 @@ class TurnTree:
         return found
 
     def _message(self, given: Mapping[str, Any]) -> Message:
-        whole = hashlib.blake2b(json.dumps(given).encode(), digest_size=16).digest()
+        whole = digest(given)
         if whole not in self._messages:
             self._messages[whole] = self._templates.message(given)
         return self._messages[whole]
@@ -445,5 +445,6 @@ def _cut(whole: Trajectory, prompt_ids: Tensor, *, cached_tokens: int) -> Trajec
         turn_ids=whole.turn_ids[count:],
         weight_versions=tuple(spans),
         support=support,
+        top_logprobs=None if whole.top_logprobs is None else whole.top_logprobs[count:],
         cached_tokens=cached_tokens,
     )

@@ -123,6 +123,7 @@ class IngestHere:
                     max_new_tokens=asked.sampling.max_new_tokens,
                     vocab_size=asked.vocab_size,
                     truncated=asked.sampling.needs_mask,
+                    top_logprobs=asked.sampling.top_logprobs,
                     experts=asked.experts,
                     routes_from=asked.routes_from,
                     pushes_retract=asked.pushes_retract,

@@ -92,6 +92,7 @@ class ReplayRecorded(Engine):
         max_new_tokens,
         vocab_size=None,
         truncated=False,
+        top_logprobs=0,
         experts=None,
         routes_from=0,
         pushes_retract=False,

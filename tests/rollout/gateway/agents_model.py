@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.engines.trajectory import TopLogprobs
 from megatron_rl_corr.rollout import Support, Trajectory, VersionSpan
 from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeRules
 from megatron_rl_corr.rollout.gateway.templates import Templates
@@ -192,6 +193,7 @@ class Servers:
             routed_experts=routes_of([*prompt, *ids.tolist()])[routes_from:] if self.routes else None,
             routes_from=routes_from if self.routes else 0,
             support=support_of(ids) if self.support else None,
+            top_logprobs=top_of(ids) if self.support else None,
         )
         self.log.append(
             {
@@ -217,6 +219,12 @@ def support_of(ids):
     """Each token was drawn from itself and the next id."""
     pairs = torch.stack([ids, ids + 1], 1).flatten().to(torch.int32)
     return Support(pairs, torch.full((ids.numel(),), 2, dtype=torch.int32))
+
+
+def top_of(ids):
+    """Each token's likeliest ids are itself and the next id."""
+    pairs = torch.stack([ids, ids + 1], 1).to(torch.int32)
+    return TopLogprobs(pairs, -pairs.float())
 
 
 def episode(

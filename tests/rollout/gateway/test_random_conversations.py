@@ -480,6 +480,7 @@ def retokenised(branch):
         weight_versions=(replace(branch.weight_versions[0], start=0, end=count),),
         routed_experts=None,
         support=None,
+        top_logprobs=None,
     )
 
 

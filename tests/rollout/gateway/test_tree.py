@@ -308,6 +308,10 @@ def test_fork_when_two_turns_share_one_then_it_is_sampled_in_the_first_and_in_th
     assert [(span.version, span.start, span.end) for span in other.weight_versions] == [("v2", 0, 2)]
     assert other.cached_tokens == 2 and other.support.lengths.tolist() == [2, 2]
     assert other.support.ids[::2].tolist() == other.output_ids.tolist()
+    assert other.top_logprobs.ids[:, 0].tolist() == other.output_ids.tolist()
+    sampled = main.top_logprobs.ids[main.sampled]
+    assert sampled[:, 0].tolist() == main.output_ids[main.sampled].tolist()
+    assert (main.top_logprobs.logprobs[~main.sampled] == -torch.inf).all()
     for branch in (main, other):
         whole = torch.cat([branch.prompt_ids, branch.output_ids]).tolist()
         assert torch.equal(branch.routed_experts, routes_of(whole)) and branch.routes_from == 0

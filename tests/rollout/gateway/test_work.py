@@ -218,3 +218,12 @@ def test_first_requests_when_together_then_one_is_the_first(made, work, monkeypa
 
     run(scenario())
     assert {reason: count for reason, count in own.tree.forks.items() if count} == {"first": 1, "edited": 1}
+
+
+def test_tools_when_many_episodes_bring_them_then_their_form_is_made_once(made, monkeypatch):
+    shielded, own = [], made._shielded
+    monkeypatch.setattr(made, "_shielded", lambda value: shielded.append(value) or own(value))
+    for number in range(module.KEPT_TOOLS + 2):
+        tool = {"type": "function", "function": {"name": "look", "description": "see"}}
+        run(episode(Servers((f"ok{END}", "stop")), made).chat(ChatRequest(history(number), [tool])))
+    assert sum(value == "see" for value in shielded) == 1
