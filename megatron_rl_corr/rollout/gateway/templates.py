@@ -537,7 +537,7 @@ class Templates:
 
 
 def digest(value: Any) -> bytes:
-    """Of a JSON value."""
+    """The digest of a JSON value."""
     try:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError:  # a whole number beyond 64 bits, half of a character
