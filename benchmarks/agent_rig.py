@@ -92,7 +92,8 @@ def conversation(
 
 def answer_of(tokenizer: Tokenizer, told: Conversation) -> bytes:
     """A server's answer in SGLang's form: that of the conversation, with the end of the turn."""
-    call = f'\n<tool_call>\n{{"name": "{CALLED["name"]}", "arguments": {CALLED["arguments"]}}}\n</tool_call>'
+    # As tests/data/chat_templates/qwen3.jinja writes it: what is sampled otherwise is rendered twice.
+    call = f'<tool_call>{{"name": "{CALLED["name"]}", "arguments": {CALLED["arguments"]}}}</tool_call>'
     ids = tokenizer.encode(told.answer + call * told.calls + "<|im_end|>")
     made = orjson.loads(answer(len(ids), False))
     meta, made["output_ids"] = made["meta_info"], ids

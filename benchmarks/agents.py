@@ -1,12 +1,11 @@
 """What agents cost: of the gateway's process for each request, of long conversations, and of processes.
 
 python benchmarks/agents.py [--only requests long processes throughput] [--episodes 256] [--turns 20]
-[--template qwen3] [--repeats 3]
+[--template qwen3] [--repeats 5]
 
 requests: a process sends a request of each of --episodes episodes at once, and waits for all answers; a
 rollout server in another process answers at once. The processor's time of the gateway's process, less that of
-a bare client there which asks the server for the same ids. In turns, the median of --repeats; the run fails
-unless each episode is one sequence.
+a bare client there which asks the server for the same ids; the least of --repeats rounds, in turns.
 long: conversations of 40 turns and 32k tokens: the memory of an episode; and how late the event loop is for
 others while prompts of 32k tokens come.
 processes: 1,000 episodes at once, each in a process of its own (benchmarks/agent_harness.py).
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -34,7 +34,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.agent_clients import WIRES, Callers, Conversation, Wire  # noqa: E402
+from benchmarks.agent_clients import FORK, WIRES, Callers, Conversation, Wire  # noqa: E402
 from benchmarks.agent_processes import processes_table  # noqa: E402
 from benchmarks.agent_rig import (  # noqa: E402
     SAMPLING,
@@ -58,6 +58,8 @@ from megatron_rl_corr.rollout.gateway.templates import Templates  # noqa: E402
 from megatron_rl_corr.rollout.seeds import Draw  # noqa: E402
 
 PARTS = ("requests", "long", "processes", "throughput")
+SHOWN = (1, 5, 10)
+"""Turns that are measured, beside the last."""
 
 
 def main() -> None:
@@ -65,7 +67,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
-    for name, default in {"episodes": 256, "turns": 20, "tokens": 128, "new": 200, "repeats": 3}.items():
+    for name, default in {"episodes": 256, "turns": 20, "tokens": 128, "new": 200, "repeats": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--processes", type=int, default=1000)
     parser.add_argument("--template", default="qwen3")
@@ -86,36 +88,30 @@ def main() -> None:
 
 
 @dataclass(frozen=True)
-class Costs:
-    """Seconds of the processor a request, of each turn."""
+class Cost:
+    """Of a request in one turn."""
 
-    gateway: list[float]
-    bare: list[float]
-    lengths: list[int]
-    """Tokens of the prompts."""
+    gateway: float
+    """Seconds of the processor in the gateway's process."""
+    bare: float
+    """The same of a client that asks the server for these ids."""
+    tokens: int
+    """Of the prompt."""
 
 
 def requests_table(tokenizer: Tokenizer, text: str, options: argparse.Namespace) -> None:
     """Milliseconds beyond the bare client, by protocol and turn."""
-    shown = [turn for turn in (1, 5, 10, 20, 40) if turn <= options.turns]
-    head = [
-        "request",
-        *(f"turn {turn}" for turn in shown),
-        "mean of all turns",
-        "bare client, turn 1",
-        "last",
-    ]
+    shown = [turn for turn in SHOWN if turn < options.turns] + [options.turns]
+    head = ["request", *(f"turn {turn}" for turn in shown), *(f"bare, turn {turn}" for turn in shown)]
     print(f"\n| {' | '.join(head)} |\n|" + "---|" * len(head))
     for wire in WIRES:
         told = conversation(
             tokenizer, text, turns=options.turns, new=options.new, tokens=options.tokens, calls=wire.calls
         )
-        runs = asyncio.run(measured(wire, told, tokenizer, options.episodes, options.repeats))
-        ours = np.median([1e3 * (np.array(run.gateway) - np.array(run.bare)) for run in runs], axis=0)
-        bare = np.median([1e3 * np.array(run.bare) for run in runs], axis=0)
-        cells = [*(ours[turn - 1] for turn in shown), ours.mean(), bare[0], bare[-1]]
+        costs = asyncio.run(measured(wire, told, tokenizer, options.episodes, shown, options.repeats))
+        cells = [1e3 * (one.gateway - one.bare) for one in costs] + [1e3 * one.bare for one in costs]
         print(f"| {wire.name} | {' | '.join(f'{cell:.2f}' for cell in cells)} |", flush=True)
-    print(f"\nPrompts have {runs[0].lengths[0]} tokens in the first turn, {runs[0].lengths[-1]} in the last.")
+    print(f"\nPrompts have {', '.join(str(one.tokens) for one in costs)} tokens.")
 
 
 @asynccontextmanager
@@ -138,26 +134,35 @@ async def gateway_before(told: Conversation, tokenizer: Tokenizer, episodes: int
 
 
 async def measured(
-    wire: Wire, told: Conversation, tokenizer: Tokenizer, count: int, repeats: int
-) -> list[Costs]:
-    """So many runs of all turns, after two turns that are not counted."""
-    runs = []
+    wire: Wire, told: Conversation, tokenizer: Tokenizer, count: int, shown: Sequence[int], repeats: int
+) -> list[Cost]:
+    """Of the turns that are shown, of `count` episodes at once: the least of so many rounds, of the gateway
+    and of the bare client in turns, as other work on the machine makes all of them slower.
+    """
+    costs = []
     async with gateway_before(told, tokenizer, count) as (gateway, opened, client, callers):
-        for turns in (2, *(len(told.news) for _ in range(repeats))):
-            episodes, bodies = opened(), [wire.body(told, turn) for turn in range(turns)]
-            costs, bare = [], []
-            for body in bodies:
-                with counted(costs, count):
+        episodes = opened()
+        for turn in range(1, shown[-1] + 1):
+            body, ours, bare = wire.body(told, turn - 1), [], []
+            for _ in range(repeats + 1 if turn in shown else 1):
+                with counted(ours, count):
                     await callers.ask(wire.path, body, list(episodes))
-            lines = [turn.asked.line.ids for turn in next(iter(episodes.values())).tree.turns()]
-            for ids in lines:
-                with counted(bare, count):
-                    await asyncio.gather(
-                        *(client.turn(ids, SAMPLING, Draw(0, number, 0)) for number in range(count))
-                    )
-            close(gateway, episodes, len(bodies))
-            runs.append(Costs(costs, bare, [ids.numel() for ids in lines]))
-    return runs[1:]
+                ids = max(
+                    next(iter(episodes.values())).tree.turns(), key=lambda one: one.number
+                ).asked.line.ids
+                if turn in shown:
+                    with counted(bare, count):
+                        await asyncio.gather(
+                            *(client.turn(ids, SAMPLING, Draw(0, number, 0)) for number in range(count))
+                        )
+            if turn in shown:
+                costs.append(Cost(min(ours[1:]), min(bare[1:]), ids.numel()))
+        for key, episode in episodes.items():
+            gateway.close_episode(key)
+            forks = episode.tree.forks
+            if episode.counts.turns != shown[-1] + repeats * len(shown) or forks["template"] + forks["tools"]:
+                raise SystemExit(f"{wire.name}: an episode is {episode.counts}")
+    return costs
 
 
 class counted:
@@ -186,7 +191,17 @@ def memory_table(tokenizer: Tokenizer, text: str, count: int = 16, turns: int = 
     print("\n| 40 turns, 32k tokens | tokens | MB an episode | its end, ms |\n|---|---|---|---|")
     told = conversation(tokenizer, text, turns=turns, new=670, tokens=128)
     for wire in [one for one in WIRES if one.name in ("chat completions", "responses", "messages")]:
-        tokens, held, end = asyncio.run(memory(wire, told, tokenizer, count))
+        queue = FORK.SimpleQueue()  # a process each: what one has freed would be there for the next
+
+        def of_wire(wire: Wire = wire, queue: Any = queue) -> None:
+            queue.put(asyncio.run(memory(wire, told, tokenizer, count)))
+
+        process = FORK.Process(target=of_wire)
+        process.start()
+        process.join()
+        if process.exitcode:
+            raise SystemExit(f"{wire.name} failed")
+        tokens, held, end = queue.get()
         print(f"| {wire.name} | {tokens} | {held / 1e6:.2f} | {1e3 * end:.1f} |", flush=True)
 
 
@@ -195,18 +210,19 @@ async def memory(
 ) -> tuple[int, float, float]:
     """(tokens, bytes an episode, seconds of the processor at the end of one)."""
     async with gateway_before(told, tokenizer, count) as (gateway, opened, _, callers):
-        for _ in range(2):  # in the first all else that is kept comes
+        rounds, times = [], []
+        for _ in range(2):  # what the first has needed meanwhile is there for the second
             before, episodes = resident(), opened()
             for turn in range(len(told.news)):
                 await callers.ask(wire.path, wire.body(told, turn), list(episodes))
-            held, times = (resident() - before) / count, []
+            rounds.append(episodes)
+        held = (resident() - before) / count
+        for episodes in rounds:
             for episode in episodes.values():
                 with counted(times, 1):
                     (branch,) = await episode.finish()
             close(gateway, episodes, len(told.news))
-            tokens = branch.prompt_ids.numel() + branch.output_ids.numel()
-            del episodes, episode, branch
-        return tokens, held, statistics.median(times)
+        return branch.prompt_ids.numel() + branch.output_ids.numel(), held, statistics.median(times)
 
 
 def resident() -> int:
