@@ -19,7 +19,7 @@ BUDGETS = {
     "core": 1_950,
     "logprobs": 1_035,
     "data": 4_430,
-    "rollout": 7_430,
+    "rollout": 7_460,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 940,
