@@ -256,9 +256,9 @@ def test_generate_when_each_server_refuses_the_request_then_asked_twice_at_most(
         assert client.counts()["left_out"] == 0
 
     faulty.run(scenario, refuses)
-    assert asked == ["/generate"]
+    assert asked.count("/generate") == 1
     faulty.run(scenario, refuses, refuses)
-    assert asked == ["/generate"] * 3
+    assert asked.count("/generate") == 3
 
 
 @drill(
