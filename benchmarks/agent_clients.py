@@ -158,7 +158,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if not self._answer.done():
-            self._answer.set_exception(SystemExit("the gateway hung up"))
+            self._answer.set_exception(RuntimeError("the gateway hung up"))
 
     def data_received(self, data: bytes) -> None:
         self._got += data
@@ -175,7 +175,7 @@ class _Connection(asyncio.Protocol):
         if head.startswith(b"http/1.1 200"):
             self._answer.set_result(body)
         else:
-            self._answer.set_exception(SystemExit(f"answered {body[:500].decode(errors='replace')}"))
+            self._answer.set_exception(RuntimeError(f"answered {body[:500].decode(errors='replace')}"))
 
 
 async def _ask_once(connections: Sequence[_Connection], path: str, body: bytes, keys: Sequence[str]) -> None:
@@ -208,7 +208,7 @@ def _call(port: int, count: int, pipe: Any) -> None:
             try:
                 await work(connections, *given)
                 pipe.send("")
-            except SystemExit as error:
+            except RuntimeError as error:
                 pipe.send(str(error))
 
     asyncio.run(calling())

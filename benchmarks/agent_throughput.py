@@ -33,8 +33,8 @@ from tools.cpu import environment, sglang_arguments
 from tools.local_server import LocalServer
 
 EPISODES, TURNS, IN_FLIGHT = 64, 3, 64
-SAMPLING = SamplingParams(4096)
-"""Answers end long before: each token ends one in a hundred times."""
+SAMPLING = SamplingParams(4096, temperature=4.0)
+"""Answers end long before: any of 83 tokens is about as likely, and one of them ends an answer."""
 CONTEXT = 8192
 TEMPLATE = (
     "{% for message in messages %}<pad>{{ message.role }}:{{ message.content }}<eos>{% endfor %}"
@@ -55,13 +55,15 @@ class Ran:
     """Seconds of the processor in this process."""
     harness: float
     """The same of what asks the gateway."""
+    server: float = 0.0
+    """The same of the server."""
 
     @property
     def tokens(self) -> int:
         return sum(map(len, self.sampled.values()))
 
 
-def throughput_table(repeats: int) -> None:
+def throughput_table(repeats: int = 9) -> None:
     """The ways in turns, on one server."""
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
@@ -89,47 +91,53 @@ def throughput_table(repeats: int) -> None:
             ],
         )
         with served:
-            runs = asyncio.run(all_ways(served.url, model, repeats))
-    head = [
-        "way",
-        "tokens/s",
-        "of the environment's",
-        "the same ids",
-        "CPU ms a request here",
-        "of what asks",
+            runs = asyncio.run(all_ways(served.url, served.pid, model, repeats))
+    head = ["way", "tokens/s", "of the environment's", "the same ids"]
+    head += [
+        "CPU ms a request: server",
+        "here",
+        "what asks",
+        "all, of the environment's",
+        "without what asks",
     ]
     print(f"\n| {' | '.join(head)} |\n|" + "---|" * len(head))
     for number, way in enumerate(WAYS):
-        rates = [[run[at].tokens / run[at].seconds for run in runs] for at in (number, 0)]
-        ratio = statistics.median(own / base for own, base in zip(*rates, strict=True))
-        same = [
-            run[number].sampled[turn] == ids
-            for run in runs
-            for turn, ids in run[0].sampled.items()
-            if turn in run[number].sampled
-        ]
-        cells = [
-            way,
-            f"{statistics.median(rates[0]):.0f}",
-            f"{ratio:.3f}",
-            f"{100 * sum(same) / len(same):.0f} %",
-        ]
-        for seconds in ("own", "harness"):
-            each = [getattr(run[number], seconds) / len(run[number].sampled) for run in runs]
-            cells.append(f"{1e3 * statistics.median(each):.2f}")
-        print(f"| {' | '.join(cells)} |", flush=True)
+        pairs = [(run[number], run[0]) for run in runs]
+        same = [own.sampled.get(turn) == ids for own, base in pairs for turn, ids in base.sampled.items()]
+        rates = [own.tokens / own.seconds for own, _ in pairs]
+        shares = [rate / (base.tokens / base.seconds) for rate, (_, base) in zip(rates, pairs, strict=True)]
+        cells = [f"{statistics.median(rates):.0f}", f"{statistics.median(shares):.3f}"]
+        cells[1] += f" ({min(shares):.2f} to {max(shares):.2f})"
+        cells.append(f"{100 * sum(same) / len(same):.0f} %")
+        for of in ("server", "own", "harness"):
+            each = statistics.median(getattr(own, of) / len(own.sampled) for own, _ in pairs)
+            cells.append(f"{1e3 * each:.2f}")
+        for harness in (1, 0):
+            shares = [
+                (own.server + own.own + harness * own.harness) / (base.server + base.own)
+                for own, base in pairs
+            ]
+            cells.append(f"{statistics.median(shares):.3f}")
+        print(f"| {way} | {' | '.join(cells)} |", flush=True)
 
 
-async def all_ways(url: str, model: Path, repeats: int) -> list[list[Ran]]:
+def cpu_of(pid: int) -> float:
+    """Seconds of the processor of a process and those below it."""
+    above = psutil.Process(pid)
+    return sum(sum(one.cpu_times()[:2]) for one in [above, *above.children(recursive=True)])
+
+
+async def all_ways(url: str, server: int, model: Path, repeats: int) -> list[list[Ran]]:
     tokenizer = Tokenizer.from_folder(model)
     tasks = [
         {"messages": [{"role": "user", "content": f"what is {number}?"}], "reply": REPLY, "turns": TURNS}
         for number in range(EPISODES)
     ]
-    runs = []
+    ways, runs = (by_environment, by_one_process, by_processes), []
     for repeat in range(repeats + 1):
-        ran = []
-        for way in (by_environment, by_one_process, by_processes):
+        ran: list[Any] = [None] * len(ways)
+        for step in range(len(ways)):
+            number = (step + repeat) % len(ways)  # each is the first in some repeats
             client = RolloutClient(
                 [url],
                 vocab_size=len(tokenizer._tokenizer),
@@ -139,7 +147,9 @@ async def all_ways(url: str, model: Path, repeats: int) -> list[list[Ran]]:
             )
             async with client:
                 await client.flush_cache()
-                ran.append(await way(client, tokenizer, tasks))
+                before = cpu_of(server)
+                made = await ways[number](client, tokenizer, tasks)
+                ran[number] = replace(made, server=cpu_of(server) - before)
         runs.append(ran)
     return runs[1:]
 

@@ -84,7 +84,7 @@ def main() -> None:
     if "processes" in options.only:
         processes_table(tokenizer, text, options.processes)
     if "throughput" in options.only:
-        throughput_table(options.repeats)
+        throughput_table()
 
 
 @dataclass(frozen=True)
