@@ -177,9 +177,14 @@ class Tokenizer:
                 "there, or give rows of text"
             )
         from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        from megatron_rl_corr.data.template_sandbox import shorten
 
         how = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **kwargs}
         try:
+            # Compiled once; transformers keeps it.
+            shorten(_compile_jinja_template(self._tokenizer.get_chat_template(tools=tools)).environment)
             return self._tokenizer.apply_chat_template(list(messages), **how)
         # what a template may raise
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:

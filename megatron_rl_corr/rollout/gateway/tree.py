@@ -309,6 +309,8 @@ class TurnTree:
         for history in range(len(chain), 0, -1):
             found = self._by_key.get(chain[history - 1], ())
             same = [one for one in found if one.asked.tools is tools and one.asked.variables == variables]
+            if len(same) == 1:
+                return same[0], history, ""
             if same:
                 given = messages[:history]
                 rank = {one: (_other_ids(one, given), one.continued, one.number) for one in same}
