@@ -1,7 +1,7 @@
 """Jinja's sandbox with a short way for what chat templates do most.
 
-Templates come with checkpoints, and run in a sandbox. Its look at each attribute and call is half of what the
-rendering of a long conversation takes; keys of a message, methods of texts and the loop's own names need none.
+Templates come with checkpoints, and run in a sandbox. Its look at each attribute and call is half of what
+the rendering of a long conversation takes; keys of a message, methods of texts and a loop's names need none.
 """
 
 from __future__ import annotations

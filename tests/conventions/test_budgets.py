@@ -18,7 +18,7 @@ BUDGETS = {
     "reduce": 655,
     "core": 1_950,
     "logprobs": 1_035,
-    "data": 4_430,
+    "data": 4_470,
     "rollout": 7_460,
     "weight_sync": 2_190,
     "doctor": 725,
