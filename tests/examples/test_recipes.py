@@ -165,7 +165,9 @@ def test_training_flags_when_colocated_then_they_are_checked_for_all_8_gpus(one_
             ["--rollout-weight-transport", "distributed"],
             "--rollout-colocate with --rollout-weight-transport distrib",
         ),
-        (["--rollout-max-lag", 1], "--rollout-colocate with --rollout-max-lag 1: servers have no memory"),
+        *in_matrix(
+            (["--rollout-max-lag", 1], "--rollout-colocate with --rollout-max-lag 1: servers have no memory"),
+        ),
         (
             ["--rollout-engine", "vllm"],
             "--rollout-colocate with --rollout-engine vllm: the release of its memo",
@@ -174,9 +176,11 @@ def test_training_flags_when_colocated_then_they_are_checked_for_all_8_gpus(one_
             ["--log-params-norm"],
             "--log-params-norm with --rollout-colocate: Megatron reads the optimizer's main",
         ),
-        (
-            ["--optimizer-offload-fraction", 0.5],
-            "--optimizer-offload-fraction 0.5 with --rollout-colocate: the share",
+        *in_matrix(
+            (
+                ["--optimizer-offload-fraction", 0.5],
+                "--optimizer-offload-fraction 0.5 with --rollout-colocate: the share",
+            ),
         ),
         (
             ["--no-optimizer-cpu-offload"],
@@ -242,14 +246,18 @@ def test_server_flags_then_sglang_has_them(recipe):
             ["--expert-model-parallel-size", 3],
             "Number of experts should be a multiple of expert model parallel_size",
         ),
-        (["--tensor-model-parallel-sise", 2], "unrecognized arguments: --tensor-model-parallel-sise 2"),
+        *in_matrix(
+            (["--tensor-model-parallel-sise", 2], "unrecognized arguments: --tensor-model-parallel-sise 2"),
+        ),
         (
             ["--rollout-group-sise", 8],
             "unknown flag --rollout-group-sise; did you mean --rollout-group-size?",
         ),
         (["--hidden-size", 4096], "--hidden-size 4096: config.json says 2048"),
         (["--rollout-label-key", "solution"], 'dapo.parquet: row 0: no key "solution"; the row has'),
-        (["--rollout-reward-function", "nowhere.py:reward"], "nowhere.py"),
+        *in_matrix(
+            (["--rollout-reward-function", "nowhere.py:reward"], "nowhere.py"),
+        ),
         # 24 samples over 2 replicas are 12 each: one prompt of 8, and half of another.
         (
             ["--global-batch-size", 24],
@@ -259,10 +267,17 @@ def test_server_flags_then_sglang_has_them(recipe):
             ["--rollout-eval-prompts", "nowhere.parquet", "--eval-interval", 9],
             "--rollout-eval-prompts: nowhere.parq",
         ),
-        (["--rollout-environment", "nowhere.py:Shop"], "--rollout-environment: there is no file nowhere.py"),
+        *in_matrix(
+            (
+                ["--rollout-environment", "nowhere.py:Shop"],
+                "--rollout-environment: there is no file nowhere.py",
+            ),
+        ),
         # Folders that different ranks write: every one, leaders, those that send weights, the last one.
         (["--save", "{model}/config.json"], "--save {model}/config.json can't be made"),
-        (["--rollout-trace", "{model}/config.json"], "--rollout-trace {model}/config.json can't be made"),
+        *in_matrix(
+            (["--rollout-trace", "{model}/config.json"], "--rollout-trace {model}/config.json can't be made"),
+        ),
         (["--rollout-save-hf", "{model}/config.json"], "--rollout-save-hf {model}/config.json can't be made"),
         # Qwen3's tokenizer has fewer ids than its embedding has rows, as this one.
         (

@@ -21,9 +21,9 @@ EPISODES, SEQUENCES = 16, 24
 LAYOUTS = {
     1: [{"packed": 24}],
     2: [
-        {"packed": 24},
+        *in_matrix({"packed": 24}),
         {"packed": 24, "cp": 2, "cases": ["episodes", "sums of sequences", "own", "unscored"]},
-        {"packed": 24, "pp": 2, "cases": ["sequences", "norm"]},
+        *in_matrix({"packed": 24, "pp": 2, "cases": ["sequences", "norm"]}),
         # A microbatch a sequence, so that the replica of fewer sequences has some of none.
         {"packed": 1, "replay": True, "cases": ["episodes", "unscored"]},
         {"packed": 48, "tp": 2, "ep": 2, "sp": True, "replay": True, "cases": ["episodes", "tokens"]},
@@ -99,7 +99,7 @@ def test_step_when_episodes_have_several_sequences_then_that_of_hugging_face(
             assert not any(kept[name] for name in REJECTED) and sum(kept.values()) > SEQUENCES / 2
 
 
-@pytest.mark.parametrize("layout", [{"packed": 24, "cp": 2}, {"packed": 24}])
+@pytest.mark.parametrize("layout", [{"packed": 24, "cp": 2}, *in_matrix({"packed": 24})])
 def test_replay_when_samples_have_several_sequences_then_every_bit_of_the_run(
     layout, tiny_moe_dir, routed_samples, tmp_path
 ):
@@ -116,7 +116,7 @@ def test_replay_when_samples_have_several_sequences_then_every_bit_of_the_run(
         assert {read_batch(path).agent_branches for path in files} == {CASES[case][3]}
 
 
-@pytest.mark.parametrize("layout", [{"packed": 24}, {"packed": 48, "tp": 2, "ep": 2, "sp": True}])
+@pytest.mark.parametrize("layout", [*in_matrix({"packed": 24}), {"packed": 48, "tp": 2, "ep": 2, "sp": True}])
 def test_step_when_each_sample_has_one_sequence_then_every_bit_of_a_run_without_agents(
     layout, tiny_moe_dir, routed_samples, tmp_path
 ):

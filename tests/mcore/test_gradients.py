@@ -16,7 +16,9 @@ import torch
 from tests.core.naive import HIGH, LOW, Batch, clamp, correct, mean
 from tests.mcore.layout_cases import CONFIGS, LENGTH
 from tests.megatron_forks import run_megatron
+from tests.tiers import in_matrix, matrix
 
+pytestmark = matrix
 HERE = Path(__file__).resolve().parent
 TOLERANCE = 1e-5  # of float32 Megatron against float64; measured 1e-6
 
@@ -100,7 +102,7 @@ PACKED = {
     4: [
         {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "recompute": True},
         {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True},
-        {"packed": 64, "cp": 2, "pp": 2},
+        *in_matrix({"packed": 64, "cp": 2, "pp": 2}),
         {"packed": 64, "pp": 4},
         {"packed": 32, "tp": 2, "ep": 2, "etp": 2, "sp": True},
     ],
@@ -111,12 +113,11 @@ theirs to choose. The stages in the middle, of 4, get no token of a batch.
 
 TRUNCATED = {
     1: [{"recompute": True}],
-    2: [{"cp": 2}, {"pp": 2}, {"tp": 2, "sp": True}],
+    2: [{"cp": 2}, *in_matrix({"pp": 2}, {"tp": 2, "sp": True})],
     4: [
         {"pp": 2, "cp": 2, "recompute": True},
         {"tp": 2, "cp": 2, "sp": True, "per_token": True},
-        {"tp": 2, "pp": 2, "vpp": 2, "sp": True},
-        {"cp": 2},
+        *in_matrix({"tp": 2, "pp": 2, "vpp": 2, "sp": True}, {"cp": 2}),
     ],
 }
 """Where samples were drawn from a few ids each: sampling masks go to the last stage, cut for

@@ -55,6 +55,7 @@ def exchanged_experts(engine, url, model_dir):
         asyncio.run(load(engine, url, weights))
 
 
+@pytest.mark.parametrize("engine_server", ["sglang", *in_matrix("vllm")], indirect=True)
 @pytest.mark.parametrize("processes", LAYOUTS)
 def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_moved(
     processes, tiny_moe_dir, engine_server, tmp_path
@@ -118,6 +119,7 @@ def test_probe_when_one_experts_weights_are_exchanged_at_the_server_then_it_is_n
     assert 1e-3 < allowed[0][0]["rollout/probe_max_abs_log_ratio"] < 5 and allowed[0][0] == allowed[1][0]
 
 
+@pytest.mark.parametrize("engine_server", ["sglang", *in_matrix("vllm")], indirect=True)
 def test_probe_when_the_first_push_exchanges_two_experts_then_found_in_16_bits_too(
     tiny_moe_dir, engine_server, tmp_path
 ):

@@ -440,7 +440,7 @@ def test_conversations_when_random_then_each_token_is_what_a_naive_model_of_the_
     assert called > 5 or not template.startswith(PREFIX) or family(template).parser is None
 
 
-@pytest.mark.parametrize("template", [*PUBLISHED, *NAMES])
+@pytest.mark.parametrize("template", [*in_matrix(*PUBLISHED), *NAMES])
 def test_faults_when_planted_in_random_conversations_then_the_proof_and_the_log_find_them(template):
     planted = 0
     for seed in seeds_of(named(template))[:3]:
