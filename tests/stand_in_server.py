@@ -63,7 +63,7 @@ def run(scenario, *handlers, **options):
             # A process of its own takes seconds to start.
             defaults = {"vocab_size": 10, "outage_timeout_s": 0.1, "ingest_process": False}
             async with RolloutClient(urls, **(defaults | options)) as client:
-                return await asyncio.wait_for(scenario(client), timeout=20)
+                return await asyncio.wait_for(scenario(client), timeout=90)  # a machine may be busy
 
     return asyncio.run(inner())
 
