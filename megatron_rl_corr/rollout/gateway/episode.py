@@ -144,6 +144,10 @@ class Episode:
         await self.end()
         if self._failure is not None:
             raise self._failure
+        return await asyncio.to_thread(self._checked_branches)
+
+    def _checked_branches(self) -> list[Trajectory]:
+        """In a thread, as it takes a second where many branches are long; the ended tree stays as it is."""
         branches = [
             replace(one, sample_index=self._draw.sample, messages=message_spans(leaf.path(), self._templates))
             for one, (leaf, _) in zip(self.tree.branches(), self.tree.leaves(), strict=True)
