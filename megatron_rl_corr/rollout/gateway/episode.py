@@ -73,7 +73,7 @@ class EpisodeCounts:
     """Turns that the template writes in another way than they were sampled, and that go on as sampled."""
     undelivered: int = 0
     """Answers that the harness did not get."""
-    forks: dict[str, int] = field(default_factory=dict)
+    forks: Counter = field(default_factory=Counter)
     """Branches that requests began, by reason (`TurnTree.forks`)."""
     overridden: Counter = field(default_factory=Counter)
     """Requests by field of theirs that the run's own setting took the place of."""
@@ -111,7 +111,7 @@ class Episode:
             turns=len(turns),
             branches=len(self.tree.leaves()),
             rerendered=self.tree.rerendered,
-            forks=self.tree.forks,
+            forks=Counter(self.tree.forks),
             overridden=Counter(self._counts.overridden),
         )
 
