@@ -202,6 +202,8 @@ class EpisodeMaker:
     """Options that name the user's functions, FILE.py:NAME."""
     bounds_turns: bool = False
     """`max_new_tokens` bounds each turn alone, and --seq-length all of them."""
+    needs_packs: bool = False
+    """A sample may have any number of sequences, which padded rows do not go with."""
 
 
 class Options:

@@ -1,5 +1,7 @@
 """The options of agents: what they bring, what is refused by name; and what is counted."""
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -89,10 +91,11 @@ def test_tool_format_when_auto_then_the_templates_or_none_with_a_line():
 
 def test_metrics_when_counted_then_means_are_over_episodes():
     counts = AgentCounts()
-    own = EpisodeCounts(requests=5, refused=1, turns=4, branches=2, forks={"first": 1, "edited": 1})
+    forks = Counter(first=1, edited=1)
+    own = EpisodeCounts(requests=5, refused=1, turns=4, branches=2, forks=forks)
     own.overridden.update({"temperature": 3, "top_p": 1})
     counts.add(own, 2.0)
-    counts.add(EpisodeCounts(requests=1, turns=1, branches=1, rerendered=1, forks={"first": 1}), 4.0)
+    counts.add(EpisodeCounts(requests=1, turns=1, branches=1, rerendered=1, forks=forks), 4.0)
     values = counted(counts)
     assert values.shape == (len(COUNTED),)
     found = {name: metric.value() for name, metric in agent_metrics(values).items()}
@@ -106,7 +109,7 @@ def test_metrics_when_counted_then_means_are_over_episodes():
         "agent/rerendered": 1,
         "agent/undelivered": 0,
         "agent/overridden": 4,
-        "agent/forks_edited": 1,
+        "agent/forks_edited": 2,
         "agent/forks_template": 0,
         "agent/forks_tools": 0,
         "agent/forks_earlier": 0,

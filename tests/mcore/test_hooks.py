@@ -864,6 +864,10 @@ say(
         said(num_experts=None, moe_token_dispatcher_type="allgather"),
         said(rollout_max_tokens_per_microbatch=32),
     ],
+    of_agents=[
+        said(moe_router_load_balancing_type="global_aux_loss", **{f"rollout_{name}": "one"})
+        for name in ("agent", "agent_command", "environment")
+    ],
     lengths=[packed(1), packed(2)],
     unknown=unknown,
     learning=[learning(0.0), learning(0.01)],
@@ -899,6 +903,9 @@ def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(
         f"and in its order wait for each other for ever; leave it out, {rows}",
         "--rollout-max-tokens-per-microbatch 31 must be at least --seq-length 32: a sequence is not cut",
     ]
+    *of_agents, of_environment = found["of_agents"]
+    assert of_environment.endswith(f"aux_loss, {rows}")
+    assert of_agents == 2 * [of_environment.removesuffix(f", {rows}")]  # they have no padded rows
     assert found["taken"] == [None] * 3
     assert found["lengths"] == [[False, "allgather"], [True, "alltoall"]]
     assert found["learning"] == [

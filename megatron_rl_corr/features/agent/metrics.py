@@ -26,7 +26,8 @@ COUNTED = (*PER_EPISODE.values(), *SUMS.values(), *(f"forks_{reason}" for reason
 
 def counted(counts: AgentCounts) -> Tensor:
     """[len(COUNTED)] float64, since the run's beginning."""
-    values = vars(counts) | {f"forks_{reason}": counts.forks.get(reason, 0) for reason in FORKS}
+    forks = {f"forks_{reason}": counts.forks[reason] for reason in FORKS}
+    values = vars(counts) | forks | {"overridden": counts.overridden.total()}
     return torch.tensor([float(values[name]) for name in COUNTED], dtype=torch.float64)
 
 

@@ -22,6 +22,7 @@ class AgentConfig(Options):
         "megatron_rl_corr.features.agent.making:make_agents",
         functions=("agent",),
         bounds_turns=True,
+        needs_packs=True,
     )
 
     agent: str | None = option(None, metavar="FILE.py:NAME")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_rl_corr.data.prompt import Prompt
@@ -39,31 +39,18 @@ NO_LIMIT = 1 << 40
 
 
 @dataclass
-class AgentCounts:
+class AgentCounts(EpisodeCounts):
     """What has happened in all episodes that have ended, well or not, since the run's beginning."""
 
     episodes: int = 0
     seconds: float = 0.0
     """From the start of their harnesses to their ends."""
-    requests: int = 0
-    refused: int = 0
-    turns: int = 0
-    branches: int = 0
-    rerendered: int = 0
-    undelivered: int = 0
-    overridden: int = 0
-    """Fields of requests that the run's own settings took the place of."""
-    forks: dict[str, int] = field(default_factory=dict)
-    """Branches that requests began, by reason."""
 
     def add(self, own: EpisodeCounts, seconds: float) -> None:
         """Count an episode."""
         self.episodes, self.seconds = self.episodes + 1, self.seconds + seconds
-        for name in ("requests", "refused", "turns", "branches", "rerendered", "undelivered"):
-            setattr(self, name, getattr(self, name) + getattr(own, name))
-        self.overridden += sum(own.overridden.values())
-        for reason, count in own.forks.items():
-            self.forks[reason] = self.forks.get(reason, 0) + count
+        for name, count in vars(own).items():
+            setattr(self, name, getattr(self, name) + count)
 
 
 class Agents:
@@ -243,24 +230,29 @@ def branch_rewards(tree: TurnTree, reward: float, given: Mapping[str, float], so
     Args:
         tree: of the episode.
         reward: the episode's.
-        given: by the id of an answer, as its response had it.
+        given: by the id of an answer, as `ANSWER_ID` has it.
         source: the harness, for errors.
 
     Raises:
         SampleFailure: no answer has such an id, or answers of one branch have different rewards.
     """
     branches = [leaf.path()[shared:] for leaf, shared in tree.leaves()]
-    branch_of = {turn.number: branch for branch, turns in enumerate(branches) for turn in turns}
+    branch_of = {
+        (turn.asked.first, turn.number - turn.asked.first): branch
+        for branch, turns in enumerate(branches)
+        for turn in turns
+    }
     named: dict[int, str] = {}
     for name in given:
         found = ANSWER_ID.fullmatch(name)
-        branch = None if found is None else branch_of.get(int(found[1]))
+        branch = None if found is None else branch_of.get((int(found[1]), int(found[2] or 0)))
         if branch is None:
+            got = [f"chatcmpl-{first}" + f":{index}" * (index > 0) for first, index in sorted(branch_of)]
             raise SampleFailure(
                 CAUSE,
                 f'{source}: "{REWARDS}" has {name[:100]!r}, which is the id of no answer of this episode; '
-                "give the `id` of one that the agent has got, whose numbers are "
-                f"{', '.join(map(str, sorted(branch_of)))}, as in chatcmpl-{min(branch_of)}",
+                "give the `id` of one that the agent has got, and :INDEX behind it where it is not the first "
+                f"of its choices: {', '.join(got)}",
             )
         other = named.setdefault(branch, name)
         if given[other] != given[name]:

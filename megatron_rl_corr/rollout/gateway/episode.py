@@ -73,7 +73,7 @@ class EpisodeCounts:
     """Turns that the template writes in another way than they were sampled, and that go on as sampled."""
     undelivered: int = 0
     """Answers that the harness did not get."""
-    forks: dict[str, int] = field(default_factory=dict)
+    forks: Counter = field(default_factory=Counter)
     """Branches that requests began, by reason (`TurnTree.forks`)."""
     overridden: Counter = field(default_factory=Counter)
     """Requests by field of theirs that the run's own setting took the place of."""
@@ -111,7 +111,7 @@ class Episode:
             turns=len(turns),
             branches=len(self.tree.leaves()),
             rerendered=self.tree.rerendered,
-            forks=self.tree.forks,
+            forks=Counter(self.tree.forks),
             overridden=Counter(self._counts.overridden),
         )
 
@@ -144,6 +144,10 @@ class Episode:
         await self.end()
         if self._failure is not None:
             raise self._failure
+        return await asyncio.to_thread(self._checked_branches)
+
+    def _checked_branches(self) -> list[Trajectory]:
+        """In a thread, as it takes a second where many branches are long; the ended tree stays as it is."""
         branches = [
             replace(one, sample_index=self._draw.sample, messages=message_spans(leaf.path(), self._templates))
             for one, (leaf, _) in zip(self.tree.branches(), self.tree.leaves(), strict=True)

@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -240,7 +240,7 @@ class Templates:
 
         Raises:
             ValueError: the template refuses it, does not show tools, or has no use for a variable; or a
-                message spells a control token where the template acts on it.
+                variable spells a control token, or a message does where the template acts on it.
         """
         self._check_variables(variables, bool(tools))
         shown_tools = self._shielded_tools(tools) if tools else None
@@ -469,7 +469,7 @@ class Templates:
         if isinstance(value, Arguments):
             return value  # of the assistant's calls
         if isinstance(value, dict):
-            return {name: self._shielded(one) for name, one in value.items()}
+            return {self._shielded(name): self._shielded(one) for name, one in value.items()}
         return [self._shielded(one) for one in value] if isinstance(value, list) else value
 
     def _shielded_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -482,6 +482,12 @@ class Templates:
         return self._tools[key]
 
     def _check_variables(self, variables: Mapping[str, Any], with_tools: bool) -> None:
+        for name, value in variables.items():
+            if found := next(filter(None, map(self._spelled.search, _texts(value))), None):
+                raise ValueError(
+                    f"`chat_template_kwargs`: {name} spells {found[0]}, a control token of the model, and "
+                    "the prompt would have the token itself; leave it out"
+                )
         kind = (*sorted(variables), with_tools)
         if kind in self._checked:
             return
@@ -565,6 +571,17 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
                 f'the chat template leaves out a message whose role is "{one.plain["role"]}"; give it '
                 f"another role or place, its content begins with {content[:50]!r}"
             )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a JSON value, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts([*value, *value.values()])
+    elif isinstance(value, list):
+        for one in value:
+            yield from _texts(one)
 
 
 def _said(role: str, content: str) -> dict[str, Any]:

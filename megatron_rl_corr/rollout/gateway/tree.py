@@ -149,6 +149,7 @@ class TurnTree:
         if not part.output_ids.numel():
             raise ValueError("an answer without a token is no turn")
         parent = asked.parent
+        asked.first = self.next_number if asked.first is None else asked.first
         turn = Turn(
             self.next_number,
             asked,

@@ -62,6 +62,8 @@ class AskedTurn:
     """The digest of the messages."""
     shown: tuple[int, bytes] | None = None
     """Length and digest of the conversation's text, as the template writes it."""
+    first: int | None = None
+    """The number of its first answer, by which the response is named; the others' follow it."""
 
     @property
     def server(self) -> str | None:

@@ -79,8 +79,10 @@ class Answer:
         return self.spelled()
 
 
-ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9]{1,9})")
-"""The id of a response, in any protocol: the turn of this number, and with n above 1 its first choice."""
+ANSWER_ID = re.compile(r"(?:chatcmpl-|cmpl-|resp_|msg_)([0-9]{1,9})(?::([0-9]{1,3}))?")
+"""An answer: the id of its response, in any protocol, which has the turn's number, and behind a colon the
+index of its choice; without that it is the first.
+"""
 
 
 class EpisodeSession(Protocol):

@@ -14,14 +14,19 @@ LOADED_BY = os.getpid()
 
 
 def ask(base_url, api_key, messages, **fields):
-    """The answer of the policy, as OpenAI's clients ask for it."""
+    """The answer of the policy."""
+    return completion(base_url, api_key, messages, **fields)["choices"][0]["message"]
+
+
+def completion(base_url, api_key, messages, **fields):
+    """As OpenAI's clients ask for it."""
     request = urllib.request.Request(
         f"{base_url}/chat/completions",
         json.dumps({"model": "m", "messages": messages, **fields}).encode(),
         {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=60) as answer:
-        return json.loads(answer.read())["choices"][0]["message"]
+        return json.loads(answer.read())
 
 
 def note(row, **what):
@@ -119,16 +124,20 @@ def scored(task, base_url, api_key):
     user = {"role": "user", "content": "one"}
     ids = []
     for messages in ([user], [{"role": "user", "content": "two"}]):
-        request = urllib.request.Request(
-            f"{base_url}/chat/completions",
-            json.dumps({"model": "m", "messages": messages}).encode(),
-            {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            body = json.loads(answer.read())
+        body = completion(base_url, api_key, messages)
         ids.append(body["id"])
         for _ in range(task.get("behind", 1)):
             ask(base_url, api_key, [*messages, body["choices"][0]["message"], user])
+    return with_rewards(task, ids)
+
+
+def choices(task, base_url, api_key):
+    """Two requests of three choices each; rewards by the row."""
+    requests = [[{"role": "user", "content": word}] for word in ("one", "two")]
+    return with_rewards(task, [completion(base_url, api_key, one, n=3)["id"] for one in requests])
+
+
+def with_rewards(task, ids):
     given = {
         name.replace("FIRST", ids[0]).replace("SECOND", ids[1]): one for name, one in task["rewards"].items()
     }
@@ -182,6 +191,7 @@ DO = {
             mixed,
             asks_for_ever,
             fork_returns,
+            choices,
         )
     },
 }

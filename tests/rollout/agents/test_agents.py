@@ -137,6 +137,20 @@ def test_episode_when_branches_share_an_answer_then_its_reward_is_the_first_ones
     ]
 
 
+def test_episode_when_a_request_has_several_choices_then_each_has_its_own_reward():
+    rewards = {"FIRST": 1.0, "FIRST:2": -1.0, "SECOND:0": 2.0, "SECOND:1": 3.0}
+    branches, _, _, _ = generate({"do": "choices", "rewards": rewards})
+    assert [one.environment_reward for one in branches] == [1.0, 0.5, -1.0, 2.0, 3.0, 0.5]
+
+
+@pytest.mark.parametrize("name", ["FIRST:3", "chatcmpl-1", "chatcmpl-1:0", "FIRST:", "FIRST:-1"])
+def test_episode_when_a_reward_names_no_choice_then_it_fails_with_the_names_that_are(name):
+    failure, _, _, _ = generate({"do": "choices", "rewards": {name: 1.0}})
+    name = name.replace("FIRST", "chatcmpl-0")
+    assert f"has {name!r}, which is the id of no answer" in str(failure)
+    assert "chatcmpl-0, chatcmpl-0:1, chatcmpl-0:2, chatcmpl-3, chatcmpl-3:1, chatcmpl-3:2" in str(failure)
+
+
 @pytest.mark.parametrize(
     ("rewards", "says"),
     [
@@ -162,7 +176,7 @@ def test_episode_when_history_is_left_then_branches_and_the_latest_is_told():
     assert [one.branch for one in of_forks] == [1]
     assert found[0].environment_reward is None and found[0].environment_parts is None
     assert counts.forks["edited"] == 1 and counts.branches == 3
-    assert counts.overridden == 2  # a temperature of its own, twice
+    assert counts.overridden.total() == 2  # a temperature of its own, twice
 
 
 @pytest.mark.parametrize(
@@ -185,7 +199,7 @@ def test_evaluation_when_sampled_in_another_way_then_requests_are_compared_with_
     async def asked():
         async with agents() as own:
             await own.generate(Script(), [prompt(do="forks")], replace(SAMPLING, temperature=0.3))
-            return own.counts.overridden
+            return own.counts.overridden.total()
 
     assert asyncio.run(asked()) == 0
 

@@ -6,10 +6,12 @@ import threading
 import pytest
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.rollout.gateway import episode as episode_module
 from megatron_rl_corr.rollout.gateway import templates as module
 from megatron_rl_corr.rollout.gateway.bodies import Memory
 from megatron_rl_corr.rollout.gateway.openai_chat import ChatExchange
 from megatron_rl_corr.rollout.gateway.openai_responses import ResponseExchange
+from megatron_rl_corr.rollout.gateway.tree import TurnTree
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from tests.rollout.gateway import agents_model
 from tests.rollout.gateway.agents_model import Servers, episode, ids_of
@@ -186,6 +188,36 @@ def test_episode_when_it_ends_while_a_text_is_tokenised_then_nothing_is_sampled(
 
     run(scenario())
     assert servers.log == []
+
+
+def test_episode_when_it_has_ended_then_its_branches_are_made_and_checked_while_the_loop_goes_on(
+    made, monkeypatch
+):
+    own = episode(Servers(*[(f"ok{END}", "stop")] * 2), made)
+    goes_on, threads = threading.Event(), []
+
+    def slow(work):
+        def done(*args, **how):
+            threads.append(threading.current_thread())
+            assert goes_on.wait(10), "the event loop waits for it"
+            return work(*args, **how)
+
+        return done
+
+    for owner, name in ((episode_module, "message_spans"), (TurnTree, "branches"), (TurnTree, "check")):
+        monkeypatch.setattr(owner, name, slow(getattr(owner, name)))
+
+    async def scenario():
+        for question in ("one", "two"):
+            await own.chat(ChatRequest([{"role": "user", "content": question}]))
+        finishing = asyncio.ensure_future(own.finish())
+        while not threads:
+            await asyncio.sleep(0.01)
+        goes_on.set()
+        return await finishing
+
+    assert [one.branch for one in run(scenario())] == [0, 1]
+    assert len(threads) == 4 and threading.main_thread() not in threads
 
 
 def test_continuation_when_tokenised_in_a_thread_then_its_answer_is_not_taken_back(made, work, monkeypatch):
