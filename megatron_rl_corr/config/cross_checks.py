@@ -195,11 +195,11 @@ def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     # In bypass mode pi_old is the servers' policy, whatever its age: a ratio to it corrects, and a
     # pull to it bounds.
     corrected = config.changes_gradient or (config.bypass_mode and (has_ratio or config.kind.pulls_to_old))
-    if run.max_lag > 0 and not corrected:
+    if run.max_lag > 0 and not corrected and run.score_centering is None:
         raise ValueError(
             f"`max_lag` {run.max_lag} trains on samples of older weights, and nothing corrects them; add "
-            "`rollout_is` token, `rollout_rs`, or a `rollout_correction_preset` such as decoupled_token_is "
-            "(and leave `diagnostics_only` out), or use `max_lag` 0"
+            "`rollout_is` token, `rollout_rs`, `score_centering`, or a `rollout_correction_preset` such as "
+            "decoupled_token_is (and leave `diagnostics_only` out), or use `max_lag` 0"
         )
 
 
