@@ -21,7 +21,7 @@ QUADRANTS = {"good_above": (1, 1), "bad_below": (-1, -1), "good_below": (1, -1),
 def quadrant_metrics(
     logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, pulls: Tensor, mask: Tensor
 ) -> dict[str, Metric]:
-    """Of each quadrant the share of the tokens, and of the sum of |pull|, over the mask.
+    """Shares of each quadrant in the tokens of the mask, and in their sum of |pull|.
 
     A token of A = 0 or D = 0 is in none, and counts in what the shares are of.
 
