@@ -180,6 +180,7 @@ class RolloutCorrectionConfig(LossSettings):
             "`loss_denominator` kept": self.loss_denominator == "kept",
             "`rollout_m2_threshold`": self.rollout_m2_threshold is not None,
             "`rollout_batch_filter_kl`": self.rollout_batch_filter_kl is not None,
+            "`clip_sat_tail`": self.clip_sat_tail is not None,
         }
         given = [setting for setting, is_given in whole_batch.items() if is_given]
         if given:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from megatron_rl_corr.config.checks import plain
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.fields import make, options_of
 from megatron_rl_corr.config.groups import SPREAD
@@ -194,11 +195,24 @@ def _check_age(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     # In bypass mode pi_old is the servers' policy, whatever its age: a ratio to it corrects, and a
     # pull to it bounds.
     corrected = config.changes_gradient or (config.bypass_mode and (has_ratio or config.kind.pulls_to_old))
-    if run.max_lag > 0 and not corrected:
+    if run.max_lag > 0 and not corrected and run.score_centering is None:
         raise ValueError(
             f"`max_lag` {run.max_lag} trains on samples of older weights, and nothing corrects them; add "
-            "`rollout_is` token, `rollout_rs`, or a `rollout_correction_preset` such as decoupled_token_is "
-            "(and leave `diagnostics_only` out), or use `max_lag` 0"
+            "`rollout_is` token, `rollout_rs`, `score_centering`, or a `rollout_correction_preset` such as "
+            "decoupled_token_is (and leave `diagnostics_only` out), or use `max_lag` 0"
+        )
+
+
+def _check_sat(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for an interval that is shrunk where nothing is clipped.
+
+    A file of settings is refused too: no peer's has this, so that it can't describe a peer's run.
+    """
+    if config.clip_sat_tail is not None and run.updates_of_batch == 1:
+        raise ValueError(
+            f"`clip_sat_tail` {plain(config.clip_sat_tail)} has no effect: a batch makes one update, so "
+            "pi_old is the policy that is trained, its ratio is 1 and nothing is clipped. Drop it, or make "
+            "several updates with `updates_per_batch`"
         )
 
 
@@ -253,6 +267,7 @@ _TOGETHER = (
     _check_age,
     _check_groups,
     _check_group_filter,
+    _check_sat,
     _check_score_centering,
 )
 """Each is check(correction, run)."""

@@ -59,6 +59,13 @@ class LossSettings(KLPenalties):
     none turns it off.
     """
 
+    clip_sat_tail: Annotated[float | None, Positive("3 is a start", finite=True)] = option(
+        None, metavar="X", none="none"
+    )
+    """SAT (arXiv:2607.18722): where |D| is above X times its mean over the global batch, ppo_clip's bound
+    is nearer to 1 by the factor X mean / |D|; with several updates a batch.
+    """
+
     sapo_temperature_pos: Annotated[float, _TEMPERATURE] = option(1.0, metavar="X", needs="loss=sapo")
     """Temperature of sapo's gate where the advantage is positive: the higher, the sooner the gradient of a
     token fades as its ratio leaves 1.
@@ -127,6 +134,13 @@ class LossSettings(KLPenalties):
             )
         if dual != DUAL_CLIP and not self.kind.dual_clip:
             raise ValueError(f"`clip_ratio_c` has no effect with `loss` {self.loss}; drop it")
+
+    def check_sat(self) -> None:
+        if self.clip_sat_tail is not None and self.kind.formula != "ppo_clip":
+            raise ValueError(
+                f"`clip_sat_tail` {plain(self.clip_sat_tail)} shrinks the interval of PPO's clip, which "
+                f"`loss` {self.loss} does not have; use `loss` ppo_clip, grpo, dr_grpo or dapo, or drop it"
+            )
 
     def check_dro(self) -> None:
         if self.loss == "dro" and self.dro_beta is None:

@@ -347,4 +347,31 @@ REJECTION = in_group(
     MetricSpec("rollout_corr/sequences", "sequences with at least one valid token", "count"),
 )
 
-METRICS = TOKENS + SEQUENCES + WEIGHTS + REJECTION
+_QUADRANTS = (
+    ("good_above", "A > 0, D > 0", "away from"),
+    ("bad_below", "A < 0, D < 0", "away from"),
+    ("good_below", "A > 0, D < 0", "towards"),
+    ("bad_above", "A < 0, D > 0", "towards"),
+)
+
+DIRECTIONS = in_group(
+    "Loss and gradient",
+    *(
+        MetricSpec(
+            f"rollout_corr/quadrant/{name}",
+            f"tokens that the update moves {where} the servers' policy, of {signs}",
+            "kept tokens with these signs / kept tokens",
+        )
+        for name, signs, where in _QUADRANTS
+    ),
+    *(
+        MetricSpec(
+            f"rollout_corr/quadrant/{name}_mass",
+            f"share of the gradient that moves tokens {where} the servers' policy, of {signs}",
+            "sum of |c w A| of kept tokens with these signs / that of all kept",
+        )
+        for name, signs, where in _QUADRANTS
+    ),
+)
+
+METRICS = TOKENS + SEQUENCES + WEIGHTS + REJECTION + DIRECTIONS

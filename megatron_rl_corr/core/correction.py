@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RULE_INPUTS
+from megatron_rl_corr.core.clip_scale import distances, sat_scale
 from megatron_rl_corr.core.mismatch import (
     engine_metrics,
     pack,
@@ -93,14 +94,19 @@ class Correction:
     `lengths` counts; `compute_correction` always gives them.
     """
 
+    clip_scale: Tensor | None = None
+    """[T] float32 in [0, 1], SAT's factor of the clip's bounds; None without clip_sat_tail."""
+
     def at(self, places: Tensor, padding: int) -> Correction:
         """Weights and masks of the tokens at these places [T'], then `padding` masked entries.
 
         For a microbatch: what is by sequence, counts and lengths stay those of the batch, whose numbers of
         sequences are not the microbatch's; metrics are left out.
         """
-        weights, mask, valid = (padded_at(x, places, padding) for x in (self.weights, self.mask, self.valid))
-        return replace(self, weights=weights, mask=mask, valid=valid, metrics={})
+        by_token = ("weights", "mask", "valid", "clip_scale")
+        given = {name: getattr(self, name) for name in by_token if getattr(self, name) is not None}
+        part = {name: padded_at(values, places, padding) for name, values in given.items()}
+        return replace(self, **part, metrics={})
 
     def denominator(self, kind: str) -> Tensor:
         """Tokens the loss is divided by (config.loss_denominator), at least 1: float64 scalar.
@@ -216,6 +222,8 @@ class BatchTotals:
     """Sum of e^D - 1 - D over the valid tokens; None without a batch filter."""
     weight_scale: Tensor | None
     """Factor that makes the mean weight of a unit 1; None without batch normalisation."""
+    distance: Tensor | None
+    """Mean |D| over the valid tokens, at most 20 each; None without clip_sat_tail."""
 
 
 @collective
@@ -237,22 +245,38 @@ def _totals_of_batch(
     shared = weights is not None and weights.shared
     # All context-parallel ranks hold these sums; only `owner` contributes them.
     counted = (lengths > 0).sum(dtype=torch.float64)
-    parts = [ratios.valid_tokens, rejection.kept_tokens, counted if owner else torch.zeros_like(counted)]
+    parts = {
+        "valid": ratios.valid_tokens,
+        "kept": rejection.kept_tokens,
+        "sequences": counted if owner else torch.zeros_like(counted),
+    }
     if config.rollout_batch_filter_kl is not None:
-        parts += [ratios.k3.sum()]
+        parts["k3"] = ratios.k3.sum()
+    if config.clip_sat_tail is not None:
+        parts["distance"] = distances(ratios).sum()
     if config.rollout_is_batch_normalize:
-        of_units = [weights.units.sum(), _units_present(config, ratios, sums)]
-        parts += of_units if owner or not shared else [torch.zeros_like(one) for one in of_units]
-    totals = torch.stack(parts)
+        of_units = {"weight": weights.units.sum(), "units": _units_present(config, ratios, sums)}
+        counts = owner or not shared
+        parts |= {name: one if counts else torch.zeros_like(one) for name, one in of_units.items()}
+    stacked = torch.stack([*parts.values()])
     if groups is not None:
-        totals = groups.all_reduce_dp_cp(totals)
-    k3 = None if config.rollout_batch_filter_kl is None else totals[3]
-    scale = None
+        stacked = groups.all_reduce_dp_cp(stacked)
+    totals = dict(zip(parts, stacked.unbind(), strict=True))
+    scale = distance = None
     if config.rollout_is_batch_normalize:
         # With every weight 0 (all masked by IcePop) there is no scale to remove: they stay 0.
-        weight, units = totals[-2:].unbind()
+        weight, units = totals["weight"], totals["units"]
         scale = torch.where(weight > 0, units / weight, constant(1.0, torch.float64, weight.device))
-    return BatchTotals(*totals[:3].unbind(), k3=k3, weight_scale=scale)
+    if config.clip_sat_tail is not None:
+        distance = totals["distance"] / totals["valid"].clamp(min=1)
+    return BatchTotals(
+        totals["valid"],
+        totals["kept"],
+        totals["sequences"],
+        k3=totals.get("k3"),
+        weight_scale=scale,
+        distance=distance,
+    )
 
 
 def _units_present(config: RolloutCorrectionConfig, ratios: TokenRatios, sums: SpanSums) -> Tensor:
@@ -298,6 +322,7 @@ def _finish(
     if config.diagnostics_only:
         weights, mask, kept, kept_tokens = None, valid, sums.present, valid_tokens
     weights = valid.float() if weights is None else weights.float()
+    scales_clip = config.clip_sat_tail is not None and not config.diagnostics_only
     return Correction(
         weights=weights,
         mask=mask,
@@ -309,6 +334,7 @@ def _finish(
         sequence_ratios=sums.products,
         metrics=metrics,
         valid_lengths=sums.by_sequence["tokens"],
+        clip_scale=sat_scale(ratios, config.clip_sat_tail, batch.distance) if scales_clip else None,
     )
 
 

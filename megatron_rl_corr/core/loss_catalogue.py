@@ -15,6 +15,18 @@ METRICS = in_group(
         "tokens at c |A| / kept tokens",
     ),
     MetricSpec(
+        "loss/sat_tail_fraction",
+        "tokens whose |D| is in the batch's tail, so that their clip is narrower",
+        "tokens of |D| > X mean |D| / kept tokens",
+        only_with="--rollout-clip-sat-tail",
+    ),
+    MetricSpec(
+        "loss/sat_clip_fraction",
+        "tokens whose policy ratio the narrower clip bounded, and PPO's would not have",
+        "tokens clipped by SAT alone / kept tokens",
+        only_with="--rollout-clip-sat-tail",
+    ),
+    MetricSpec(
         "loss/old_new_k3_kl",
         "distance of the policy from pi_old, k3 estimate; 0 with three policies, one update a batch",
         clamped="at most 10 a token",

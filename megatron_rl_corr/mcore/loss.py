@@ -20,6 +20,7 @@ from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.losses.score_centering import TopPolicies
+from megatron_rl_corr.core.quadrants import quadrant_metrics
 from megatron_rl_corr.core.token_baseline import gradient_energies
 from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
 from megatron_rl_corr.mcore.batch.rollout_batch import RolloutBatch, trained_tokens
@@ -236,6 +237,10 @@ class CorrectedLoss:
             ref_logprobs=inputs.ref_logprobs,
             rollout_logprobs=inputs.rollout_logprobs,
             top=TopPolicies(of_top[0], inputs.top_logprobs) if of_top else None,
+        )
+        pulls = inputs.coefficients * correction.weights * inputs.advantages
+        corrected = corrected | quadrant_metrics(
+            current, inputs.rollout_logprobs, inputs.advantages, pulls, correction.mask
         )
         gradient = gradient_of(losses, logprobs) if is_own(config.loss) else None
         decision = self._decision(inputs, correction, current, old, gradient)

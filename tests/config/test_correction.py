@@ -305,6 +305,7 @@ EVERYTHING = RolloutCorrectionConfig(
     loss_aggregation="seq-mean-token-sum-norm",
     loss_scale_length=512.0,
     loss_denominator="kept",
+    clip_sat_tail=3.0,
     entropy_coef=1e-3,
     advantage="group_mean",
     kl_loss_coef=0.01,
@@ -333,6 +334,7 @@ clip_ratio_c: null
 loss_aggregation: seq-mean-token-sum-norm
 loss_scale_length: 512
 loss_denominator: kept
+clip_sat_tail: 3
 entropy_coef: 1e-3
 advantage: group_mean
 kl_loss_coef: 1e-2
@@ -361,6 +363,7 @@ rollout_correction:
   loss_agg_mode: seq-mean-token-sum-norm
   loss_scale_factor: 512
   loss_denominator: kept
+  clip_sat_tail: 3.0
   entropy_coeff: 0.001
   advantage: group_mean
   reference_policy_kl_penalty: 0.01
@@ -401,6 +404,8 @@ FLAGS = (
     "512",
     "--rollout-loss-denominator",
     "kept",
+    "--rollout-clip-sat-tail",
+    "3",
     "--rollout-entropy-coef",
     "0.001",
     "--rollout-advantage",
@@ -679,6 +684,17 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
             "with it several updates a batch (`updates_per_batch`) or `bypass_mode`, since with one update "
             "pi_old is the policy itself",
         ),
+        (
+            {"loss": "gspo", "clip_sat_tail": 3},
+            "`clip_sat_tail` 3 shrinks the interval of PPO's clip, which `loss` gspo does not have; use "
+            "`loss` ppo_clip, grpo, dr_grpo or dapo, or drop it",
+        ),
+        (
+            {"clip_sat_tail": 3, "bypass_mode": True},
+            "`clip_sat_tail` needs the whole batch, but bypass mode corrects one microbatch at a time, in "
+            "the loss; drop it, or `bypass_mode`",
+        ),
+        ({"clip_sat_tail": 0}, "`clip_sat_tail` must be positive, got 0; 3 is a start"),
         ({"dro_beta": 0.1}, "`dro_beta` 0.1 has no effect without `loss` dro; drop it, or add `loss` dro"),
         (
             {"loss": "dro", "dro_beta": 0.1, "clip_ratio_high": 0.2},

@@ -841,6 +841,18 @@ def test_gate_and_pull_flags_when_the_ratio_is_1_then_refused_unless_it_is_the_r
     parse([*REQUIRED, *flags, "--rollout-updates-per-batch", "4"])
 
 
+def test_sat_when_nothing_is_clipped_then_refused_from_a_file_too(tmp_path):
+    flags, path = ["--rollout-clip-sat-tail", "3"], tmp_path / "sat.yaml"
+    path.write_text("clip_sat_tail: 3\n", "utf-8")
+    for given in (flags, ["--rollout-correction-config", str(path)]):
+        refused = refusal(*REQUIRED, *given)
+        assert refused.startswith("--rollout-clip-sat-tail 3 has no effect: a batch makes one update"), (
+            refused
+        )
+        config, _ = parse([*REQUIRED, *given, "--rollout-updates-per-batch", "2"])
+        assert config.clip_sat_tail == 3
+
+
 def test_dro_when_refused_then_each_remedy_that_is_named_is_accepted():
     dro, beta = ["--rollout-loss", "dro"], ["--rollout-dro-beta", "0.05"]
     lacking, idle = refusal(*REQUIRED, *dro), refusal(*REQUIRED, *dro, *beta)

@@ -19,6 +19,12 @@ TOKEN = ["--rollout-is", "token", "--rollout-is-threshold", "2"]
         ["--rollout-loss", "reinforce", "--rollout-bypass-mode", *TOKEN],
         ["--rollout-loss", "dapo", "--rollout-entropy-coef", "0.01", "--rollout-temperature", "0.7"],
         ["--rollout-batch-filter-kl", "0.1"],
+        ["--rollout-max-lag", "2"],  # it corrects samples of older weights
+        ["--rollout-correction-preset", "disabled", "--rollout-max-lag", "2"],
+        ["--rollout-correction-preset", "nemo_rl_tis", "--rollout-max-lag", "2"],
+        ["--rollout-correction-preset", "nemo_rl_icepop"],
+        ["--rollout-correction-preset", "decoupled_token_is"],
+        ["--rollout-correction-preset", "bypass_pg_token_icepop"],
     ],
 )
 def test_options_when_derived_then_accepted(flags):
@@ -39,6 +45,11 @@ def test_options_when_derived_then_accepted(flags):
             "--rollout-rs token_k3 makes what is",
         ),
         (["--rollout-m2-threshold", "0.04"], "--rollout-m2-threshold makes what is kept depend"),
+        (
+            ["--rollout-correction-preset", "decoupled_geo_rs_token_tis"],
+            "--rollout-rs seq_mean_ratio makes what is",
+        ),
+        (["--rollout-correction-preset", "slime_mis"], "--rollout-is-batch-normalize divides the weights"),
         (["--rollout-diagnostics-only"], "--rollout-diagnostics-only promises that the correction changes"),
         (["--rollout-loss", "gspo"], "--rollout-loss gspo has another gradient"),
         (["--rollout-loss", "dro", "--rollout-dro-beta", "0.1"], "--rollout-loss dro has another gradient"),

@@ -12,22 +12,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_715,
+    "config": 2_730,
     "models": 1_870,
     "engines": 5_540,
     "reduce": 655,
-    "core": 1_950,
+    "core": 2_050,
     "logprobs": 1_035,
     "data": 4_470,
     "rollout": 7_460,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 940,
-    "mcore": 7_550,
+    "mcore": 7_555,
     "features": 2_210,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_770,
+    "commands": 3_785,
     "modules": 865,
 }
 """Lines of code that each folder may have; modules: the files beside them.

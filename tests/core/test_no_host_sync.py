@@ -15,6 +15,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.score_centering import TopPolicies
+from megatron_rl_corr.core.quadrants import quadrant_metrics
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 from megatron_rl_corr.mcore.step_scale import sequences_ess
@@ -48,6 +49,14 @@ def test_step_scale_when_tensors_hold_no_data_or_are_watched_then_its_sums_read_
             zeros, zeros, zeros == 0, rows, num_sequences=4, config=RolloutCorrectionConfig()
         )
         assert sequences_ess(correction, ParallelGroups()).values.device.type == device
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_quadrants_when_tensors_hold_no_data_or_are_watched_then_they_read_no_value(device):
+    ones = torch.ones(4, device=device)
+    with contextlib.nullcontext() if device == "meta" else NoHostReads():
+        found = quadrant_metrics(ones, ones, ones, ones, ones > 0)
+    assert all(metric.values.device.type == device for metric in found.values())
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.config.presets import PRESET_FIELDS
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs
@@ -124,6 +125,22 @@ def test_term_when_tail_is_out_of_bounds_then_alpha_is_bounded_as_by_hand():
     }.items():
         found = factors(p, q, [0], WEIGHTS[name], advantage=1.0)
         assert found.tolist() == [pytest.approx(expected, abs=1e-7)], name
+
+
+PRESET_FACTORS = {
+    # p = (0.1, 0.8, 0.1), q = (0.7, 0.2, 0.1), H = {0, 1}: rho = 0.1 / 0.1 = 1, p / q = 1/7 and 4.
+    "disabled": (0.7 - 0.1, 0.2 - 0.8),
+    "nemo_rl_tis": (0.1 - 0.1, 2 * 0.2 - 0.8),  # min(p, 2 q)
+    "nemo_rl_icepop": (0.0 - 0.1, 0.8 - 0.8),  # 1/7 is below 0.5, 4 is in [0.5, 5]
+}
+
+
+@pytest.mark.parametrize("preset", PRESET_FACTORS)
+def test_term_when_of_a_preset_then_as_by_hand(preset):
+    p, q = torch.tensor([[0.1, 0.8, 0.1]]), torch.tensor([[0.7, 0.2, 0.1]])
+    settings = PRESET_FIELDS[preset]
+    found = factors(p, q, [0, 1], settings, advantage=-2.0)
+    assert found.tolist() == pytest.approx([-2 * one for one in PRESET_FACTORS[preset]], abs=1e-6)
 
 
 def plain_factors(p, q, ids, mode, low, high):

@@ -107,6 +107,20 @@ def advantages_of(samples, accepted):
     return advantages
 
 
+def quadrants_of(tokens):
+    """Shares of tokens, and of |w A|, by the signs of A and of D.
+
+    tokens: (A, D of the current policy, w, divided as the loss is) of those in the loss.
+    """
+    signs = {"good_above": (1, 1), "bad_below": (-1, -1), "good_below": (1, -1), "bad_above": (-1, 1)}
+    total, found = sum(abs(w * a) for a, _, w in tokens), {}
+    for name, (of_a, of_d) in signs.items():
+        mine = [(w, a) for a, d, w in tokens if a * of_a > 0 and d * of_d > 0]
+        found[f"rollout_corr/quadrant/{name}"] = len(mine) / len(tokens)
+        found[f"rollout_corr/quadrant/{name}_mass"] = sum(abs(w * a) for w, a in mine) / total
+    return found
+
+
 def token_case(samples, now, old):
     """Weights min(rho, 1.02) over their mean; geometric mean of rho in [0.98, 1.03] and each
     rho in [0.9, 1.12].
@@ -117,12 +131,13 @@ def token_case(samples, now, old):
     weights = [[min(math.exp(x), 1.02) for x in row] for row in d]
     valid = sum(map(len, d))
     average = sum(map(sum, weights)) / valid
-    total, kept, clipped, dual, moved = 0.0, 0, 0, 0, []
+    total, kept, clipped, dual, moved, directed = 0.0, 0, 0, 0, [], []
     for i, row in enumerate(d):
         for t, x in enumerate(row):
             if not accepted[i] or not 0.9 <= math.exp(x) <= 1.12:
                 continue
             kept += 1
+            directed.append((advantages[i], (now[i][t] - samples[i]["rollout"][t]).item(), weights[i][t]))
             moved.append((now[i][t] - old[i][t]).item())
             advantage, ratio = advantages[i], torch.exp(now[i][t] - old[i][t])
             free, bounded = ratio * advantage, ratio.clamp(0.8, 1.2) * advantage
@@ -141,6 +156,7 @@ def token_case(samples, now, old):
             "clip_fraction": clipped / kept,
             "dual_clip_fraction": dual / kept,
             "rollout_corr/kept_fraction": kept / valid,
+            **quadrants_of(directed),
         },
         moved,
     )
@@ -153,10 +169,14 @@ def sequence_case(samples, now, old):
     d = [(o - s["rollout"]).tolist() for o, s in zip(old, samples, strict=True)]
     accepted = [bool(row) and all(0.8 <= math.exp(x) <= 1.25 for x in row) for row in d]
     advantages = advantages_of(samples, accepted)
-    total, by_token, clipped, kept, moved = 0.0, 0.0, 0, 0, []
+    total, by_token, clipped, kept, moved, directed = 0.0, 0.0, 0, 0, [], []
     for i, row in enumerate(d):
         if not accepted[i]:
             continue
+        weight = min(math.exp(sum(row)), 1.05) / len(row)
+        directed += [
+            (advantages[i], gap, weight) for gap in (now[i].detach() - samples[i]["rollout"]).tolist()
+        ]
         ratio = (now[i] - old[i]).mean().exp()
         free, bounded = ratio * advantages[i], ratio.clamp(0.95, 1.08) * advantages[i]
         loss = -min(math.exp(sum(row)), 1.05) * torch.minimum(free, bounded)
@@ -166,7 +186,8 @@ def sequence_case(samples, now, old):
     assert 0 < sum(accepted) < len(samples) and 0 < clipped < kept, (
         "the case must exercise rejection and clip"
     )
-    return total / sum(accepted), {"policy": by_token / kept, "clip_fraction": clipped / kept}, moved
+    metrics = {"policy": by_token / kept, "clip_fraction": clipped / kept, **quadrants_of(directed)}
+    return total / sum(accepted), metrics, moved
 
 
 def bypass_case(samples, now, old):
@@ -174,14 +195,15 @@ def bypass_case(samples, now, old):
     d = [(n.detach() - s["rollout"]).tolist() for n, s in zip(now, samples, strict=True)]
     accepted = [bool(row) and 0.8 <= math.exp(sum(row) / len(row)) <= 1.25 for row in d]
     advantages = advantages_of(samples, [bool(row) for row in d])
-    total, kept, moved = 0.0, 0, []
+    total, kept, moved, directed = 0.0, 0, [], []
     for i, row in enumerate(d):
         for t, x in enumerate(row):
             if accepted[i]:
+                directed.append((advantages[i], x, min(math.exp(x), 1.1)))
                 total, kept = total - min(math.exp(x), 1.1) * advantages[i] * now[i][t], kept + 1
                 moved.append(x)  # pi_rollout is pi_old
     assert 0 < sum(accepted) < sum(map(bool, d)), "the case must exercise rejection"
-    return total / sum(map(len, d)), {"policy": total.item() / kept}, moved
+    return total / sum(map(len, d)), {"policy": total.item() / kept, **quadrants_of(directed)}, moved
 
 
 def whitened_of(samples, accepted):
@@ -249,14 +271,16 @@ def once_otb_case(samples, now, old):
     kept = [[0.9 <= rho <= 1.12 for rho in row] for row in ratios]
     weights = [[min(rho, 1.02) for rho in row] for row in ratios]
     advantages, total, count = token_advantages_of(samples, kept, weights), 0.0, sum(map(len, now))
+    directed = []
     for i, row in enumerate(now):
         for t, p in enumerate(row):
             if kept[i][t]:
+                directed.append((advantages[i][t], math.log(ratios[i][t]), weights[i][t]))
                 total = total - weights[i][t] * advantages[i][t] * (p - p.detach()).exp()
     left = sum(map(sum, kept))
     assert 0 < left < count, "the case must exercise rejection"
     metrics = {"policy": total.item() / left, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
-    return total / count, metrics, [0.0] * left
+    return total / count, metrics | quadrants_of(directed), [0.0] * left
 
 
 def own_of(samples, accepted):
@@ -281,14 +305,16 @@ def soft_gated(ratio):
 def once_token_case(samples, now, old, advantages_of=advantages_of, of_ratio=lambda ratio: ratio):
     """pi_old is the current policy, so r = 1; weights min(rho, 1.02), mean over tokens."""
     advantages, total, count, cut = advantages_of(samples, [len(row) > 0 for row in now]), 0.0, 0, 0
+    directed = []
     for sample, advantage, row in zip(samples, advantages, now, strict=True):
         for p, rollout in zip(row, sample["rollout"], strict=True):
             rho = math.exp(p.item() - rollout.item())
+            directed.append((advantage, math.log(rho), min(rho, 1.02)))
             total = total - min(rho, 1.02) * advantage * of_ratio((p - p.detach()).exp())
             count, cut = count + 1, cut + (rho > 1.02)
     assert 0 < cut < count, "the case must exercise the bound"
     metrics = {"policy": total.item() / count, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
-    return total / count, metrics, [0.0] * count
+    return total / count, metrics | quadrants_of(directed), [0.0] * count
 
 
 def once_sequence_case(samples, now, old):
@@ -296,15 +322,18 @@ def once_sequence_case(samples, now, old):
     over their tokens.
     """
     there = [len(row) > 0 for row in now]
-    advantages, total, by_token = advantages_of(samples, there), 0.0, 0.0
+    advantages, total, by_token, directed = advantages_of(samples, there), 0.0, 0.0, []
     for sample, advantage, row in zip(samples, advantages, now, strict=True):
         if not len(row):
             continue
         weight = min(math.exp((row.detach() - sample["rollout"]).sum().item()), 1.05)
+        gaps = (row.detach() - sample["rollout"]).tolist()
+        directed += [(advantage, gap, weight / len(row)) for gap in gaps]
         losses = -weight * advantage * (row - row.detach()).exp()
         total, by_token = total + losses.mean(), by_token + losses.sum().item()
     count = sum(map(len, now))
-    return total / sum(there), {"policy": by_token / count, "clip_fraction": 0.0}, [0.0] * count
+    metrics = {"policy": by_token / count, "clip_fraction": 0.0, **quadrants_of(directed)}
+    return total / sum(there), metrics, [0.0] * count
 
 
 def once_centered_case(samples, now, old, upper=None):
@@ -312,9 +341,11 @@ def once_centered_case(samples, now, old, upper=None):
     A sum_H (m - alpha p) log p, m and alpha constant.
     """
     advantages, total, by_token, sizes = advantages_of(samples, [len(row) > 0 for row in now]), 0.0, 0.0, []
+    directed = []
     for sample, advantage, row in zip(samples, advantages, now, strict=True):
         for t, p in enumerate(row):
             rho = math.exp(p.item() - sample["rollout"][t].item())
+            directed.append((advantage, math.log(rho), 1.0 if upper is None else min(rho, upper)))
             loss = -(1.0 if upper is None else min(rho, upper)) * advantage * (p - p.detach()).exp()
             by_token += loss.item()
             of_p = sample["top_now"][t].detach().exp().tolist()
@@ -331,7 +362,7 @@ def once_centered_case(samples, now, old, upper=None):
     count = len(sizes)
     train_tail, rollout_tail, drift = (sum(column) / count for column in zip(*sizes, strict=True))
     metrics = {"policy": by_token / count, "clip_fraction": 0.0, "dual_clip_fraction": 0.0}
-    metrics |= {
+    metrics |= quadrants_of(directed) | {
         "centering_train_tail": train_tail,
         "centering_rollout_tail": rollout_tail,
         "centering_drift": drift,

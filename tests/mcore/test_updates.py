@@ -15,6 +15,7 @@ from tests.mcore.updates_cases import (
     EPOCHS,
     OTB,
     REJECTING,
+    SAT,
     SOFT,
     TRUNCATED,
     WHOLE,
@@ -32,11 +33,11 @@ ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo", "dro", BYPASS,
 LAYOUTS = {
     1: [
         {"losses": ["ppo_clip", *REJECTING, *in_matrix(*ALL[1:])], "ends": 0.02, "replays": ["R2", "R3"]},
-        {"packed": 64, "losses": [*ALL, OTB]},
+        {"packed": 64, "losses": [*ALL, OTB, SAT]},
     ],
     2: [
-        {"ep": 2, "losses": ["ppo_clip", "ppo_clip kept", OTB]},
-        {"cp": 2, "losses": ["gspo", "sapo", "gspo kept", OTB]},
+        {"ep": 2, "losses": ["ppo_clip", "ppo_clip kept", OTB, SAT]},
+        {"cp": 2, "losses": ["gspo", "sapo", "gspo kept", OTB, SAT]},
         {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]},
         *in_matrix({"pp": 2, "vpp": 2, "losses": ["ppo_clip", TRUNCATED]}),
     ],
@@ -47,7 +48,7 @@ LAYOUTS = {
             "ep": 2,
             "sp": True,
             "packed": 64,
-            "losses": ["ppo_clip", "gspo", OTB],
+            "losses": ["ppo_clip", "gspo", OTB, SAT],
             "ends": 0.02,
         },
         *in_matrix({"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo", "dro"]}),
@@ -95,7 +96,8 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
     results, expected, processes, at, loss
 ):
     ranks = results[processes][at]
-    wanted = expected[loss, 2 if LAYOUTS[processes][at].get("ep") == processes else 1]
+    replicas = 2 if LAYOUTS[processes][at].get("ep") == processes else 1
+    wanted = expected[loss, replicas]
     reports, count = ranks[-1][loss][0], parts_of(loss) * EPOCHS
     assert [report["update"] for report in reports] == [*range(1, count + 1)]
     assert [report["step"] for report in reports] == [
@@ -126,6 +128,10 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
             noise = max(power - signal, 0.0) / (count - 1)
             assert report["variance_proxy/proxy3_pure_noise"] == pytest.approx(noise, rel=4e-5)
         assert ("variance_proxy/sequences" in report) == (loss == OTB)
+        for name in ("sat_tail_fraction", "sat_clip_fraction"):
+            assert report.get(f"loss/{name}") == (
+                pytest.approx(step[name], abs=1e-9) if loss == SAT else None
+            )
         # What is the batch's is reported once.
         assert ("reward/mean" in report) == (update == 0)
         if loss == BYPASS:  # pi_rollout is another policy from the first update on
@@ -134,6 +140,8 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
         assert (report["loss/old_new_k3_kl"] > 1e-6) == (update > 0) >= (clipped > 0)
         assert ("rollout_corr/weight_mean" in report) == (update == 0)
     assert loss in SOFT or any(report["loss/clip_fraction"] > 0 for report in reports)
+    # In the order of two replicas no ratio falls between the two bounds.
+    assert loss != SAT or replicas == 2 or any(report["loss/sat_clip_fraction"] > 0 for report in reports)
     assert all(rank[loss][1] == [4] for rank in ranks), "weights are pushed once, after the last update"
     weights = {name: tensor for rank in ranks for name, tensor in rank[loss][2].items()}
     assert weights.keys() == wanted["weights"].keys()

@@ -37,6 +37,8 @@ one update each.
 """
 OTB = "ppo_clip otb"
 """Its tokens have an advantage each."""
+SAT, SAT_TAIL = "ppo_clip sat", 0.2
+"""Its clip is narrower for tokens of |D| above a fifth of the batch's mean, which are most."""
 
 
 def parts_of(case):

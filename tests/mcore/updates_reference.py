@@ -24,6 +24,8 @@ from updates_cases import (
     OTB,
     RATE,
     REJECTING,
+    SAT,
+    SAT_TAIL,
     SOFT,
     TRUNCATED,
     WEIGHT,
@@ -34,14 +36,15 @@ from updates_cases import (
 )
 
 
-def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
+def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None, narrowed=None):
     """(loss with gradient, metrics) of the samples of one update that are left; rows, tokens: what
-    divides the loss.
+    divides the loss; narrowed: SAT's factor of the bounds, of each token.
 
     advantages: of each sample, or of each of its tokens.
     """
-    low, high = CLIP.get(name, (None, None))
+    ppo_low, ppo_high = low, high = CLIP.get(name, (None, None))
     total, by_token, clipped, k3, count = 0.0, 0.0, 0, 0.0, sum(map(len, now))
+    in_tail, by_sat = 0, 0
     for i, row in enumerate(now):
         sequence = (row.detach() - old[i]).mean().exp().item()
         row_total = 0.0
@@ -50,6 +53,13 @@ def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
             a = a[t] if isinstance(a, list) else a
             r = (p - q).exp()
             k3 += r.item() - 1 - math.log(r.item())
+            if narrowed is not None:
+                factor = narrowed[i][t]
+                # The end that the sign selects alone.
+                low, high = (ppo_low, ppo_high * factor) if a > 0 else (ppo_low * factor, ppo_high)
+                in_tail += factor < 1
+                outside = r > 1 + high if a > 0 else r < 1 - low
+                by_sat += bool(outside and 1 - ppo_low <= r <= 1 + ppo_high)
             if name == "gspo":
                 r = sequence * (p - p.detach()).exp()
             if name in ("ppo_clip", "gspo"):
@@ -75,7 +85,17 @@ def update_loss(name, advantages, now, old, weights, *, rows=None, tokens=None):
             row_total, by_token, clipped = row_total + loss, by_token + loss.item(), clipped + clips
         total = total + (row_total / len(row) if name in BY_SAMPLE else row_total)
     mean = total / (rows if name in BY_SAMPLE else tokens)
-    return mean, {"policy": by_token / count, "clip_fraction": clipped / count, "old_new_k3_kl": k3 / count}
+    metrics = {"policy": by_token / count, "clip_fraction": clipped / count, "old_new_k3_kl": k3 / count}
+    if narrowed is not None:
+        metrics |= {"sat_tail_fraction": in_tail / count, "sat_clip_fraction": by_sat / count}
+    return mean, metrics
+
+
+def narrowings(samples, old):
+    """SAT's factor of each token: tail mean / |D| where that is below 1, the mean over all samples."""
+    sizes = [(o - s["rollout"]).abs().tolist() for o, s in zip(old, samples, strict=True)]
+    mean = sum(map(sum, sizes)) / sum(map(len, sizes))
+    return [[min(1.0, SAT_TAIL * mean / size) if size else 1.0 for size in row] for row in sizes]
 
 
 def weights_of(name, samples, old):
@@ -98,6 +118,7 @@ def trained(case, model_dir, samples, replicas):
     weights, advantages, steps = weights_of(name, samples, old), advantages_of(samples, left), []
     if case == OTB:
         advantages = token_advantages_of(samples, [[True] * len(row) for row in old], weights)
+    narrowed = narrowings(samples, old) if case == SAT else None
     for update in range(parts_of(case) * EPOCHS):
         whole = sample_part(update, replicas, parts_of(case))
         part = [i for i in whole if left[i]]
@@ -112,6 +133,7 @@ def trained(case, model_dir, samples, replicas):
             [weights[i] for i in part],
             rows=len(counted),
             tokens=sum(len(old[i]) for i in counted),
+            narrowed=narrowed and [narrowed[i] for i in part],
         )
         if case == OTB:
             metrics["power"] = sum(
@@ -140,9 +162,9 @@ def main(model_dir, reference, out):
     tensor_files.save(
         {
             (case, replicas): trained(case, model_dir, few if case == TRUNCATED else samples, replicas)
-            for case in (*CLIP, *SOFT, *REJECTING, BYPASS, TRUNCATED, WHOLE, OTB)
+            for case in (*CLIP, *SOFT, *REJECTING, BYPASS, TRUNCATED, WHOLE, OTB, SAT)
             for replicas in (1, 2)
-            if replicas == 1 or case in (*CLIP, *SOFT, *REJECTING, OTB)
+            if replicas == 1 or case in (*CLIP, *SOFT, *REJECTING, OTB, SAT)
         },
         out,
     )

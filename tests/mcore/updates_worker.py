@@ -34,6 +34,8 @@ from updates_cases import (
     OTB,
     RATE,
     REJECTING,
+    SAT,
+    SAT_TAIL,
     SEED,
     SOFT,
     TRUNCATED,
@@ -55,7 +57,7 @@ def config_of(case):
         return RolloutCorrectionConfig(
             bypass_mode=True, loss=loss, clip_ratio_low=low, clip_ratio_high=high, clip_ratio_c=None
         )
-    rejecting = {"advantage": "otb"} if case == OTB else {}
+    rejecting = {OTB: {"advantage": "otb"}, SAT: {"clip_sat_tail": SAT_TAIL}}.get(case, {})
     if case in REJECTING:
         rule = RejectionRule("seq_mean", "ratio", *KEPT)
         rejecting = {"rollout_rs": (rule,), "loss_denominator": REJECTING[case]}

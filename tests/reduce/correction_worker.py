@@ -43,6 +43,15 @@ RULES = (
 WEIGHTS = {"rollout_is_mode": "clip", "rollout_is_lower": 0.5, "rollout_is_upper": 2.0}
 CONFIGS: dict[str, RolloutCorrectionConfig] = {
     "m2po": RolloutCorrectionConfig(rollout_m2_threshold=0.3, rollout_is="token", rollout_is_upper=2.0),
+    "sat": RolloutCorrectionConfig(clip_sat_tail=0.5, rollout_rs=RULES),
+    "sat, m2po, batch filter, normalised": RolloutCorrectionConfig(
+        clip_sat_tail=1.0,
+        rollout_m2_threshold=0.3,
+        rollout_batch_filter_kl=1e9,
+        rollout_is="sequence",
+        rollout_is_batch_normalize=True,
+        **WEIGHTS,
+    ),
     "m2po, kept lengths": RolloutCorrectionConfig(
         rollout_m2_threshold=0.3, loss="grpo", loss_denominator="kept", rollout_rs=RULES
     ),

@@ -70,6 +70,7 @@ CONFIGS = {
         rollout_rs=NEW_RULES,
         rollout_m2_threshold=0.5,
         rollout_batch_filter_kl=1.0,
+        clip_sat_tail=1.0,
     ),
     "turns, M2PO, lengths of what is kept": RolloutCorrectionConfig(
         rollout_is="turn",

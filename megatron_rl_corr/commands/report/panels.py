@@ -10,6 +10,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.ticker import MaxNLocator
 
 from megatron_rl_corr.core.mismatch import TURN_NUMBERS
+from megatron_rl_corr.core.quadrants import QUADRANTS
 from megatron_rl_corr.observability.catalogue import bins_of, ordered, usual_range
 
 # Okabe and Ito's palette stays apart under the common colour deficiencies.
@@ -184,6 +185,15 @@ def draw_shares(axes: Axes, series: Series) -> None:
     if series.has("rollout_corr/kept_fraction"):
         draw_line(axes, series, "rollout_corr/kept_fraction", color=ORANGE, label="kept tokens")
     draw_bound(axes, usual_range("rollout_corr/ess").low, "ESS alert")
+    axes.set_ylim(0, 1.04)
+
+
+def draw_quadrants(axes: Axes, series: Series) -> None:
+    """Shares of the gradient: what amplifies the mismatch in warm colours, what contracts it in cold ones."""
+    colors = dict(zip(QUADRANTS, (VERMILLION, ORANGE, BLUE, SKY), strict=True))
+    for name, color in colors.items():
+        label = name.replace("_", ", ")
+        draw_line(axes, series, f"rollout_corr/quadrant/{name}_mass", color=color, label=label)
     axes.set_ylim(0, 1.04)
 
 
@@ -401,6 +411,13 @@ PANELS = (
         draw_shares,
         ("rollout_corr/ess", "rollout_corr/kept_fraction"),
     ),
+    Panel(
+        "quadrants",
+        "Gradient by its direction",
+        "good, above and bad, below widen the mismatch",
+        draw_quadrants,
+        ("rollout_corr/quadrant/good_above_mass",),
+    ),
     Panel("grad_norm", "Gradient norm", "steady; spikes follow mismatch", draw_grad_norm, ("grad_norm",)),
     Panel("throughput", "Tokens per second", "higher is better", draw_throughput, ("tokens_per_s",)),
     Panel(
@@ -427,6 +444,7 @@ _ON_THE_PAGE_ALONE = (
     "by_turn",
     "by_turn_number",
     "probe",
+    "quadrants",
     "queue",
     "eval_reward",
     "eval_pass",

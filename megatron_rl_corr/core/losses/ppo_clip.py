@@ -24,11 +24,16 @@ def ppo_clip(
     pi_theta / pi_old.
 
     [T], 0 outside correction.mask; w, the weight of pi_old against pi_rollout, is constant in the step.
+    With clip_sat_tail low and high of a token are multiplied by its kappa in [0, 1] (core/clip_scale.py). Of
+    the two the advantage's sign selects one: the other never acts. So the interval lies within PPO's, and
+    the surrogate is at most PPO's.
+
     Sources: PPO, arXiv:1707.06347, eq. 7; the dual clip c, arXiv:1912.09729, eq. 5; unequal bounds, DAPO,
-    arXiv:2503.14476.
+    arXiv:2503.14476; SAT, arXiv:2607.18722.
     """
     moved = moved_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.mask)
-    return clipped_surrogate(as_exponent(moved).exp(), moved, inputs, config, metrics=metrics)
+    scale = inputs.correction.clip_scale
+    return clipped_surrogate(as_exponent(moved).exp(), moved, inputs, config, scale=scale, metrics=metrics)
 
 
 def clipped_surrogate(
@@ -37,6 +42,7 @@ def clipped_surrogate(
     inputs: PolicyLossInputs,
     config: RolloutCorrectionConfig,
     *,
+    scale: Tensor | None = None,
     metrics: dict[str, Metric] | None,
 ) -> Tensor:
     """The loss of `ppo_clip` for any ratio, a token's or its sequence's: [T], 0 outside the mask.
@@ -46,14 +52,21 @@ def clipped_surrogate(
         moved: [T] log pi_theta - log pi_old, for the metrics.
         inputs: advantages, weights and mask.
         config: the clip's bounds.
+        scale: [T] float32 in [0, 1], the bounds' factor; None: 1.
         metrics: the loss adds its own to it; None: none.
     """
     mask, (low, high) = inputs.mask, config.clip
     advantages = inside(mask, inputs.advantages)
     free = ratio * advantages
     clipped = ratio.clamp(1.0 - low, 1.0 + high) * advantages
+    fractions = {}
+    if scale is not None:
+        of_ppo = clipped < free
+        clipped = ratio.clamp(1.0 - low * scale, 1.0 + high * scale) * advantages
+        fractions["sat_tail_fraction"] = mask & (scale < 1)
+        fractions["sat_clip_fraction"] = (clipped < free) & ~of_ppo
     surrogate = torch.minimum(free, clipped)
-    fractions = {"clip_fraction": clipped < free}
+    fractions["clip_fraction"] = clipped < free
     if config.kind.dual_clip and config.clip_ratio_c is not None:
         # Where A >= 0 the surrogate is not negative: a floor of 0 leaves it alone.
         floor = advantages.clamp(max=0.0) * config.clip_ratio_c

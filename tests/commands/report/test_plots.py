@@ -53,6 +53,18 @@ def test_kl_when_servers_of_two_engines_sampled_then_a_line_for_each_and_both_to
     assert list(lines) == ["k3", "sglang", "vllm", "alert level"]
 
 
+def test_quadrants_when_drawn_then_a_line_for_each_share_of_the_gradient(make_steps):
+    names = ("good_above", "bad_below", "good_below", "bad_above")
+    shares = {f"rollout_corr/quadrant/{name}_mass": at / 10 for at, name in enumerate(names, start=1)}
+    axes = drawn("quadrants", [row | shares for row in make_steps(3)])
+    assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
+        "good, above": [0.1] * 3,
+        "bad, below": [0.2] * 3,
+        "good, below": [0.3] * 3,
+        "bad, above": [0.4] * 3,
+    }
+
+
 EVALUATED = {
     "eval/reward": 0.5,
     "eval/pass@1": 0.25,
