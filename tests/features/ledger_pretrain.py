@@ -1,7 +1,8 @@
-"""pretrain_any.py, whose ranks write what the ledger finds of each token.
+"""pretrain_any.py, whose ranks write what the ledger finds of each token, and may choose experts wrongly.
 
-Rank R of the last stage writes LEDGER/R.json: a list of the batches that were measured, each the terms, D and
-whether a token is valid, in float64.
+Rank R of the last stage writes LEDGER/R.json: of each batch that was measured the terms, D, and whether a
+token is valid, in float64. With OTHER_EXPERTS=x Megatron's routers choose by their scores, plus x for the
+first expert.
 """
 
 import functools
@@ -11,6 +12,7 @@ import runpy
 from pathlib import Path
 
 from megatron_rl_corr.features.ledger import feature
+from megatron_rl_corr.moe.replay import ReplayedRouter
 
 found = []
 
@@ -31,6 +33,23 @@ def written(split, metrics):
     return split_log_ratio, ledger_metrics
 
 
+def choosing_otherwise(get_replay_topk, shift):
+    def replaced(self, scores, topk, num_groups=None, group_topk=None, default_compute_topk=None):
+        def compute_topk(scores, topk, **groups):
+            shifted = scores.detach().clone()
+            shifted[:, 0] += shift
+            _, ids = default_compute_topk(shifted, topk, **groups)
+            return scores.gather(1, ids), ids
+
+        return get_replay_topk(self, scores, topk, num_groups, group_topk, compute_topk)
+
+    return replaced
+
+
 feature.split_log_ratio, feature.ledger_metrics = written(feature.split_log_ratio, feature.ledger_metrics)
+if "OTHER_EXPERTS" in os.environ:
+    ReplayedRouter.get_replay_topk = choosing_otherwise(
+        ReplayedRouter.get_replay_topk, float(os.environ["OTHER_EXPERTS"])
+    )
 folder = Path(__file__).resolve().parents[1] / "matrix"
 runpy.run_path(str(folder / "pretrain_any.py"), run_name="__main__")

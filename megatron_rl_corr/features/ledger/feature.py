@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
-from megatron_rl_corr.features.ledger.metrics import ledger_metrics, seconds_metric
+from megatron_rl_corr.features.ledger.metrics import ledger_metrics, seconds_metric, temperature_metrics
 from megatron_rl_corr.features.ledger.prefill import ServerPrefill
 from megatron_rl_corr.features.ledger.share import SharePacks, drawn_samples, share_packs, third_of, unit_of
 from megatron_rl_corr.features.ledger.verdict import NOISE, verdict_line
@@ -47,6 +47,20 @@ class _Measured:
         return self.scored.number
 
 
+@dataclass(frozen=True)
+class _Passes:
+    """What the trainer's passes found, on the last stage."""
+
+    trained: Tensor
+    """[T'] log-probs of the policy that trains."""
+    entropy: Tensor
+    """[T'] of its distributions."""
+    behind: dict[str, Tensor]
+    """Step of the chain -> [T'] log-probs behind it."""
+    known: dict[str, Tensor]
+    """Step -> [T'] bool: the tokens whose policy behind it is known, where that is not all."""
+
+
 class LedgerFeature(Feature):
     """--rollout-ledger-interval: with 10 it measures batches 0, 10, 20 and so on."""
 
@@ -56,6 +70,7 @@ class LedgerFeature(Feature):
         self._round: Round | None = None
         self._types: tuple[str, ...] | None = None
         """What servers compute in; None: not asked yet."""
+        self._told_memory = False
         self.absent: dict[str, str] = {}
         """Term that no pass of this run takes -> why."""
 
@@ -69,8 +84,8 @@ class LedgerFeature(Feature):
             if args.rollout_ledger_interval is not None and vars(args).get(name):
                 raise ValueError(
                     f"--{name}-format {vars(args)[name]} with --rollout-ledger-interval: scales and "
-                    "quantised weights are kept between passes, and would be those of other weights; train in 16 bits, "
-                    "or leave the ledger out"
+                    "quantised weights are kept between passes, and would be those of other weights; train "
+                    "in 16 bits, or leave the ledger out"
                 )
 
     def open(self, run: RunParts) -> None:
@@ -87,8 +102,8 @@ class LedgerFeature(Feature):
             self.absent["decode"] = "--rollout-colocate: servers have no memory while the trainer computes"
         else:
             self._prefill = ServerPrefill(run.source, self._layout, run.settings.vocab_size)
-        if run.settings.args.num_experts and options.router_replay != "R3":
-            self.absent["routing"] = "servers are asked for their experts with --router-replay R3 alone"
+        if run.settings.args.num_experts and options.router_replay in ("off", "R2"):
+            self.absent["routing"] = "servers are asked for their experts with --router-replay compare"
 
     def _float32_head(self) -> LogprobSettings | None:
         """Settings of a pass with a float32 output layer; None where it is so, or can't be."""
@@ -163,10 +178,11 @@ class LedgerFeature(Feature):
         if self._kept is not None and self._needs(scored.number):
             with scored.forward.gathered():
                 self._kept.take(scored.number)
-            if dist.get_rank() == 0 and len(self._kept) == 1:
+            if dist.get_rank() == 0 and not self._told_memory:
+                self._told_memory = True
                 print(
-                    f"[rollout] ledger: {self._kept.nbytes / 2**20:.0f} MiB of the host's memory on each rank "
-                    f"for the weights of a version; at most {self._kept.most} are kept",
+                    f"[rollout] ledger: {self._kept.nbytes / 2**20:.0f} MiB of the host's memory on each "
+                    f"rank for the weights of a version; at most {self._kept.most} are kept",
                     flush=True,
                 )
         return found
@@ -194,58 +210,62 @@ class LedgerFeature(Feature):
         measured = _Measured(scored, share_packs(batch, samples, shape, layout))
         part = measured.packs.batch
         with forward.gathered(), compat.attention_logits_kept(forward.model):
-            trained, passes, known = self._run_passes(measured)
+            passes = self._run_passes(measured)
         prefill = None if self._prefill is None else self._prefill.finish(asked, trajectories, part)
-        if trained is None:
+        if passes is None:
             return {}
-        terms = split_log_ratio(trained, passes, prefill, part.rollout_logprobs)
+        trained, known = passes.trained, passes.known
+        terms = split_log_ratio(trained, passes.behind, prefill, part.rollout_logprobs)
         valid = part.loss_mask & part.rollout_logprobs.isfinite() & trained.isfinite()
+        found = seconds_metric(time.perf_counter() - began, trained)
         if prefill is not None:
-            known["decode"] = prefill.isfinite()
-        seconds = seconds_metric(time.perf_counter() - began, trained)
-        return ledger_metrics(terms, valid, third_of(part), known) | seconds
+            known = known | {"decode": prefill.isfinite()}
+            found |= temperature_metrics(
+                terms["decode"], trained + passes.entropy, valid & prefill.isfinite()
+            )
+        return ledger_metrics(terms, valid, third_of(part), known) | found
 
     @collective
-    def _run_passes(self, measured: _Measured) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
-        """(log-probs of the policy that trains [T'], those behind each step [T'], the tokens whose term is
-        known [T']), on the last stage; (None, {}, {}) on others.
-        """
-        part = measured.packs.batch
-        trained = self._log_probs(measured)
+    def _run_passes(self, measured: _Measured) -> _Passes | None:
+        """The passes of a measured batch, on the last stage; None on others."""
+        trained, entropy = self._policy(measured) or (None, None)
         lags, versions = self._lags(measured)
         passes: dict[str, Tensor] = {}
         for lag in versions:
             weights = self._kept.in_place(measured.number - lag) if lag else nullcontext()
             with weights:
-                found = self._passes_of_weights(measured, trained if lag == 0 else None)
+                found = self._passes_of_weights(measured, is_now=lag == 0)
             if trained is None:
                 continue
+            found.setdefault("staleness", trained)
             # With the weights of now also what is of others that are not known any more.
             here = lags == lag if lag else ~torch.isin(lags, lags.new_tensor(versions[1:]))
             for name, value in found.items():
                 passes[name] = torch.where(here, value, passes.get(name, value))
         if trained is None:
-            return None, {}, {}
+            return None
         if self._kept is None:
             passes.pop("staleness")
-            return trained, passes, {}
-        return trained, passes, {"staleness": torch.isin(lags, lags.new_tensor(versions)) & part.loss_mask}
+            return _Passes(trained, entropy, passes, {})
+        return _Passes(trained, entropy, passes, {"staleness": torch.isin(lags, lags.new_tensor(versions))})
 
     @collective
-    def _passes_of_weights(self, measured: _Measured, now: Tensor | None) -> dict[str, Tensor]:
+    def _passes_of_weights(self, measured: _Measured, *, is_now: bool) -> dict[str, Tensor]:
         """Log-probs behind each step under the weights that the model has, by the step's name.
 
-        now: as `staleness`, where a pass with these weights has been made; None: make it.
+        is_now: they are the live ones, so that nothing is stale.
         """
-        found = {"staleness": self._log_probs(measured) if now is None else now}
-        settings = self._run.logprob_settings
+        found = {} if is_now else {"staleness": self._log_probs(measured)}
+        settings, routed = self._run.logprob_settings, self.options.router_replay in ("compare", "R3")
+        if self.options.router_replay == "compare":
+            found["routing"] = self._log_probs(measured, routed=True)
         if self._head is not None:
             settings = self._head
-            found["head"] = self._log_probs(measured, settings)
+            found["head"] = self._log_probs(measured, settings, routed=routed)
         if self._round is not None:
             parameters = self._run.exporter.parameters
             with rounded_in_place(parameters, self._layout, self._round):
-                found["rounding"] = self._log_probs(measured, settings)
+                found["rounding"] = self._log_probs(measured, settings, routed=routed)
         return found
 
     @collective
@@ -268,23 +288,34 @@ class LedgerFeature(Feature):
         return lags, [0, *(lag for lag in kept if seen[lag])]
 
     @collective
-    def _log_probs(self, measured: _Measured, settings: LogprobSettings | None = None) -> Tensor | None:
-        """[T'] float32 under the weights that the model has, with the experts that training takes; None on
-        stages but the last.
+    def _log_probs(
+        self, measured: _Measured, settings: LogprobSettings | None = None, *, routed: bool | None = None
+    ) -> Tensor | None:
+        """[T'] float32, the first of `_policy`."""
+        found = self._policy(measured, settings, routed=routed)
+        return None if found is None else found[0]
+
+    @collective
+    def _policy(
+        self, measured: _Measured, settings: LogprobSettings | None = None, *, routed: bool | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Log-probs and entropies, [T'] float32 each, under the weights that the model has; None on stages but
+        the last.
+
+        Args:
+            measured: the samples.
+            settings: of the log-probs; None: as training has them.
+            routed: with the servers' experts; None: as training is.
         """
         scored = measured.scored
         steering: AbstractContextManager = nullcontext()
         routes = Routes()
-        if self.options.router_replay == "R3":
+        if self.options.router_replay == "R3" if routed is None else routed:
             routes, steering = scored.routes, scored.routes.replaying()
         with steering:
-            found = compute_log_probs(
-                scored.forward.model,
-                measured.packs,
-                settings or scored.forward.settings,
-                routes=routes,
+            return compute_log_probs(
+                scored.forward.model, measured.packs, settings or scored.forward.settings, routes=routes
             )
-        return None if found is None else found[0]
 
     def end_step(self, ended: EndedStep) -> None:
         """Print the verdict of a batch that was measured, on the job's last rank."""

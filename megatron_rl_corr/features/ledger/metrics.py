@@ -5,7 +5,8 @@ D = log pi_train - log pi_rollout of a token; N tokens of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -54,6 +55,44 @@ def ledger_metrics(
         values = [torch.where(here, terms["rest"].abs(), 0.0).sum(), here.sum(dtype=torch.float64)]
         found[f"ledger/rest/by_position/{name}"] = Mean(torch.stack(values))
     return found
+
+
+class FittedTemperature(Metric):
+    """T of the sampler, where d = -(1 / T - 1) g; values = [sum dg, sum g^2]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        both, square = values
+        inverse = 1 - both / square if square else math.nan
+        return 1 / inverse if inverse else math.inf
+
+
+class FitShare(Metric):
+    """Share of sum d^2 that lies along g: (sum dg)^2 / (sum d^2 sum g^2); values = [sum dg, sum g^2, sum d^2]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        both, g, d = values
+        return both * both / (g * d) if g and d else math.nan
+
+
+def temperature_metrics(decode: Tensor, slope: Tensor, known: Tensor) -> dict[str, Metric]:
+    """Which temperature the decode term looks like, and how much of it one would explain.
+
+    With inverse temperature b a label's log-prob changes by d log p / d log b = log p + H, so that a sampler at
+    temperature T shows d = -(1 / T - 1)(log p + H) at first order.
+
+    Args:
+        decode: [N] d.
+        slope: [N] g = log p + H, of the policy that trains at temperature 1.
+        known: [N] bool.
+    """
+    decode, slope = (torch.where(known, one.double(), 0.0) for one in (decode, slope))
+    both, g, d = (decode * slope).sum(), slope.square().sum(), decode.square().sum()
+    return {
+        "ledger/decode/as_temperature": FittedTemperature(torch.stack([both, g])),
+        "ledger/decode/as_temperature_share": FitShare(torch.stack([both, g, d])),
+    }
 
 
 def seconds_metric(seconds: float, like: Tensor) -> dict[str, Metric]:
@@ -106,6 +145,18 @@ METRICS = in_group(
             "staleness": "weights at sampling the trainer still has",
             "decode": "prefill a server with the same weights has given",
         }.items()
+    ),
+    MetricSpec(
+        "ledger/decode/as_temperature",
+        "the temperature that a server would have sampled with, if the decode term were that alone",
+        "1 / (1 - sum(d g) / sum(g^2)) with d the term, g = log p + entropy",
+        only_with=_WITH,
+    ),
+    MetricSpec(
+        "ledger/decode/as_temperature_share",
+        "how much of the decode term such a temperature explains",
+        "sum(d g)^2 / (sum(d^2) sum(g^2))",
+        only_with=_WITH,
     ),
     MetricSpec(
         "ledger/rest/by_position/",

@@ -20,6 +20,8 @@ times the relative error of one operation (push_probe/evidence.py), and of float
 """
 BLAMED = 0.1
 """A term is named from this share of the mean square on."""
+AS_TEMPERATURE = 0.8
+"""Share of the decode term from which on it is said to look like another temperature."""
 LEAST_TOKENS = 64
 """Fewer tokens blame nothing."""
 WORDS = {
@@ -36,7 +38,8 @@ def blamed_terms(numbers: Mapping[str, float], noise: float) -> list[tuple[str, 
     """(term, share) of those that carry the mismatch, the largest first; [] where it is rounding.
 
     Nothing is blamed where mean |D| <= noise or fewer than LEAST_TOKENS were split. Else a term is blamed
-    that has BLAMED of the mean square or more, and is larger than the noise by itself or has the largest share.
+    that has BLAMED of the mean square or more, and is larger than the noise by itself or has the largest
+    share.
 
     Args:
         numbers: of the ledger, by their logged names.
@@ -75,6 +78,9 @@ def verdict_line(numbers: Mapping[str, float], dtype: str, absent: Mapping[str, 
             for name, share in blamed
         )
         line = f"mismatch: {told}; {evidence}, all parts: {parts}"
+        heat = numbers.get("ledger/decode/as_temperature", math.nan)
+        if "decode" in dict(blamed) and numbers["ledger/decode/as_temperature_share"] >= AS_TEMPERATURE:
+            line += f"; the decoding looks like a sampling temperature of about {heat:.2g}, not 1"
     elif tokens < LEAST_TOKENS:
         line = f"mismatch: too few tokens for a verdict; {evidence}, parts: {parts}"
     else:

@@ -33,9 +33,6 @@ class KeptWeights:
         """Bytes of host memory."""
         return sum(one.nbytes for one in self._kept.values())
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def __contains__(self, version: int) -> bool:
         return version in self._kept
 
