@@ -10,6 +10,7 @@ from importlib import import_module
 FEATURES = (
     "router_replay_effect",
     "filtered_mismatch",
+    "ledger",
     "samples",
     "export",
     "trace",

@@ -145,10 +145,10 @@ class WeightSyncConfig(Options):
 class ExpertsConfig(Options):
     """Mixture of experts: whose choice of experts trains, and what is logged of it."""
 
-    router_replay: Literal["off", "R2", "R3"] = option("off", flag="--router-replay")
+    router_replay: Literal["off", "compare", "R2", "R3"] = option("off", flag="--router-replay")
     """Experts of a token in training: off as Megatron's routers choose, R3 as the servers did (start them
     with --enable-return-routed-experts), R2 as they chose for the old log-probs, in each of several
-    updates of a batch.
+    updates of a batch; compare as with off, and the servers' are asked for and compared with them.
     """
 
     router_replay_min_agreement: Annotated[float | None, Between(-1, 1)] = option(

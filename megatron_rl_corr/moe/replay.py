@@ -48,12 +48,18 @@ class ReplayedRouter(RouterReplay):
         self._observe: Observe | None = None
         self._on_recorded: Callable[[Tensor], None] | None = None
         self._on_chosen: Callable[[Tensor], None] | None = None
+        self._steers = True
         self._to_recompute: deque[Tensor] = deque()
         self.training = False
         """In training, a pass for which nothing was set recomputes an earlier one."""
 
     def replay(
-        self, experts: Tensor, observe: Observe | None, on_chosen: Callable[[Tensor], None] | None = None
+        self,
+        experts: Tensor,
+        observe: Observe | None,
+        on_chosen: Callable[[Tensor], None] | None = None,
+        *,
+        steers: bool = True,
     ) -> None:
         """Route the tokens of the next pass to given experts.
 
@@ -61,8 +67,9 @@ class ReplayedRouter(RouterReplay):
             experts: [t, b, K]; a token without routes takes Megatron's own choice.
             observe: called with these, Megatron's own choice and its scores.
             on_chosen: on_chosen(ids [t * b, K]) is called with the experts that the tokens went to.
+            steers: False: the tokens go where Megatron sends them, and are observed alone.
         """
-        self._given, self._observe, self._on_chosen = experts, observe, on_chosen
+        self._given, self._observe, self._on_chosen, self._steers = experts, observe, on_chosen, steers
 
     def record(self, on_recorded: Callable[[Tensor], None]) -> None:
         """Take Megatron's own choice in the next pass, and call on_recorded(ids [t * b, K]) with it."""
@@ -110,11 +117,15 @@ class ReplayedRouter(RouterReplay):
             # of its forward's.
             self._to_recompute.append(given)
         known = has_routes(given, self._experts).reshape(-1, 1)
-        with torch.no_grad():
-            _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self._steers):
+            values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if observe is not None:
             sizes = given.shape[:2]
             observe(given, own.detach().view(*sizes, -1), scores.detach().view(*sizes, -1))
+        if not self._steers:
+            if on_chosen is not None:
+                on_chosen(own)
+            return values, own
         ids = torch.where(known, given.reshape(-1, topk).long(), own)
         if on_chosen is not None:
             on_chosen(ids)
@@ -130,7 +141,7 @@ class ReplayedRouters:
         """Take over the routers of the model. Every rank calls it: two small collectives over the pipeline.
 
         Args:
-            kind: --router-replay's: R2 or R3, or off, which only watches.
+            kind: --router-replay's: R2 or R3, compare, or off, which only watches.
             model: this rank's chunks.
             layout: this rank's process groups.
             num_layers: of the whole model, as Megatron counts them.
@@ -186,7 +197,7 @@ class ReplayedRouters:
         """Context of the forward passes for old log-probs.
 
         Args:
-            given: [T + 1, L, K], the servers' experts, which R3 replays; None for the other kinds.
+            given: [T + 1, L, K], the servers' experts, with R3 and compare; None for the other kinds.
             observe: called with every layer's pass, with R3.
             tokens: T.
         """
@@ -220,7 +231,9 @@ class ReplayedRouters:
 
     @contextmanager
     def replaying(self, given: Tensor | None) -> Iterator[None]:
-        """Context of forward passes that R3 steers as in `scoring`, and of which nothing is kept."""
+        """Context of forward passes that R3 steers as in `scoring`, compare too, and of which nothing is
+        kept.
+        """
         with self._passes("measure", given, None):
             yield
 
@@ -228,7 +241,7 @@ class ReplayedRouters:
     def _passes(self, phase: str, given: Tensor | None, observe: ObserveLayer | None) -> Iterator[None]:
         self._phase, self._given, self._observe = phase, given, observe
         for router in self._all():
-            router.training = phase == "train" and self.kind != "off"
+            router.training = phase == "train" and self.kind in ("R2", "R3")
         try:
             yield
         finally:
@@ -248,9 +261,10 @@ class ReplayedRouters:
             return
         if self._cut:
             places = places.chunk(self._tp.size())[self._tp.rank()]
-        given = None
-        if self.kind == "R3" or (self.kind == "R2" and self._phase == "train"):
-            given = (self._given if self.kind == "R3" else self.chosen)[places]
+        given, by_servers = None, self.kind in ("R3", "compare")
+        if by_servers or (self.kind == "R2" and self._phase == "train"):
+            given = (self._given if by_servers else self.chosen)[places]
+        steers = self.kind != "compare" or self._phase == "measure"
         keeps = self._phase == "score" and self.chosen is not None
         if keeps:
             self.seen[places] = True
@@ -259,7 +273,7 @@ class ReplayedRouters:
             if given is None:
                 router.record(keep)
             else:
-                router.replay(given[:, :, place], self._observer(places, place), keep)
+                router.replay(given[:, :, place], self._observer(places, place), keep, steers=steers)
 
     def _keeper(self, places: Tensor, place: int) -> Callable[[Tensor], None]:
         def keep(ids: Tensor) -> None:

@@ -146,7 +146,7 @@ class Routes:
 
 
 class ReplayedRoutes(Routes):
-    """--router-replay R2 or R3, or --expert-statistics alone, or both."""
+    """--router-replay compare, R2 or R3, or --expert-statistics alone, or both."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class ReplayedRoutes(Routes):
         """
         self.routers, self._layout, self._min_agreement, self._log = routers, layout, min_agreement, log
         flags = {"--expert-statistics": routers.watch, "--router-replay R2": routers.kind == "R2"}
-        self.server_shape = routers.shape if routers.kind == "R3" else None
+        self.server_shape = routers.shape if routers.kind in ("R3", "compare") else None
         self.needs_scoring = tuple(flag for flag, needs in flags.items() if needs)
         self.given: Tensor | None = None
         """[T + 1, L, K]: the servers' experts of the step's tokens, in this rank's layers; the
@@ -316,7 +316,7 @@ def make_routes(
     """The object for the run's flags; every rank calls it.
 
     Args:
-        kind: --router-replay: off, R2 or R3.
+        kind: --router-replay: off, compare, R2 or R3.
         model: this rank's chunks.
         layout: this rank's process groups.
         num_layers: of the whole model.
@@ -332,4 +332,6 @@ def make_routes(
     from megatron_rl_corr.moe.replay import ReplayedRouters
 
     routers = ReplayedRouters(kind, model, layout, num_layers=num_layers, watch=log is not None)
+    if kind == "compare":  # nothing trains on these routes
+        min_agreement = -1.0
     return ReplayedRoutes(routers, layout, min_agreement=min_agreement, log=log)

@@ -30,11 +30,12 @@ class Door:
     target: the server's address; it may change. delay_s: added to each answer. nonsense: samples are none.
     spoiled: {path: whether the server gets the request}, of requests whose next answer alone is a proxy's
     page. failing: {path: (HTTP status, or None for a cut connection; whether the server gets the
-    request)}, the same.
+    request)}, the same. changed: changed(path, body), what the server gets in the place of a body.
     """
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, changed=lambda path, body: body):
         self.target, self.delay_s, self.nonsense, self.spoiled, self.failing = target, 0.0, False, {}, {}
+        self._changed = changed
         self._random = random.Random(0)
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
@@ -68,7 +69,7 @@ class Door:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         await asyncio.sleep(self.delay_s)
-        body = await request.read()
+        body = self._changed(request.path, await request.read())
         if self.nonsense and request.path in SAMPLES:
             return web.Response(body=self._random.choice(NONSENSE), content_type="application/json")
         is_spoiled, is_sent = request.path in self.spoiled, self.spoiled.pop(request.path, True)
@@ -77,7 +78,11 @@ class Door:
         failure, is_sent = self.failing.pop(request.path, (200, True))
         if not is_sent:
             return self._failed(request, failure)
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in ("host",)}
+        headers = {
+            name: value
+            for name, value in request.headers.items()
+            if name.lower() not in ("host", "content-length")
+        }
         try:
             async with self._session.request(
                 request.method,

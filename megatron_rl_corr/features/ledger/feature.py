@@ -1,0 +1,328 @@
+"""Splits the log-ratio of a few samples' tokens into named terms, one forward pass for each, every N batches.
+
+T' tokens of the samples on this context-parallel rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.features.ledger.chain import split_log_ratio
+from megatron_rl_corr.features.ledger.metrics import ledger_metrics, seconds_metric, temperature_metrics
+from megatron_rl_corr.features.ledger.prefill import ServerPrefill
+from megatron_rl_corr.features.ledger.share import SharePacks, drawn_samples, share_packs, third_of, unit_of
+from megatron_rl_corr.features.ledger.verdict import NOISE, verdict_line
+from megatron_rl_corr.features.ledger.weights import KeptWeights, Round, rounded_in_place, rounding_of
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.feature import CorrectedBatch, EndedStep, Feature, RunParts
+from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
+from megatron_rl_corr.mcore.number_types import trained_type
+from megatron_rl_corr.mcore.serving import WeightPush
+from megatron_rl_corr.moe.routes import Routes
+from megatron_rl_corr.reduce.collectives import collective
+from megatron_rl_corr.reduce.failure import broadcast_made
+from megatron_rl_corr.reduce.metrics import Metric
+
+HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A batch that is measured, and the samples of it."""
+
+    scored: CorrectedBatch
+    packs: SharePacks
+
+    @property
+    def number(self) -> int:
+        return self.scored.number
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """What the trainer's passes found, on the last stage."""
+
+    trained: Tensor
+    """[T'] log-probs of the policy that trains."""
+    entropy: Tensor
+    """[T'] of its distributions."""
+    behind: dict[str, Tensor]
+    """Step of the chain -> [T'] log-probs behind it."""
+    known: dict[str, Tensor]
+    """Step -> [T'] bool: the tokens whose policy behind it is known, where that is not all."""
+
+
+class LedgerFeature(Feature):
+    """--rollout-ledger-interval: with 10 it measures batches 0, 10, 20 and so on."""
+
+    def __init__(self, options: RunConfig):
+        super().__init__(options)
+        self._kept: KeptWeights | None = None
+        self._round: Round | None = None
+        self._types: tuple[str, ...] | None = None
+        """What servers compute in; None: not asked yet."""
+        self._told_memory = False
+        self.absent: dict[str, str] = {}
+        """Term that no pass of this run takes -> why."""
+
+    @classmethod
+    def is_asked_for(cls, options: RunConfig) -> bool:
+        return options.ledger_interval is not None
+
+    @classmethod
+    def check_arguments(cls, args: argparse.Namespace) -> None:
+        for name in ("fp8", "fp4"):
+            if args.rollout_ledger_interval is not None and vars(args).get(name):
+                raise ValueError(
+                    f"--{name}-format {vars(args)[name]} with --rollout-ledger-interval: scales and "
+                    "quantised weights are kept between passes, and would be those of other weights; train "
+                    "in 16 bits, or leave the ledger out"
+                )
+
+    def open(self, run: RunParts) -> None:
+        self._run, self._layout, options = run, run.settings.layout, self.options
+        self._trained = trained_type(run.settings.args)
+        if options.max_lag > 0:
+            self._kept = KeptWeights(run.exporter.parameters, options.max_lag)
+        self._head = self._float32_head()
+        self._prefill = None
+        plain = options.temperature == 1 and not run.collector.sampling.truncated
+        if not plain:
+            self.absent["decode"] = "servers score at temperature 1 over the whole vocabulary"
+        elif options.colocate:
+            self.absent["decode"] = "--rollout-colocate: servers have no memory while the trainer computes"
+        else:
+            self._prefill = ServerPrefill(run.source, self._layout, run.settings.vocab_size)
+        if run.settings.args.num_experts and options.router_replay in ("off", "R2"):
+            self.absent["routing"] = "servers are asked for their experts with --router-replay compare"
+
+    def _float32_head(self) -> LogprobSettings | None:
+        """Settings of a pass with a float32 output layer; None where it is so, or can't be."""
+        run, settings = self._run, self._run.logprob_settings
+        if self._trained not in HALF or settings.fp32_lm_head:
+            return None
+        reasons = {
+            "this model has no hook behind its last layer": not compat.has_output_processor(
+                compat.unwrapped(run.model)
+            ),
+            "truncated sampling takes Megatron's logits": run.collector.sampling.truncated,
+            "--mtp-num-layers takes Megatron's logits": bool(run.settings.args.mtp_num_layers),
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), None)
+        if reason is not None:
+            self.absent["head"] = reason
+            return None
+        return replace(settings, from_hidden=True, before_copies=False, fp32_lm_head=True)
+
+    @collective
+    def after_push(self, push: WeightPush, version: str) -> dict[str, float]:
+        """Learn once what servers compute in, which says what a push rounds."""
+        if self._types is not None:
+            return {}
+        self._types = broadcast_made(self._ask_types)
+        options, shard = self.options, self._layout.shard
+        rounds, dtype = options.push_rounding, None
+        halves = [HALF[one] for one in self._types if one in HALF]
+        if self._trained in ("float32", "tf32") and halves:
+            if len(halves) == len(self._types) == 1:
+                dtype = halves[0]
+            else:
+                self.absent["rounding"] = "servers compute in several number types: " + ", ".join(self._types)
+        if push.servers.quantization is not None:
+            self.absent["rounding"] = "the servers have FP8 weights"
+        elif shard.expert_tp_size > 1 and (rounds != "none" or dtype is not None):
+            self.absent["rounding"] = "--expert-tensor-parallel-size cuts experts, which a pass would gather"
+        if "rounding" not in self.absent:
+            self._round = rounding_of(rounds, dtype)
+        if dist.get_rank() == 0:
+            for name, reason in self.absent.items():
+                print(
+                    f"[rollout] ledger: no pass takes {name}, which stays in the rest: {reason}", flush=True
+                )
+        return {}
+
+    def _ask_types(self) -> tuple[str, ...]:
+        """The number types of all servers that tell; on rank 0."""
+        client, loop = self._run.source.client, self._run.source.loop
+        try:
+            infos = loop.call(client.server_info())
+        except RolloutError:
+            return ()
+        engines = [client.engine_of(url) for url in client.base_urls]
+        pairs = zip(engines, infos, strict=True)
+        return tuple(sorted({"fp8" if one.is_quantized(info) else one.dtype(info) for one, info in pairs}))
+
+    @property
+    def noise_type(self) -> str:
+        """The coarsest number type of both sides, a key of NOISE."""
+        types = [self._trained, *(one for one in self._types or () if one in NOISE)]
+        return max(types, key=NOISE.__getitem__)
+
+    @collective
+    def after_scoring(self, scored: CorrectedBatch) -> dict[str, Metric]:
+        """The ledger of a batch that is measured, this rank's share, on the last stage; {} of others.
+
+        Every rank calls it. Training does not notice: passes are forward only, and weights are put back byte
+        for byte.
+        """
+        found = {} if scored.number % self.options.ledger_interval else self._measure(scored)
+        if self._kept is not None and self._needs(scored.number):
+            with scored.forward.gathered():
+                self._kept.take(scored.number)
+            if dist.get_rank() == 0 and not self._told_memory:
+                self._told_memory = True
+                print(
+                    f"[rollout] ledger: {self._kept.nbytes / 2**20:.0f} MiB of the host's memory on each "
+                    f"rank for the weights of a version; at most {self._kept.most} are kept",
+                    flush=True,
+                )
+        return found
+
+    def _needs(self, number: int) -> bool:
+        """True if a batch that is measured may have samples of this version when it is an earlier one."""
+        interval = self.options.ledger_interval
+        return interval - number % interval <= self.options.max_lag
+
+    @collective
+    def _measure(self, scored: CorrectedBatch) -> dict[str, Metric]:
+        began, forward, layout = time.perf_counter(), scored.forward, self._layout
+        batch, shape = forward.batch, self._run.shape
+        samples = drawn_samples(
+            self.options.ledger_share,
+            batch.num_sequences,
+            unit_of(forward.model, shape),
+            seed=self._run.settings.args.seed,
+            batch=scored.number,
+            replica=layout.dp_rank,
+        )
+        asked, trajectories = None, [forward.samples[one] for one in samples if forward.samples]
+        if self._prefill is not None:
+            asked = self._prefill.begin(trajectories, scored.number)  # servers compute meanwhile
+        measured = _Measured(scored, share_packs(batch, samples, shape, layout))
+        part = measured.packs.batch
+        with forward.gathered(), compat.attention_logits_kept(forward.model):
+            passes = self._run_passes(measured)
+        prefill = None if self._prefill is None else self._prefill.finish(asked, trajectories, part)
+        if passes is None:
+            return {}
+        trained, known = passes.trained, passes.known
+        terms = split_log_ratio(trained, passes.behind, prefill, part.rollout_logprobs)
+        valid = part.loss_mask & part.rollout_logprobs.isfinite() & trained.isfinite()
+        found = seconds_metric(time.perf_counter() - began, trained)
+        if prefill is not None:
+            known = known | {"decode": prefill.isfinite()}
+            found |= temperature_metrics(
+                terms["decode"], trained + passes.entropy, valid & prefill.isfinite()
+            )
+        return ledger_metrics(terms, valid, third_of(part), known) | found
+
+    @collective
+    def _run_passes(self, measured: _Measured) -> _Passes | None:
+        """The passes of a measured batch, on the last stage; None on others."""
+        trained, entropy = self._policy(measured) or (None, None)
+        lags, versions = self._lags(measured)
+        passes: dict[str, Tensor] = {}
+        for lag in versions:
+            weights = self._kept.in_place(measured.number - lag) if lag else nullcontext()
+            with weights:
+                found = self._passes_of_weights(measured, is_now=lag == 0)
+            if trained is None:
+                continue
+            found.setdefault("staleness", trained)
+            # With the weights of now also what is of others that are not known any more.
+            here = lags == lag if lag else ~torch.isin(lags, lags.new_tensor(versions[1:]))
+            for name, value in found.items():
+                passes[name] = torch.where(here, value, passes.get(name, value))
+        if trained is None:
+            return None
+        if self._kept is None:
+            passes.pop("staleness")
+            return _Passes(trained, entropy, passes, {})
+        return _Passes(trained, entropy, passes, {"staleness": torch.isin(lags, lags.new_tensor(versions))})
+
+    @collective
+    def _passes_of_weights(self, measured: _Measured, *, is_now: bool) -> dict[str, Tensor]:
+        """Log-probs behind each step under the weights that the model has, by the step's name.
+
+        is_now: they are the live ones, so that nothing is stale.
+        """
+        found = {} if is_now else {"staleness": self._log_probs(measured)}
+        settings, routed = self._run.logprob_settings, self.options.router_replay in ("compare", "R3")
+        if self.options.router_replay == "compare":
+            found["routing"] = self._log_probs(measured, routed=True)
+        if self._head is not None:
+            settings = self._head
+            found["head"] = self._log_probs(measured, settings, routed=routed)
+        if self._round is not None:
+            parameters = self._run.exporter.parameters
+            with rounded_in_place(parameters, self._layout, self._round):
+                found["rounding"] = self._log_probs(measured, settings, routed=routed)
+        return found
+
+    @collective
+    def _lags(self, measured: _Measured) -> tuple[Tensor | None, list[int]]:
+        """([T'] versions since each token was sampled, on the last stage; the lags with a pass, 0 first).
+
+        Ranks agree on the passes: one all-reduce, with a lag.
+        """
+        if self._kept is None:
+            zeros = torch.zeros_like(measured.packs.batch.seq_ids)
+            return zeros, [0]
+        part, most = measured.packs.batch, self._kept.most
+        lags = part.token_lags
+        seen = torch.zeros(most + 1, dtype=torch.int64, device=part.seq_ids.device)
+        if lags is not None:
+            for lag in range(1, most + 1):
+                seen[lag] = ((lags == lag) & part.loss_mask).any()
+        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
+        kept = [lag for lag in range(1, most + 1) if measured.number - lag in self._kept]
+        return lags, [0, *(lag for lag in kept if seen[lag])]
+
+    @collective
+    def _log_probs(
+        self, measured: _Measured, settings: LogprobSettings | None = None, *, routed: bool | None = None
+    ) -> Tensor | None:
+        """[T'] float32, the first of `_policy`."""
+        found = self._policy(measured, settings, routed=routed)
+        return None if found is None else found[0]
+
+    @collective
+    def _policy(
+        self, measured: _Measured, settings: LogprobSettings | None = None, *, routed: bool | None = None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Log-probs and entropies, [T'] float32 each, under the weights that the model has; None on stages but
+        the last.
+
+        Args:
+            measured: the samples.
+            settings: of the log-probs; None: as training has them.
+            routed: with the servers' experts; None: as training is.
+        """
+        scored = measured.scored
+        steering: AbstractContextManager = nullcontext()
+        routes = Routes()
+        if self.options.router_replay == "R3" if routed is None else routed:
+            routes, steering = scored.routes, scored.routes.replaying()
+        with steering:
+            return compute_log_probs(
+                scored.forward.model, measured.packs, settings or scored.forward.settings, routes=routes
+            )
+
+    def end_step(self, ended: EndedStep) -> None:
+        """Print the verdict of a batch that was measured, on the job's last rank."""
+        numbers = self._run.reports.numbers
+        if self._layout.is_job_reporter and "ledger/tokens" in numbers:
+            line = verdict_line(numbers, self.noise_type, self.absent)
+            print(f"[rollout] ledger of step {ended.number}: {line}", flush=True)
+
+
+FEATURE = LedgerFeature

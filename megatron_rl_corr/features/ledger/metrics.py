@@ -1,0 +1,168 @@
+"""The ledger's numbers: each term's share of the mean square of D, which add up to 1, and its size.
+
+D = log pi_train - log pi_rollout of a token; N tokens of this rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
+from megatron_rl_corr.features.ledger.chain import TERMS
+from megatron_rl_corr.reduce.metrics import Max, Mean, Metric, Sum
+
+THIRDS = ("first", "middle", "last")
+
+
+def ledger_metrics(
+    terms: Mapping[str, Tensor], valid: Tensor, third: Tensor, known: Mapping[str, Tensor]
+) -> dict[str, Metric]:
+    """share = sum(term D) / sum(D^2), mean = mean(term), mean_abs = mean |term| of each, over valid tokens.
+
+    Terms add up to D, so shares add up to 1 and means to the mean of D. A share is negative where a term
+    lowers the mismatch.
+
+    Args:
+        terms: name -> [N] float64.
+        valid: [N] bool.
+        third: [N] int64 in [0, 3), of its sequence.
+        known: name -> [N] bool, the tokens whose term a pass has found.
+    """
+    count = valid.sum(dtype=torch.float64)
+    terms = {name: torch.where(valid, term, 0.0) for name, term in terms.items()}
+    whole = torch.stack(list(terms.values())).sum(dim=0)
+    square = whole.square().sum()
+    found: dict[str, Metric] = {
+        "ledger/tokens": Sum(count[None]),
+        "ledger/mean_abs": Mean(torch.stack([whole.abs().sum(), count])),
+        "ledger/mean": Mean(torch.stack([whole.sum(), count])),
+    }
+    for name, term in terms.items():
+        found |= {
+            f"ledger/{name}/share": Mean(torch.stack([(term * whole).sum(), square])),
+            f"ledger/{name}/mean": Mean(torch.stack([term.sum(), count])),
+            f"ledger/{name}/mean_abs": Mean(torch.stack([term.abs().sum(), count])),
+        }
+    for name, tokens in known.items():
+        total = (tokens & valid).sum(dtype=torch.float64)
+        found[f"ledger/{name}/known"] = Mean(torch.stack([total, count]))
+    for place, name in enumerate(THIRDS):
+        here = valid & (third == place)
+        values = [torch.where(here, terms["rest"].abs(), 0.0).sum(), here.sum(dtype=torch.float64)]
+        found[f"ledger/rest/by_position/{name}"] = Mean(torch.stack(values))
+    return found
+
+
+class FittedTemperature(Metric):
+    """T of the sampler, where d = -(1 / T - 1) g; values = [sum dg, sum g^2]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        both, square = values
+        inverse = 1 - both / square if square else math.nan
+        return 1 / inverse if inverse else math.inf
+
+
+class FitShare(Metric):
+    """Share of sum d^2 that lies along g: (sum dg)^2 / (sum d^2 sum g^2); values = [sum dg, sum g^2, sum d^2]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        both, g, d = values
+        return both * both / (g * d) if g and d else math.nan
+
+
+def temperature_metrics(decode: Tensor, slope: Tensor, known: Tensor) -> dict[str, Metric]:
+    """Which temperature the decode term looks like, and how much of it one would explain.
+
+    With inverse temperature b a label's log-prob changes by d log p / d log b = log p + H, so that a sampler at
+    temperature T shows d = -(1 / T - 1)(log p + H) at first order.
+
+    Args:
+        decode: [N] d.
+        slope: [N] g = log p + H, of the policy that trains at temperature 1.
+        known: [N] bool.
+    """
+    decode, slope = (torch.where(known, one.double(), 0.0) for one in (decode, slope))
+    both, g, d = (decode * slope).sum(), slope.square().sum(), decode.square().sum()
+    return {
+        "ledger/decode/as_temperature": FittedTemperature(torch.stack([both, g])),
+        "ledger/decode/as_temperature_share": FitShare(torch.stack([both, g, d])),
+    }
+
+
+def seconds_metric(seconds: float, like: Tensor) -> dict[str, Metric]:
+    """The ledger's own time. like: a tensor on the device."""
+    return {"ledger/seconds": Max(like.new_full((1,), seconds, dtype=torch.float64))}
+
+
+_WITH = "--rollout-ledger-interval"
+_TEXTS = {
+    "staleness": "the weights of now against those that sampled the token",
+    "routing": "the trainer's own experts against the servers', under the weights that sampled",
+    "head": "the output layer in the model's number type against float32",
+    "rounding": "the weights that sampled against what servers made of them",
+    "rest": "what no pass takes apart: the trainer's arithmetic against the server's prefill",
+    "decode": "the server's prefill of the tokens against what it sampled them with",
+}
+assert tuple(_TEXTS) == TERMS
+METRICS = in_group(
+    "Ledger",
+    MetricSpec("ledger/tokens", "tokens that the ledger has split", "count", only_with=_WITH),
+    MetricSpec("ledger/mean_abs", "their average disagreement", "mean |D|", only_with=_WITH),
+    MetricSpec("ledger/mean", "the same with its sign", "mean(D)", only_with=_WITH),
+    *(
+        spec
+        for name, text in _TEXTS.items()
+        for spec in (
+            MetricSpec(
+                f"ledger/{name}/share",
+                f"part of the mismatch: {text}; all parts add up to 1, and one may be below 0",
+                "sum(term D) / sum(D^2)",
+                only_with=_WITH,
+            ),
+            MetricSpec(
+                f"ledger/{name}/mean",
+                "the term with its sign; they add up to ledger/mean",
+                "mean(term)",
+                only_with=_WITH,
+            ),
+            MetricSpec(f"ledger/{name}/mean_abs", "size of the term", "mean |term|", only_with=_WITH),
+        )
+    ),
+    *(
+        MetricSpec(
+            f"ledger/{name}/known",
+            f"share of the tokens whose {text}; of the others the term is 0, and its part in the rest",
+            "tokens / ledger/tokens",
+            only_with=_WITH,
+        )
+        for name, text in {
+            "staleness": "weights at sampling the trainer still has",
+            "decode": "prefill a server with the same weights has given",
+        }.items()
+    ),
+    MetricSpec(
+        "ledger/decode/as_temperature",
+        "the temperature that a server would have sampled with, if the decode term were that alone",
+        "1 / (1 - sum(d g) / sum(g^2)) with d the term, g = log p + entropy",
+        only_with=_WITH,
+    ),
+    MetricSpec(
+        "ledger/decode/as_temperature_share",
+        "how much of the decode term such a temperature explains",
+        "sum(d g)^2 / (sum(d^2) sum(g^2))",
+        only_with=_WITH,
+    ),
+    MetricSpec(
+        "ledger/rest/by_position/",
+        "size of the rest in the first, middle and last third of a sequence",
+        "mean |rest|",
+        only_with=_WITH,
+    ),
+    MetricSpec("ledger/seconds", "seconds that the ledger took, of time/score_s", only_with=_WITH),
+)

@@ -1,0 +1,63 @@
+"""The samples of a batch that the ledger takes: whole ones, drawn by seed, alike on a replica's ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
+from megatron_rl_corr.mcore.batch.packs import Packs
+from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
+from megatron_rl_corr.reduce.collectives import collective
+from megatron_rl_corr.reduce.layout import Layout
+
+
+def drawn_samples(share: float, rows: int, unit: int, *, seed: int, batch: int, replica: int) -> list[int]:
+    """Places of the samples, ascending: share x rows of them, rounded up to a multiple of unit.
+
+    Args:
+        share: of the batch's samples.
+        rows: S, samples of this replica.
+        unit: the schedule takes a multiple of so many.
+        seed, batch, replica: each has a draw of its own.
+    """
+    count = min(max(math.ceil(share * rows / unit), 1) * unit, rows)
+    order = np.random.default_rng([seed, batch, replica]).permutation(rows)
+    return sorted(order[:count].tolist())
+
+
+@dataclass(frozen=True)
+class SharePacks(Packs):
+    """The microbatches of some of a batch's samples; their tokens' places are those in the whole batch."""
+
+    places: Tensor | None = None
+    """[T' + 1] int64: of the samples' tokens among the batch's T, and behind them T."""
+
+    def microbatches(self, loss_inputs: LossInputs | None = None) -> Iterator[Microbatch]:
+        for one in super().microbatches(loss_inputs):
+            yield replace(one, places=self.places[one.places])
+
+
+@collective
+def share_packs(batch: RolloutBatch, samples: list[int], shape: BatchShape, layout: Layout) -> SharePacks:
+    """The microbatches of these samples, as many on every replica; every rank calls it."""
+    places = np.append(batch.host_places_of(samples), batch.num_tokens)
+    packs = SharePacks.balanced(batch.part(samples), shape, layout)
+    return replace(packs, places=torch.from_numpy(places).to(batch.seq_ids.device))
+
+
+def unit_of(model: list, shape: BatchShape) -> int:
+    """Samples that the schedule takes a multiple of: of packs any number makes enough of them."""
+    return 1 if shape.packing is not None else shape.micro_batch_size * compat.smallest_schedule(model)
+
+
+def third_of(batch: RolloutBatch) -> Tensor:
+    """[T] int64 in [0, 3): in which third of its sequence a token stands."""
+    lengths = torch.from_numpy(batch.lengths).to(batch.positions.device, non_blocking=True)
+    return (3 * batch.positions // lengths[batch.seq_ids]).clamp(max=2)

@@ -1,0 +1,148 @@
+"""Ledgers of real runs: each token's terms add up to its D, and a planted fault is blamed by its name."""
+
+import json
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.faults.door import Door
+from tests.matrix.replaying_server import ReplayingServer
+from tests.mcore.launched import launch, replayed
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
+
+SCRIPT = Path(__file__).resolve().parent / "ledger_pretrain.py"
+RUN = [
+    *["--global-batch-size", 16, "--train-iters", 2, "--save-interval", 100],
+    *["--rollout-ledger-interval", 1, "--rollout-ledger-share", 1],
+    *["--moe-grouped-gemm", "--moe-permute-fusion", "--rollout-probe-push", "off"],
+]
+FAULTY = ["--rollout-max-first-step-kl", 100]
+INT4 = ["--rollout-push-rounding", "int4_group", *FAULTY]
+TP2_EP2 = [
+    *["--tensor-model-parallel-size", 2, "--sequence-parallel"],
+    *["--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1],
+]
+PP2, CP2 = ["--pipeline-model-parallel-size", 2], ["--context-parallel-size", 2]
+RUNS = {
+    # name: (flags, processes, what is blamed from the second batch on, variables)
+    "lag": (["--rollout-max-lag", 1], 1, ["staleness"], {}),
+    "rounded": (INT4, 1, ["rounding"], {}),
+    "rounded_tp2_ep2": ([*INT4, *TP2_EP2], 2, ["rounding"], {}),
+    "own_experts": (
+        ["--router-replay", "compare", *TP2_EP2, *FAULTY],
+        2,
+        ["routing"],
+        {"OTHER_EXPERTS": "0.5"},
+    ),
+    "hot": (FAULTY, 1, ["decode"], {}),
+    "clean_replayed_pp2": (["--router-replay", "R3", *PP2], 2, [], {}),
+}
+IN_MATRIX = {
+    "lag_tp2_ep2": (["--rollout-max-lag", 1, *TP2_EP2], 2, ["staleness"], {}),
+    "lag_pp2": (["--rollout-max-lag", 2, *PP2], 2, ["staleness"], {}),
+    "rounded_dp2": (INT4, 2, ["rounding"], {}),
+    "rounded_pp2": ([*INT4, *PP2], 2, ["rounding"], {}),
+    "rounded_cp2": ([*INT4, *CP2], 2, ["rounding"], {}),
+    "clean": (["--router-replay", "compare"], 1, [], {}),
+    "clean_cp2": (["--router-replay", "compare", *CP2], 2, [], {}),
+}
+NAMES = [*RUNS, *in_matrix(*IN_MATRIX)]
+TERMS = ("staleness", "routing", "head", "rounding", "rest", "decode")
+
+
+def heated(path, body):
+    """Requests for samples at another temperature than the run's."""
+    if path != "/generate":
+        return body
+    asked = json.loads(body)
+    if asked["sampling_params"]["temperature"] == 1.0:
+        asked["sampling_params"]["temperature"] = 0.8
+    return json.dumps(asked).encode()
+
+
+@pytest.fixture(scope="module")
+def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
+    """runs(name): (its output, its steps, of each rank what the ledger found of each batch's tokens)."""
+    folder = tmp_path_factory.mktemp("ledgers")
+    with (
+        replayed(keeping_server, tiny_moe_dir, folder),
+        closing(Door(keeping_server.url, heated)) as hot,
+        ReplayingServer(keeping_server.url) as door,  # of runs with rounded weights alone
+    ):
+
+        @cache
+        def run(name):
+            flags, processes, _, variables = (RUNS | IN_MATRIX)[name]
+            door.replay()
+            out = folder / name
+            out.mkdir()
+            url = {"hot": hot.url, "rounded": door.url}.get(name.split("_")[0], keeping_server.url)
+            given = {"processes": processes, "LEDGER": str(out), **variables}
+            done = launch(folder, name, tiny_moe_dir, url, SCRIPT, *RUN, *flags, **given)
+            assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+            lines = (out / "log/metrics.jsonl").read_text().splitlines()
+            ranks = [json.loads(path.read_text()) for path in sorted(out.glob("?.json"))]
+            return done.stdout, list(map(json.loads, lines)), ranks
+
+        yield run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_terms_of_each_token_then_they_add_up_to_its_log_ratio(runs, name):
+    _, steps, ranks = runs(name)
+    counted = 0
+    for batches in ranks:
+        assert len(batches) == len(steps) == 2
+        for found in batches:
+            terms = [found[term] for term in TERMS if term in found]
+            for at, d in enumerate(found["d"]):
+                if found["valid"][at]:
+                    assert abs(sum(term[at] for term in terms) - d) < 1e-6
+                    counted += 1
+    assert counted > 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shares_and_means_then_they_add_up_to_one_and_to_the_mean(runs, name):
+    _, steps, _ = runs(name)
+    for step in steps:
+        known = [term for term in TERMS if f"ledger/{term}/share" in step]
+        assert {"rest", "decode"} <= set(known)
+        assert sum(step[f"ledger/{term}/share"] for term in known) == pytest.approx(1, abs=1e-9)
+        total = sum(step[f"ledger/{term}/mean"] for term in known)
+        assert total == pytest.approx(step["ledger/mean"], abs=1e-9)
+        assert step["ledger/mean_abs"] == pytest.approx(step["rollout_corr/log_ratio_abs_mean"], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_planted_fault_then_its_term_alone_is_blamed(runs, name):
+    (out, steps, _), blamed = runs(name), (RUNS | IN_MATRIX)[name][2]
+    lines = [line for line in out.splitlines() if "[rollout] ledger of step" in line]
+    assert len(lines) == 2
+    if not blamed:
+        assert all("at the noise of float32" in line for line in lines), lines
+        return
+    [term], last = blamed, steps[-1]
+    assert last[f"ledger/{term}/share"] == pytest.approx(1, abs=1e-3), lines
+    assert last["ledger/mean_abs"] > 1e-2 and "mismatch: 100 % " in lines[-1]
+    # What is left is the arithmetic of float32.
+    others = [other for other in TERMS if other != term and f"ledger/{other}/mean_abs" in last]
+    assert all(last[f"ledger/{other}/mean_abs"] < 1e-5 for other in others), last
+
+
+def test_server_at_another_temperature_then_it_is_said(runs):
+    out, steps, _ = runs("hot")
+    assert steps[-1]["ledger/decode/as_temperature"] == pytest.approx(0.8, abs=0.03)
+    assert steps[-1]["ledger/decode/as_temperature_share"] > 0.9
+    assert "looks like a sampling temperature of about 0.8, not 1" in out
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("rounded_")])
+def test_ledger_in_other_layouts_then_that_of_one_process(runs, name):
+    alone, parted = (runs(one)[1][0] for one in ("rounded", name))
+    for number in ("tokens", "mean", "mean_abs", "rounding/mean", "rounding/mean_abs", "rounding/share"):
+        assert parted[f"ledger/{number}"] == pytest.approx(alone[f"ledger/{number}"], rel=1e-4), number
