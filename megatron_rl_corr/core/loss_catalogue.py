@@ -80,6 +80,13 @@ METRICS = in_group(
         "size of the drift that score centering removes, as the mismatch of the ids' masses",
         "mean over kept tokens of sum_H |m - alpha p|",
         only_with="--rollout-score-centering",
+        usual=UsualRange(
+            "the model of the ids outside of H outweighs the ids inside",
+            "The servers' policy has far more probability outside of its K likeliest ids than the policy "
+            "has, and their ratio multiplies the term. Add --rollout-is token with --rollout-is-threshold 2, "
+            "which bounds it by 1, raise --rollout-score-centering, or lower --rollout-max-lag.",
+            high=2.0,
+        ),
     ),
     MetricSpec(
         "loss/centering_train_tail",

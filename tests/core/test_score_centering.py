@@ -143,6 +143,17 @@ def test_term_when_of_a_preset_then_as_by_hand(preset):
     assert found.tolist() == pytest.approx([-2 * one for one in PRESET_FACTORS[preset]], abs=1e-6)
 
 
+def test_term_when_the_sampler_has_a_larger_tail_then_its_ratio_multiplies_unless_weights_bound_it():
+    # p = (0.999, 0.001), q = (0.9, 0.1), H = {0}: rho = 0.1 / 0.001 = 100.
+    p, q = torch.tensor([[0.999, 0.001]]), torch.tensor([[0.9, 0.1]])
+    alone = factors(p, q, [0], PRESET_FIELDS["disabled"], advantage=1.0)
+    assert alone.tolist() == [pytest.approx(0.9 - 100 * 0.999, rel=1e-4)]
+    # m = p, alpha = min(1, 2 x 100) = 1; IcePop: 1 / 100 is out of bounds, so that alpha is 0.
+    assert factors(p, q, [0], PRESET_FIELDS["nemo_rl_tis"], advantage=1.0).abs().max() < 1e-6
+    masked = factors(p, q, [0], PRESET_FIELDS["nemo_rl_icepop"], advantage=1.0)
+    assert masked.tolist() == [pytest.approx(0.999)]
+
+
 def plain_factors(p, q, ids, mode, low, high):
     """m_v - alpha p_v of each id of H, in Python's floats, as the paper's formulas are written."""
     rho = (1 - sum(q[v] for v in ids)) / max(1 - sum(p[v] for v in ids), 1e-6)

@@ -265,6 +265,7 @@ def test_arms_then_the_launcher_takes_their_flags_and_each_corrects_as_it_says(s
     }
     assert weights == {
         "none": (None, "truncate", None, None),
+        "centering": (None, "truncate", None, None),
         "r3": (None, "truncate", None, None),
         "token_truncate": ("token", "truncate", None, 2.0),
         "token_mask": ("token", "mask", 0.5, 2.0),
@@ -273,6 +274,7 @@ def test_arms_then_the_launcher_takes_their_flags_and_each_corrects_as_it_says(s
         "geo_rs_token_tis": ("token", "truncate", None, 2.0),
     }
     assert [name for name, (_, run, *_) in found.items() if run.router_replay == "R3"] == ["r3"]
+    assert [name for name, (_, run, *_) in found.items() if run.score_centering == 16] == ["centering"]
     [rule] = found["geo_rs_token_tis"][0].rollout_rs
     assert (rule.name, rule.lower, rule.upper) == ("seq_mean_ratio", 0.9, 1.1)
 

@@ -21,6 +21,7 @@ ARMS = (
     "sequence_truncate",
     "sequence_mask",
     "geo_rs_token_tis",
+    "centering",
     "r3",
     "twin",
 )
@@ -55,7 +56,8 @@ def test_study_when_two_steps_an_arm_then_every_arm_trains_and_is_in_the_table(t
         assert [row["step"] for row in rows] == [1, 2] and all(row["grad_norm"] > 0 for row in rows), arm
         assert f"\n| {arm} | " in table
         assert ("router_replay/bytes_per_token" in rows[0]) == (arm == "r3")
-        weighed = arm not in ("none", "r3", "twin")
+        weighed = arm not in ("none", "centering", "r3", "twin")
+        assert ("loss/centering_drift" in rows[0]) == (arm == "centering")
         assert ("rollout_corr/ess" in rows[1]) == weighed, arm
 
 
