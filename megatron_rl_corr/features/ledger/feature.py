@@ -299,8 +299,8 @@ class LedgerFeature(Feature):
     def _policy(
         self, measured: _Measured, settings: LogprobSettings | None = None, *, routed: bool | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Log-probs and entropies, [T'] float32 each, under the weights that the model has; None on stages but
-        the last.
+        """Log-probs and entropies, [T'] float32 each, under the weights that the model has; None on stages
+        but the last.
 
         Args:
             measured: the samples.

@@ -68,7 +68,7 @@ class FittedTemperature(Metric):
 
 
 class FitShare(Metric):
-    """Share of sum d^2 that lies along g: (sum dg)^2 / (sum d^2 sum g^2); values = [sum dg, sum g^2, sum d^2]."""
+    """Share of d^2 that lies along g: (sum dg)^2 / (sum d^2 sum g^2); values = [sum dg, sum g^2, sum d^2]."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
@@ -79,8 +79,8 @@ class FitShare(Metric):
 def temperature_metrics(decode: Tensor, slope: Tensor, known: Tensor) -> dict[str, Metric]:
     """Which temperature the decode term looks like, and how much of it one would explain.
 
-    With inverse temperature b a label's log-prob changes by d log p / d log b = log p + H, so that a sampler at
-    temperature T shows d = -(1 / T - 1)(log p + H) at first order.
+    With inverse temperature b a label's log-prob changes by d log p / d log b = log p + H, so that a sampler
+    at temperature T shows d = -(1 / T - 1)(log p + H) at first order.
 
     Args:
         decode: [N] d.
