@@ -16,7 +16,7 @@ BUDGETS = {
     "models": 1_870,
     "engines": 5_540,
     "reduce": 655,
-    "core": 1_950,
+    "core": 2_015,
     "logprobs": 1_035,
     "data": 4_470,
     "rollout": 7_460,
@@ -24,10 +24,10 @@ BUDGETS = {
     "doctor": 725,
     "moe": 950,
     "mcore": 7_550,
-    "features": 2_840,
+    "features": 2_785,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_770,
+    "commands": 3_835,
     "modules": 865,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.flags import parse
+from megatron_rl_corr.core.ledger_verdict import LEAST_TOKENS, NOISE, blamed_terms, verdict_line
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
 from megatron_rl_corr.features.ledger.metrics import ledger_metrics, temperature_metrics
-from megatron_rl_corr.features.ledger.verdict import LEAST_TOKENS, NOISE, blamed_terms, verdict_line
 
 REQUIRED = ["--rollout-url", "http://a:1", "--rollout-prompts", "p", "--rollout-hf-checkpoint", "m"]
 REQUIRED += ["--rollout-reward-function", "math"]
@@ -111,7 +111,7 @@ def test_temperature_when_the_sampler_is_hotter_then_it_is_found_from_its_log_pr
 
 
 def logged(tokens, mean_abs, **terms):
-    found = {"ledger/tokens": tokens, "ledger/mean_abs": mean_abs}
+    found = {"ledger/tokens": tokens, "ledger/mean_abs": mean_abs, "ledger/noise": NOISE["bfloat16"]}
     for name, (share, size) in terms.items():
         found |= {f"ledger/{name}/share": share, f"ledger/{name}/mean_abs": size}
     return found
@@ -119,8 +119,8 @@ def logged(tokens, mean_abs, **terms):
 
 def test_blame_when_the_mismatch_is_more_than_rounding_then_the_terms_that_carry_it():
     numbers = logged(500, 0.1, staleness=(0.7, 0.08), rest=(0.05, 0.02), routing=(0.25, 0.03))
-    assert blamed_terms(numbers, NOISE["bfloat16"]) == [("staleness", 0.7), ("routing", 0.25)]
-    line = verdict_line(numbers, "bfloat16", {"decode": "a reason"})
+    assert blamed_terms(numbers) == [("staleness", 0.7), ("routing", 0.25)]
+    line = verdict_line(numbers, ["decode"])
     assert line == (
         "mismatch: 70 % staleness (mean 0.08), 25 % routing (mean 0.03); 500 tokens, mean |D| 0.1, all "
         "parts: staleness 70 %, routing 25 %, rest 5 %; in the rest, as no pass takes them: decode"
@@ -130,7 +130,7 @@ def test_blame_when_the_mismatch_is_more_than_rounding_then_the_terms_that_carry
 @pytest.mark.parametrize(
     ("tokens", "mean_abs", "words"),
     [
-        (500, NOISE["bfloat16"], "at the noise of bfloat16 (mean |D| up to 0.015), nothing is blamed"),
+        (500, NOISE["bfloat16"], "no more than rounding (mean |D| up to 0.015), nothing is blamed"),
         (LEAST_TOKENS - 1, 1.0, "too few tokens for a verdict"),
         (500, NAN, "nothing is blamed"),
         (0, NAN, "no token with log-probs of both sides"),
@@ -138,13 +138,13 @@ def test_blame_when_the_mismatch_is_more_than_rounding_then_the_terms_that_carry
 )
 def test_blame_when_rounding_explains_it_or_tokens_are_few_then_nothing(tokens, mean_abs, words):
     numbers = logged(tokens, mean_abs, staleness=(0.9, 1.0), rest=(0.1, 0.1))
-    assert blamed_terms(numbers, NOISE["bfloat16"]) == []
-    assert words in verdict_line(numbers, "bfloat16", {})
+    assert blamed_terms(numbers) == []
+    assert words in verdict_line(numbers)
 
 
 def test_blame_when_a_second_term_is_within_the_noise_then_the_largest_alone():
     numbers = logged(500, 0.02, rest=(0.85, 0.018), head=(0.15, 0.004))
-    assert blamed_terms(numbers, NOISE["bfloat16"]) == [("rest", 0.85)]
+    assert blamed_terms(numbers) == [("rest", 0.85)]
 
 
 def test_flags_when_they_have_no_effect_or_no_meaning_then_refused_by_name():

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.core.ledger_verdict import TERMS
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
-from megatron_rl_corr.features.ledger.chain import TERMS
 from megatron_rl_corr.reduce.metrics import Max, Mean, Metric, Sum
 
 THIRDS = ("first", "middle", "last")
@@ -95,9 +95,13 @@ def temperature_metrics(decode: Tensor, slope: Tensor, known: Tensor) -> dict[st
     }
 
 
-def seconds_metric(seconds: float, like: Tensor) -> dict[str, Metric]:
-    """The ledger's own time. like: a tensor on the device."""
-    return {"ledger/seconds": Max(like.new_full((1,), seconds, dtype=torch.float64))}
+def own_metrics(seconds: float, noise: float, like: Tensor) -> dict[str, Metric]:
+    """The ledger's own time, and the noise that its verdict is made with. like: a tensor on the device."""
+    values = {"seconds": seconds, "noise": noise}
+    return {
+        f"ledger/{name}": Max(like.new_full((1,), value, dtype=torch.float64))
+        for name, value in values.items()
+    }
 
 
 _WITH = "--rollout-ledger-interval"
@@ -162,6 +166,11 @@ METRICS = in_group(
         "ledger/rest/by_position/",
         "size of the rest in the first, middle and last third of a sequence",
         "mean |rest|",
+        only_with=_WITH,
+    ),
+    MetricSpec(
+        "ledger/noise",
+        "mean |D| up to which the ledger blames nothing, of the coarsest number type of both sides",
         only_with=_WITH,
     ),
     MetricSpec("ledger/seconds", "seconds that the ledger took, of time/score_s", only_with=_WITH),
