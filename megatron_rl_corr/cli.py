@@ -57,6 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
     report.set_defaults(run=_report)
 
+    diagnose = commands.add_parser("diagnose", help="say what the mismatch of a run comes from")
+    diagnose.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
+    diagnose.set_defaults(run=_diagnose)
+
     correct = commands.add_parser("correct", help="compare corrections on samples that a run has saved")
     correct.add_argument(
         "files", metavar="FILE.parquet", nargs="+", help="written by --rollout-save-trajectories"
@@ -294,6 +298,12 @@ def _report(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.commands.report.page import write_page
 
     print(f"report: {write_page(arguments.run_dir)}")
+
+
+def _diagnose(arguments: argparse.Namespace) -> None:
+    from megatron_rl_corr.commands.diagnose.ledger_text import diagnosis
+
+    print(diagnosis(arguments.run_dir))
 
 
 def _correct(arguments: argparse.Namespace) -> None:

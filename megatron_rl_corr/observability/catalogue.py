@@ -23,6 +23,7 @@ GROUPS = (
     "Staleness",
     "Sampling",
     "Expert routing",
+    "Ledger",
 )
 """Headings in their order; metrics of another group come after them."""
 OTHERS = "Others"

@@ -22,12 +22,12 @@ BUDGETS = {
     "rollout": 7_460,
     "weight_sync": 2_190,
     "doctor": 725,
-    "moe": 940,
+    "moe": 950,
     "mcore": 7_555,
-    "features": 2_210,
+    "features": 2_785,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_785,
+    "commands": 3_835,
     "modules": 865,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -1,7 +1,7 @@
 """Ledgers of real runs: each token's terms add up to its D, and a planted fault is blamed by its name."""
 
 import json
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +10,9 @@ import pytest
 from tests.faults.door import Door
 from tests.matrix.replaying_server import ReplayingServer
 from tests.mcore.launched import launch, replayed
-from tests.tiers import in_matrix, matrix
+from tests.preloaded import PreloadedServer
+from tests.tiers import in_matrix, long, matrix
+from tools.cpu import environment, sglang_arguments
 
 pytestmark = matrix
 
@@ -47,6 +49,8 @@ IN_MATRIX = {
     "rounded_dp2": (INT4, 2, ["rounding"], {}),
     "rounded_pp2": ([*INT4, *PP2], 2, ["rounding"], {}),
     "rounded_cp2": ([*INT4, *CP2], 2, ["rounding"], {}),
+    "half": (["--bf16"], 1, [], {}),
+    "half_served": ([], 1, [], {}),
     "clean": (["--router-replay", "compare"], 1, [], {}),
     "clean_cp2": (["--router-replay", "compare", *CP2], 2, [], {}),
 }
@@ -64,6 +68,17 @@ def heated(path, body):
     return json.dumps(asked).encode()
 
 
+def half_server(model, folder):
+    arguments = [*sglang_arguments(), "--random-seed", "0"]
+    return PreloadedServer(
+        model,
+        dtype="bfloat16",
+        log_path=folder / "half_server.log",
+        extra_arguments=arguments,
+        environment=environment("sglang"),
+    )
+
+
 @pytest.fixture(scope="module")
 def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
     """runs(name): (its output, its steps, of each rank what the ledger found of each batch's tokens)."""
@@ -71,6 +86,7 @@ def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
     with (
         replayed(keeping_server, tiny_moe_dir, folder),
         closing(Door(keeping_server.url, heated)) as hot,
+        ExitStack() as opened,
         ReplayingServer(keeping_server.url) as door,  # of runs with rounded weights alone
     ):
 
@@ -81,6 +97,8 @@ def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
             out = folder / name
             out.mkdir()
             url = {"hot": hot.url, "rounded": door.url}.get(name.split("_")[0], keeping_server.url)
+            if name == "half_served":
+                url = opened.enter_context(half_server(tiny_moe_dir, folder)).url
             given = {"processes": processes, "LEDGER": str(out), **variables}
             done = launch(folder, name, tiny_moe_dir, url, SCRIPT, *RUN, *flags, **given)
             assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
@@ -124,7 +142,8 @@ def test_planted_fault_then_its_term_alone_is_blamed(runs, name):
     lines = [line for line in out.splitlines() if "[rollout] ledger of step" in line]
     assert len(lines) == 2
     if not blamed:
-        assert all("at the noise of float32" in line for line in lines), lines
+        noise = "0.015" if name.startswith("half") else "1e-05"
+        assert all(f"no more than rounding (mean |D| up to {noise})" in line for line in lines), lines
         return
     [term], last = blamed, steps[-1]
     assert last[f"ledger/{term}/share"] == pytest.approx(1, abs=1e-3), lines
@@ -139,6 +158,16 @@ def test_server_at_another_temperature_then_it_is_said(runs):
     assert steps[-1]["ledger/decode/as_temperature"] == pytest.approx(0.8, abs=0.03)
     assert steps[-1]["ledger/decode/as_temperature_share"] > 0.9
     assert "looks like a sampling temperature of about 0.8, not 1" in out
+
+
+@long
+def test_number_types_then_their_terms_are_those_of_a_side_in_16_bits(runs):
+    half, served = (runs(name)[1] for name in ("half", "half_served"))
+    for step in half:
+        assert 1e-4 < step["ledger/head/mean_abs"] < step["ledger/mean_abs"] < 1.5e-2
+        assert "ledger/rounding/share" not in step
+    for step in served:
+        assert 1e-4 < step["ledger/rounding/mean_abs"] < 1.5e-2 and "ledger/head/share" not in step
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("rounded_")])

@@ -28,6 +28,7 @@ RUN = [
 FLAGS = {
     "router_replay_effect": ["--router-replay-effect-every", 1],
     "filtered_mismatch": ["--rollout-group-filter-measured", 0.25],
+    "ledger": ["--rollout-ledger-interval", 1],
     "samples": ["--rollout-save-trajectories", "OUT/samples"],
     "export": ["--rollout-save-hf", "OUT/hf", "--rollout-save-hf-interval", 1],
     "trace": ["--rollout-trace", "OUT/traces"],
@@ -37,6 +38,7 @@ FLAGS = {
 ADDED: dict[str, dict[str, int]] = {
     "router_replay_effect": {},
     "filtered_mismatch": {"all_reduce 2": 3},
+    "ledger": {},
     "samples": {"all_reduce 2": 1},
     "export": {"all_reduce 2": 3},
     "trace": {},

@@ -320,6 +320,15 @@ def _rounded(series: Series, name: str) -> list[float]:
     return [float(f"{value:.3g}") for value in series[f"rollout_corr/log_ratio_abs_{name}"]]
 
 
+LEDGER = "ledger/([a-z]+)/share"
+
+
+def draw_ledger(axes: Axes, series: Series) -> None:
+    for name, term in series.matching(LEDGER).items():
+        known = np.isfinite(series[name])
+        axes.plot(series.steps[known], 100 * series[name][known], label=term, linewidth=1.4, marker="o")
+
+
 @dataclass(frozen=True)
 class Panel:
     """One plot: a short name for files, a title, how to read it, the metrics that it needs any of."""
@@ -427,6 +436,14 @@ PANELS = (
         draw_times,
         tuple(name for name, _ in TIMES.values()),
     ),
+    Panel(
+        "ledger",
+        "What the mismatch comes from, %",
+        "shares add up to 100; the largest is where to look",
+        draw_ledger,
+        ("ledger/rest/share",),
+        LEDGER,
+    ),
     Panel("lag", "Weight lag, versions", "0 is on-policy", draw_lag, ("weight_lag",)),
     Panel(
         "queue",
@@ -445,6 +462,7 @@ _ON_THE_PAGE_ALONE = (
     "by_turn_number",
     "probe",
     "quadrants",
+    "ledger",
     "queue",
     "eval_reward",
     "eval_pass",

@@ -10,11 +10,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.core.ledger_verdict import TERMS
+
 PASSES = ("staleness", "routing", "head", "rounding")
 """The steps that the trainer's own passes make, in their order."""
 REST, DECODE = "rest", "decode"
-TERMS = (*PASSES, REST, DECODE)
-"""All steps, from the trainer's policy to the sampler's."""
+assert (*PASSES, REST, DECODE) == TERMS
 
 
 def split_log_ratio(

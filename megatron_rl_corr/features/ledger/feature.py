@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.core.ledger_verdict import NOISE, verdict_line
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
-from megatron_rl_corr.features.ledger.metrics import ledger_metrics, seconds_metric, temperature_metrics
+from megatron_rl_corr.features.ledger.metrics import ledger_metrics, own_metrics, temperature_metrics
 from megatron_rl_corr.features.ledger.prefill import ServerPrefill
 from megatron_rl_corr.features.ledger.share import SharePacks, drawn_samples, share_packs, third_of, unit_of
-from megatron_rl_corr.features.ledger.verdict import NOISE, verdict_line
 from megatron_rl_corr.features.ledger.weights import KeptWeights, Round, rounded_in_place, rounding_of
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.feature import CorrectedBatch, EndedStep, Feature, RunParts
@@ -162,10 +162,9 @@ class LedgerFeature(Feature):
         return tuple(sorted({"fp8" if one.is_quantized(info) else one.dtype(info) for one, info in pairs}))
 
     @property
-    def noise_type(self) -> str:
-        """The coarsest number type of both sides, a key of NOISE."""
-        types = [self._trained, *(one for one in self._types or () if one in NOISE)]
-        return max(types, key=NOISE.__getitem__)
+    def _noise(self) -> float:
+        """mean |D| that rounding explains, of the coarsest number type of both sides."""
+        return max(NOISE[one] for one in (self._trained, *(self._types or ())) if one in NOISE)
 
     @collective
     def after_scoring(self, scored: CorrectedBatch) -> dict[str, Metric]:
@@ -217,7 +216,7 @@ class LedgerFeature(Feature):
         trained, known = passes.trained, passes.known
         terms = split_log_ratio(trained, passes.behind, prefill, part.rollout_logprobs)
         valid = part.loss_mask & part.rollout_logprobs.isfinite() & trained.isfinite()
-        found = seconds_metric(time.perf_counter() - began, trained)
+        found = own_metrics(time.perf_counter() - began, self._noise, trained)
         if prefill is not None:
             known = known | {"decode": prefill.isfinite()}
             found |= temperature_metrics(
@@ -299,8 +298,8 @@ class LedgerFeature(Feature):
     def _policy(
         self, measured: _Measured, settings: LogprobSettings | None = None, *, routed: bool | None = None
     ) -> tuple[Tensor, Tensor] | None:
-        """Log-probs and entropies, [T'] float32 each, under the weights that the model has; None on stages but
-        the last.
+        """Log-probs and entropies, [T'] float32 each, under the weights that the model has; None on stages
+        but the last.
 
         Args:
             measured: the samples.
@@ -321,7 +320,7 @@ class LedgerFeature(Feature):
         """Print the verdict of a batch that was measured, on the job's last rank."""
         numbers = self._run.reports.numbers
         if self._layout.is_job_reporter and "ledger/tokens" in numbers:
-            line = verdict_line(numbers, self.noise_type, self.absent)
+            line = verdict_line(numbers, self.absent)
             print(f"[rollout] ledger of step {ended.number}: {line}", flush=True)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.core.ledger_verdict import TERMS
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
-from megatron_rl_corr.features.ledger.chain import TERMS
 from megatron_rl_corr.reduce.metrics import Max, Mean, Metric, Sum
 
 THIRDS = ("first", "middle", "last")
@@ -68,7 +68,7 @@ class FittedTemperature(Metric):
 
 
 class FitShare(Metric):
-    """Share of sum d^2 that lies along g: (sum dg)^2 / (sum d^2 sum g^2); values = [sum dg, sum g^2, sum d^2]."""
+    """Share of d^2 that lies along g: (sum dg)^2 / (sum d^2 sum g^2); values = [sum dg, sum g^2, sum d^2]."""
 
     @staticmethod
     def finish(values: Sequence[float]) -> float:
@@ -79,8 +79,8 @@ class FitShare(Metric):
 def temperature_metrics(decode: Tensor, slope: Tensor, known: Tensor) -> dict[str, Metric]:
     """Which temperature the decode term looks like, and how much of it one would explain.
 
-    With inverse temperature b a label's log-prob changes by d log p / d log b = log p + H, so that a sampler at
-    temperature T shows d = -(1 / T - 1)(log p + H) at first order.
+    With inverse temperature b a label's log-prob changes by d log p / d log b = log p + H, so that a sampler
+    at temperature T shows d = -(1 / T - 1)(log p + H) at first order.
 
     Args:
         decode: [N] d.
@@ -95,9 +95,13 @@ def temperature_metrics(decode: Tensor, slope: Tensor, known: Tensor) -> dict[st
     }
 
 
-def seconds_metric(seconds: float, like: Tensor) -> dict[str, Metric]:
-    """The ledger's own time. like: a tensor on the device."""
-    return {"ledger/seconds": Max(like.new_full((1,), seconds, dtype=torch.float64))}
+def own_metrics(seconds: float, noise: float, like: Tensor) -> dict[str, Metric]:
+    """The ledger's own time, and the noise that its verdict is made with. like: a tensor on the device."""
+    values = {"seconds": seconds, "noise": noise}
+    return {
+        f"ledger/{name}": Max(like.new_full((1,), value, dtype=torch.float64))
+        for name, value in values.items()
+    }
 
 
 _WITH = "--rollout-ledger-interval"
@@ -162,6 +166,11 @@ METRICS = in_group(
         "ledger/rest/by_position/",
         "size of the rest in the first, middle and last third of a sequence",
         "mean |rest|",
+        only_with=_WITH,
+    ),
+    MetricSpec(
+        "ledger/noise",
+        "mean |D| up to which the ledger blames nothing, of the coarsest number type of both sides",
         only_with=_WITH,
     ),
     MetricSpec("ledger/seconds", "seconds that the ledger took, of time/score_s", only_with=_WITH),

@@ -1,12 +1,15 @@
-"""What a ledger says, in one line: which terms carry the mismatch, where it is more than rounding."""
+"""What a ledger of the mismatch says, in one line: which terms carry it, where it is more than rounding.
+
+features/ledger measures the terms; D = log pi_train - log pi_rollout of a token is their sum.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from megatron_rl_corr.features.ledger.chain import TERMS
-
+TERMS = ("staleness", "routing", "head", "rounding", "rest", "decode")
+"""The steps from the trainer's policy to the sampler's, in their order."""
 NOISE = {
     "float32": 1e-5,
     "tf32": 2e-3,
@@ -34,7 +37,7 @@ WORDS = {
 }
 
 
-def blamed_terms(numbers: Mapping[str, float], noise: float) -> list[tuple[str, float]]:
+def blamed_terms(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
     """(term, share) of those that carry the mismatch, the largest first; [] where it is rounding.
 
     Nothing is blamed where mean |D| <= noise or fewer than LEAST_TOKENS were split. Else a term is blamed
@@ -43,8 +46,8 @@ def blamed_terms(numbers: Mapping[str, float], noise: float) -> list[tuple[str, 
 
     Args:
         numbers: of the ledger, by their logged names.
-        noise: of NOISE.
     """
+    noise = numbers["ledger/noise"]
     if numbers["ledger/tokens"] < LEAST_TOKENS or not numbers["ledger/mean_abs"] > noise:
         return []
     shares = {name: numbers[f"ledger/{name}/share"] for name in TERMS if f"ledger/{name}/share" in numbers}
@@ -57,19 +60,18 @@ def blamed_terms(numbers: Mapping[str, float], noise: float) -> list[tuple[str, 
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def verdict_line(numbers: Mapping[str, float], dtype: str, absent: Mapping[str, str]) -> str:
-    """The verdict with its evidence, for the console.
+def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = ()) -> str:
+    """The verdict with its evidence.
 
     Args:
         numbers: of the ledger, by their logged names.
-        dtype: a key of NOISE.
-        absent: term that no pass takes -> why; its part is in the rest.
+        absent: terms that no pass takes; their parts are in the rest.
     """
-    noise, tokens, size = NOISE[dtype], numbers["ledger/tokens"], numbers["ledger/mean_abs"]
+    noise, tokens, size = (numbers[f"ledger/{name}"] for name in ("noise", "tokens", "mean_abs"))
     known = [name for name in TERMS if f"ledger/{name}/share" in numbers]
     evidence = f"{tokens:.0f} tokens, mean |D| {size:.2g}"
     parts = ", ".join(f"{name} {_percent(numbers[f'ledger/{name}/share'])}" for name in known)
-    blamed = blamed_terms(numbers, noise)
+    blamed = blamed_terms(numbers)
     if not tokens:
         return "mismatch: no token with log-probs of both sides"
     if blamed:
@@ -85,7 +87,7 @@ def verdict_line(numbers: Mapping[str, float], dtype: str, absent: Mapping[str, 
         line = f"mismatch: too few tokens for a verdict; {evidence}, parts: {parts}"
     else:
         line = (
-            f"mismatch: at the noise of {dtype} (mean |D| up to {noise:g}), nothing is blamed; {evidence}, "
+            f"mismatch: no more than rounding (mean |D| up to {noise:g}), nothing is blamed; {evidence}, "
             f"parts: {parts}"
         )
     if absent:

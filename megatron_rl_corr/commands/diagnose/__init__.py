@@ -1,0 +1,1 @@
+"""What the mismatch of a finished run comes from."""

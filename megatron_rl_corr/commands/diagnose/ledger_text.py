@@ -1,0 +1,64 @@
+"""`megatron-rl-corr diagnose`: the ledger of a run from its metrics: shares, their trend, the verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_rl_corr.core.ledger_verdict import TERMS, verdict_line
+from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
+from megatron_rl_corr.tables import readable, text_table
+
+
+def diagnosis(run_dir: str) -> str:
+    """A table of the terms over all batches with a ledger, in halves, and the verdict on all and the last.
+
+    Args:
+        run_dir: the folder of --rollout-log-dir.
+
+    Raises:
+        ValueError: no step of the run has a ledger.
+        OSError: there is no metrics file.
+    """
+    path = Path(run_dir) / FILE_NAME
+    rows = [row for row in read_metrics(path) if row.get("ledger/tokens", 0) > 0]
+    if not rows:
+        raise ValueError(
+            f"{path}: no step has a ledger of its mismatch; train with --rollout-ledger-interval N"
+        )
+    half = (len(rows) + 1) // 2
+    whole, first, last = _pooled(rows), _pooled(rows[:half]), _pooled(rows[-half:])
+    known = [name for name in TERMS if f"ledger/{name}/share" in whole]
+    table = [("term", "share", "first half", "last half", "mean |term|")]
+    for name in known:
+        shares = [one.get(f"ledger/{name}/share", math.nan) for one in (whole, first, last)]
+        size = readable(whole[f"ledger/{name}/mean_abs"])
+        table.append((name, *(_percent(share) for share in shares), size))
+    steps = [row["step"] for row in rows]
+    absent = [name for name in TERMS if name not in known]
+    return "\n".join(
+        [
+            f"{len(rows)} ledgers, of steps {steps[0]} to {steps[-1]}",
+            *text_table(table),
+            *([f"not taken apart, and so in the rest: {', '.join(absent)}"] if absent else []),
+            f"all: {verdict_line(whole)}",
+            f"step {steps[-1]}: {verdict_line(rows[-1])}",
+        ]
+    )
+
+
+def _pooled(rows: Sequence[dict]) -> dict[str, float]:
+    """The ledger of several batches, weighed by their tokens: so shares still add up to 1."""
+    tokens = sum(row["ledger/tokens"] for row in rows)
+    names = {name for row in rows for name in row if name.startswith("ledger/")} - {"ledger/tokens"}
+    found = {"ledger/tokens": tokens, "ledger/noise": max(row["ledger/noise"] for row in rows)}
+    for name in names - {"ledger/noise"}:
+        # A term that a batch has no pass for is 0 there.
+        values = [(row.get(name, 0.0), row["ledger/tokens"]) for row in rows]
+        found[name] = sum(value * weight for value, weight in values if math.isfinite(value)) / tokens
+    return found
+
+
+def _percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.1f} %"

@@ -1,0 +1,34 @@
+"""`megatron-rl-corr diagnose`: the ledgers of a run, pooled by tokens."""
+
+from megatron_rl_corr import cli
+from megatron_rl_corr.observability.metrics_file import MetricsFile
+
+
+def ledger(step, tokens, mean_abs, **shares):
+    found = {"step": step, "ledger/tokens": tokens, "ledger/mean_abs": mean_abs, "ledger/noise": 0.015}
+    for name, share in shares.items():
+        found |= {f"ledger/{name}/share": share, f"ledger/{name}/mean_abs": share * mean_abs}
+    return found
+
+
+def test_diagnose_when_ledgers_differ_in_tokens_then_shares_are_weighed_by_them(tmp_path, capsys):
+    # Staleness (0 * 100 + 0.8 * 300) / 400 = 0.6, mean |D| (0.01 * 100 + 0.09 * 300) / 400 = 0.07.
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(ledger(1, 100, 0.01, staleness=0.0, rest=1.0))
+    file.write({"step": 2})
+    file.write(ledger(3, 300, 0.09, staleness=0.8, rest=0.2))
+    assert cli.main(["diagnose", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "2 ledgers, of steps 1 to 3"
+    assert [line.split()[:7] for line in lines[1:4] if "staleness" in line] == [
+        ["staleness", "60.0", "%", "0.0", "%", "80.0", "%"]
+    ]
+    assert "not taken apart, and so in the rest: routing, head, rounding, decode" in lines
+    assert lines[-2].startswith("all: mismatch: 60 % staleness (mean 0.054)")
+    assert lines[-1].startswith("step 3: mismatch: 80 % staleness")
+
+
+def test_diagnose_when_no_step_has_a_ledger_then_the_flag_is_named(tmp_path, capsys):
+    MetricsFile(tmp_path / "metrics.jsonl").write({"step": 1})
+    assert cli.main(["diagnose", str(tmp_path)]) == 2
+    assert "--rollout-ledger-interval" in capsys.readouterr().err

@@ -1,0 +1,160 @@
+"""The ledger's arithmetic by hand: a chain of policies, shares that add up to 1, and what is blamed when."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_rl_corr.config.flags import parse
+from megatron_rl_corr.core.ledger_verdict import LEAST_TOKENS, NOISE, blamed_terms, verdict_line
+from megatron_rl_corr.features.ledger.chain import split_log_ratio
+from megatron_rl_corr.features.ledger.metrics import ledger_metrics, temperature_metrics
+
+REQUIRED = ["--rollout-url", "http://a:1", "--rollout-prompts", "p", "--rollout-hf-checkpoint", "m"]
+REQUIRED += ["--rollout-reward-function", "math"]
+NAN = math.nan
+
+
+def values(*numbers):
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def test_chain_of_two_tokens_then_each_step_is_the_difference_of_neighbours():
+    # p_0 = -1, -2; behind staleness -1.25, -2.5; behind rounding -1.5, -2; prefill -1.75, -3; sampled -2, -2.
+    passes = {"rounding": values(-1.5, -2.0), "staleness": values(-1.25, -2.5)}
+    terms = split_log_ratio(values(-1.0, -2.0), passes, values(-1.75, -3.0), values(-2.0, -2.0))
+    assert {name: term.tolist() for name, term in terms.items()} == {
+        "staleness": [0.25, 0.5],
+        "rounding": [0.25, -0.5],
+        "rest": [0.25, 1.0],
+        "decode": [0.25, -1.0],
+    }
+    assert list(terms) == ["staleness", "rounding", "rest", "decode"]
+
+
+def test_chain_when_a_policy_is_unknown_then_its_part_is_in_the_next_term():
+    # The first token has no weights at sampling, the second no prefill.
+    passes = {"staleness": values(NAN, -2.5), "head": values(-1.5, -2.0)}
+    terms = split_log_ratio(values(-1.0, -2.0), passes, values(-1.75, NAN), values(-2.0, -3.0))
+    assert {name: term.tolist() for name, term in terms.items()} == {
+        "staleness": [0.0, 0.5],
+        "head": [0.5, -0.5],
+        "rest": [0.25, 1.0],
+        "decode": [0.25, 0.0],
+    }
+
+
+def test_chain_of_random_log_probs_then_terms_add_up_to_the_log_ratio():
+    generator = torch.Generator().manual_seed(0)
+    trained, stale, routed, head, rounded, prefill, sampled = -20 * torch.rand(7, 1000, generator=generator)
+    stale[::3], prefill[::2] = NAN, NAN
+    passes = {"staleness": stale, "routing": routed, "head": head, "rounding": rounded}
+    for given in (prefill, None):
+        terms = split_log_ratio(trained, passes, given, sampled)
+        total = sum(terms.values())
+        assert (total - (trained.double() - sampled.double())).abs().max() < 1e-12
+        assert ("decode" in terms) == (given is not None)
+
+
+def numbers_of(terms, valid, third=(0, 1, 2), known=None):
+    tensors = {name: torch.tensor(term, dtype=torch.float64) for name, term in terms.items()}
+    known = {name: torch.tensor(tokens) for name, tokens in (known or {}).items()}
+    made = ledger_metrics(tensors, torch.tensor(valid), torch.tensor(third), known)
+    return {name: metric.value() for name, metric in made.items()}
+
+
+def test_metrics_of_three_tokens_then_the_numbers_by_hand():
+    # Two valid tokens: D = 1 + 2 = 3 and -2 + 1 = -1, so sum D^2 = 10; staleness 1 * 3 + -2 * -1 = 5, rest
+    # 2 * 3 + 1 * -1 = 5.
+    found = numbers_of(
+        {"staleness": [1.0, 7.0, -2.0], "rest": [2.0, 7.0, 1.0]},
+        [True, False, True],
+        known={"staleness": [True, True, False]},
+    )
+    assert found == pytest.approx(
+        {
+            "ledger/tokens": 2,
+            "ledger/mean": 1.0,
+            "ledger/mean_abs": 2.0,
+            "ledger/staleness/share": 0.5,
+            "ledger/staleness/mean": -0.5,
+            "ledger/staleness/mean_abs": 1.5,
+            "ledger/staleness/known": 0.5,
+            "ledger/rest/share": 0.5,
+            "ledger/rest/mean": 1.5,
+            "ledger/rest/mean_abs": 1.5,
+            "ledger/rest/by_position/first": 2.0,
+            "ledger/rest/by_position/middle": NAN,
+            "ledger/rest/by_position/last": 1.0,
+        },
+        nan_ok=True,
+    )
+
+
+def test_metrics_when_terms_oppose_each_other_then_shares_add_up_to_one_and_one_is_negative():
+    found = numbers_of({"head": [-1.0, 0.5, 0.0], "rest": [2.0, -1.0, 0.0]}, [True, True, True])
+    assert found["ledger/head/share"] == -1.0 and found["ledger/rest/share"] == 2.0
+
+
+def test_temperature_when_the_sampler_is_hotter_then_it_is_found_from_its_log_probs():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(4000, 50, generator=generator, dtype=torch.float64)
+    policy, sampler = logits.log_softmax(1), (logits / 1.05).log_softmax(1)
+    labels = sampler.exp().multinomial(1, generator=generator)
+    decode = (policy - sampler).gather(1, labels)[:, 0]
+    slope = policy.gather(1, labels)[:, 0] - (policy.exp() * policy).sum(1)
+    found = temperature_metrics(decode, slope, torch.ones(4000, dtype=torch.bool))
+    assert found["ledger/decode/as_temperature"].value() == pytest.approx(1.05, abs=2e-3)
+    assert found["ledger/decode/as_temperature_share"].value() > 0.99
+    other = temperature_metrics(0.05 * torch.randn(4000, generator=generator), slope, decode.isfinite())
+    assert other["ledger/decode/as_temperature_share"].value() < 0.01
+
+
+def logged(tokens, mean_abs, **terms):
+    found = {"ledger/tokens": tokens, "ledger/mean_abs": mean_abs, "ledger/noise": NOISE["bfloat16"]}
+    for name, (share, size) in terms.items():
+        found |= {f"ledger/{name}/share": share, f"ledger/{name}/mean_abs": size}
+    return found
+
+
+def test_blame_when_the_mismatch_is_more_than_rounding_then_the_terms_that_carry_it():
+    numbers = logged(500, 0.1, staleness=(0.7, 0.08), rest=(0.05, 0.02), routing=(0.25, 0.03))
+    assert blamed_terms(numbers) == [("staleness", 0.7), ("routing", 0.25)]
+    line = verdict_line(numbers, ["decode"])
+    assert line == (
+        "mismatch: 70 % staleness (mean 0.08), 25 % routing (mean 0.03); 500 tokens, mean |D| 0.1, all "
+        "parts: staleness 70 %, routing 25 %, rest 5 %; in the rest, as no pass takes them: decode"
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "mean_abs", "words"),
+    [
+        (500, NOISE["bfloat16"], "no more than rounding (mean |D| up to 0.015), nothing is blamed"),
+        (LEAST_TOKENS - 1, 1.0, "too few tokens for a verdict"),
+        (500, NAN, "nothing is blamed"),
+        (0, NAN, "no token with log-probs of both sides"),
+    ],
+)
+def test_blame_when_rounding_explains_it_or_tokens_are_few_then_nothing(tokens, mean_abs, words):
+    numbers = logged(tokens, mean_abs, staleness=(0.9, 1.0), rest=(0.1, 0.1))
+    assert blamed_terms(numbers) == []
+    assert words in verdict_line(numbers)
+
+
+def test_blame_when_a_second_term_is_within_the_noise_then_the_largest_alone():
+    numbers = logged(500, 0.02, rest=(0.85, 0.018), head=(0.15, 0.004))
+    assert blamed_terms(numbers) == [("rest", 0.85)]
+
+
+def test_flags_when_they_have_no_effect_or_no_meaning_then_refused_by_name():
+    for flags, words in {
+        ("--rollout-ledger-share", "0.5"): "--rollout-ledger-share.*--rollout-ledger-interval",
+        ("--rollout-ledger-interval", "0"): "--rollout-ledger-interval must be positive",
+        ("--rollout-ledger-interval", "1", "--rollout-ledger-share", "2"): "--rollout-ledger-share must be",
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            parse([*REQUIRED, *flags])
+    options = parse([*REQUIRED, "--rollout-ledger-interval", "20"])[1]
+    assert options.ledger_interval == 20 and options.ledger_share == 1 / 64
+    assert parse(REQUIRED)[1].ledger_interval is None
