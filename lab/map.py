@@ -68,6 +68,8 @@ class Case:
     """sum_v p(v)^2 of each token's distribution, [S, T]."""
     truth: Tensor
     distance: Distance
+    reach: float
+    """max |A|, also over responses that the sampler never draws."""
 
     def measure(self, arm: Arm) -> Moments:
         """The arm's moments, by enumeration.
@@ -135,6 +137,7 @@ def case_of(
         (2 * p).exp().sum(dim=-1)[prefixes][drawn],
         true_gradient(world, theta[None], rewards)[0],
         distance(world, p, mu),
+        (rewards - baseline).abs().max().item(),
     )
 
 
@@ -143,7 +146,7 @@ def rows_of(cell: Cell, arms: Iterable[Arm], policies: int | None = None) -> lis
     rows: list[Row] = []
     for number, case in enumerate(cases_of(cell, policies)):
         where = asdict(cell) | {"policy": number} | asdict(case.distance)
-        where |= {"norm": case.truth.norm().item(), "reach": case.samples.advantages.abs().max().item()}
+        where |= {"norm": case.truth.norm().item(), "reach": case.reach}
         rows += [where | {"arm": arm.name} | asdict(case.measure(arm)) for arm in arms]
     return rows
 

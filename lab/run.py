@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from lab.bounds import CERTIFIED_CELLS, certified_rows, rows_of_cases, table_of_bounds, table_of_certificates
 from lab.collapses import SETTINGS, TRAINED, table_of_collapses
 from lab.estimators import all_arms
 from lab.map import DRAWN, LENGTHS, Cell, Row, cases_of, cells_of, enumerable_arms, means_of, rows_of
@@ -28,7 +29,7 @@ from lab.training import Runs, Setting, train
 from lab.verdicts import MEASURES, table_of_best, table_of_order
 from megatron_rl_corr.files import write_atomically
 
-PARTS = ("map", "coupled", "training")
+PARTS = ("map", "bounds", "coupled", "training")
 FIRST_SEED = 1000
 """Seeds from 0 on are for looking around: settings were chosen with them, and results are of others."""
 MAIN_TASK, LONGEST_OF_ALL = "outcome", 6
@@ -112,6 +113,20 @@ def show_map(out: Path, rows: list[Row]) -> None:
         draw_laws(rows, out / "laws.svg")
 
 
+def make_bounds(out: Path, blocks: int, workers: int) -> None:
+    """bounds.md, certificates.md and bounds.svg."""
+    from lab.pictures import draw_bounds
+
+    seeds = list(range(blocks))
+    rows = [row for _, found in spread(rows_of_cases, seeds, workers, "bounds") for row in found]
+    rows.sort(key=lambda row: row["case"])
+    write_atomically(out / "bounds.md", table_of_bounds(rows).encode())
+    draw_bounds(rows, out / "bounds.svg")
+    lines = dict(spread(certified_rows, list(CERTIFIED_CELLS), workers, "certificates"))
+    table = table_of_certificates([line for cell in CERTIFIED_CELLS for line in lines[cell]])
+    write_atomically(out / "certificates.md", table.encode())
+
+
 def _sampled(job: tuple[Cell, str, str]) -> dict[str, Any]:
     cell, name, baseline = job
     case = next(cases_of(cell, 1))
@@ -191,6 +206,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--arms", nargs="+", choices=TRAINED, default=TRAINED, help="that are trained")
     parser.add_argument("--seeds", type=int, default=100, help="trainings of each arm and setting")
+    parser.add_argument("--blocks", type=int, default=240, help="of random policies whose bias is bounded")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     asked = parser.parse_args(arguments)
@@ -198,6 +214,8 @@ def main(arguments: list[str] | None = None) -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     if "map" in asked.parts:
         make_map(asked.out, asked.kinds, asked.lengths, asked.workers)
+    if "bounds" in asked.parts:
+        make_bounds(asked.out, asked.blocks, asked.workers)
     if "coupled" in asked.parts:
         make_coupled(asked.out, asked.workers)
     if "training" in asked.parts:

@@ -16,7 +16,7 @@ BUDGETS = {
     "models": 1_870,
     "engines": 5_540,
     "reduce": 655,
-    "core": 1_950,
+    "core": 1_975,
     "logprobs": 1_035,
     "data": 4_470,
     "rollout": 7_460,
