@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lab.estimators import UPPER, Arm, Samples, all_arms, pull_of_tokens
+from lab.exact import true_gradient
 from lab.map import BATCHES, DRAWN, Case, Cell, case_of, cases_of, enumerable_arms
 from lab.mismatch import KINDS, Noise, sampler_conditionals
 from lab.policies import World, random_tables
@@ -136,7 +137,8 @@ def _random_case(world: World, generator: torch.Generator) -> Shown:
         "rare": lambda: (draws < 0.05).double(),
     }[REWARDS[among(len(REWARDS))]]()
     routes = (noise.uniform < (size if kind == "routing" else 0.0)).double()[0]
-    return Shown(kind, size, case_of(world, theta[0], p, mu, rewards, routes), p, mu)
+    scores, truth = world.scores(theta)[0], true_gradient(world, theta, rewards)[0]
+    return Shown(kind, size, case_of(world, scores, truth, p, mu, rewards, routes), p, mu)
 
 
 def pulls_of(cases: list[Shown], arm: Arm, *, ones: bool = False) -> list[Tensor]:

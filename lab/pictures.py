@@ -74,7 +74,7 @@ def draw_map(means: Means, task: str, measure: str, path: Path) -> None:
         axes.set_xlabel("tokens of a response")
     handles = [matplotlib.patches.Patch(color=COLORS[arm], label=label(arm)) for arm in DRAWN]
     blank = matplotlib.patches.Patch(
-        facecolor=NOTHING, edgecolor="black", label="- : no step is better than none"
+        facecolor=NOTHING, edgecolor="black", label="- : no arm beats a step of 0"
     )
     handles.append(blank)
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)

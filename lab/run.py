@@ -11,7 +11,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,19 +21,32 @@ import torch
 from lab.bounds import CERTIFIED_CELLS, certified_rows, rows_of_cases, table_of_bounds, table_of_certificates
 from lab.collapses import SETTINGS, TRAINED, table_of_collapses
 from lab.estimators import all_arms
-from lab.map import DRAWN, LENGTHS, Cell, Row, cases_of, cells_of, enumerable_arms, means_of, rows_of
+from lab.map import (
+    DRAWN,
+    LENGTHS,
+    POLICY_KINDS,
+    Cell,
+    Row,
+    cases_of,
+    cells_of,
+    enumerable_arms,
+    means_of,
+    rows_of,
+)
 from lab.mismatch import KINDS
 from lab.policies import TASKS
 from lab.sampled import FIXED, sampled_moments
 from lab.training import Runs, Setting, train
-from lab.verdicts import MEASURES, table_of_best, table_of_order
+from lab.verdicts import MEASURES, table_of_best, table_of_order, table_of_policies
 from megatron_rl_corr.files import write_atomically
 
-PARTS = ("map", "bounds", "coupled", "training")
+PARTS = ("map", "policies", "bounds", "coupled", "training")
 FIRST_SEED = 1000
 """Seeds from 0 on are for looking around: settings were chosen with them, and results are of others."""
 MAIN_TASK, LONGEST_OF_ALL = "outcome", 6
 """The task and the length up to which all arms are measured; the rest has the arms that are drawn."""
+COMPARED_KINDS, MOST_COMPARED = ("rounding", "tail", "lag"), 2
+"""Kinds of mismatch in which other policies are compared with tables, and policies a cell."""
 COUPLED_BATCH, COUPLED_BATCHES = 64, 400
 COUPLED_CELLS = tuple(Cell(MAIN_TASK, kind, size, 4) for kind, size in (("rounding", 1.0), ("lag", 8)))
 BASELINES = ("group_mean", "grpo", "rloo")
@@ -111,6 +124,21 @@ def show_map(out: Path, rows: list[Row]) -> None:
             draw_map(means, task, measure, out / f"map_{task}_{measure}.svg")
     if any(row["kind"] == "rounding" for row in rows):
         draw_laws(rows, out / "laws.svg")
+
+
+def make_policies(out: Path, kinds: Iterable[str], lengths: Iterable[int], workers: int) -> None:
+    """policies.md: whether the map's order holds for other policies."""
+    cells = [
+        replace(cell, policy_kind=kind)
+        for cell in cells_of([MAIN_TASK], [kind for kind in kinds if kind in COMPARED_KINDS], lengths)
+        for kind in POLICY_KINDS
+    ]
+    rows = [row for _, found in spread(_compared, cells, workers, "policies") for row in found]
+    write_atomically(out / "policies.md", table_of_policies(means_of(rows)).encode())
+
+
+def _compared(cell: Cell) -> list[Row]:
+    return rows_of(cell, [all_arms()[name] for name in DRAWN], MOST_COMPARED)
 
 
 def make_bounds(out: Path, blocks: int, workers: int) -> None:
@@ -214,6 +242,8 @@ def main(arguments: list[str] | None = None) -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     if "map" in asked.parts:
         make_map(asked.out, asked.kinds, asked.lengths, asked.workers)
+    if "policies" in asked.parts:
+        make_policies(asked.out, asked.kinds, asked.lengths, asked.workers)
     if "bounds" in asked.parts:
         make_bounds(asked.out, asked.blocks, asked.workers)
     if "coupled" in asked.parts:
