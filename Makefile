@@ -90,10 +90,10 @@ study: setup ## Train the tiny MoE with a mismatch under each correction, hours;
 	$(PYTHON) examples/study/run.py $(STUDY_OPTIONS)
 
 LAB_OPTIONS := $(if $(OUT),--out $(OUT)) $(if $(PARTS),--parts $(PARTS)) $(if $(KINDS),--kinds $(KINDS)) \
-	$(if $(LENGTHS),--lengths $(LENGTHS)) $(if $(ARMS),--arms $(ARMS)) $(if $(SEEDS),--seeds $(SEEDS)) \
+	$(if $(LENGTHS),--lengths $(LENGTHS)) $(if $(BLOCKS),--blocks $(BLOCKS)) $(if $(ARMS),--arms $(ARMS)) $(if $(SEEDS),--seeds $(SEEDS)) \
 	$(if $(WORKERS),--workers $(WORKERS))
 
-lab: setup ## Bias and variance of every correction by enumeration, and trainings of 100 seeds; OUT= PARTS="map coupled training" KINDS= LENGTHS= ARMS= SEEDS= WORKERS=
+lab: setup ## Bias and variance of every correction by enumeration, and trainings of 100 seeds; OUT= PARTS="map policies bounds coupled training" KINDS= LENGTHS= BLOCKS= ARMS= SEEDS= WORKERS=
 	$(PYTHON) -m lab.run $(LAB_OPTIONS)
 
 study-stop: setup ## End what an interrupted study left running

@@ -5,6 +5,7 @@ S responses of T tokens, P parameters (of one policy), N responses in a batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,19 +13,32 @@ from torch import Tensor
 
 from lab.policies import World, expected_reward
 
+Objective = Callable[[World, Tensor, Tensor], Tensor]
+"""(world, theta [B, ...], rewards [S]) -> J [B]."""
 
-def true_gradient(world: World, theta: Tensor, rewards: Tensor) -> Tensor:
-    """grad J: [B, P] of theta [B, C, V], J the expected reward."""
+
+def true_gradient(
+    world: World, theta: Tensor, rewards: Tensor, objective: Objective = expected_reward
+) -> Tensor:
+    """grad J: [B, P] of theta [B, C, V], or of what the objective takes; J the expected reward."""
     leaf = theta.detach().clone().requires_grad_()
-    expected_reward(world, leaf, rewards).sum().backward()
+    objective(world, leaf, rewards).sum().backward()
     return leaf.grad.flatten(start_dim=1)
 
 
-def ascent(world: World, theta: Tensor, rewards: Tensor, *, steps: int, rate: float) -> list[Tensor]:
-    """The tables [B, C, V] of exact gradient ascent on J, from theta on: steps + 1 of them."""
+def ascent(
+    world: World,
+    theta: Tensor,
+    rewards: Tensor,
+    *,
+    steps: int,
+    rate: float,
+    objective: Objective = expected_reward,
+) -> list[Tensor]:
+    """The tables [B, C, V], or other weights, of exact gradient ascent on J, from theta on: steps + 1."""
     found = [theta]
     for _ in range(steps):
-        theta = theta + rate * true_gradient(world, theta, rewards).view_as(theta)
+        theta = theta + rate * true_gradient(world, theta, rewards, objective).view_as(theta)
         found.append(theta)
     return found
 

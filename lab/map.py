@@ -5,16 +5,18 @@ B policies a cell, S responses of T tokens, N responses in a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
 
+from lab import transformer
 from lab.estimators import Arm, Samples, all_arms, pull_of_tokens
-from lab.exact import Distance, Moments, ascent, distance, moments, true_gradient
-from lab.mismatch import KINDS, Noise, later_turn, sampler_conditionals
-from lab.policies import TASKS, World, random_tables
+from lab.exact import Distance, Moments, Objective, ascent, distance, moments, true_gradient
+from lab.mismatch import KINDS, Noise, disturbed, later_turn
+from lab.policies import TASKS, World, expected_reward, random_tables
 
 VOCABULARY = 4
 LENGTHS = (1, 2, 4, 6, 8)
@@ -54,6 +56,48 @@ class Cell:
     size: float
     length: int
     vocabulary: int = VOCABULARY
+    policy_kind: str = "table"
+    """One of POLICY_KINDS."""
+
+
+@dataclass(frozen=True)
+class PolicyKind:
+    """What a policy is: functions of a world and of its weights theta [B, ...]."""
+
+    start: Callable[[World, int, int], Tensor]
+    """(world, B, seed) -> theta."""
+    objective: Objective
+    logprobs: Callable[[World, Tensor], Tensor]
+    """(world, theta) -> log p of the next tokens, [B, W, V]."""
+    scores: Callable[[World, Tensor], Tensor]
+    """(world, theta of one policy) -> psi [S, T, P]."""
+    rate: float = RATE
+    """Of the exact ascent: a transformer's parameters move each logit more."""
+    seed: int = 0
+
+
+def _table(seed: int) -> PolicyKind:
+    return PolicyKind(
+        lambda world, count, seed: random_tables(world, count, spread=SPREAD, seed=seed),
+        expected_reward,
+        World.log_conditionals,
+        lambda world, theta: world.scores(theta[None])[0],
+        seed=seed,
+    )
+
+
+POLICY_KINDS: dict[str, PolicyKind] = {
+    "table": _table(0),
+    "another table": _table(100_000),
+    "transformer": PolicyKind(
+        lambda world, count, seed: transformer.random_weights(world, count, spread=SPREAD, seed=seed),
+        transformer.expected_reward,
+        transformer.log_conditionals,
+        transformer.scores,
+        rate=0.05,
+    ),
+}
+"""The map is of the first; another table, of other seeds, shows what chance changes by itself."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +112,8 @@ class Case:
     """sum_v p(v)^2 of each token's distribution, [S, T]."""
     truth: Tensor
     distance: Distance
+    reach: float
+    """max |A|, also over responses that the sampler never draws."""
 
     def measure(self, arm: Arm) -> Moments:
         """The arm's moments, by enumeration.
@@ -83,19 +129,20 @@ class Case:
 def cases_of(cell: Cell, policies: int | None = None) -> Iterator[Case]:
     """The policies of a cell: of one length they are the same ones for all kinds and sizes."""
     world, policies = World(cell.vocabulary, cell.length), policies or POLICIES[cell.length]
-    rewards = TASKS[cell.task](world.responses, world.vocabulary)
-    seed = 1000 * cell.length + cell.vocabulary
-    start = random_tables(world, policies, spread=SPREAD, seed=seed)
-    history = ascent(world, start, rewards, steps=STEPS, rate=RATE)
+    rewards, kind = TASKS[cell.task](world.responses, world.vocabulary), POLICY_KINDS[cell.policy_kind]
+    seed = 1000 * cell.length + cell.vocabulary + kind.seed
+    start = kind.start(world, policies, seed)
+    history = ascent(world, start, rewards, steps=STEPS, rate=kind.rate, objective=kind.objective)
     noise = Noise.drawn(world, policies, seed + 1)
     theta = history[-1]
     older = history[-1 - int(cell.size)] if KINDS[cell.kind].of_older_weights else theta
-    p, mu = (
-        world.log_conditionals(theta),
-        sampler_conditionals(world, older, noise, cell.kind, cell.size),
-    )
+    p = kind.logprobs(world, theta)
+    mu = disturbed(world, kind.logprobs(world, older), noise, cell.kind, cell.size)
+    truth = true_gradient(world, theta, rewards, kind.objective)
+    routes = flipped(world, noise, cell)
     for one in range(policies):
-        yield case_of(world, theta[one], p[one], mu[one], rewards, flipped(world, noise, cell)[one])
+        scores = kind.scores(world, theta[one])
+        yield case_of(world, scores, truth[one], p[one], mu[one], rewards, routes[one])
 
 
 def flipped(world: World, noise: Noise, cell: Cell) -> Tensor:
@@ -105,12 +152,19 @@ def flipped(world: World, noise: Noise, cell: Cell) -> Tensor:
 
 
 def case_of(
-    world: World, theta: Tensor, p: Tensor, mu: Tensor, rewards: Tensor, routes: Tensor | None = None
+    world: World,
+    scores: Tensor,
+    truth: Tensor,
+    p: Tensor,
+    mu: Tensor,
+    rewards: Tensor,
+    routes: Tensor | None = None,
 ) -> Case:
-    """Lists one policy [C, V] and its sampler; responses that the sampler never draws are left out.
+    """Lists one policy and its sampler; responses that the sampler never draws are left out.
 
     Args:
-        theta: [C, V].
+        scores: psi, [S, T, P].
+        truth: grad J, [P].
         p, mu: [W, V], log-probs of next tokens.
         rewards: [S].
         routes: [W], 1 where other experts were chosen; None: nowhere.
@@ -130,11 +184,12 @@ def case_of(
     return Case(
         world,
         samples,
-        world.scores(theta[None])[0][drawn],
+        scores[drawn],
         log_mu[drawn].sum(dim=1).exp(),
         (2 * p).exp().sum(dim=-1)[prefixes][drawn],
-        true_gradient(world, theta[None], rewards)[0],
+        truth,
         distance(world, p, mu),
+        (rewards - baseline).abs().max().item(),
     )
 
 
@@ -143,7 +198,7 @@ def rows_of(cell: Cell, arms: Iterable[Arm], policies: int | None = None) -> lis
     rows: list[Row] = []
     for number, case in enumerate(cases_of(cell, policies)):
         where = asdict(cell) | {"policy": number} | asdict(case.distance)
-        where |= {"norm": case.truth.norm().item(), "reach": case.samples.advantages.abs().max().item()}
+        where |= {"norm": case.truth.norm().item(), "reach": case.reach}
         rows += [where | {"arm": arm.name} | asdict(case.measure(arm)) for arm in arms]
     return rows
 
@@ -162,7 +217,7 @@ def means_of(rows: Iterable[Row]) -> Means:
     """Moments of each arm in each cell, the mean over the cell's policies."""
     found: dict[Cell, dict[str, list[Row]]] = {}
     for row in rows:
-        cell = Cell(row["task"], row["kind"], row["size"], row["length"], row["vocabulary"])
+        cell = Cell(**{field.name: row[field.name] for field in dataclasses.fields(Cell)})
         found.setdefault(cell, {}).setdefault(row["arm"], []).append(row)
     return {
         cell: {

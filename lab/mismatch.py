@@ -153,14 +153,18 @@ def later_turn(world: World, places: Tensor) -> Tensor:
 
 
 def sampler_conditionals(world: World, theta: Tensor, noise: Noise, kind: str, size: float) -> Tensor:
+    """`disturbed` of a table theta [B, C, V]."""
+    return disturbed(world, theta[:, world.context_of_prefix], noise, kind, size)
+
+
+def disturbed(world: World, logits: Tensor, noise: Noise, kind: str, size: float) -> Tensor:
     """log mu(v | prefix): [B, W, V]; -inf where the sampler never draws the token.
 
     Args:
-        theta: [B, C, V], the trainer's table; for a kind `of_older_weights` that of the older weights.
+        logits: [B, W, V], the trainer's; for a kind `of_older_weights` those of the older weights.
         noise: of these policies.
         kind: one of KINDS.
         size: in the kind's unit.
     """
-    logits = theta[:, world.context_of_prefix]
     later = later_turn(world, world.place_of_prefix).expand(logits.shape[:-1])
     return KINDS[kind].logits(logits, lambda name: getattr(noise, name), later, size).log_softmax(dim=-1)

@@ -7,14 +7,16 @@ from functools import partial
 from pathlib import Path
 
 import matplotlib
+import matplotlib.ticker
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from lab.bounds import BoundRow, looseness, quantile
 from lab.map import BATCHES, DRAWN, LENGTHS, Cell, Means, Row
 from lab.mismatch import KINDS
 from lab.training import Runs
-from lab.verdicts import MEASURES, best
+from lab.verdicts import ALIKE, MEASURES, best
 
 matplotlib.rcParams |= {"svg.hashsalt": "lab", "svg.fonttype": "none"}  # the same bytes each time, and small
 COLORS = {
@@ -36,6 +38,8 @@ LABELS = {
     "preset:decoupled_geo_rs_token_tis": "geo_rs_token_tis (tight)",
     "rule:seq_mean_ratio": "geo gate [0.9, 1.1]",
 }
+NOTHING = "#FFFFFF"
+"""Of cells in which no arm's step is better than none at all."""
 DARK = (
     "token_mask",
     "token_unbounded",
@@ -69,6 +73,10 @@ def draw_map(means: Means, task: str, measure: str, path: Path) -> None:
     for axes in panels[-1]:
         axes.set_xlabel("tokens of a response")
     handles = [matplotlib.patches.Patch(color=COLORS[arm], label=label(arm)) for arm in DRAWN]
+    blank = matplotlib.patches.Patch(
+        facecolor=NOTHING, edgecolor="black", label="- : no arm beats a step of 0"
+    )
+    handles.append(blank)
     figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     _save(figure, path)
 
@@ -81,14 +89,23 @@ def _draw_panel(axes: Axes, means: Means, task: str, kind: str, measure, batch: 
             if arms is None:
                 continue
             name = best(arms, DRAWN, measure, batch)
-            gain = measure(arms["none"], batch) / max(measure(arms[name], batch), 1e-12)
-            axes.add_patch(matplotlib.patches.Rectangle((x, y), 1, 1, color=COLORS[name], linewidth=0))
-            text = f"{gain:.2g}" if gain < 100 else f"{gain:.0e}".replace("e+0", "e")
-            ink = "white" if name in DARK else "black"
+            least = measure(arms[name], batch)
+            gain = measure(arms["none"], batch) / max(least, 1e-12)
+            color, text = COLORS[name], _factor(gain)
+            if least > 1 - ALIKE:  # an arm that rejects everything would win
+                color, text = NOTHING, "-"
+            axes.add_patch(matplotlib.patches.Rectangle((x, y), 1, 1, color=color, linewidth=0))
+            ink = "white" if name in DARK and color != NOTHING else "black"
             axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7, color=ink)
     axes.set(xlim=(0, len(LENGTHS)), ylim=(0, len(sizes)))
     axes.set_xticks([x + 0.5 for x in range(len(LENGTHS))], [str(length) for length in LENGTHS], fontsize=7)
     axes.set_yticks([y + 0.5 for y in range(len(sizes))], [f"{size:g}" for size in sizes], fontsize=7)
+
+
+def _factor(gain: float) -> str:
+    if gain < 10:
+        return f"{gain:.2f}" if gain < 2 else f"{gain:.1f}"
+    return f"{gain:.0f}" if gain < 10_000 else f"{gain:.0e}".replace("e+0", "e")
 
 
 LAW_ARMS = (
@@ -104,7 +121,7 @@ LAW_SIZES = (0.1, 1.0)
 
 def draw_laws(rows: list[Row], path: Path, *, task: str = "parity", kind: str = "rounding") -> None:
     """Bias over length with the bounds 2 G R T (T - m) Delta, and E[w^2] of products with (1 + chi)^T."""
-    figure = Figure(figsize=(13.0, 4.2), layout="constrained")
+    figure = Figure(figsize=(13.0, 5.0), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for axes, size in zip((left, middle), LAW_SIZES, strict=True):
         _draw_bias(
@@ -124,7 +141,7 @@ def draw_laws(rows: list[Row], path: Path, *, task: str = "parity", kind: str = 
         (line,) = right.plot(LENGTHS, seconds, marker="o", label=f"{size:g}: E[w^2] - 1")
         right.plot(LENGTHS, laws, linestyle="--", color=line.get_color(), label=f"{size:g}: (1 + chi)^T - 1")
     right.set(title="variance of the product w", xlabel="tokens of a response", yscale="log")
-    right.legend(fontsize=7, frameon=False)
+    right.legend(fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     _save(figure, path)
 
 
@@ -142,16 +159,27 @@ def _draw_bias(axes: Axes, rows: list[Row]) -> None:
     for arm in LAW_ARMS:
         of_arm = [row for row in rows if row["arm"] == arm]
         biases = [_mean(of_arm, length, lambda row: row["bias2"] ** 0.5 * row["norm"]) for length in LENGTHS]
-        axes.plot(LENGTHS, biases, marker="o", color=COLORS[arm], label=arm)
+        style = "--" if arm == "token_unbounded" else "-"  # it often lies on token_truncate
+        axes.plot(
+            LENGTHS,
+            biases,
+            style,
+            marker="o",
+            color=COLORS[arm],
+            label=arm,
+            zorder=2.5 if style == "--" else 2,
+        )
     of_none = [row for row in rows if row["arm"] == "none"]
     for style, name, corrected in ((":", "2 G R T^2 Delta", 0), ("--", "2 G R T (T - 1) Delta", 1)):
         bounds = [_mean(of_none, length, partial(_bias_bound, corrected=corrected)) for length in LENGTHS]
+        bounds = [bound or float("nan") for bound in bounds]  # a logarithm has no 0
         axes.plot(LENGTHS, bounds, style, color="black", label=name)
     axes.set(
         xlabel="tokens of a response", ylabel="|E g_hat - g|", yscale="log", xscale="log", ylim=(1e-6, None)
     )
     axes.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
-    axes.legend(fontsize=7, frameon=False)
+    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axes.legend(fontsize=7, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.16))
 
 
 STRIDE = 5
@@ -185,4 +213,41 @@ def draw_trainings(runs: dict[str, dict[str, Runs]], path: Path) -> None:
         frameon=False,
         fontsize=8,
     )
+    _save(figure, path)
+
+
+BOUND_COLORS = {"sampled": "#1E88E5", "limit": "#0D47A1", "distributions": "#FB8C00", "trivial": "#9E9E9E"}
+BOUNDED_ARMS = ("none", "token_truncate", "sequence_truncate", "sequence_mask")
+
+
+def draw_bounds(rows: list[BoundRow], path: Path) -> None:
+    """bound / true bias: over the arms with the middle 90 % of the cases, and its median over the length."""
+    figure = Figure(figsize=(13.0, 5.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for place, (bound, color) in enumerate(BOUND_COLORS.items()):
+        for x, arm in enumerate(DRAWN):
+            factors = looseness([row for row in rows if row["arm"] == arm], bound)
+            at = x + 0.18 * (place - 1.5)
+            left.plot(
+                [at, at], [quantile(factors, 0.05), quantile(factors, 0.95)], color=color, linewidth=1.5
+            )
+            name = bound if x == 0 else None
+            left.plot([at], [quantile(factors, 0.5)], marker="o", markersize=4, color=color, label=name)
+    left.set_xticks(range(len(DRAWN)), [label(arm) for arm in DRAWN], rotation=35, ha="right", fontsize=7)
+    left.set(yscale="log", ylabel="bound / bias", ylim=(0.8, None), title="over all cases: median, 5 to 95 %")
+    lengths = sorted({row["length"] for row in rows})
+    for arm in BOUNDED_ARMS:
+        for bound, style in (("sampled", "-"), ("distributions", ":")):
+            medians = [
+                quantile(
+                    looseness([row for row in rows if (row["arm"], row["length"]) == (arm, length)], bound),
+                    0.5,
+                )
+                for length in lengths
+            ]
+            right.plot(lengths, medians, style, marker="o", color=COLORS[arm], label=f"{arm}: {bound}")
+    right.set(yscale="log", xlabel="tokens of a response", title="median over the length")
+    for axes in (left, right):
+        axes.axhline(1.0, color="black", linewidth=0.8)
+        axes.legend(fontsize=7, frameon=False, ncols=2)
     _save(figure, path)

@@ -11,28 +11,42 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from lab.bounds import CERTIFIED_CELLS, certified_rows, rows_of_cases, table_of_bounds, table_of_certificates
 from lab.collapses import SETTINGS, TRAINED, table_of_collapses
 from lab.estimators import all_arms
-from lab.map import DRAWN, LENGTHS, Cell, Row, cases_of, cells_of, enumerable_arms, means_of, rows_of
+from lab.map import (
+    DRAWN,
+    LENGTHS,
+    POLICY_KINDS,
+    Cell,
+    Row,
+    cases_of,
+    cells_of,
+    enumerable_arms,
+    means_of,
+    rows_of,
+)
 from lab.mismatch import KINDS
 from lab.policies import TASKS
 from lab.sampled import FIXED, sampled_moments
 from lab.training import Runs, Setting, train
-from lab.verdicts import MEASURES, table_of_best, table_of_order
+from lab.verdicts import MEASURES, table_of_best, table_of_order, table_of_policies
 from megatron_rl_corr.files import write_atomically
 
-PARTS = ("map", "coupled", "training")
+PARTS = ("map", "policies", "bounds", "coupled", "training")
 FIRST_SEED = 1000
 """Seeds from 0 on are for looking around: settings were chosen with them, and results are of others."""
 MAIN_TASK, LONGEST_OF_ALL = "outcome", 6
 """The task and the length up to which all arms are measured; the rest has the arms that are drawn."""
+COMPARED_KINDS, MOST_COMPARED = ("rounding", "tail", "lag"), 2
+"""Kinds of mismatch in which other policies are compared with tables, and policies a cell."""
 COUPLED_BATCH, COUPLED_BATCHES = 64, 400
 COUPLED_CELLS = tuple(Cell(MAIN_TASK, kind, size, 4) for kind, size in (("rounding", 1.0), ("lag", 8)))
 BASELINES = ("group_mean", "grpo", "rloo")
@@ -110,6 +124,35 @@ def show_map(out: Path, rows: list[Row]) -> None:
             draw_map(means, task, measure, out / f"map_{task}_{measure}.svg")
     if any(row["kind"] == "rounding" for row in rows):
         draw_laws(rows, out / "laws.svg")
+
+
+def make_policies(out: Path, kinds: Iterable[str], lengths: Iterable[int], workers: int) -> None:
+    """policies.md: whether the map's order holds for other policies."""
+    cells = [
+        replace(cell, policy_kind=kind)
+        for cell in cells_of([MAIN_TASK], [kind for kind in kinds if kind in COMPARED_KINDS], lengths)
+        for kind in POLICY_KINDS
+    ]
+    rows = [row for _, found in spread(_compared, cells, workers, "policies") for row in found]
+    write_atomically(out / "policies.md", table_of_policies(means_of(rows)).encode())
+
+
+def _compared(cell: Cell) -> list[Row]:
+    return rows_of(cell, [all_arms()[name] for name in DRAWN], MOST_COMPARED)
+
+
+def make_bounds(out: Path, blocks: int, workers: int) -> None:
+    """bounds.md, certificates.md and bounds.svg."""
+    from lab.pictures import draw_bounds
+
+    seeds = list(range(blocks))
+    rows = [row for _, found in spread(rows_of_cases, seeds, workers, "bounds") for row in found]
+    rows.sort(key=lambda row: row["case"])
+    write_atomically(out / "bounds.md", table_of_bounds(rows).encode())
+    draw_bounds(rows, out / "bounds.svg")
+    lines = dict(spread(certified_rows, list(CERTIFIED_CELLS), workers, "certificates"))
+    table = table_of_certificates([line for cell in CERTIFIED_CELLS for line in lines[cell]])
+    write_atomically(out / "certificates.md", table.encode())
 
 
 def _sampled(job: tuple[Cell, str, str]) -> dict[str, Any]:
@@ -191,6 +234,7 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--arms", nargs="+", choices=TRAINED, default=TRAINED, help="that are trained")
     parser.add_argument("--seeds", type=int, default=100, help="trainings of each arm and setting")
+    parser.add_argument("--blocks", type=int, default=240, help="of random policies whose bias is bounded")
     parser.add_argument("--first-seed", type=int, default=FIRST_SEED)
     parser.add_argument("--workers", type=int, default=2, help="processes, of one thread each")
     asked = parser.parse_args(arguments)
@@ -198,6 +242,10 @@ def main(arguments: list[str] | None = None) -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     if "map" in asked.parts:
         make_map(asked.out, asked.kinds, asked.lengths, asked.workers)
+    if "policies" in asked.parts:
+        make_policies(asked.out, asked.kinds, asked.lengths, asked.workers)
+    if "bounds" in asked.parts:
+        make_bounds(asked.out, asked.blocks, asked.workers)
     if "coupled" in asked.parts:
         make_coupled(asked.out, asked.workers)
     if "training" in asked.parts:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
 from lab.estimators import all_arms
 from lab.exact import Moments
-from lab.map import BATCHES, Cell, Means
+from lab.map import BATCHES, DRAWN, POLICY_KINDS, Cell, Means
 from lab.mismatch import KINDS
 
 ALIKE = 0.02
@@ -91,3 +93,56 @@ def _compared(cells: list[dict[str, Moments]], worse: str, better: str, measure:
         else:
             alike += 1
     return f"{ahead}/{alike}/{behind}"
+
+
+def table_of_policies(means: Means) -> str:
+    """Markdown: of each kind of policy beside the first, how far its map is that of the first.
+
+    agree: of ORDER's pairs over all cells and batches, in how many the same one is ahead, or both are alike;
+    opposite: one ahead here, the other there. Same best arm: of cells and batches; and how much more error
+    the table's best arm has here than the best one here, in the median and at worst.
+    """
+    names = [f"{better} over {worse}" for worse, better in ORDER]
+    lines = [
+        "| policy | kind | agree | one alike | opposite | same best arm | table's best over the best "
+        "| worst | " + " | ".join(names) + " |",
+        "|---|---|---|---|---|---|---|---|" + "---|" * len(ORDER),
+    ]
+    groups = dict.fromkeys((cell.policy_kind, cell.kind) for cell in means)
+    for policy, kind in sorted(groups, key=lambda pair: list(POLICY_KINDS).index(pair[0])):
+        cells = [cell for cell in means if (cell.policy_kind, cell.kind) == (policy, kind)]
+        columns = _agreement(means, cells)
+        columns += [_compared_over_batches([means[cell] for cell in cells], *pair) for pair in ORDER]
+        lines.append("| " + " | ".join([policy, kind, *columns]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _agreement(means: Means, cells: list[Cell]) -> list[str]:
+    """What table_of_policies says of these cells against the same ones of the first kind of policy."""
+    first = next(iter(POLICY_KINDS))
+    verdicts, chosen, excess = [], [], []
+    for cell, batch in product(cells, BATCHES):
+        here, there = means[cell], means[dataclasses.replace(cell, policy_kind=first)]
+        for pair in ORDER:
+            one, other = (_ahead(arms, *pair, Moments.error, batch) for arms in (there, here))
+            verdicts.append(1 if one == other else one * other)
+        theirs, ours = (best(arms, DRAWN, Moments.error, batch) for arms in (there, here))
+        chosen.append(theirs == ours)
+        excess.append(here[theirs].error(batch) / here[ours].error(batch))
+    excess.sort()
+    return [
+        *(f"{verdicts.count(verdict)} of {len(verdicts)}" for verdict in (1, 0, -1)),
+        f"{sum(chosen)} of {len(chosen)}",
+        f"{excess[len(excess) // 2]:.2f}",
+        f"{excess[-1]:.2f}",
+    ]
+
+
+def _compared_over_batches(cells: list[dict[str, Moments]], worse: str, better: str) -> str:
+    counts = [_compared(cells, worse, better, Moments.error, n).split("/") for n in BATCHES]
+    return "/".join(str(sum(int(one) for one in of_place)) for of_place in zip(*counts, strict=True))
+
+
+def _ahead(arms: dict[str, Moments], worse: str, better: str, measure: Measure, batch: int) -> int:
+    """1 if the second arm is ahead, 0 if they are alike, -1 if it is behind."""
+    return {"1/0/0": 1, "0/1/0": 0, "0/0/1": -1}[_compared([arms], worse, better, measure, batch)]

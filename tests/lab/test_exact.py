@@ -59,7 +59,8 @@ def tiny_case():
     odds = torch.tensor(SAMPLER, dtype=torch.float64)
     mu = torch.stack([torch.zeros(3, dtype=torch.float64), odds], dim=1).log_softmax(dim=1)
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
-    return case_of(TINY, table[0], TINY.log_conditionals(table)[0], mu, rewards)
+    scores, truth = TINY.scores(table)[0], true_gradient(TINY, table, rewards)[0]
+    return case_of(TINY, scores, truth, TINY.log_conditionals(table)[0], mu, rewards)
 
 
 @pytest.mark.parametrize(
