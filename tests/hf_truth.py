@@ -7,6 +7,8 @@ token on the two are apart by 1e-3 and more, both right. One of the tiny model's
 is so near that it is left out here.
 """
 
+from itertools import pairwise
+
 import torch
 
 TIE = 1e-5
@@ -33,6 +35,32 @@ def response(model, trajectory):
     logits, settled, _ = scored(model, ids)
     at = slice(trajectory.prompt_ids.numel() - 1, -1)
     return logits[at], settled[at]
+
+
+def over_changes(models, trajectory, starts, *, in_place):
+    """([R] log-probs, [R] settled) of a response whose weights were changed while it was sampled.
+
+    Args:
+        models: by weights' name.
+        starts: [(first token, weights), ...].
+        in_place: keys and values were kept over a change; else they were computed anew.
+    """
+    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
+    prompt, total = trajectory.prompt_ids.numel(), ids.numel()
+    # The pass that samples token t has token t - 1 as its last input.
+    bounds = [0, *(prompt - 1 + start for start, _ in starts[1:]), total - 1]
+    logits, settled, cache = [], [], None
+    for (begin, end), (_, name) in zip(pairwise(bounds), starts, strict=True):
+        if in_place:
+            out, sure, whole = scored(models[name], ids[begin:end], past_key_values=cache, use_cache=True)
+            cache = whole.past_key_values
+        else:
+            out, sure = (each[begin:] for each in scored(models[name], ids[:end])[:2])
+        logits.append(out)
+        settled.append(sure)
+    settled = torch.cat(settled).cummin(0).values if in_place else torch.cat(settled)
+    logprobs = torch.log_softmax(torch.cat(logits)[prompt - 1 :], -1)
+    return logprobs.gather(1, trajectory.output_ids[:, None])[:, 0], settled[prompt - 1 :]
 
 
 def inside(trajectory, vocab_size):

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import running_victim
 from tests.faults.drills import drill, long
 from tests.matrix.agent_truth import (
     BATCH,
@@ -22,6 +23,7 @@ from tests.matrix.agent_truth import (
     steps_of,
     write_agent_rows,
 )
+from tests.matrix.patched import unchanged
 from tests.preloaded import address
 from tests.server_load import wait_until_sampling
 from tools.local_server import free_port
@@ -72,20 +74,32 @@ def test_run_when_a_harness_is_killed_then_its_group_is_replaced_and_no_half_is_
     seen(f"{len(trained)} episodes trained, each whole; one failed under agent")
 
 
+@pytest.fixture(params=["sglang", "vllm"])
+def two_servers(request, tiny_moe_dir, tmp_path):
+    """(a shared server, which gets its weights back, and a victim) of each engine."""
+    if request.param == "sglang":
+        yield request.getfixturevalue("trained_server"), request.getfixturevalue("victim")
+        return
+    with unchanged(request.getfixturevalue("vllm_server_fp32"), tiny_moe_dir) as server:
+        for victim in running_victim("vllm", tiny_moe_dir, tmp_path):
+            yield server, victim
+
+
 @long
 @drill(
-    "one of two servers is killed in the middle of episodes, lag 2",
+    "one of two servers is killed in the middle of episodes, lag 2; SGLang, vLLM",
     promised="episodes go on at the other, token by token",
 )
 def test_run_when_a_server_of_two_is_killed_then_episodes_go_on_at_the_other(
-    trained_server, victim, tiny_moe_dir, tmp_path, seen
+    two_servers, tiny_moe_dir, tmp_path, seen
 ):
     write_agent_rows(tmp_path, 64)
     model = model_with_template(tiny_moe_dir, tmp_path)
     address("megatron")
-    urls, flags = [trained_server.url, victim.server.url], ["--rollout-max-lag", 2, *ALWAYS]
+    other, victim = two_servers
+    urls, flags = [other.url, victim.server.url], ["--rollout-max-lag", 2, *ALWAYS]
     with ThreadPoolExecutor(1) as thread:
-        running = thread.submit(run_agents, tmp_path, urls, model, *flags, steps=STEPS)
+        running = thread.submit(run_agents, tmp_path, urls, model, *flags, steps=STEPS, tokens=90)
         wait_for(lambda: under_way(tmp_path, steps=2), running)
         wait_until_sampling(victim.server.url)
         victim.kill()
@@ -98,7 +112,7 @@ def test_run_when_a_server_of_two_is_killed_then_episodes_go_on_at_the_other(
         for (step, _, _), samples in trained.items()
         if step == STEPS
     ]
-    assert set().union(*servers) == {trained_server.url}
+    assert set().union(*servers) == {other.url}
     ended = sum(noted(tmp_path)[name].reward is not None for name in before)
     assert before and ended == len(before)  # none of them began anew
     steps = steps_of(tmp_path)

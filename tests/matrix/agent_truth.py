@@ -3,10 +3,12 @@
 R response tokens of a sequence.
 """
 
+import functools
 import json
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -14,7 +16,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.observability.metrics_file import read_metrics
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.sample_file import read_trajectories
-from tests.hf_truth import response
+from tests.hf_truth import over_changes
 from tests.mcore.launched import launch
 from tests.rollout.agents.model_folder import TEMPLATE, folder_with_template
 
@@ -121,19 +123,22 @@ def trained_of(folder, name="run"):
     return found
 
 
-def turns_of(trajectory):
-    """[(ids, log-probs, versions)] of the answers that are sampled in a branch, each a list of its tokens."""
+def answers_of(trajectory):
+    """[(place in the response, log-probs [R], versions of its tokens)] of the answers that are sampled in a
+    branch.
+    """
     found, by_token = [], [None] * trajectory.output_ids.numel()
     for span in trajectory.weight_versions:
         by_token[span.start : span.end] = [versions.number(span.version)] * (span.end - span.start)
     for turn in sorted(set(trajectory.turn_ids[trajectory.sampled].tolist())):
         at = torch.nonzero(trajectory.sampled & (trajectory.turn_ids == turn))[:, 0].tolist()
-        ids, logprobs = trajectory.output_ids[at].tolist(), trajectory.rollout_logprobs[at].tolist()
-        found.append((ids, logprobs, [by_token[one] for one in at]))
+        assert at == list(range(at[0], at[-1] + 1))
+        place = slice(at[0], at[-1] + 1)
+        found.append((place, trajectory.rollout_logprobs[place], by_token[place]))
     return found
 
 
-def check_episodes(folder, model, *, steps, lag=0, name="run"):
+def check_episodes(folder, model, *, steps, lag=0, name="run", in_place=False):
     """Each step trained whole groups of whole episodes, each once, as the harness was answered, and every
     token has the version that sampled it. Returns (what `trained_of` gives, how many answers saw a change).
     """
@@ -153,44 +158,81 @@ def check_episodes(folder, model, *, steps, lag=0, name="run"):
         seen[reward] += 1
         note = by_reward[reward]
         assert samples[0].origin.row == note.row
-        turns = [turn for one in branches for turn in turns_of(one)]
-        said = [tokenizer.decode_all(ids) for ids, _, _ in turns]
+        turns = [(one, *turn) for one in branches for turn in answers_of(one)]
+        said = [tokenizer.decode_all(one.output_ids[place].tolist()) for one, place, _, _ in turns]
         given = ["".join(text for text, _ in answer) for answer in note.answers]
         assert sorted(said) == sorted(given), (said, given)  # all of the episode, and nothing else
         assert len(branches) == 1 or not given.count("")
         by_text = dict(zip(given, note.answers, strict=True))
-        for text, (_, logprobs, _) in zip(said, turns, strict=True):
+        for text, (_, _, logprobs, _) in zip(said, turns, strict=True):
             if given.count(text) == 1:
-                far = [abs(one - told) for one, (_, told) in zip(logprobs, by_text[text], strict=True)]
+                told = [logprob for _, logprob in by_text[text]]
+                far = [abs(one - other) for one, other in zip(logprobs.tolist(), told, strict=True)]
                 assert max(far) < 1e-6
         for one in branches:
-            of_branch = [version for _, _, own in turns_of(one) for version in own]
+            of_branch = [version for _, _, own in answers_of(one) for version in own]
             assert of_branch == sorted(of_branch) and of_branch[-1] <= step - 1
             assert lag or set(of_branch) == {step - 1}
-        changed += sum(len(set(own)) > 1 for _, _, own in turns)
+        changed += sum(len(set(own)) > 1 for *_, own in turns)
     assert set(seen.values()) == {1}  # no episode is trained twice
-    check_logprobs(folder, name, model, [one for samples in trained.values() for one in samples])
+    every = [one for samples in trained.values() for one in samples]
+    check_logprobs(folder, name, model, every, in_place=in_place)
     return trained, changed
 
 
-def check_logprobs(folder, name, model, samples):
+def check_logprobs(folder, name, model, samples, *, in_place):
     """Each token's log-prob is that of the weights that it names, in one pass of Hugging Face over all
-    before.
+    before; in_place: the keys and values that its answer had by then are kept.
     """
     from transformers import AutoModelForCausalLM
 
-    models, compared, total = {}, 0, 0
+    @functools.cache
+    def weights(version):
+        path = folder / name / f"hf/iter_{version:07d}" if version else model
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+    compared = total = late = 0
     for trajectory in (one.trajectory for one in samples):
-        for span in trajectory.weight_versions:
-            version = versions.number(span.version)
-            if version not in models:
-                path = folder / name / f"hf/iter_{version:07d}" if version else model
-                models[version] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-            own = torch.zeros_like(trajectory.sampled)
-            own[span.start : span.end] = trajectory.sampled[span.start : span.end]
-            logits, settled = response(models[version], trajectory)
-            truth = logits.log_softmax(-1).gather(1, trajectory.output_ids[:, None])[:, 0]
-            far = (truth - trajectory.rollout_logprobs)[own & settled].abs()
-            assert far.numel() == 0 or float(far.max()) < EXACT, (version, float(far.max()))
-            compared, total = compared + far.numel(), total + int(own.sum())
+        answers, passes = answers_of(trajectory), {}
+        ids, prompt = torch.cat([trajectory.prompt_ids, trajectory.output_ids]), trajectory.prompt_ids.numel()
+        for version in () if in_place else {version for *_, own in answers for version in own}:
+            passes[version] = over_changes({0: weights(version)}, trajectory, [(0, 0)], in_place=False)
+        for place, logprobs, own in answers:
+            starts = [(at, now) for at, now in enumerate(own) if at == 0 or own[at - 1] != now]
+            if in_place:
+                begin, end = prompt + place.start, prompt + place.stop
+                part = SimpleNamespace(prompt_ids=ids[:begin], output_ids=ids[begin:end])
+                models = {version: weights(version) for version in own}
+                truth, settled = over_changes(models, part, starts, in_place=True)
+            else:
+                at = list(zip(own, range(place.start, place.stop), strict=True))
+                truth, settled = (torch.stack([passes[now][n][i] for now, i in at]) for n in (0, 1))
+            far = (truth - logprobs)[settled].abs()
+            if in_place and len(starts) == 1 and not bool((far < EXACT).all()):
+                assert began_on_older_keys(weights, part, logprobs, own[0]), (starts, float(far.max()))
+                late, far = late + 1, far[:0]
+            assert bool((far < EXACT).all()), (starts, float(far.max()))
+            compared, total = compared + far.numel(), total + len(own)
     assert compared > 0.7 * total > 0
+    assert late < 0.1 * len(samples)
+
+
+def began_on_older_keys(weights, part, logprobs, version):
+    """True for the answer to a request that was sent before a push and waited at its server until behind it:
+    what older weights had cached of its prompt stays. An SGLang server computes the prompt's last token in
+    any case, but later tokens find its keys as those of an equal prompt, where they are cached.
+    """
+    prompt, answer = part.prompt_ids.numel(), logprobs.numel()
+    ids = torch.cat([part.prompt_ids, part.output_ids])
+
+    def fits(older, cached):
+        behind = SimpleNamespace(prompt_ids=ids[:cached], output_ids=ids[cached:])
+        models = {older: weights(older), version: weights(version)}
+        truth, settled = over_changes(models, behind, [(0, older), (1, version)], in_place=True)
+        return ((truth[-answer:] - logprobs).abs() < EXACT) | ~settled[-answer:]
+
+    return any(
+        (fits(older, prompt - 1)[0] and fits(older, prompt)[1:].all())
+        or any(fits(older, cached).all() for cached in range(1, prompt))
+        for older in range(version)
+    )

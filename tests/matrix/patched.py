@@ -90,5 +90,5 @@ def unchanged(server, model):
                 assert checksums == before[0]
 
     before = asyncio.run(seen())
-    yield
+    yield server
     asyncio.run(put_back())

@@ -10,6 +10,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from tests.conftest import ROOT
 from tests.matrix.agent_truth import (
     check_episodes,
+    check_logprobs,
     model_with_template,
     noted,
     run_agents,
@@ -30,18 +31,22 @@ AHEAD = ["--rollout-max-lag", 2]
 @pytest.fixture
 def trained_server(sglang_server_fp32, tiny_moe_dir):
     """The shared server, for a run that trains: later tests find its first weights."""
-    with unchanged(sglang_server_fp32, tiny_moe_dir):
-        yield sglang_server_fp32
+    with unchanged(sglang_server_fp32, tiny_moe_dir) as server:
+        yield server
 
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_run_when_agents_are_sampled_then_each_episode_is_trained_whole_and_once(
-    lag, trained_server, tiny_moe_dir, tmp_path
+    lag, engine_server, tiny_moe_dir, tmp_path
 ):
     write_agent_rows(tmp_path, 64)
     model = model_with_template(tiny_moe_dir, tmp_path)
-    flags = [] if lag == 0 else AHEAD
-    done = run_agents(tmp_path, trained_server.url, model, *flags, steps=STEPS)
+    flags, (engine, server) = [] if lag == 0 else AHEAD, engine_server
+    how = {"tokens": 40}
+    if engine == "vllm":  # it is faster, and pushes would meet no answer
+        flags, how = [*flags, "--rollout-max-concurrency", 2], {"tokens": 90}
+    with unchanged(server, tiny_moe_dir):
+        done = run_agents(tmp_path, server.url, model, *flags, steps=STEPS, **how)
     assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-3000:]
     trained, changed = check_episodes(tmp_path, model, steps=STEPS, lag=lag)
     branches = [len(samples) for samples in trained.values()]
@@ -55,6 +60,25 @@ def test_run_when_agents_are_sampled_then_each_episode_is_trained_whole_and_once
     else:
         assert changed > 0 < sum(mixed)  # in the middle of answers, too
         assert max(step["weight_lag"] for step in steps) >= 1
+
+
+def test_run_when_answers_go_on_in_place_at_a_push_then_their_keys_are_those_of_before(
+    keeping_server, tiny_moe_dir, tmp_path
+):
+    """An answer's tokens behind a push are of its weights, over keys and values of those before; the next
+    answer is of one set of weights again, though the server has the conversation in its cache.
+    """
+    write_agent_rows(tmp_path, 64)
+    model = model_with_template(tiny_moe_dir, tmp_path)
+    flags = [*AHEAD, "--rollout-pause-mode", "in_place"]
+    with unchanged(keeping_server, tiny_moe_dir):
+        done = run_agents(tmp_path, keeping_server.url, model, *flags, steps=STEPS)
+    assert done.returncode == 0, done.stderr[-6000:] + done.stdout[-3000:]
+    trained, changed = check_episodes(tmp_path, model, steps=STEPS, lag=2, in_place=True)
+    assert changed > 0
+    every = [one for samples in trained.values() for one in samples]
+    with pytest.raises(AssertionError):
+        check_logprobs(tmp_path, "run", model, every, in_place=False)
 
 
 LAYOUTS = {

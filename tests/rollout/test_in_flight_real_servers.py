@@ -4,7 +4,6 @@ P prompt tokens, R response tokens. The truth is computed with Hugging Face mode
 """
 
 import json
-from itertools import pairwise
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, RolloutProtocolError, SamplingParams
 from megatron_rl_corr.weight_sync.servers import WeightServers
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
-from tests.hf_truth import scored
+from tests.hf_truth import over_changes
 from tests.server_load import wait_for_tokens
 from tests.tiers import in_matrix, matrix
 
@@ -97,28 +96,6 @@ def _stacked(tensors, wanted):
     return {name: found[name] for name in wanted}
 
 
-def true_logprobs(models, trajectory, starts, *, in_place):
-    """([R], [R] settled). starts: [(first token, weights), ...]. in_place: keys and values are
-    kept over a change.
-    """
-    ids = torch.cat([trajectory.prompt_ids, trajectory.output_ids])
-    prompt, total = trajectory.prompt_ids.numel(), ids.numel()
-    # The pass that samples token t has token t - 1 as its last input.
-    bounds = [0, *(prompt - 1 + start for start, _ in starts[1:]), total - 1]
-    logits, settled, cache = [], [], None
-    for (begin, end), (_, name) in zip(pairwise(bounds), starts, strict=True):
-        if in_place:
-            out, sure, whole = scored(models[name], ids[begin:end], past_key_values=cache, use_cache=True)
-            cache = whole.past_key_values
-        else:
-            out, sure = (each[begin:] for each in scored(models[name], ids[:end])[:2])
-        logits.append(out)
-        settled.append(sure)
-    settled = torch.cat(settled).cummin(0).values if in_place else torch.cat(settled)
-    logprobs = torch.log_softmax(torch.cat(logits)[prompt - 1 :], -1)
-    return logprobs.gather(1, trajectory.output_ids[:, None])[:, 0], settled[prompt - 1 :]
-
-
 @pytest.fixture
 def keeping(keeping_server):
     """(engine, address) of a server that keeps cached prefixes; tests/matrix has another."""
@@ -194,14 +171,14 @@ def test_weights_when_changed_while_sampling_then_every_token_carries_the_versio
         starts = [(span.start, versions[span.version]) for span in t.weight_versions]
         seen = [span.version for span in t.weight_versions]
         assert seen and seen == sorted(set(seen)) and set(seen) <= set(versions)
-        expected, settled = true_logprobs(models, t, starts, in_place=mode == "in_place")
+        expected, settled = over_changes(models, t, starts, in_place=mode == "in_place")
         torch.testing.assert_close(t.rollout_logprobs[settled], expected[settled], atol=NEAR, rtol=0)
         compared += settled.sum().item()
         changed += len(starts) > 1
         # the same, had the weights changed a token earlier or later
         for shift in (-1, 1) if len(starts) > 1 else ():
             other = [starts[0], (starts[1][0] + shift, starts[1][1]), *starts[2:]]
-            wrong, settled = true_logprobs(models, t, other, in_place=mode == "in_place")
+            wrong, settled = over_changes(models, t, other, in_place=mode == "in_place")
             # Behind a token whose experts nearly tied no truth is known: a change there is seen by nothing.
             if settled[min(starts[1][0], other[1][0])]:
                 shifted += 1
@@ -248,7 +225,7 @@ def test_in_place_when_prompts_of_before_come_again_then_their_keys_are_not_met_
     far = []
     for t in made:
         assert [span.version for span in t.weight_versions] == ["2"]
-        expected, settled = true_logprobs(models, t, [(0, "second")], in_place=False)
+        expected, settled = over_changes(models, t, [(0, "second")], in_place=False)
         far.append((t.rollout_logprobs - expected)[settled].abs().max().item())
     assert (prefilled, max(far) < NEAR) == ((length + 3 * behind, True) if keyed else (4 * behind, False))
 
