@@ -53,10 +53,12 @@ def test_kl_when_servers_of_two_engines_sampled_then_a_line_for_each_and_both_to
     assert list(lines) == ["k3", "sglang", "vllm", "alert level"]
 
 
+QUADRANTS = ("good_above", "bad_below", "good_below", "bad_above")
+MASSES = {f"rollout_corr/quadrant/{name}_mass": at / 10 for at, name in enumerate(QUADRANTS, start=1)}
+
+
 def test_quadrants_when_drawn_then_a_line_for_each_share_of_the_gradient(make_steps):
-    names = ("good_above", "bad_below", "good_below", "bad_above")
-    shares = {f"rollout_corr/quadrant/{name}_mass": at / 10 for at, name in enumerate(names, start=1)}
-    axes = drawn("quadrants", [row | shares for row in make_steps(3)])
+    axes = drawn("quadrants", [row | MASSES for row in make_steps(3)])
     assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
         "good, above": [0.1] * 3,
         "bad, below": [0.2] * 3,
@@ -104,7 +106,7 @@ def test_panels_when_several_sets_are_evaluated_at_some_steps_then_a_line_for_ea
 
 
 def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(make_steps):
-    rows = [row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN for row in make_steps(5)]
+    rows = [row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN | MASSES for row in make_steps(5)]
     images = render_panels(rows)
     assert list(images) == [panel.name for panel in PAGE_PANELS]
     for content in images.values():
