@@ -400,7 +400,8 @@ def rows_of_cases(seed: int) -> list[BoundRow]:
 
 def broken(row: BoundRow) -> list[str]:
     """The bounds that this row's bias is above, beyond what float64 rounds."""
-    return [name for name in BOUNDS if row["bias"] > row[name] * (1 + 1e-9) + 1e-12 * row["furthest"]]
+    rounded = 1e-12 * row["furthest"] + 1e-14  # rewards are of size one; where they are all alike R is 0
+    return [name for name in BOUNDS if row["bias"] > row[name] * (1 + 1e-9) + rounded]
 
 
 def looseness(rows: list[BoundRow], bound: str, over: str = "bias") -> list[float]:
