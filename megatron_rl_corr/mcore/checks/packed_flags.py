@@ -91,7 +91,7 @@ def check_packed(args: argparse.Namespace) -> None:
     """ValueError for what packed sequences do not go with."""
     problems, most = Problems(), args.rollout_max_tokens_per_microbatch
     needed = (one for maker in RunConfig.makers if maker.needs_packs for one in maker.asked_by)
-    or_rows = "" if any(vars(args).get(f"rollout_{one}") for one in needed) else f", or give {ROWS}"
+    rows = "" if any(vars(args).get(f"rollout_{one}") for one in needed) else f", or give {ROWS}"
     if most is not None and most < args.seq_length:
         problems.add(
             f"--rollout-max-tokens-per-microbatch {most} must be at least --seq-length {args.seq_length}: "
@@ -102,9 +102,7 @@ def check_packed(args: argparse.Namespace) -> None:
         if one.where(value, args):
             remedy = f"use {one.flag} {one.instead}" if one.instead else "leave it out"
             shown = "" if value is True else f" {' '.join(value) if isinstance(value, list) else value}"
-            problems.add(
-                f"{one.flag}{shown} does not go with packed sequences, as {one.why}; {remedy}{or_rows}"
-            )
+            problems.add(f"{one.flag}{shown} does not go with packed sequences, as {one.why}; {remedy}{rows}")
     problems.raise_all()
 
 

@@ -194,9 +194,8 @@ class Agents:
             finally:
                 await episode.end()  # also where it is cancelled: weights may change when its group is over
                 self.counts.add(episode.counts, time.monotonic() - begun)
-        branches = (
-            await episode.finish()
-        )  # what failed at the servers goes before what its harness made of it
+        # What failed at the servers goes before what its harness made of it.
+        branches = await episode.finish()
         if failure is not None:
             raise failure
         if not branches:
@@ -251,8 +250,7 @@ def branch_rewards(tree: TurnTree, reward: float, given: Mapping[str, float], so
             raise SampleFailure(
                 CAUSE,
                 f'{source}: "{REWARDS}" has {name[:100]!r}, which is the id of no answer of this episode; '
-                "give the `id` of one that the agent has got, and :INDEX behind it where it is not the first "
-                f"of its choices: {', '.join(got)}",
+                f"give one that the agent has got: {', '.join(got)}",
             )
         other = named.setdefault(branch, name)
         if given[other] != given[name]:
