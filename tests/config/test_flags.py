@@ -146,6 +146,8 @@ DEFAULTS = CLIENT | {
     "group_filter_limit": None,
     "group_filter_exhausted": "stop",
     "group_filter_measured": None,
+    "ledger_interval": None,
+    "ledger_share": 1 / 64,
     "oversampling": 1.0,
     "events": None,
     "metrics_port": None,
