@@ -146,6 +146,8 @@ DEFAULTS = CLIENT | {
     "group_filter_limit": None,
     "group_filter_exhausted": "stop",
     "group_filter_measured": None,
+    "ledger_interval": None,
+    "ledger_share": 1 / 64,
     "oversampling": 1.0,
     "events": None,
     "metrics_port": None,
@@ -768,7 +770,7 @@ def test_parse_when_turns_or_rewards_make_no_sense_then_refused(flags, message):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--router-replay", "r3"], "--router-replay must be one of off, R2, R3; got 'r3'"),
+        (["--router-replay", "r3"], "--router-replay must be one of off, compare, R2, R3; got 'r3'"),
         (["--router-replay-min-agreement", "0.5"], "no effect without --router-replay R3; drop it"),
         (["--router-replay", "R3", "--router-replay-min-agreement", "1"], "must be in [-1, 1), got 1"),
         (

@@ -19,9 +19,9 @@ pytestmark = matrix
 SCRIPT = Path(__file__).resolve().parent / "ledger_pretrain.py"
 RUN = [
     *["--global-batch-size", 16, "--train-iters", 2, "--save-interval", 100],
-    *["--rollout-ledger-interval", 1, "--rollout-ledger-share", 1],
     *["--moe-grouped-gemm", "--moe-permute-fusion", "--rollout-probe-push", "off"],
 ]
+MEASURED = ["--rollout-ledger-interval", 1, "--rollout-ledger-share", 1]
 FAULTY = ["--rollout-max-first-step-kl", 100]
 INT4 = ["--rollout-push-rounding", "int4_group", *FAULTY]
 TP2_EP2 = [
@@ -92,7 +92,8 @@ def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
 
         @cache
         def run(name):
-            flags, processes, _, variables = (RUNS | IN_MATRIX)[name]
+            flags, processes, _, variables = (RUNS | IN_MATRIX)[name.removesuffix("_without")]
+            flags = [*flags, *([] if name.endswith("_without") else MEASURED)]
             door.replay()
             out = folder / name
             out.mkdir()
@@ -151,6 +152,14 @@ def test_planted_fault_then_its_term_alone_is_blamed(runs, name):
     # What is left is the arithmetic of float32.
     others = [other for other in TERMS if other != term and f"ledger/{other}/mean_abs" in last]
     assert all(last[f"ledger/{other}/mean_abs"] < 1e-5 for other in others), last
+
+
+def test_run_that_is_measured_then_it_trains_and_samples_as_one_that_is_not(runs):
+    measured, plain = runs("rounded")[1], runs("rounded_without")[1]
+    chance = ("time/", "tokens_per_s", "ledger/")
+    for one, other in zip(measured, plain, strict=True):
+        left = [{n: x for n, x in step.items() if not n.startswith(chance)} for step in (one, other)]
+        assert left[0] == left[1] and left[0]["grad_norm"] > 0
 
 
 def test_server_at_another_temperature_then_it_is_said(runs):

@@ -38,7 +38,7 @@ FLAGS = {
 ADDED: dict[str, dict[str, int]] = {
     "router_replay_effect": {},
     "filtered_mismatch": {"all_reduce 2": 3},
-    "ledger": {},
+    "ledger": {"all_reduce 2": 2},
     "samples": {"all_reduce 2": 1},
     "export": {"all_reduce 2": 3},
     "trace": {},
