@@ -76,6 +76,7 @@ LEFT_OUT: dict[str, str] = {
     "clip_ratio_c": "3 in all presets",
     "sapo_temperature_pos": "1 in all presets",
     "sapo_temperature_neg": "1.05 in all presets",
+    "clip_sat_tail": "bounds what updates after a batch's first one add; here each batch has one",
     "diagnostics_only": "the same gradient as none",
 }
 """Settings that no arm varies, and why. Every other field of RolloutCorrectionConfig is varied by an arm."""

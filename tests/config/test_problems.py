@@ -248,7 +248,7 @@ def test_command_line_when_all_mistakes_are_in_it_then_each_is_told_once():
         ),
         (
             {"--router-replay": ["R4"], "--router-replay-min-agreement": ["0.5"]},
-            ["--router-replay must be one of off, R2, R3; got 'R4'"],
+            ["--router-replay must be one of off, compare, R2, R3; got 'R4'"],
         ),
         (
             {"--rollout-max-new-tokens": ["many"], "--rollout-reward-function": ["overlong:cache=9"]},

@@ -16,7 +16,7 @@ BUDGETS = {
     "models": 1_870,
     "engines": 5_540,
     "reduce": 655,
-    "core": 2_050,
+    "core": 2_150,
     "logprobs": 1_035,
     "data": 4_470,
     "rollout": 7_460,
@@ -27,7 +27,7 @@ BUDGETS = {
     "features": 2_785,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_835,
+    "commands": 3_845,
     "modules": 865,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -168,13 +168,19 @@ def test_command_of_a_page_then_runs(page, command, tmp_path):
 
 
 def run_cli(words: list[str], folder: Path) -> int:
-    """The status of `megatron-rl-corr WORDS`; a report is of a run in `folder`."""
+    """The status of `megatron-rl-corr WORDS`; a report is of a run in `folder`, a ledger too."""
     if words[0] in NEEDS_MORE:
         cli._parser().parse_args(words)
         return 0
     if words[0] == "report":
         (folder / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
         words = ["report", str(folder)]
+    if words[0] == "diagnose":
+        ledger = (
+            '"ledger/tokens": 100, "ledger/mean_abs": 0.5, "ledger/noise": 0.015, "ledger/rest/share": 1.0'
+        )
+        (folder / "metrics.jsonl").write_text(f'{{"step": 1, {ledger}, "ledger/rest/mean_abs": 0.5}}\n')
+        words = ["diagnose", str(folder)]
     if words[0] == "samples":
         run = write_run(folder / "run", {40: [sample([1, 2], [0.0, 0.1], group=812)]}, folder)
         words = ["samples", str(run), *words[2:]]

@@ -550,6 +550,7 @@ def flags(interval, prompts=("held_out.jsonl",), **run):
         save=None,
         adlr_autoresume=False,
         rollout_save_hf_interval=None,
+        rollout_ledger_interval=None,
         tensor_model_parallel_size=1,
         expert_model_parallel_size=1,
         seq_length=32,

@@ -125,8 +125,8 @@ METRICS = in_group(
         for spec in (
             MetricSpec(
                 f"ledger/{name}/share",
-                f"part of the mismatch: {text}; all parts add up to 1, and one may be below 0",
-                "sum(term D) / sum(D^2)",
+                text,
+                "sum(term D) / sum(D^2), of all terms 1",
                 only_with=_WITH,
             ),
             MetricSpec(
@@ -141,13 +141,13 @@ METRICS = in_group(
     *(
         MetricSpec(
             f"ledger/{name}/known",
-            f"share of the tokens whose {text}; of the others the term is 0, and its part in the rest",
+            f"share of the tokens whose {text}; of others the term is 0",
             "tokens / ledger/tokens",
             only_with=_WITH,
         )
         for name, text in {
-            "staleness": "weights at sampling the trainer still has",
-            "decode": "prefill a server with the same weights has given",
+            "staleness": "weights at sampling are kept",
+            "decode": "prefill a server of these weights gave",
         }.items()
     ),
     MetricSpec(

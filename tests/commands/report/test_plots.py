@@ -57,6 +57,18 @@ QUADRANTS = ("good_above", "bad_below", "good_below", "bad_above")
 MASSES = {f"rollout_corr/quadrant/{name}_mass": at / 10 for at, name in enumerate(QUADRANTS, start=1)}
 
 
+LEDGER = {"ledger/staleness/share": 0.75, "ledger/rest/share": 0.25}
+
+
+def test_ledger_when_drawn_then_a_line_in_percent_for_each_term_at_the_steps_that_have_one(make_steps):
+    axes = drawn("ledger", [row | (LEDGER if row["step"] % 2 else {}) for row in make_steps(3)])
+    assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
+        "staleness": [75, 75],
+        "rest": [25, 25],
+    }
+    assert all(list(line.get_xdata()) == [1, 3] for line in axes.lines)
+
+
 def test_quadrants_when_drawn_then_a_line_for_each_share_of_the_gradient(make_steps):
     axes = drawn("quadrants", [row | MASSES for row in make_steps(3)])
     assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
@@ -106,7 +118,7 @@ def test_panels_when_several_sets_are_evaluated_at_some_steps_then_a_line_for_ea
 
 
 def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(make_steps):
-    rows = [row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN | MASSES for row in make_steps(5)]
+    rows = [row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN | MASSES | LEDGER for row in make_steps(5)]
     images = render_panels(rows)
     assert list(images) == [panel.name for panel in PAGE_PANELS]
     for content in images.values():
