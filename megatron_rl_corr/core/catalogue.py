@@ -347,11 +347,12 @@ REJECTION = in_group(
     MetricSpec("rollout_corr/sequences", "sequences with at least one valid token", "count"),
 )
 
-_QUADRANTS = (
-    ("good_above", "A > 0, D > 0", "away from"),
-    ("bad_below", "A < 0, D < 0", "away from"),
-    ("good_below", "A > 0, D < 0", "towards"),
-    ("bad_above", "A < 0, D > 0", "towards"),
+QUADRANTS = {"good_above": (1, 1), "bad_below": (-1, -1), "good_below": (1, -1), "bad_above": (-1, 1)}
+"""Name -> signs of A and D. The first two amplify the mismatch."""
+_THAN = {1: ">", -1: "<"}
+_QUADRANTS = tuple(
+    (name, f"A {_THAN[a]} 0, D {_THAN[d]} 0", "away from" if a == d else "towards")
+    for name, (a, d) in QUADRANTS.items()
 )
 
 DIRECTIONS = in_group(

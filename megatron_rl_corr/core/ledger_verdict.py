@@ -80,8 +80,8 @@ def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = ()) -> st
             for name, share in blamed
         )
         line = f"mismatch: {told}; {evidence}, all parts: {parts}"
-        heat = numbers.get("ledger/decode/as_temperature", math.nan)
         if "decode" in dict(blamed) and numbers["ledger/decode/as_temperature_share"] >= AS_TEMPERATURE:
+            heat = numbers["ledger/decode/as_temperature"]
             line += f"; the decoding looks like a sampling temperature of about {heat:.2g}, not 1"
     elif tokens < LEAST_TOKENS:
         line = f"mismatch: too few tokens for a verdict; {evidence}, parts: {parts}"

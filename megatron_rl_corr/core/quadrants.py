@@ -9,12 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.core.catalogue import QUADRANTS
 from megatron_rl_corr.core.losses.ratio import inside
 from megatron_rl_corr.core.segments import segment_sums
 from megatron_rl_corr.reduce.metrics import Mean, Metric
-
-QUADRANTS = {"good_above": (1, 1), "bad_below": (-1, -1), "good_below": (1, -1), "bad_above": (-1, 1)}
-"""Name -> signs of A and D. The first two amplify."""
 
 
 @torch.no_grad()

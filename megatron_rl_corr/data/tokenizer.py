@@ -116,6 +116,13 @@ class Tokenizer:
         """The chat template, where there are several the one with tools; "" without one."""
         return self._tokenizer.get_chat_template(tools=[{}]) if self.has_template else ""
 
+    @staticmethod
+    def _environment(template: str) -> Any:
+        """Jinja's environment of a template, which transformers compiles once and keeps."""
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        return _compile_jinja_template(template).environment
+
     def check_variables(self, variables: Mapping[str, Any], *, with_tools: bool) -> None:
         """ValueError for a variable that the chat template does not use, and so for an option without effect.
 
@@ -124,12 +131,10 @@ class Tokenizer:
             with_tools: rows have tools.
         """
         from jinja2 import TemplateError, meta
-        from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
             template = self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)
-            environment = _compile_jinja_template(template).environment
-            used = meta.find_undeclared_variables(environment.parse(template))
+            used = meta.find_undeclared_variables(self._environment(template).parse(template))
         except (TemplateError, ValueError) as error:
             raise ValueError(f"the chat template of {self._folder} cannot be used: {error}") from error
         for name in variables:
@@ -177,14 +182,12 @@ class Tokenizer:
                 "there, or give rows of text"
             )
         from jinja2 import TemplateError
-        from transformers.utils.chat_template_utils import _compile_jinja_template
 
         from megatron_rl_corr.data.template_sandbox import shorten
 
         how = {"tools": tools, "add_generation_prompt": True, "tokenize": False, **kwargs}
         try:
-            # Compiled once; transformers keeps it.
-            shorten(_compile_jinja_template(self._tokenizer.get_chat_template(tools=tools)).environment)
+            shorten(self._environment(self._tokenizer.get_chat_template(tools=tools)))
             return self._tokenizer.apply_chat_template(list(messages), **how)
         # what a template may raise
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:

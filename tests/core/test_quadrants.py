@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from megatron_rl_corr.core.quadrants import QUADRANTS, quadrant_metrics
+from megatron_rl_corr.core.catalogue import QUADRANTS
+from megatron_rl_corr.core.quadrants import quadrant_metrics
 from megatron_rl_corr.reduce.collectives import merge
 
 NAN = float("nan")

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.ticker import MaxNLocator
 
+from megatron_rl_corr.core.catalogue import QUADRANTS
 from megatron_rl_corr.core.mismatch import TURN_NUMBERS
-from megatron_rl_corr.core.quadrants import QUADRANTS
 from megatron_rl_corr.observability.catalogue import bins_of, ordered, usual_range
 
 # Okabe and Ito's palette stays apart under the common colour deficiencies.

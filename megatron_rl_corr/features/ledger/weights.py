@@ -88,7 +88,7 @@ def _rounded_shard(parameter: LocalParameter, layout: Layout, round_weight: Roun
     if rule.layout.replicated:
         shards, rank, size = [live], 0, 1
     else:
-        assert not rule.is_expert or shard.expert_tp_size == 1, "refused by `rounding_problem`"
+        assert not rule.is_expert or shard.expert_tp_size == 1, "the feature leaves the term out then"
         group = None if rule.is_expert else layout.tp_group
         rank, size = (0, 1) if rule.is_expert else (shard.tp_rank, shard.tp_size)
         shards = list(all_gather_stacked(live.contiguous(), group))
