@@ -93,7 +93,7 @@ LAB_OPTIONS := $(if $(OUT),--out $(OUT)) $(if $(PARTS),--parts $(PARTS)) $(if $(
 	$(if $(LENGTHS),--lengths $(LENGTHS)) $(if $(BLOCKS),--blocks $(BLOCKS)) $(if $(ARMS),--arms $(ARMS)) $(if $(SEEDS),--seeds $(SEEDS)) \
 	$(if $(WORKERS),--workers $(WORKERS))
 
-lab: setup ## Bias and variance of every correction by enumeration, and trainings of 100 seeds; OUT= PARTS="map policies bounds coupled training" KINDS= LENGTHS= BLOCKS= ARMS= SEEDS= WORKERS=
+lab: setup ## Bias and variance of every correction by enumeration, and trainings of 100 seeds; OUT= PARTS="map long policies bounds coupled training auto" KINDS= LENGTHS= BLOCKS= ARMS= SEEDS= WORKERS=
 	$(PYTHON) -m lab.run $(LAB_OPTIONS)
 
 study-stop: setup ## End what an interrupted study left running

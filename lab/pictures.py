@@ -20,6 +20,7 @@ from lab.verdicts import ALIKE, MEASURES, best
 
 matplotlib.rcParams |= {"svg.hashsalt": "lab", "svg.fonttype": "none"}  # the same bytes each time, and small
 COLORS = {
+    "auto": "#D81B60",
     "none": "#9E9E9E",
     "token_truncate": "#90CAF9",
     "token_mask": "#1E88E5",

@@ -18,9 +18,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from lab.auto import AUTO, AUTO_SETTINGS, FIXED_ARMS, table_of_auto, train_on_schedule
 from lab.bounds import CERTIFIED_CELLS, certified_rows, rows_of_cases, table_of_bounds, table_of_certificates
 from lab.collapses import SETTINGS, TRAINED, table_of_collapses
 from lab.estimators import all_arms
+from lab.long import long_cells, measured, table_of_long
 from lab.map import (
     DRAWN,
     LENGTHS,
@@ -40,7 +42,8 @@ from lab.training import Runs, Setting, train
 from lab.verdicts import MEASURES, table_of_best, table_of_order, table_of_policies
 from megatron_rl_corr.files import write_atomically
 
-PARTS = ("map", "policies", "bounds", "coupled", "training")
+PARTS = ("map", "long", "policies", "bounds", "coupled", "training", "auto")
+AUTO_SEEDS = 20
 FIRST_SEED = 1000
 """Seeds from 0 on are for looking around: settings were chosen with them, and results are of others."""
 MAIN_TASK, LONGEST_OF_ALL = "outcome", 6
@@ -221,6 +224,33 @@ def make_training(
     draw_trainings(runs, out / "training.svg")
 
 
+def make_long(out: Path, kinds: Iterable[str], workers: int) -> None:
+    """long.md: the levels of weights on responses of 16 to 256 tokens."""
+    cells = long_cells(kinds)
+    found = dict(spread(measured, cells, workers, "long"))
+    write_atomically(out / "long.md", table_of_long(found[cell] for cell in cells).encode())
+
+
+def _trained_on_schedule(job: tuple[str, str], seeds: range) -> tuple[Runs, torch.Tensor]:
+    setting, arm = job
+    return train_on_schedule(AUTO_SETTINGS[setting], arm, seeds=seeds)
+
+
+def make_auto(out: Path, seeds: range, workers: int) -> None:
+    """auto.md and auto.svg: weights that are chosen, under a mismatch that changes, beside fixed ones."""
+    from lab.pictures import draw_trainings
+
+    jobs = [(setting, arm) for setting in reversed(AUTO_SETTINGS) for arm in (AUTO, *FIXED_ARMS)]
+    found = dict(spread(partial(_trained_on_schedule, seeds=seeds), jobs, workers, "auto"))
+    runs = {setting: {arm: found[setting, arm] for arm in (AUTO, *FIXED_ARMS)} for setting in AUTO_SETTINGS}
+    write_atomically(out / "auto.md", table_of_auto(runs).encode())
+    shown = {
+        setting: {arm: arms[arm][0] for arm in (AUTO, "none", "token_truncate", "sequence_truncate")}
+        for setting, arms in runs.items()
+    }
+    draw_trainings(shown, out / "auto.svg")
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="make lab", description=__doc__)
@@ -242,6 +272,8 @@ def main(arguments: list[str] | None = None) -> None:
     asked.out.mkdir(parents=True, exist_ok=True)
     if "map" in asked.parts:
         make_map(asked.out, asked.kinds, asked.lengths, asked.workers)
+    if "long" in asked.parts:
+        make_long(asked.out, asked.kinds, asked.workers)
     if "policies" in asked.parts:
         make_policies(asked.out, asked.kinds, asked.lengths, asked.workers)
     if "bounds" in asked.parts:
@@ -252,6 +284,8 @@ def main(arguments: list[str] | None = None) -> None:
         settings = [setting for setting in SETTINGS if setting.kind in asked.kinds]
         seeds = range(asked.first_seed, asked.first_seed + asked.seeds)
         make_training(asked.out, settings, asked.arms, seeds, asked.workers)
+    if "auto" in asked.parts:
+        make_auto(asked.out, range(asked.first_seed, asked.first_seed + AUTO_SEEDS), asked.workers)
     print(f"results are in {asked.out}")
 
 

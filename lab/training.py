@@ -212,13 +212,13 @@ def train(
         samples = sample(world, history[max(0, len(history) - 1 - lag)], noise, setting, generator)
         optimiser.ascend(gradient_of_step(world, theta, samples, noise, arm, setting))
         history = [*history[-lag:], optimiser.theta] if lag else [optimiser.theta]
-        gaps.append(_k3(world, theta, samples))
+        gaps.append(sampled_k3(world, theta, samples))
         progress(step)
     reached.append(expected_reward(world, optimiser.theta, rewards))
     return Runs(torch.stack(reached), torch.stack(gaps))
 
 
-def _k3(world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+def sampled_k3(world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """Mean of e^D - 1 - D over the tokens of each policy: [B]."""
     tokens, rollout, _ = drawn
     who = torch.arange(len(theta))[:, None, None]

@@ -1,6 +1,6 @@
 """An agent, trained as it is: a harness with a tool asks the policy over OpenAI's protocol, and learns.
 
-run.py [--agent openai_agents] [--seed 0] [--steps 48] [--out DIR] [-- more launcher flags]
+run.py [--agent openai_agents] [--seed 0] [--steps 32] [--out DIR] [-- more launcher flags]
 run.py --stop
 
 Makes a tiny Qwen3-MoE that calls a tool in the right form and mostly with wrong numbers, serves it with
@@ -29,7 +29,7 @@ PYTHON = ROOT / ".venv-agents/bin/python"
 
 def parse_arguments(argv):
     parser = EXAMPLE.parser(
-        __doc__, steps=48, seed_help="of the model, the sampling and the order of the sums"
+        __doc__, steps=32, seed_help="of the model, the sampling and the order of the sums"
     )
     add = parser.add_argument
     trained = [name for name in AGENTS if name not in UNTRAINED]

@@ -245,6 +245,7 @@ def _check_score_centering(config: RolloutCorrectionConfig, run: RunConfig) -> N
         f"{run.updates_of_batch} updates a batch: the ratio to pi_old is 1 in the first of them alone; make "
         "one": run.updates_of_batch > 1,
         "`linear_logprobs` gives log-probs of the sampled ids alone; drop it": run.linear_logprobs,
+        "`correction` auto takes weights of whole sequences too; use `rollout_is` token": run.correction,
     }
     given = [text for text, is_given in refused.items() if is_given]
     if given:

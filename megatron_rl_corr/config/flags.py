@@ -7,6 +7,7 @@ library and yaml alone, so that a wrong flag is reported before anything heavy i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import functools
 import os
@@ -318,7 +319,24 @@ def correction_config(given: Mapping[str, Any], unknown: Collection[str] = ()) -
             ],
             config,
         )
-    return config
+    return config if given.get("correction") is None else _begun_auto(config)
+
+
+def _begun_auto(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
+    """The correction with the weights that a run which chooses them begins with."""
+    refused = {
+        f"drop `rollout_is` {config.rollout_is}, and a preset that has it": config.rollout_is is not None,
+        "in bypass mode weights are of each microbatch's policy, for which the rule was not measured; drop "
+        "`bypass_mode`": config.bypass_mode,
+        "`diagnostics_only` promises that the correction changes nothing; drop one of them": (
+            config.diagnostics_only
+        ),
+    }
+    given = [text for text, is_given in refused.items() if is_given]
+    if given:
+        raise Refusal([f"`correction` auto chooses the weights: {text}" for text in given], config)
+    # the bound that it trains with follows from the size of its batch
+    return dataclasses.replace(config, rollout_is="token", rollout_is_upper=2.0)
 
 
 def _begun(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megatron_rl_corr.config.fields import Options, Positive, option
 
@@ -33,6 +33,13 @@ class UpdatesConfig(Options):
     """Scale each update by sqrt(ESS / n) (VCPO, arXiv:2602.17616): the learning rate of that optimizer
     step, and with it decoupled weight decay. ESS = (sum w)^2 / sum w^2 over the update's n sequences that
     no rule rejects whole, w the product of a sequence's pi_train / pi_rollout, before bounds.
+    """
+
+    correction: Literal["auto"] | None = None
+    """auto: the run chooses the importance weights of each batch from what it measured on the one before:
+    min(w, c) of whole sequences while their effective sample size is at least 0.3 of them, of tokens below
+    that, hardly a step where tokens' ratios vary by more than 1; c = max(2, sqrt(n) / 4), n the sequences
+    of an update. auto/* says what it chose. In the place of `rollout_is`.
     """
 
     def check(self) -> None:

@@ -44,6 +44,8 @@ class Decision:
     """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
     ess: float = 1.0
     """ESS / n over the update's sequences."""
+    variance: float = 0.0
+    """Of the tokens' ratios, in a batch's first update."""
 
     @classmethod
     def pop_from(cls, numbers: dict[str, float]) -> Decision:
@@ -54,6 +56,8 @@ class Decision:
             # The loss makes the correction, of the policy as it is, over the very samples of the update, and
             # there are no rules: with them it counts what they leave.
             counted["ess"] = numbers["rollout_corr/ess_sequences"]
+        if counted:
+            counted["variance"] = numbers.get("rollout_corr/chi2_token", 0.0)
         return cls(**counted)
 
     @classmethod

@@ -5,6 +5,7 @@ Six functions, of which HOOKS has each with what takes its place.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -204,6 +205,8 @@ class CorrectedTraining:
             # A batch whose first update ends the run is still there; within one, nobody else saves.
             batches, lost = step.updates.batches(iteration), step.training is not None
             cursor = step.collector.cursor_of_all_replicas(batches, with_last=lost)
+            if cursor is not None and step.auto is not None:
+                cursor = dataclasses.replace(cursor, auto_level=step.auto.level)
             reference = reference_checkpoint.saved_with(
                 iteration, step.reference, training.get_args(), source
             )

@@ -52,7 +52,7 @@ PROBLEMS: tuple[tuple[Callable[[argparse.Namespace], Any], str, str], ...] = (
     (
         lambda args: not args.rollout_pad_sequences,
         f"with packed sequences {NOT_SHOWN}",
-        "give --rollout-pad-sequences, or leave it out",
+        "leave it out, or, without agents, give --rollout-pad-sequences",
     ),
     (
         lambda args: args.calculate_per_token_loss,

@@ -5,9 +5,10 @@ first push, the step.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import check_branches
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.core.auto_weights import AutoWeights
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.mcore import checkpoint_cursor, compat
@@ -129,6 +131,7 @@ def start(
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
     updates, features = Updates.of(options, args.seed, args.iteration, saved), features_of(options)
+    auto = _auto_weights(options, args, saved)
     for one in features:
         opened.callback(one.close)
     parts = all_reduce_startup(
@@ -180,7 +183,8 @@ def start(
             opened.close()
             raise
     step = CorrectedStep(
-        config=config,
+        config=config if auto is None else auto.corrected(config),
+        auto=auto,
         layout=layout,
         shape=shape,
         collector=collector,
@@ -198,6 +202,25 @@ def start(
     if dist.get_rank() == 0:
         _print_start(config, step)
     return Session(step, features, parts)
+
+
+def _auto_weights(
+    options: RunConfig, args: argparse.Namespace, saved: SavedCursor | None
+) -> AutoWeights | None:
+    """Of a run that chooses its weights, those that it goes on with. saved: the cursor of its checkpoint."""
+    if options.correction is None:
+        return None
+    begun = AutoWeights(args.global_batch_size)
+    if saved is not None and saved.auto_level:
+        return replace(begun, level=saved.auto_level)
+    if args.iteration and dist.get_rank() == 0:
+        print(
+            f"[rollout] --rollout-correction auto: the checkpoint of iteration {args.iteration} does not say "
+            f"which weights the run had; it goes on with {begun}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return begun
 
 
 def _print_start(config: RolloutCorrectionConfig, step: CorrectedStep) -> None:

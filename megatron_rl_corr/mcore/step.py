@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import inputs_of
+from megatron_rl_corr.core.auto_weights import AutoWeights
 from megatron_rl_corr.core.token_baseline import variance_proxies
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
@@ -71,6 +72,8 @@ class CorrectedStep:
     """--rollout-colocate: the GPUs are the servers' while a batch is collected, and the
     trainer's until the push.
     """
+    auto: AutoWeights | None = None
+    """--rollout-correction auto: the weights of the present batch, which `config` has."""
     first_step: FirstStep | None = None
     """The bound of the KL in the first step after the start; None: no bound."""
     training: BatchInTraining | None = None
@@ -121,6 +124,7 @@ class CorrectedStep:
                 numbers |= self.push(number + 1)
                 self.reference.end_batch(number + 1)
             times.mark("push")
+            self._take_weights(whole.chosen)
             self.training = None
         self._report(iteration, whole, numbers, result, times)
         return result
@@ -208,7 +212,7 @@ class CorrectedStep:
             found = Decision.pop_from(numbers)
             if inputs is not None and scored:  # the whole batch may have been filtered out
                 found = replace(found, kept=min(found.kept, float(inputs.correction.kept_tokens)))
-            factor = self._agree_on_update(found, iteration, whole)
+            factor = self._agree_on_update(found, iteration, whole, numbers)
             if not factor:
                 routers.zero_attention_logits()
             elif self.updates.ess_step_scale:
@@ -300,8 +304,11 @@ class CorrectedStep:
         return self.first_step is not None and self.first_step.iteration == iteration
 
     @collective
-    def _agree_on_update(self, found: Decision, iteration: int, whole: BatchInTraining) -> float:
+    def _agree_on_update(
+        self, found: Decision, iteration: int, whole: BatchInTraining, numbers: dict[str, float]
+    ) -> float:
         """The factor of the update, 0 for none; where the KL to pi_old is too large, the batch ends here.
+        Fills `numbers`.
 
         Raises:
             StartupError: in the first step, on one rank, where what is trained is not what was sampled.
@@ -309,8 +316,12 @@ class CorrectedStep:
         """
         bounded, scales = self.updates.bounds_kl(iteration), self.updates.ess_step_scale
         decision = Decision.agreed_decision(
-            found, self.layout, self.collector.device, take_largest=bounded or scales
+            found, self.layout, self.collector.device, take_largest=bounded or scales or self.auto is not None
         )
+        if self.auto is not None and iteration % self.updates.count == 0:
+            numbers.update(self.auto.numbers(decision.ess, decision.variance))
+            if decision.kept > 0:
+                whole.chosen = self.auto.after(decision.ess, decision.variance)
         if self._is_first(iteration):
             all_reduce_failure(self.first_step.judge(decision.first_step_kl))
         left_out = self.updates.too_far(iteration, decision.kl_to_old) if bounded else None
@@ -319,6 +330,14 @@ class CorrectedStep:
         decision.print_why_not(self.layout, left_out)
         whole.ends_early = left_out is not None
         return 0.0
+
+    def _take_weights(self, chosen: AutoWeights | None) -> None:
+        """Go on with these weights, if the last batch has chosen any."""
+        if chosen is None or chosen == self.auto:
+            return
+        if self.layout.is_job_reporter:
+            print(f"[rollout] --rollout-correction auto: from the next batch on {chosen}", flush=True)
+        self.auto, self.config = chosen, chosen.corrected(self.config)
 
     @collective
     def _global_numbers(self, metrics: dict[str, Metric], loss: CorrectedLoss) -> dict[str, float]:

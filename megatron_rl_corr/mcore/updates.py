@@ -17,6 +17,7 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
 from megatron_rl_corr.core.aggregation import token_coefficients
+from megatron_rl_corr.core.auto_weights import AutoWeights
 from megatron_rl_corr.core.segments import sums_of_episodes
 from megatron_rl_corr.core.token_baseline import total_power
 from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
@@ -127,6 +128,8 @@ class BatchInTraining:
     """Largest, in pushes, on the rank that reports."""
     seconds: float = 0.0
     """Seconds that its collection and its updates so far took, on the rank that reports."""
+    chosen: AutoWeights | None = None
+    """With --rollout-correction auto, once its first update is decided: the weights of the next batch."""
     ends_early: bool = False
     """Its last updates are left out, as the policy is too far from pi_old."""
     left_out: tuple | None = None

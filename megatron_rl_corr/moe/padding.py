@@ -77,7 +77,8 @@ def check_packed_routers(model: list) -> None:
             remedy = " and ".join(f"{flag.split()[0]} 0" for flag in flags)
             raise ValueError(
                 f"{', '.join(flags)} with packed sequences: routers would learn from padding, and alike from "
-                f"packs of other lengths, as {reason}; use {remedy}, or give --rollout-pad-sequences"
+                f"packs of other lengths, as {reason}; use {remedy}, or, without agents, give "
+                "--rollout-pad-sequences"
             )
 
 

@@ -140,6 +140,8 @@ class SavedCursor:
     """`FailedFraction.state`."""
     digest: str = ""
     """`PromptDataset.digest`; "" in a file of an older version, which is not compared."""
+    auto_level: str = ""
+    """`AutoWeights.level` of the next batch; "" without --rollout-correction auto."""
 
     @classmethod
     def of(
@@ -180,7 +182,7 @@ class SavedCursor:
                 name: {int(row): int(n) for row, n in values.pop(name).items()}
                 for name in ("failed", "left_out")
             }
-            texts = {name: str(values.pop(name, "")) for name in ("sources", "digest")}
+            texts = {name: str(values.pop(name, "")) for name in ("sources", "digest", "auto_level")}
             replicas = tuple(Drawn.parse(one) for one in values.pop("replicas", ()))
             failed = tuple(
                 {str(name): float(n) for name, n in batch.items()}

@@ -95,6 +95,7 @@ DEFAULTS = CLIENT | {
     "top_k": -1,
     "min_p": 0.0,
     "score_centering": None,
+    "correction": None,
     "stop": (),
     "stop_token_ids": (),
     "linear_logprobs": False,
@@ -791,6 +792,54 @@ def test_router_replay_when_r3_then_the_default_bound_or_the_one_given():
     for flags, bound in (([], 0.25), (["--router-replay-min-agreement", "-1"], -1.0)):
         _, options = parse([*REQUIRED, "--router-replay", "R3", *flags])
         assert (options.router_replay, options.router_replay_min_agreement) == ("R3", bound)
+
+
+def test_auto_when_given_then_the_run_begins_with_token_weights():
+    rule = ["--rollout-rs", "token_k3", "--rollout-rs-threshold", "0.3", "--rollout-max-lag", "2"]
+    config, options = parse([*REQUIRED, *rule, "--rollout-correction", "auto"])
+    assert options.correction == "auto"
+    assert (config.rollout_is, config.rollout_is_upper, config.rollout_is_mode) == ("token", 2.0, "truncate")
+    assert [one.name for one in config.rollout_rs] == ["token_k3"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (
+            ("--rollout-is", "token", "--rollout-is-threshold", "2"),
+            "--rollout-correction auto chooses the weights: drop --rollout-is token, and a preset that "
+            "has it",
+        ),
+        (
+            ("--rollout-correction-preset", "decoupled_seq_is"),
+            "--rollout-correction auto chooses the weights: drop --rollout-is sequence, and a preset that "
+            "has it",
+        ),
+        (
+            ("--rollout-is-threshold", "2"),
+            "--rollout-is-threshold 2 has no effect without weights",
+        ),
+        (
+            ("--rollout-bypass-mode",),
+            "--rollout-correction auto chooses the weights: in bypass mode weights are of each microbatch's "
+            "policy, for which the rule was not measured; drop --rollout-bypass-mode",
+        ),
+        (
+            ("--rollout-diagnostics-only",),
+            "--rollout-correction auto chooses the weights: --rollout-diagnostics-only promises that the "
+            "correction changes nothing; drop one of them",
+        ),
+        (
+            ("--rollout-score-centering", "16"),
+            "--rollout-score-centering 16 is not derived for this: --rollout-correction auto takes weights "
+            "of whole sequences too; use --rollout-is token",
+        ),
+        (("--rollout-correction", "always"), "--rollout-correction must be one of auto; got 'always'"),
+    ],
+)
+def test_auto_when_something_does_not_go_with_it_then_refused(flags, told):
+    given = [] if "--rollout-correction" in flags else ["--rollout-correction", "auto"]
+    assert told in refusal(*REQUIRED, *given, *flags)
 
 
 def test_routing_rule_when_nobody_compares_routes_then_refused():

@@ -55,6 +55,7 @@ def launch(
     torchrun=None,
     package=None,
     rewarded=True,
+    correction=("--rollout-correction-preset", "decoupled_token_is"),
     **variables,
 ):
     """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
@@ -62,7 +63,7 @@ def launch(
     url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a
     row too long. checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags,
     beside the processes. package: the folder of a copy of megatron_rl_corr that runs in place of this one.
-    rewarded: by the reward in the folder.
+    rewarded: by the reward in the folder. correction: flags.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     urls = [url] if isinstance(url, str) else url
@@ -88,8 +89,7 @@ def launch(
         4,
         "--rollout-max-new-tokens",
         tokens,
-        "--rollout-correction-preset",
-        "decoupled_token_is",
+        *correction,
         "--rollout-log-dir",
         folder / name / "log",
         "--save",

@@ -914,7 +914,7 @@ def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(
         (
             "--moe-aux-loss-coeff 0.01 with packed sequences: routers would learn from padding, and alike "
             "from packs of other lengths, as megatron-core 0.19.2 can't leave it out; use "
-            "--moe-aux-loss-coeff 0, or give --rollout-pad-sequences"
+            "--moe-aux-loss-coeff 0, or, without agents, give --rollout-pad-sequences"
         ),
     ]
 

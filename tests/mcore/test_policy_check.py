@@ -294,8 +294,8 @@ def test_refused_flags_when_given_then_the_reason_and_the_remedy(flag, words, sa
         ),
         (
             "packed",
-            "1: with packed sequences what the layers' loss is there was not shown to be right; give "
-            "--rollout-pad-sequences, or leave it out",
+            "1: with packed sequences what the layers' loss is there was not shown to be right; "
+            "leave it out, or, without agents, give --rollout-pad-sequences",
         ),
         (
             "per token",

@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "matrix/pretrain_any.py"
 GROUPED = ["--moe-grouped-gemm", "--moe-permute-fusion"]
 NEAR = 1e-4  # of float32
 RUN = ["--global-batch-size", 16, "--train-iters", 4, "--save-interval", 2, "--rollout-save-hf-interval", 2]
+CHOSEN = ["--rollout-correction", "auto"]
 BEGIN = ["--train-iters", 1, "--save-interval", 1, "--rollout-save-hf-interval", 1, "--lr", 0, "--seed", 4321]
 """A step that moves nothing: what is served and saved after it is the start. The seed is for
 samples of its own.
@@ -56,7 +57,17 @@ def made(folder, server, model, wanted):
                 out / "traces",
             ]
             done = launch(
-                folder, name, model, door.url, SCRIPT, *RUN, *saves, *flags, processes=4, mixed=True
+                folder,
+                name,
+                model,
+                door.url,
+                SCRIPT,
+                *RUN,
+                *saves,
+                *flags,
+                processes=4,
+                mixed=True,
+                correction=CHOSEN,
             )
             assert name == "local" or done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
             found[name] = done, folder / name, checksums(server.url), door.sampled
@@ -91,6 +102,8 @@ def test_run_when_resumed_in_the_same_layout_then_its_steps_and_weights_are_thos
     wanted, steps = untimed_steps(whole), untimed_steps(resumed)
     assert [step["step"] for step in steps] == [3, 4] and len(wanted) == 4
     assert sampled == 0, "other samples were asked for"
+    # The checkpoint keeps which weights the run had chosen.
+    assert [step["auto/level"] for step in wanted] == [1, 2, 2, 2]
     for step, expected in zip(steps, wanted[2:], strict=True):
         assert step["grad_norm"] > 0
         # What a reward's dict has beside its score is learnt by all ranks, and logged.
@@ -145,7 +158,8 @@ def test_checkpoint_when_exported_then_the_weights_are_those_that_the_run_wrote(
 def replay(folder, of, name, model, *flags, processes=1):
     """A run on the samples of the run `of`, without a server."""
     flags = ["--rollout-replay", folder / of / "samples", "--rollout-save-hf", folder / name / "hf", *flags]
-    return launch(folder, name, model, None, SCRIPT, *RUN[:6], *flags, processes=processes)
+    run = [SCRIPT, *RUN[:6], *flags]
+    return launch(folder, name, model, None, *run, processes=processes, correction=CHOSEN)
 
 
 def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are_nearly_the_same(
