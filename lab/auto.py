@@ -170,8 +170,8 @@ def _by_level(
 def table_of_auto(found: dict[str, dict[str, tuple[Runs, Tensor]]]) -> str:
     """Markdown: a row a setting and arm; and how often auto ends where the best fixed arm does."""
     lines = [
-        f"Phases of {SCHEDULE[0].steps} steps: {', '.join(one.name for one in SCHEDULE)}. In brackets 95 % of "
-        f"a bootstrap. Not below: seeds in which auto ends at most {NEAR:g} below this arm.",
+        f"Phases of {SCHEDULE[0].steps} steps: {', '.join(one.name for one in SCHEDULE)}. In brackets 95 % "
+        f"of a bootstrap. Not below: seeds in which auto ends at most {NEAR:g} below this arm.",
         "",
         "| setting | arm | collapsed | J at the end | mean J | auto not below |",
         "|---|---|---|---|---|---|",

@@ -109,17 +109,21 @@ def sampler_logprobs(theta: Tensor, cell: LongCell, generator: torch.Generator) 
     return logits.log_softmax(dim=-1)
 
 
-def measured(cell: LongCell) -> LongRow:
-    """Monte Carlo of all arms in a cell, on the same responses."""
-    generator = torch.Generator().manual_seed(cell.seed)
-    theta = torch.randn((VOCABULARY + 1, VOCABULARY), generator=generator, dtype=torch.float64)
-    history = [theta]
+def policies(cell: LongCell, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """The trainer's table [C, V], and the sampler's log mu [T, C, V]."""
+    history = [torch.randn((VOCABULARY + 1, VOCABULARY), generator=generator, dtype=torch.float64)]
     for _ in range(STEPS):
         history.append(history[-1] + RATE * gradient(history[-1], cell.length))
-    theta = history[-1]
-    older = history[-1 - int(cell.size)] if KINDS[cell.kind].of_older_weights else theta
-    log_p, log_mu = theta.log_softmax(dim=-1), sampler_logprobs(older, cell, generator)
-    contexts, tokens = _draw(log_mu, DRAWN_RESPONSES[cell.length], generator)
+    older = history[-1 - int(cell.size)] if KINDS[cell.kind].of_older_weights else history[-1]
+    return history[-1], sampler_logprobs(older, cell, generator)
+
+
+def measured(cell: LongCell, responses: int | None = None) -> LongRow:
+    """Monte Carlo of all arms in a cell, on the same responses: so many, or those of DRAWN_RESPONSES."""
+    generator = torch.Generator().manual_seed(cell.seed)
+    theta, log_mu = policies(cell, generator)
+    log_p = theta.log_softmax(dim=-1)
+    contexts, tokens = _draw(log_mu, responses or DRAWN_RESPONSES[cell.length], generator)
     places = torch.arange(cell.length)
     train, rollout = log_p[contexts, tokens], log_mu[places, contexts, tokens]
     right = (tokens == (contexts + 1) % (VOCABULARY + 1) % VOCABULARY).double().mean(dim=1)

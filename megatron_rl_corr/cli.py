@@ -61,6 +61,15 @@ def _parser() -> argparse.ArgumentParser:
     diagnose.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
     diagnose.set_defaults(run=_diagnose)
 
+    advise = commands.add_parser("advise", help="say which weights a run, or its samples, ask for")
+    advise.add_argument(
+        "paths",
+        metavar="RUN_DIR|FILE.parquet",
+        nargs="+",
+        help="the folder of --rollout-log-dir; or the folder, or files, of --rollout-save-trajectories",
+    )
+    advise.set_defaults(run=_advise)
+
     correct = commands.add_parser("correct", help="compare corrections on samples that a run has saved")
     correct.add_argument(
         "files", metavar="FILE.parquet", nargs="+", help="written by --rollout-save-trajectories"
@@ -304,6 +313,12 @@ def _diagnose(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.commands.diagnose.ledger_text import diagnosis
 
     print(diagnosis(arguments.run_dir))
+
+
+def _advise(arguments: argparse.Namespace) -> None:
+    from megatron_rl_corr.commands.advise.advice import advice
+
+    print(advice(arguments.paths))
 
 
 def _correct(arguments: argparse.Namespace) -> None:

@@ -4,6 +4,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -155,11 +157,11 @@ def test_checkpoint_when_exported_then_the_weights_are_those_that_the_run_wrote(
         assert_same_weights(tmp_path / f"{step}", whole / f"hf/iter_{step:07d}")
 
 
-def replay(folder, of, name, model, *flags, processes=1):
+def replay(folder, of, name, model, *flags, processes=1, correction=CHOSEN):
     """A run on the samples of the run `of`, without a server."""
     flags = ["--rollout-replay", folder / of / "samples", "--rollout-save-hf", folder / name / "hf", *flags]
     run = [SCRIPT, *RUN[:6], *flags]
-    return launch(folder, name, model, None, *run, processes=processes, correction=CHOSEN)
+    return launch(folder, name, model, None, *run, processes=processes, correction=correction)
 
 
 def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are_nearly_the_same(
@@ -187,6 +189,73 @@ def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are
         HFCheckpoint(folder / "hf/iter_0000004") for folder in (whole.parent / "replayed", whole)
     )
     assert_nearly_same_weights(found, weights)
+
+
+def plant_mismatch(source, folder):
+    """The first step's samples in four steps whose log-ratios are made up.
+
+    ESS / n of the products and variance of rho: 1 and 0; 1 / 16 and below 1; 1 / 16 and above 5; 1 and 0.
+    """
+    folder.mkdir(parents=True)
+    [path] = source.glob("step_000001_*")
+    table = pq.read_table(path)
+    train = table["train_logprobs"].to_pylist()
+    assert len(train) == 16 and min(map(len, train)) > 1
+    for step, ratio_of in {
+        1: lambda first, place: 0.0,
+        2: lambda first, place: 0.6 if first else -0.6,
+        3: lambda first, place: (3.0 if first else -3.0) if place < 1 + first else 0.0,
+        4: lambda first, place: 0.0,
+    }.items():
+        planted = [
+            [value - ratio_of(sample == 0, place) for place, value in enumerate(values)]
+            for sample, values in enumerate(train)
+        ]
+        column = table.schema.get_field_index("rollout_logprobs")
+        made = table.set_column(
+            column, table.schema.field(column), pa.array(planted, type=table.schema.field(column).type)
+        )
+        about = json.loads(table.schema.metadata[b"megatron_rl_corr.batch"]) | {"step": step}
+        metadata = table.schema.metadata | {b"megatron_rl_corr.batch": json.dumps(about).encode()}
+        pq.write_table(made.replace_schema_metadata(metadata), folder / f"step_{step:06d}_replica0.parquet")
+
+
+def test_auto_when_the_mismatch_changes_then_each_batch_has_the_weights_that_the_one_before_asked_for(
+    runs, tiny_moe_dir
+):
+    _, whole, *_ = runs["whole"]
+    folder = whole.parent
+    plant_mismatch(whole / "samples", folder / "planted/samples")
+    wanted = {"auto": CHOSEN}
+    wanted |= {
+        level: ["--rollout-is", level, "--rollout-is-threshold", 2.0] for level in ("token", "sequence")
+    }
+    steps = {}
+    for name, correction in wanted.items():
+        done = replay(
+            folder,
+            "planted",
+            f"planted_{name}",
+            tiny_moe_dir,
+            *GROUPED,
+            *["--lr", 0, "--weight-decay", 0, "--pipeline-model-parallel-size", 2],
+            processes=2,
+            correction=correction,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        steps[name] = untimed_steps(folder / f"planted_{name}")
+    auto, levels = steps["auto"], ["token", "sequence", "token", "sequence"]
+    assert [step["auto/level"] for step in auto] == [1, 2, 1, 0]  # hold: sequence weights, at most 2
+    assert [step["auto/ess"] for step in auto] == pytest.approx([1, 1 / 16, 1 / 16, 1], rel=0.01)
+    assert auto[1]["auto/variance"] < 1 and auto[2]["auto/variance"] > 5
+    for place, level in enumerate(levels):
+        expected = steps[level][place]
+        assert {name: auto[place][name] for name in expected} == expected, f"step {place + 1}"
+    # The test can tell one level from the other.
+    for place in (1, 2):
+        assert steps["token"][place]["grad_norm"] != pytest.approx(
+            steps["sequence"][place]["grad_norm"], rel=0.1
+        )
 
 
 def test_probe_when_a_run_pushes_then_the_servers_log_probs_are_the_trainers_after_every_push(runs):

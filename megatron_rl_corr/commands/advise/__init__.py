@@ -1,0 +1,1 @@
+"""Which weights a run or its samples ask for."""
