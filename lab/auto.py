@@ -16,10 +16,11 @@ from torch import Tensor
 from lab.collapses import HARD, bootstrap
 from lab.estimators import Arm, all_arms
 from lab.exact import ascent
+from lab.long import measured_mismatch
 from lab.mismatch import Noise
 from lab.policies import TASKS, World, expected_reward, random_tables
 from lab.training import SPREAD, START_RATE, Runs, SeedwiseAdam, Setting, gradient_of_step, sample, sampled_k3
-from megatron_rl_corr.core.auto_weights import LEVELS, AutoWeights
+from megatron_rl_corr.core.auto_weights import LEVELS, AutoWeights, MeasuredMismatch
 
 AUTO = "auto"
 FIXED_ARMS = (
@@ -68,14 +69,6 @@ AUTO_SETTINGS: dict[str, Setting] = {
 """Name -> what all arms have; kind, size and steps are the schedule's."""
 
 
-def measured(train: Tensor, rollout: Tensor) -> tuple[list[float], list[float]]:
-    """(ESS / n of the products, variance of rho) of each policy's responses [B, N, T]."""
-    d = train - rollout
-    products = d.sum(dim=-1).exp()
-    ess = products.sum(dim=1) ** 2 / products.square().sum(dim=1) / products.shape[1]
-    return ess.tolist(), (d.exp().square().mean(dim=(1, 2)) - 1).tolist()
-
-
 def train_on_schedule(
     setting: Setting,
     arm: str,
@@ -90,7 +83,8 @@ def train_on_schedule(
         arm: one of all_arms, or AUTO.
 
     Returns:
-        The runs; and int64 [steps, B], the level that each step had (AUTO alone; else -1).
+        The runs; and int64 [steps, B], the level that each step had, len(LEVELS) where it made no update
+        (AUTO alone; else -1).
     """
     world = World(setting.vocabulary, setting.length)
     rewards = TASKS[setting.task](world.responses, world.vocabulary)
@@ -112,9 +106,13 @@ def train_on_schedule(
                 torch.cat([b[:, :first], a[:, first:]], dim=1) for a, b in zip(drawn, old, strict=True)
             )
         if arm == AUTO:
-            levels.append(torch.tensor([LEVELS.index(one.level) for one in weights]))
+            found = _measured(world, theta, drawn)
+            beyond = torch.tensor([one.is_beyond_weights for one in found])
+            level = torch.tensor([LEVELS.index(one.level) for one in weights])
+            levels.append(torch.where(beyond, len(LEVELS), level))
             gradient = _by_level(world, theta, drawn, noise, now, weights)
-            weights = _chosen(world, theta, drawn, weights)
+            gradient[beyond] = 0.0
+            weights = [one.after(mismatch) for one, mismatch in zip(weights, found, strict=True)]
         else:
             levels.append(torch.full((len(seeds),), -1))
             gradient = gradient_of_step(world, theta, drawn, noise, all_arms()[arm], now)
@@ -138,14 +136,12 @@ def _joined(noises: Sequence[Noise]) -> Noise:
     )
 
 
-def _chosen(
-    world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor], weights: Sequence[AutoWeights]
-) -> list[AutoWeights]:
-    """Of each seed for the next step."""
+def _measured(world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> list[MeasuredMismatch]:
+    """Of each seed's responses."""
     tokens, rollout, _ = drawn
     who = torch.arange(len(theta))[:, None, None]
     train = theta.log_softmax(dim=-1)[who, world.contexts_of(tokens), tokens]
-    return [one.after(*found) for one, *found in zip(weights, *measured(train, rollout), strict=True)]
+    return [measured_mismatch(d) for d in train - rollout]
 
 
 def _by_level(
@@ -186,12 +182,13 @@ def table_of_auto(found: dict[str, dict[str, tuple[Runs, Tensor]]]) -> str:
                 f"{int((auto >= end - NEAR).sum())} of {len(end)} |"
             )
     lines += ["", "Share of steps and seeds at each level of auto, by phase:", ""]
-    lines += ["| setting | phase | " + " | ".join(LEVELS) + " |", "|---|---|" + "---|" * len(LEVELS)]
+    levels = (*LEVELS, "no update")
+    lines += ["| setting | phase | " + " | ".join(levels) + " |", "|---|---|" + "---|" * len(levels)]
     for setting, arms in found.items():
         begin = 0
         for phase in SCHEDULE:
             part = arms[AUTO][1][begin : begin + phase.steps]
-            shares = [f"{(part == level).double().mean():.2f}" for level in range(len(LEVELS))]
+            shares = [f"{(part == level).double().mean():.2f}" for level in range(len(levels))]
             lines.append(f"| {setting} | {phase.name} | " + " | ".join(shares) + " |")
             begin += phase.steps
     return "\n".join(lines) + "\n"

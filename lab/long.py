@@ -17,7 +17,7 @@ from torch import Tensor
 from lab.estimators import Samples, pull_of_tokens
 from lab.mismatch import KINDS, LARGEST_LIFT, OTHER_SPREAD
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.auto_weights import AutoWeights
+from megatron_rl_corr.core.auto_weights import AutoWeights, MeasuredMismatch
 
 VOCABULARY = 4
 LENGTHS = (16, 64, 256)
@@ -36,6 +36,9 @@ ARMS = ("none", "token", "turn", "sequence")
 """Levels; but for `none` each is truncated at the bound that --rollout-correction auto has for the batch."""
 
 
+NO_STEP = "no step"
+
+
 @dataclass(frozen=True)
 class LongCell:
     """A place of the map of longer responses."""
@@ -51,17 +54,13 @@ class LongRow:
     """What a cell's arms do, and what a trainer would have measured there."""
 
     cell: LongCell
-    ess: float
-    """ESS / S of the products."""
-    variance: float
-    """mean(rho^2) - 1."""
+    mismatch: MeasuredMismatch
     errors: dict[int, dict[str, float]]
     """N -> arm -> bias2 + variance / N; doing nothing has 1."""
 
     def chosen(self, batch: int) -> str:
-        """The arm that the rule takes for the next batch, coming from token weights."""
-        level = AutoWeights(batch).after(self.ess, self.variance).level
-        return "hold" if level == "hold" else level
+        """The arm that the rule takes for the next batch, coming from token weights; or no step."""
+        return NO_STEP if self.mismatch.is_beyond_weights else AutoWeights(batch).after(self.mismatch).level
 
 
 def expected_share(theta: Tensor, length: int) -> Tensor:
@@ -129,9 +128,6 @@ def measured(cell: LongCell, responses: int | None = None) -> LongRow:
     right = (tokens == (contexts + 1) % (VOCABULARY + 1) % VOCABULARY).double().mean(dim=1)
     advantages = right - expected_share(theta, cell.length)
     samples = Samples(train, rollout, advantages, places >= cell.length // 2, torch.zeros_like(train))
-    d = train - rollout
-    products, rho = d.sum(dim=1).exp(), d.exp()
-    ess = products.sum() ** 2 / products.square().sum() / len(products)
     truth = gradient(theta, cell.length).flatten()
     errors = {}
     for batch in BATCHES:
@@ -139,16 +135,25 @@ def measured(cell: LongCell, responses: int | None = None) -> LongRow:
             name: _moments(pull_of_tokens(samples, config), contexts, tokens, log_p.exp(), truth)
             for name, config in arms_of(batch).items()
         }
-        errors[batch] = {name: bias2 + variance / batch for name, (bias2, variance) in moments.items()}
-    return LongRow(cell, ess.item(), rho.square().mean().item() - 1, errors)
+        found = {name: bias2 + variance / batch for name, (bias2, variance) in moments.items()}
+        errors[batch] = found | {NO_STEP: 1.0}
+    return LongRow(cell, measured_mismatch(train - rollout), errors)
+
+
+def measured_mismatch(d: Tensor) -> MeasuredMismatch:
+    """What a trainer measures of log-ratios [S, T]."""
+    products = d.sum(dim=1).exp()
+    ess = products.sum() ** 2 / products.square().sum() / len(products)
+    large = (d.abs() > math.log(2)).double().mean()
+    return MeasuredMismatch(ess.item(), products.mean().item(), large.item())
 
 
 def arms_of(batch: int) -> dict[str, RolloutCorrectionConfig]:
-    """The arms for a batch of N; hold is what the rule falls back to."""
+    """The arms for a batch of N."""
     plain = RolloutCorrectionConfig(loss="reinforce", loss_aggregation="seq-mean-token-sum", advantage="raw")
     cap = AutoWeights(batch, "token").cap
     levels = {name: plain.with_settings({"rollout_is": name, "rollout_is_upper": cap}) for name in ARMS[1:]}
-    return {"none": plain} | levels | {"hold": AutoWeights(batch, "hold").corrected(plain)}
+    return {"none": plain} | levels
 
 
 def _draw(log_mu: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -197,7 +202,7 @@ ZONES = (0.0, 0.003, 0.03, 0.3, 0.5, 0.9, 1.01)
 
 def table_of_long(rows: Iterable[LongRow]) -> str:
     """Markdown: in each zone of the ESS, how many times an arm's error is the least of all arms'."""
-    rows, names = list(rows), (*ARMS, "hold")
+    rows, names = list(rows), (*ARMS, NO_STEP)
     lines = [
         "Error over the least error of the arms beside it, geometric mean over cells, and the most. auto: "
         "what --rollout-correction auto takes in the cell.",
@@ -207,7 +212,7 @@ def table_of_long(rows: Iterable[LongRow]) -> str:
     ]
     for batch in BATCHES:
         for low, high in zip(ZONES, ZONES[1:], strict=False):
-            zone = [row for row in rows if low <= row.ess < high]
+            zone = [row for row in rows if low <= row.mismatch.ess < high]
             if zone:
                 lines.append(
                     f"| {batch} | {low:g} to {min(high, 1):g} | " + " | ".join(_columns(zone, batch)) + " |"
@@ -219,7 +224,7 @@ def _columns(rows: list[LongRow], batch: int) -> Iterator[str]:
     least = [min(row.errors[batch].values()) for row in rows]
     yield str(len(rows))
     yield f"{_mean(least):.3g}"
-    for name in (*ARMS, "hold"):
+    for name in (*ARMS, NO_STEP):
         yield f"{_mean(row.errors[batch][name] / one for row, one in zip(rows, least, strict=True)):.2f}"
     chosen = [row.errors[batch][row.chosen(batch)] / one for row, one in zip(rows, least, strict=True)]
     yield f"{_mean(chosen):.2f}"

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_rl_corr.core.auto_weights import MOST_LARGE, MeasuredMismatch
 from megatron_rl_corr.core.ratios import k3
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.layout import Layout
@@ -27,6 +28,12 @@ NO_GRADIENT = (
     "no token of this step has a gradient, as every advantage or weight is 0: no update. If the rewards of "
     "each prompt's samples are equal (rollout/groups_without_spread), the prompts are too easy or too hard, "
     "or the servers gave one sample many times (rollout/duplicate_samples)"
+)
+BEYOND_WEIGHTS = (
+    "--rollout-correction auto: {share:.0%} of the batch's tokens are more than twice as likely on one side "
+    "as on the other, above {most:.0%}: no weights of them are worth a step, and the batch makes no update. "
+    "Find the cause: a lower --rollout-max-lag, --router-replay R3 for MoE, a server's --dtype or sampling "
+    "(megatron-rl-corr doctor), shares by cause (megatron-rl-corr diagnose)"
 )
 
 
@@ -44,8 +51,10 @@ class Decision:
     """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
     ess: float = 1.0
     """ESS / n over the update's sequences."""
-    variance: float = 0.0
-    """Of the tokens' ratios, in a batch's first update."""
+    all_ess: float = math.nan
+    mean_product: float = 1.0
+    large: float = 0.0
+    """`MeasuredMismatch` of the batch, in its first update."""
 
     @classmethod
     def pop_from(cls, numbers: dict[str, float]) -> Decision:
@@ -56,8 +65,13 @@ class Decision:
             # The loss makes the correction, of the policy as it is, over the very samples of the update, and
             # there are no rules: with them it counts what they leave.
             counted["ess"] = numbers["rollout_corr/ess_sequences"]
-        if counted:
-            counted["variance"] = numbers.get("rollout_corr/chi2_token", 0.0)
+        if "rollout_corr/log_ratio_large_fraction" in numbers:
+            found = MeasuredMismatch.of(numbers)
+            counted |= {
+                "all_ess": found.ess,
+                "mean_product": found.mean_product,
+                "large": found.large,
+            }
         return cls(**counted)
 
     @classmethod
@@ -82,6 +96,11 @@ class Decision:
         return cls(*values.tolist())
 
     @property
+    def mismatch(self) -> MeasuredMismatch:
+        """Of the batch, in its first update."""
+        return MeasuredMismatch(self.all_ess, self.mean_product, self.large)
+
+    @property
     def makes_update(self) -> bool:
         """Without a token, or without a gradient, all must skip the update.
 
@@ -93,6 +112,13 @@ class Decision:
     def step_scale(self) -> float:
         """VCPO's factor of the update, sqrt(ESS / n)."""
         return math.sqrt(self.ess)
+
+    @property
+    def beyond_weights(self) -> str | None:
+        """Why a run that chooses its weights leaves the batch out; None: it does not."""
+        if not self.mismatch.is_beyond_weights:
+            return None
+        return BEYOND_WEIGHTS.format(share=self.large, most=MOST_LARGE)
 
     def print_why_not(self, layout: Layout, left_out: str | None) -> None:
         """Tell the user, on the rank that reports, why no update is made. left_out: of a batch

@@ -318,13 +318,15 @@ class CorrectedStep:
         decision = Decision.agreed_decision(
             found, self.layout, self.collector.device, take_largest=bounded or scales or self.auto is not None
         )
-        if self.auto is not None and iteration % self.updates.count == 0:
-            numbers.update(self.auto.numbers(decision.ess, decision.variance))
-            if decision.kept > 0:
-                whole.chosen = self.auto.after(decision.ess, decision.variance)
+        chooses = self.auto is not None and iteration % self.updates.count == 0
+        if chooses:
+            numbers.update(self.auto.numbers)
+            whole.chosen = self.auto.after(decision.mismatch)
         if self._is_first(iteration):
             all_reduce_failure(self.first_step.judge(decision.first_step_kl))
         left_out = self.updates.too_far(iteration, decision.kl_to_old) if bounded else None
+        if chooses:
+            left_out = decision.beyond_weights
         if decision.makes_update and left_out is None:
             return decision.step_scale if scales else 1.0
         decision.print_why_not(self.layout, left_out)

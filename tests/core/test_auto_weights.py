@@ -3,66 +3,93 @@
 import math
 
 import pytest
+import torch
 
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.rules import RejectionRule
-from megatron_rl_corr.core.auto_weights import AutoWeights
+from megatron_rl_corr.core.auto_weights import AutoWeights, MeasuredMismatch
+from megatron_rl_corr.core.correction import compute_correction
 
 
 @pytest.mark.parametrize(
-    ("before", "ess", "variance", "after"),
+    ("before", "ess", "mean_product", "after"),
     [
         # A level is left at one bound, and taken again at another.
-        ("sequence", 0.3, 9.0, "sequence"),
-        ("sequence", 0.2999, 0.0, "token"),
+        ("sequence", 0.3, 1.0, "sequence"),
         ("sequence", 0.2999, 1.0, "token"),
-        ("sequence", 0.2999, 1.0001, "hold"),
         ("token", 0.4999, 1.0, "token"),
         ("token", 0.5, 1.0, "sequence"),
-        ("token", 0.4999, 1.0001, "hold"),
-        ("hold", 0.4999, 0.5, "token"),
-        ("hold", 0.4999, 0.5001, "hold"),
-        ("hold", 0.5, 9.0, "sequence"),
-        # Nothing is known where all products are 0, or a ratio is not finite.
-        ("sequence", math.nan, 0.1, "token"),
-        ("sequence", math.nan, math.nan, "hold"),
-        ("token", 0.1, math.inf, "hold"),
+        # All products are far from 1, and alike: ESS / n is 1.
+        ("sequence", 1.0, 0.4999, "token"),
+        ("sequence", 1.0, 2.0001, "token"),
+        ("token", 1.0, 0.5, "sequence"),
+        ("token", 1.0, 2.0, "sequence"),
+        ("sequence", 1.0, math.nan, "token"),
+        # No sequence has a valid token: nothing is known.
+        ("sequence", math.nan, math.nan, "sequence"),
+        ("token", math.nan, 1.0, "token"),
     ],
 )
-def test_after_when_a_batch_was_measured_then_the_level_of_the_next(before, ess, variance, after):
-    assert AutoWeights(64, before).after(ess, variance).level == after
+def test_after_when_a_batch_was_measured_then_the_level_of_the_next(before, ess, mean_product, after):
+    assert AutoWeights(64, before).after(MeasuredMismatch(ess, mean_product)).level == after
 
 
 @pytest.mark.parametrize(("sequences", "cap"), [(1, 2.0), (64, 2.0), (256, 4.0), (1024, 8.0), (4096, 16.0)])
 def test_cap_when_updates_are_larger_then_it_grows_with_the_root(sequences, cap):
     assert AutoWeights(sequences, "token").cap == AutoWeights(sequences, "sequence").cap == cap
-    assert AutoWeights(sequences, "hold").cap == 2.0
 
 
 def test_corrected_when_a_level_is_taken_then_only_the_weights_change():
     rule = RejectionRule("token", "k3", None, 0.3)
     config = RolloutCorrectionConfig(rollout_is="token", rollout_is_upper=2.0, rollout_rs=(rule,))
-    weights = AutoWeights(1024, "sequence")
-    found = {level: AutoWeights(1024, level).corrected(config) for level in ("hold", "token", "sequence")}
-    assert {level: (one.rollout_is, one.rollout_is_upper) for level, one in found.items()} == {
-        "hold": ("sequence", 2.0),
-        "token": ("token", 8.0),
-        "sequence": ("sequence", 8.0),
-    }
-    assert all(one.rollout_rs == (rule,) and one.rollout_is_mode == "truncate" for one in found.values())
-    assert weights.corrected(found["hold"]) == found["sequence"]
+    for level in ("token", "sequence"):
+        assert AutoWeights(1024, level).corrected(config) == RolloutCorrectionConfig(
+            rollout_is=level, rollout_is_upper=8.0, rollout_rs=(rule,)
+        )
 
 
-def test_numbers_when_logged_then_the_same_choices_follow_from_them():
-    measured = [(0.9, 0.1), (0.4, 0.1), (0.1, 0.2), (0.01, 3.0), (0.4, 0.7), (0.4, 0.2), (0.6, 0.1)]
-    weights, logged = AutoWeights(256), []
-    for one in measured:
-        logged.append(weights.numbers(*one))
-        weights = weights.after(*one)
-    assert [step["auto/level"] for step in logged] == [1, 2, 2, 1, 0, 0, 1]
-    assert [step["auto/upper"] for step in logged] == [4, 4, 4, 4, 2, 2, 4]
-    again = AutoWeights(256)
-    for step in logged:
-        assert again.numbers(0, 0)["auto/level"] == step["auto/level"]
-        again = again.after(step["auto/ess"], step["auto/variance"])
-    assert again == weights and again.level == "sequence"
+def numbers_of(log_ratios):
+    """The metrics, by their logged names, of sequences with these D of their tokens."""
+    d = torch.tensor(log_ratios)
+    correction = compute_correction(
+        d.flatten() - 3,
+        torch.full((d.numel(),), -3.0),
+        torch.ones(d.numel()),
+        torch.arange(len(d)).repeat_interleave(d.shape[1]),
+        num_sequences=len(d),
+        config=RolloutCorrectionConfig(),
+    )
+    found = {}
+    for name, metric in correction.metrics.items():
+        found |= metric.numbers(f"rollout_corr/{name}", metric.values.tolist())
+    return found
+
+
+def test_measured_when_taken_from_a_batchs_metrics_then_by_hand():
+    # Products 1, 1, 4 and 1/4: 6.25 / 4 = 1.5625, ESS 39.0625 / (4 * 18.0625). Two tokens are above ln 2.
+    two = 2 * math.log(2)
+    found = MeasuredMismatch.of(numbers_of([[0.0, 0.0], [0.1, -0.1], [two, 0.0], [-two, 0.0]]))
+    assert found.ess == pytest.approx(39.0625 / 72.25, rel=1e-6)
+    assert found.mean_product == pytest.approx(1.5625, rel=1e-6)
+    assert found.large == 0.25 and not found.is_beyond_weights
+
+
+@pytest.mark.parametrize(
+    ("shift", "scale", "length"),
+    [(-0.02, 0.0, 2000), (0.02, 0.0, 2000), (-0.02, 0.2, 20_000), (0.0, 0.9, 2000), (0.3, 0.6, 300)],
+)
+def test_after_when_products_are_alike_but_far_from_1_then_no_sequence_weights(shift, scale, length):
+    generator = torch.Generator().manual_seed(0)
+    d = shift - scale**2 / 2 + scale * torch.randn((64, length), generator=generator)
+    found = MeasuredMismatch.of(numbers_of(d.tolist()))
+    assert AutoWeights(64, "sequence").after(found).level == "token"
+    assert found.is_beyond_weights == (scale == 0.9)
+
+
+def test_beyond_weights_when_one_token_is_absurd_then_the_batch_is_trained():
+    d = [[0.0] * 50 for _ in range(8)]
+    d[0][0] = -60.0
+    assert not MeasuredMismatch.of(numbers_of(d)).is_beyond_weights
+    assert (
+        MeasuredMismatch(large=0.4001).is_beyond_weights and not MeasuredMismatch(large=0.4).is_beyond_weights
+    )

@@ -1,10 +1,15 @@
 """Trainings whose weights are chosen, beside fixed ones, in the laboratory."""
 
+from dataclasses import astuple
+
+import pytest
 import torch
 
-from lab.auto import AUTO, AUTO_SETTINGS, Phase, measured, table_of_auto, train_on_schedule
+from lab.auto import AUTO, AUTO_SETTINGS, Phase, table_of_auto, train_on_schedule
 from lab.estimators import Samples, corrected
+from lab.long import measured_mismatch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
+from megatron_rl_corr.core.auto_weights import MeasuredMismatch
 
 SETTING = AUTO_SETTINGS["baseline off by 2"]
 SEEDS = range(3)
@@ -15,16 +20,21 @@ def trained(arm, *phases):
 
 
 def test_train_when_nothing_was_measured_yet_then_token_weights_and_then_the_rules():
-    phase = Phase("rounding", "rounding", 1.0, steps=1)
+    phase = Phase("rounding", "rounding", 0.3, steps=1)
     auto, levels = trained(AUTO, phase)
     fixed, none = trained("token_truncate", phase)
-    assert torch.equal(auto.rewards, fixed.rewards) and levels.tolist() == [[1, 1, 1]]
+    assert torch.equal(auto.rewards, fixed.rewards) and levels.tolist() == [[0, 0, 0]]
     assert none.tolist() == [[-1, -1, -1]]
-    clean, tail = Phase("clean", "rounding", 0.0, steps=2), Phase("tail", "tail", 2.0, steps=3)
-    runs, levels = trained(AUTO, clean, tail)
-    assert levels[:3].tolist() == [[1] * 3, [2] * 3, [2] * 3]  # the third was chosen by a clean step
-    assert (levels[3:] < 2).any()
-    assert runs.rewards.shape == (6, 3)
+    _, levels = trained(AUTO, Phase("clean", "rounding", 0.0, steps=3))
+    assert levels.tolist() == [[0] * 3, [1] * 3, [1] * 3]
+
+
+def test_train_when_most_tokens_are_far_off_then_no_update():
+    runs, levels = trained(AUTO, Phase("wild", "rounding", 6.0, steps=4))
+    stays = levels == 2
+    assert stays.any()
+    assert torch.equal(runs.rewards[1:][stays], runs.rewards[:-1][stays])
+    assert (runs.rewards[1:][~stays] != runs.rewards[:-1][~stays]).all()
 
 
 def test_train_when_a_server_is_stale_then_its_share_of_responses_is_of_older_weights():
@@ -33,24 +43,16 @@ def test_train_when_a_server_is_stale_then_its_share_of_responses_is_of_older_we
     assert runs.gap[:30].abs().max() < 1e-12 and (runs.gap[30:] > 1e-5).all()
 
 
-def test_measured_then_the_packages_own_numbers():
+def test_measured_mismatch_then_the_packages_own_numbers():
     generator = torch.Generator().manual_seed(0)
-    train, rollout = (
-        torch.randn((2, 40, 6), generator=generator, dtype=torch.float64) / 4 - 2 for _ in range(2)
-    )
-    ess, variance = measured(train, rollout)
-    for place in range(2):
-        samples = Samples(
-            train[place],
-            rollout[place],
-            torch.zeros(40),
-            torch.zeros(6, dtype=torch.bool),
-            torch.zeros(40, 6),
-        )
-        metrics = corrected(samples, RolloutCorrectionConfig()).metrics
-        [found] = metrics["ess_sequences"].numbers("x", metrics["ess_sequences"].values.tolist()).values()
-        [chi2] = metrics["chi2_token"].numbers("x", metrics["chi2_token"].values.tolist()).values()
-        torch.testing.assert_close(torch.tensor([found, chi2]), torch.tensor([ess[place], variance[place]]))
+    train, rollout = torch.randn((2, 40, 6), generator=generator, dtype=torch.float64) / 4 - 2
+    later = torch.zeros(6, dtype=torch.bool)
+    samples = Samples(train, rollout, torch.zeros(40), later, torch.zeros(40, 6))
+    numbers = {}
+    for name, metric in corrected(samples, RolloutCorrectionConfig()).metrics.items():
+        numbers |= metric.numbers(f"rollout_corr/{name}", metric.values.tolist())
+    found, package = measured_mismatch(train - rollout), MeasuredMismatch.of(numbers)
+    assert astuple(found) == pytest.approx(astuple(package), rel=1e-6)
 
 
 def test_table_when_auto_ends_lower_than_an_arm_then_it_is_counted():

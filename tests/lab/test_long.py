@@ -20,6 +20,7 @@ from lab.long import (
 )
 from lab.map import case_of
 from lab.policies import TASKS, World, expected_reward
+from megatron_rl_corr.core.auto_weights import MeasuredMismatch
 
 RESPONSES = 40_000
 
@@ -38,7 +39,7 @@ def test_measured_when_responses_can_be_listed_then_errors_are_those_of_enumerat
     case = case_of(
         world, world.scores(theta[None])[0], truth, world.log_conditionals(theta[None])[0], mu, rewards
     )
-    assert row.ess == pytest.approx(case.distance.ess, rel=0.05)
+    assert row.mismatch.ess == pytest.approx(case.distance.ess, rel=0.05)
     for batch, errors in row.errors.items():
         for name, config in arms_of(batch).items():
             true = case.measure(Arm((name,), config))
@@ -49,21 +50,23 @@ def test_measured_when_responses_can_be_listed_then_errors_are_those_of_enumerat
             assert within < true.error(batch), "too few responses to tell"
 
 
-def test_chosen_when_zones_differ_then_the_level_of_the_rule():
-    cell = LongCell("rounding", 0.1, 16, 0)
-    assert [
-        LongRow(cell, ess, variance, {}).chosen(64) for ess, variance in [(0.6, 9), (0.4, 1), (0.4, 2)]
-    ] == [
-        "sequence",
-        "token",
-        "hold",
-    ]
+def test_chosen_when_mismatches_differ_then_what_the_rule_does():
+    cell, found = (
+        LongCell("rounding", 0.1, 16, 0),
+        [(0.6, 1.0, 0.4), (0.4, 1.0, 0.1), (0.9, 0.4, 0.1), (0.9, 1.0, 0.5)],
+    )
+    chosen = [LongRow(cell, MeasuredMismatch(*one), {}).chosen(64) for one in found]
+    assert chosen == ["sequence", "token", "token", "no step"]
 
 
 def test_table_when_cells_fall_into_zones_then_geometric_means_over_the_least():
-    errors = {"none": 4.0, "token": 2.0, "turn": 2.0, "sequence": 1.0, "hold": 1.0}
+    errors = {"none": 4.0, "token": 2.0, "turn": 2.0, "sequence": 1.0, "no step": 1.0}
     rows = [
-        LongRow(LongCell("rounding", 0.1, 16, seed), 0.95, 0.0, {64: errors, 1024: errors | {"none": least}})
+        LongRow(
+            LongCell("rounding", 0.1, 16, seed),
+            MeasuredMismatch(0.95),
+            {64: errors, 1024: errors | {"none": least}},
+        )
         for seed, least in enumerate((4.0, 16.0))
     ]
     lines = table_of_long(rows).splitlines()

@@ -1,29 +1,24 @@
 """`megatron-rl-corr advise`: the weights that --rollout-correction auto takes for what a run measured.
 
-Trains nothing: the rule needs two numbers a batch, which every run logs and saved samples give.
+Trains nothing: the rule needs three numbers a batch, which every run logs and saved samples give.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl_corr.commands.correct.compare import KeptBatch
 from megatron_rl_corr.commands.samples.saved_samples import SavedRun
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.auto_weights import LEVELS, AutoWeights
+from megatron_rl_corr.core.auto_weights import LEVELS, MOST_LARGE, AutoWeights, MeasuredMismatch
 from megatron_rl_corr.files import CONFIG_NAME, METRICS_NAME
 from megatron_rl_corr.observability.metrics_file import read_metrics
+from megatron_rl_corr.rollout.sample_file import read_batch
 from megatron_rl_corr.tables import readable, text_table
-
-ESS, VARIANCE = "rollout_corr/ess_sequences", "rollout_corr/chi2_token"
-CAUSES = (
-    "The ratios of single tokens vary so much that no weights mend it. Find the cause first: a lower "
-    "--rollout-max-lag, --router-replay R3 for MoE, a server's --dtype, `megatron-rl-corr doctor` for what "
-    "it samples from, `diagnose` for shares by cause."
-)
 
 
 @dataclass(frozen=True)
@@ -33,8 +28,7 @@ class MeasuredBatch:
     step: int
     sequences: int
     """Of one update."""
-    ess: float
-    variance: float
+    mismatch: MeasuredMismatch
     level: float | None = None
     """auto/level, where the run chose its weights."""
 
@@ -46,70 +40,81 @@ def advice(paths: Sequence[str]) -> str:
         paths: the folder of --rollout-log-dir; or files, or a folder, of --rollout-save-trajectories.
 
     Raises:
-        ValueError: there is no batch with what the rule needs.
+        ValueError: there is no batch with what the rule needs, or files of a step are missing.
         OSError: there is no such file or folder.
     """
     folder = Path(paths[0])
     of_run = len(paths) == 1 and (folder / METRICS_NAME).is_file()
     batches = list(_of_run(folder) if of_run else _of_samples(SavedRun.find(paths)))
     if not batches:
-        raise ValueError(f"{folder / METRICS_NAME}: no step has {ESS} and {VARIANCE}")
+        raise ValueError(f"{paths[0]}: no step has sequences whose mismatch was measured")
     return "\n".join(_lines(batches))
 
 
 def _of_run(folder: Path) -> Iterator[MeasuredBatch]:
     updates = _updates_of_batch(folder)
     for row in read_metrics(folder / METRICS_NAME):
-        if ESS in row:  # the first update of a batch
-            yield MeasuredBatch(
-                row["step"],
-                max(1, round(row["rollout_corr/sequences"] / updates)),
-                row.get("auto/ess", row[ESS]),
-                row.get("auto/variance", row[VARIANCE]),
-                row.get("auto/level"),
-            )
+        if row.get("update", 1) != 1:
+            continue
+        try:
+            mismatch = MeasuredMismatch.of(row)
+        except KeyError:  # an older version's, or a step that was left out
+            continue
+        if not math.isnan(mismatch.ess):
+            sequences = max(1, round(row["rollout_corr/sequences"] / updates))
+            yield MeasuredBatch(row["step"], sequences, mismatch, row.get("auto/level"))
 
 
 def _updates_of_batch(folder: Path) -> int:
-    """Parts that the run cut a batch into; 1 where its run.json is gone."""
+    """Parts that the run cut a batch into, where its metrics are of the whole batch; 1 without a run.json."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         return 1
-    return json.loads(path.read_text(encoding="utf-8")).get("rollout", {}).get("updates_per_batch") or 1
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if content.get("rollout_correction", {}).get("bypass_mode"):
+        return 1  # the loss measures, one update at a time
+    return content.get("rollout", {}).get("updates_per_batch") or 1
 
 
 def _of_samples(saved: SavedRun) -> Iterator[MeasuredBatch]:
-    for step in sorted(saved.files):
+    for step, files in sorted(saved.files.items()):
+        known = read_batch(files[0])
+        if known is not None and len(files) != known.replicas:
+            raise ValueError(
+                f"{files[0]}: step {step} has {known.replicas} files, one of each replica, got {len(files)}; "
+                "give all of them, or their folder"
+            )
         batch = KeptBatch.of(saved.samples(step))
-        found = batch.metrics(RolloutCorrectionConfig())
-        yield MeasuredBatch(step, batch.num_sequences, found[ESS], found[VARIANCE])
+        numbers = batch.metrics(RolloutCorrectionConfig())
+        if "rollout_corr/ess_sequences" in numbers:  # a token is valid
+            yield MeasuredBatch(step, batch.num_sequences, MeasuredMismatch.of(numbers))
 
 
 def _lines(batches: Sequence[MeasuredBatch]) -> Iterator[str]:
     weights = AutoWeights(batches[0].sequences)
     counts, last, others = dict.fromkeys(LEVELS, 0), None, 0
-    rows = [("step", "sequences", "ESS / n", "variance", "weights of the next batch")]
+    rows = [("step", "n", "ESS / n", "mean w", "|D| > ln 2", "weights of the next batch")]
     for batch in batches:
         others += batch.level is not None and batch.level != LEVELS.index(weights.level)
-        weights = AutoWeights(batch.sequences, weights.level).after(batch.ess, batch.variance)
+        found = batch.mismatch
+        weights = AutoWeights(batch.sequences, weights.level).after(found)
         counts[weights.level] += 1
         if weights.level != last or batch is batches[-1]:
-            numbers = readable(batch.ess), readable(batch.variance)
-            rows.append((str(batch.step), str(batch.sequences), *numbers, str(weights)))
+            measured = (readable(value) for value in (found.ess, found.mean_product, found.large))
+            rows.append((str(batch.step), str(batch.sequences), *measured, str(weights)))
         last = weights.level
     shares = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     yield f"{len(batches)} batches, of steps {batches[0].step} to {batches[-1].step}; behind them: {shares}"
     yield "where it changes, and at the end:"
-    yield from text_table(rows, align="rrrrl")
+    yield from text_table(rows, align="rrrrrl")
     if others:
         yield f"the run had other weights in {others} of these steps: it began again in between"
-    yield from _flags(weights)
-
-
-def _flags(weights: AutoWeights) -> Iterable[str]:
-    """What to give a run."""
-    if weights.level == "hold":
-        return [CAUSES]
+    beyond = [batch.step for batch in batches if batch.mismatch.is_beyond_weights]
+    if beyond:
+        yield (
+            f"{len(beyond)} batches would make no update, the first of step {beyond[0]}: more than "
+            f"{MOST_LARGE:.0%} of their tokens are more than twice as likely on one side as on the other"
+        )
     config = weights.corrected(RolloutCorrectionConfig())
     fixed = f"--rollout-is {config.rollout_is} --rollout-is-threshold {config.rollout_is_upper:.3g}"
-    return [f"to let the run choose: --rollout-correction auto; to keep the last choice: {fixed}"]
+    yield f"to let the run choose: --rollout-correction auto; to keep the last choice: {fixed}"
