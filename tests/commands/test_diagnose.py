@@ -6,13 +6,15 @@ from megatron_rl_corr.observability.metrics_file import MetricsFile
 
 def ledger(step, tokens, mean_abs, **shares):
     found = {"step": step, "ledger/tokens": tokens, "ledger/mean_abs": mean_abs, "ledger/noise": 0.015}
+    found["ledger/mean_square"] = mean_abs**2
     for name, share in shares.items():
         found |= {f"ledger/{name}/share": share, f"ledger/{name}/mean_abs": share * mean_abs}
     return found
 
 
-def test_diagnose_when_ledgers_differ_in_tokens_then_shares_are_weighed_by_them(tmp_path, capsys):
-    # Staleness (0 * 100 + 0.8 * 300) / 400 = 0.6, mean |D| (0.01 * 100 + 0.09 * 300) / 400 = 0.07.
+def test_diagnose_when_ledgers_differ_then_shares_are_weighed_by_their_squares(tmp_path, capsys):
+    # Sums of D^2: 100 * 0.0001 = 0.01 and 300 * 0.0081 = 2.43. Staleness 0.8 * 2.43 / 2.44 = 0.797; mean |D|
+    # (0.01 * 100 + 0.09 * 300) / 400 = 0.07, of staleness 0.8 * 0.09 * 300 / 400 = 0.054.
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(ledger(1, 100, 0.01, staleness=0.0, rest=1.0))
     file.write({"step": 2})
@@ -21,10 +23,10 @@ def test_diagnose_when_ledgers_differ_in_tokens_then_shares_are_weighed_by_them(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "2 ledgers, of steps 1 to 3"
     assert [line.split()[:7] for line in lines[1:4] if "staleness" in line] == [
-        ["staleness", "60.0", "%", "0.0", "%", "80.0", "%"]
+        ["staleness", "79.7", "%", "0.0", "%", "80.0", "%"]
     ]
     assert "not taken apart, and so in the rest: routing, head, rounding, decode" in lines
-    assert lines[-2].startswith("all: mismatch: 60 % staleness (mean 0.054)")
+    assert lines[-2].startswith("all: mismatch: 80 % staleness (mean 0.054)")
     assert lines[-1].startswith("step 3: mismatch: 80 % staleness")
 
 

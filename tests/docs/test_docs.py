@@ -1,6 +1,7 @@
 """The pages are true: generated pages are current, links lead somewhere, commands and python blocks run."""
 
 import importlib.util
+import json
 import re
 import shlex
 import subprocess
@@ -177,10 +178,16 @@ def run_cli(words: list[str], folder: Path) -> int:
         words = ["report", str(folder)]
     if words[0] == "diagnose":
         ledger = (
-            '"ledger/tokens": 100, "ledger/mean_abs": 0.5, "ledger/noise": 0.015, "ledger/rest/share": 1.0'
+            '"ledger/tokens": 100, "ledger/mean_abs": 0.5, "ledger/noise": 0.015, "ledger/rest/share": 1.0, '
+            '"ledger/mean_square": 0.25'
         )
         (folder / "metrics.jsonl").write_text(f'{{"step": 1, {ledger}, "ledger/rest/mean_abs": 0.5}}\n')
         words = ["diagnose", str(folder)]
+    if words[0] == "advise":
+        measured = {"ess_sequences": 0.9, "chi2_seq": 0.1, "log_ratio_large_fraction": 0.01, "sequences": 64}
+        row = {"step": 1} | {f"rollout_corr/{name}": value for name, value in measured.items()}
+        (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+        words = ["advise", str(folder)]
     if words[0] == "samples":
         run = write_run(folder / "run", {40: [sample([1, 2], [0.0, 0.1], group=812)]}, folder)
         words = ["samples", str(run), *words[2:]]

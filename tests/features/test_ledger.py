@@ -76,6 +76,7 @@ def test_metrics_of_three_tokens_then_the_numbers_by_hand():
             "ledger/tokens": 2,
             "ledger/mean": 1.0,
             "ledger/mean_abs": 2.0,
+            "ledger/mean_square": 5.0,
             "ledger/staleness/share": 0.5,
             "ledger/staleness/mean": -0.5,
             "ledger/staleness/mean_abs": 1.5,

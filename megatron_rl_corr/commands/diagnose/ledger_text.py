@@ -22,7 +22,9 @@ def diagnosis(run_dir: str) -> str:
         OSError: there is no metrics file.
     """
     path = Path(run_dir) / FILE_NAME
-    rows = [row for row in read_metrics(path) if row.get("ledger/tokens", 0) > 0]
+    rows = [
+        row for row in read_metrics(path) if row.get("ledger/tokens", 0) > 0 and "ledger/mean_square" in row
+    ]
     if not rows:
         raise ValueError(
             f"{path}: no step has a ledger of its mismatch; train with --rollout-ledger-interval N"
@@ -49,14 +51,23 @@ def diagnosis(run_dir: str) -> str:
 
 
 def _pooled(rows: Sequence[dict]) -> dict[str, float]:
-    """The ledger of several batches, weighed by their tokens: so shares still add up to 1."""
+    """The ledger of several batches, as one of all their tokens would be: shares are weighed by sum(D^2),
+    means by tokens.
+    """
     tokens = sum(row["ledger/tokens"] for row in rows)
     names = {name for row in rows for name in row if name.startswith("ledger/")} - {"ledger/tokens"}
     found = {"ledger/tokens": tokens, "ledger/noise": max(row["ledger/noise"] for row in rows)}
+    squares = sum(row["ledger/tokens"] * row["ledger/mean_square"] for row in rows)
     for name in names - {"ledger/noise"}:
-        # A term that a batch has no pass for is 0 there.
-        values = [(row.get(name, 0.0), row["ledger/tokens"]) for row in rows]
-        found[name] = sum(value * weight for value, weight in values if math.isfinite(value)) / tokens
+        of_square = name.endswith("/share")
+        total = 0.0
+        for row in rows:
+            # A term that a batch has no pass for is 0 there; so is its share where all D are 0.
+            value = row.get(name, 0.0)
+            weight = row["ledger/tokens"] * (row["ledger/mean_square"] if of_square else 1.0)
+            total += value * weight if math.isfinite(value) else 0.0
+        whole = squares if of_square else tokens
+        found[name] = total / whole if whole else math.nan
     return found
 
 

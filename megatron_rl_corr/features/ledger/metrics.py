@@ -40,6 +40,7 @@ def ledger_metrics(
         "ledger/tokens": Sum(count[None]),
         "ledger/mean_abs": Mean(torch.stack([whole.abs().sum(), count])),
         "ledger/mean": Mean(torch.stack([whole.sum(), count])),
+        "ledger/mean_square": Mean(torch.stack([square, count])),
     }
     for name, term in terms.items():
         found |= {
@@ -119,6 +120,7 @@ METRICS = in_group(
     MetricSpec("ledger/tokens", "tokens that the ledger has split", "count", only_with=_WITH),
     MetricSpec("ledger/mean_abs", "their average disagreement", "mean |D|", only_with=_WITH),
     MetricSpec("ledger/mean", "the same with its sign", "mean(D)", only_with=_WITH),
+    MetricSpec("ledger/mean_square", "what the terms' shares are of", "mean(D^2)", only_with=_WITH),
     *(
         spec
         for name, text in _TEXTS.items()
