@@ -137,7 +137,7 @@ def _joined(noises: Sequence[Noise]) -> Noise:
 
 
 def _measured(world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> list[MeasuredMismatch]:
-    """Of each seed's responses."""
+    """The mismatch of each seed's responses."""
     tokens, rollout, _ = drawn
     who = torch.arange(len(theta))[:, None, None]
     train = theta.log_softmax(dim=-1)[who, world.contexts_of(tokens), tokens]

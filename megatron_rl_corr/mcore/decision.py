@@ -97,7 +97,7 @@ class Decision:
 
     @property
     def mismatch(self) -> MeasuredMismatch:
-        """Of the batch, in its first update."""
+        """The batch's, in its first update."""
         return MeasuredMismatch(self.all_ess, self.mean_product, self.large)
 
     @property

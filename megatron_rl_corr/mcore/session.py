@@ -207,7 +207,7 @@ def start(
 def _auto_weights(
     options: RunConfig, args: argparse.Namespace, saved: SavedCursor | None
 ) -> AutoWeights | None:
-    """Of a run that chooses its weights, those that it goes on with. saved: the cursor of its checkpoint."""
+    """The weights that a run goes on with which chooses them. saved: the cursor of its checkpoint."""
     if options.correction is None:
         return None
     begun = AutoWeights(args.global_batch_size)

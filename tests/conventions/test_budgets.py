@@ -12,23 +12,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_730,
+    "config": 2_750,
     "models": 1_870,
-    "engines": 5_540,
+    "engines": 5_530,
     "reduce": 655,
-    "core": 2_150,
+    "core": 2_205,
     "logprobs": 1_035,
-    "data": 4_470,
+    "data": 4_460,
     "rollout": 7_460,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 950,
-    "mcore": 7_555,
+    "mcore": 7_625,
     "features": 2_785,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_845,
-    "modules": 865,
+    "commands": 3_940,
+    "modules": 875,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

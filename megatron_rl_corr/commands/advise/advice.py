@@ -27,7 +27,7 @@ class MeasuredBatch:
 
     step: int
     sequences: int
-    """Of one update."""
+    """n, of one update."""
     mismatch: MeasuredMismatch
     level: float | None = None
     """auto/level, where the run chose its weights."""
