@@ -62,6 +62,11 @@ ARMS = {
             "no weights; the drift that the mismatch gives the gradient is taken away, with 16 ids",
             ("--rollout-score-centering", 16),
         ),
+        Arm(
+            "auto",
+            "token or sequence weights, as each batch's effective sample size asks for",
+            ("--rollout-correction", "auto"),
+        ),
         # With this learning rate a step moves routers so far that routes of a version ago would be refused.
         Arm(
             "r3",
@@ -80,7 +85,18 @@ QUICK = ("none", "token_truncate", "geo_rs_token_tis", "twin")
 COLORS = dict(
     zip(
         ARMS,
-        ("#000000", "#0072B2", "#56B4E9", "#D55E00", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#999999"),
+        (
+            "#000000",
+            "#0072B2",
+            "#56B4E9",
+            "#D55E00",
+            "#E69F00",
+            "#009E73",
+            "#F0E442",
+            "#332288",
+            "#CC79A7",
+            "#999999",
+        ),
         strict=True,
     )
 )

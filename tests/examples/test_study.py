@@ -266,6 +266,7 @@ def test_arms_then_the_launcher_takes_their_flags_and_each_corrects_as_it_says(s
     assert weights == {
         "none": (None, "truncate", None, None),
         "centering": (None, "truncate", None, None),
+        "auto": ("token", "truncate", None, 2.0),
         "r3": (None, "truncate", None, None),
         "token_truncate": ("token", "truncate", None, 2.0),
         "token_mask": ("token", "mask", 0.5, 2.0),

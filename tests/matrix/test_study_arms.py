@@ -22,6 +22,7 @@ ARMS = (
     "sequence_mask",
     "geo_rs_token_tis",
     "centering",
+    "auto",
     "r3",
     "twin",
 )
