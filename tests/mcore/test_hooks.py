@@ -245,8 +245,9 @@ def test_hooks_when_the_old_step_can_not_be_closed_at_a_restart_then_the_new_one
 
 
 CASES["cursor"] = """
-import json, pathlib, tempfile
+import dataclasses, json, pathlib, tempfile
 from megatron.training import checkpointing
+from megatron_rl_corr.core.auto_weights import AutoWeights
 from megatron_rl_corr.mcore import checkpoint_cursor
 from megatron_rl_corr.mcore.reference.policy import Reference
 from megatron_rl_corr.mcore.updates import Updates
@@ -265,7 +266,7 @@ class Step:
     collector = types.SimpleNamespace(cursor_of_all_replicas=gathered)
     step = types.SimpleNamespace(collector=collector, training=None,
                                  reference=Reference(), updates=Updates(parts=2, earlier=5), colocation=None,
-                                 push=None)
+                                 push=None, auto=AutoWeights(64, "sequence"))
 prompts, failed = PromptDataset([Prompt(i, [1]) for i in range(9)], seed=4), FailedPrompts(9)
 failed.add(3, 2), failed.add(3, 10), failed.add(5, 4)
 cursor = SavedCursor.of([Drawn(330, (321, 328))], prompts, failed, 25)
@@ -308,7 +309,8 @@ def said(text):
     except ValueError as error:
         return str(error)
 say(
-    seen=seen, left=path.exists(), same=found == cursor, asked=asked,
+    seen=seen, left=path.exists(), asked=asked,
+    same=found == dataclasses.replace(cursor, auto_level="sequence"),
     batches=[began(2, 40, found), began(4, 40, found), began(4, 40, None), began(1, 40, None),
              began(4, 40, SavedCursor.parse(json.dumps(older)))],
     wrong=[said("{}"), said("[]"), said('{"again": [], "failed": 1}')],
