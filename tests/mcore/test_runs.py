@@ -21,6 +21,7 @@ GROUPED = ["--moe-grouped-gemm", "--moe-permute-fusion"]
 NEAR = 1e-4  # of float32
 RUN = ["--global-batch-size", 16, "--train-iters", 4, "--save-interval", 2, "--rollout-save-hf-interval", 2]
 CHOSEN = ["--rollout-correction", "auto"]
+PRESET = ["--rollout-correction-preset", "decoupled_token_is"]
 BEGIN = ["--train-iters", 1, "--save-interval", 1, "--rollout-save-hf-interval", 1, "--lr", 0, "--seed", 4321]
 """A step that moves nothing: what is served and saved after it is the start. The seed is for
 samples of its own.
@@ -39,7 +40,7 @@ LAYOUT = [
 ]
 
 
-def made(folder, server, model, wanted):
+def made(folder, server, model, wanted, correction=PRESET):
     """Name -> (exit, folder of the run, the server's checksums after it, samples that no run
     before it asked for).
 
@@ -69,7 +70,7 @@ def made(folder, server, model, wanted):
                 *flags,
                 processes=4,
                 mixed=True,
-                correction=CHOSEN,
+                correction=correction,
             )
             assert name == "local" or done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
             found[name] = done, folder / name, checksums(server.url), door.sampled
@@ -94,7 +95,7 @@ def runs(sglang_server_fp32, tiny_moe_dir, tmp_path_factory):
     ]
     wanted = {"whole": LAYOUT, "begun": [*LAYOUT, *begin]}
     wanted |= {"resumed": [*LAYOUT, *again(folder)], "local": [*again(folder), *local]}
-    return made(folder, sglang_server_fp32, tiny_moe_dir, wanted)
+    return made(folder, sglang_server_fp32, tiny_moe_dir, wanted, CHOSEN)
 
 
 def test_run_when_resumed_in_the_same_layout_then_its_steps_and_weights_are_those_of_a_run_that_never_ended(
@@ -157,7 +158,7 @@ def test_checkpoint_when_exported_then_the_weights_are_those_that_the_run_wrote(
         assert_same_weights(tmp_path / f"{step}", whole / f"hf/iter_{step:07d}")
 
 
-def replay(folder, of, name, model, *flags, processes=1, correction=CHOSEN):
+def replay(folder, of, name, model, *flags, processes=1, correction=PRESET):
     """A run on the samples of the run `of`, without a server."""
     flags = ["--rollout-replay", folder / of / "samples", "--rollout-save-hf", folder / name / "hf", *flags]
     run = [SCRIPT, *RUN[:6], *flags]
@@ -168,7 +169,7 @@ def test_run_when_replayed_without_a_server_in_another_layout_then_its_steps_are
     runs, tiny_moe_dir
 ):
     _, whole, *_ = runs["whole"]
-    done = replay(whole.parent, "whole", "replayed", tiny_moe_dir, *GROUPED)
+    done = replay(whole.parent, "whole", "replayed", tiny_moe_dir, *GROUPED, correction=CHOSEN)
     assert done.returncode == 0, done.stderr[-4000:]
     steps, wanted = untimed_steps(whole.parent / "replayed"), untimed_steps(whole)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
