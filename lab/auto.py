@@ -7,7 +7,7 @@ B seeds, N responses a step of each.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from lab.collapses import HARD, bootstrap
 from lab.estimators import Arm, all_arms
-from lab.exact import ascent
 from lab.long import measured_mismatch
 from lab.mismatch import Noise
-from lab.policies import TASKS, World, expected_reward, random_tables
-from lab.training import SPREAD, START_RATE, Runs, SeedwiseAdam, Setting, gradient_of_step, sample, sampled_k3
-from megatron_rl_corr.core.auto_weights import LEVELS, AutoWeights, MeasuredMismatch
+from lab.policies import World, expected_reward
+from lab.training import Begun, Runs, Setting, gradient_of_step, log_ratios, sample, sampled_k3
+from megatron_rl_corr.core.auto_weights import LEVELS, AutoWeights
 
 AUTO = "auto"
 FIXED_ARMS = (
@@ -75,7 +74,6 @@ def train_on_schedule(
     *,
     seeds: range,
     schedule: Sequence[Phase] = SCHEDULE,
-    progress: Callable[[int], None] = lambda step: None,
 ) -> tuple[Runs, Tensor]:
     """One policy a seed through all phases; all arms begin alike, with the same draws.
 
@@ -86,27 +84,22 @@ def train_on_schedule(
         The runs; and int64 [steps, B], the level that each step had, len(LEVELS) where it made no update
         (AUTO alone; else -1).
     """
-    world = World(setting.vocabulary, setting.length)
-    rewards = TASKS[setting.task](world.responses, world.vocabulary)
-    tables = [random_tables(world, 1, spread=SPREAD, seed=2 * seed) for seed in seeds]
-    noises = [Noise.drawn(world, 1, 2 * seed + 1) for seed in seeds]
-    noise = _joined(noises)
-    begun = ascent(world, torch.cat(tables), rewards, steps=setting.start, rate=START_RATE)[-1]
-    optimiser, generator = SeedwiseAdam(begun, setting.rate), torch.Generator().manual_seed(seeds.start)
+    begun = Begun.of(setting, seeds)
+    world, rewards, noise, optimiser = begun.world, begun.rewards, begun.noise, begun.optimiser
     weights = [AutoWeights(setting.batch) for _ in seeds]
     history, reached, gaps, levels = [optimiser.theta], [], [], []
-    for step, phase in enumerate(_steps(schedule)):
+    for phase in _steps(schedule):
         theta, now = optimiser.theta, dataclasses.replace(setting, kind=phase.kind, size=phase.size)
         reached.append(expected_reward(world, theta, rewards))
-        drawn = sample(world, history[max(0, len(history) - 1 - phase.lag)], noise, now, generator)
+        drawn = sample(world, history[max(0, len(history) - 1 - phase.lag)], noise, now, begun.generator)
         if phase.stale:
-            old = sample(world, history[max(0, len(history) - 1 - STALE)], noise, now, generator)
+            old = sample(world, history[max(0, len(history) - 1 - STALE)], noise, now, begun.generator)
             first = int(phase.stale * setting.batch)
             drawn = tuple(
                 torch.cat([b[:, :first], a[:, first:]], dim=1) for a, b in zip(drawn, old, strict=True)
             )
         if arm == AUTO:
-            found = _measured(world, theta, drawn)
+            found = [measured_mismatch(d) for d in log_ratios(world, theta, drawn)]
             beyond = torch.tensor([one.is_beyond_weights for one in found])
             level = torch.tensor([LEVELS.index(one.level) for one in weights])
             levels.append(torch.where(beyond, len(LEVELS), level))
@@ -119,7 +112,6 @@ def train_on_schedule(
         optimiser.ascend(gradient)
         history = [*history[-STALE:], optimiser.theta]
         gaps.append(sampled_k3(world, theta, drawn))
-        progress(step)
     reached.append(expected_reward(world, optimiser.theta, rewards))
     return Runs(torch.stack(reached), torch.stack(gaps)), torch.stack(levels)
 
@@ -128,20 +120,6 @@ def _steps(schedule: Sequence[Phase]) -> Iterator[Phase]:
     for phase in schedule:
         for _ in range(phase.steps):
             yield phase
-
-
-def _joined(noises: Sequence[Noise]) -> Noise:
-    return Noise(
-        *(torch.cat([getattr(one, field.name) for one in noises]) for field in dataclasses.fields(Noise))
-    )
-
-
-def _measured(world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> list[MeasuredMismatch]:
-    """The mismatch of each seed's responses."""
-    tokens, rollout, _ = drawn
-    who = torch.arange(len(theta))[:, None, None]
-    train = theta.log_softmax(dim=-1)[who, world.contexts_of(tokens), tokens]
-    return [measured_mismatch(d) for d in train - rollout]
 
 
 def _by_level(

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lab.estimators import Samples, pull_of_tokens
-from lab.mismatch import KINDS, LARGEST_LIFT, OTHER_SPREAD
+from lab.mismatch import KINDS, OTHER_SPREAD, heavy_tailed
+from lab.policies import right_share
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.auto_weights import AutoWeights, MeasuredMismatch
 
@@ -34,8 +35,6 @@ STEPS, RATE = 16, 4.0
 BATCHES = (64, 1024)
 ARMS = ("none", "token", "turn", "sequence")
 """Levels; but for `none` each is truncated at the bound that --rollout-correction auto has for the batch."""
-
-
 NO_STEP = "no step"
 
 
@@ -97,9 +96,7 @@ def sampler_logprobs(theta: Tensor, cell: LongCell, generator: torch.Generator) 
 
     noise = {
         "normal": normal(*shape),
-        "heavy": (normal(*shape).abs() / normal(2, *shape).square().mean(dim=0).sqrt()).clamp(
-            max=LARGEST_LIFT
-        ),
+        "heavy": heavy_tailed(normal, shape),
         "other": OTHER_SPREAD * normal(*shape),
         "uniform": torch.rand(shape[:2], generator=generator, dtype=torch.float64),
     }
@@ -125,8 +122,7 @@ def measured(cell: LongCell, responses: int | None = None) -> LongRow:
     contexts, tokens = _draw(log_mu, responses or DRAWN_RESPONSES[cell.length], generator)
     places = torch.arange(cell.length)
     train, rollout = log_p[contexts, tokens], log_mu[places, contexts, tokens]
-    right = (tokens == (contexts + 1) % (VOCABULARY + 1) % VOCABULARY).double().mean(dim=1)
-    advantages = right - expected_share(theta, cell.length)
+    advantages = right_share(tokens, VOCABULARY) - expected_share(theta, cell.length)
     samples = Samples(train, rollout, advantages, places >= cell.length // 2, torch.zeros_like(train))
     truth = gradient(theta, cell.length).flatten()
     errors = {}
@@ -151,7 +147,7 @@ def measured_mismatch(d: Tensor) -> MeasuredMismatch:
 def arms_of(batch: int) -> dict[str, RolloutCorrectionConfig]:
     """The arms for a batch of N."""
     plain = RolloutCorrectionConfig(loss="reinforce", loss_aggregation="seq-mean-token-sum", advantage="raw")
-    cap = AutoWeights(batch, "token").cap
+    cap = AutoWeights(batch).cap
     levels = {name: plain.with_settings({"rollout_is": name, "rollout_is_upper": cap}) for name in ARMS[1:]}
     return {"none": plain} | levels
 

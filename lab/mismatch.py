@@ -6,7 +6,7 @@ drawn once and stays with its prefix: a server that is asked the same twice answ
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,11 @@ FIRST_TURN = 0.1
 """Share of the noise that the first turn has, where later turns are out of distribution."""
 OTHER_SPREAD = 2.0
 """Standard deviation of the logits that other experts give."""
+
+
+def heavy_tailed(normal: Callable[..., Tensor], shape: Sequence[int]) -> Tensor:
+    """|t| with 2 degrees of freedom, at most LARGEST_LIFT, from normal(*shape)."""
+    return (normal(*shape).abs() / normal(2, *shape).square().mean(dim=0).sqrt()).clamp(max=LARGEST_LIFT)
 
 
 @dataclass(frozen=True)
@@ -45,10 +50,10 @@ class Noise:
         def normal(*size: int) -> Tensor:
             return torch.randn(size, generator=generator, dtype=torch.float64)
 
-        heavy = normal(*shape).abs() / (normal(2, *shape).square().mean(dim=0)).sqrt()
+        heavy = heavy_tailed(normal, shape)
         return cls(
             normal(*shape),
-            heavy.clamp(max=LARGEST_LIFT),
+            heavy,
             OTHER_SPREAD * normal(*shape),
             torch.rand(shape[:2], generator=generator, dtype=torch.float64),
         )

@@ -182,6 +182,33 @@ class Runs:
         ]
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A training before its first step: the same in all arms."""
+
+    world: World
+    rewards: Tensor
+    """[S], of all responses."""
+    noise: Noise
+    optimiser: SeedwiseAdam
+    generator: torch.Generator
+    """Draws the samples, one stream for all seeds."""
+
+    @classmethod
+    def of(cls, setting: Setting, seeds: range) -> Begun:
+        """A seed decides the policy's first table and the sampler's noise."""
+        world = World(setting.vocabulary, setting.length)
+        rewards = TASKS[setting.task](world.responses, world.vocabulary)
+        tables = [random_tables(world, 1, spread=SPREAD, seed=2 * seed) for seed in seeds]
+        drawn = [Noise.drawn(world, 1, 2 * seed + 1) for seed in seeds]
+        noise = Noise(
+            *(torch.cat([getattr(one, field.name) for one in drawn]) for field in dataclasses.fields(Noise))
+        )
+        theta = ascent(world, torch.cat(tables), rewards, steps=setting.start, rate=START_RATE)[-1]
+        generator = torch.Generator().manual_seed(seeds.start)
+        return cls(world, rewards, noise, SeedwiseAdam(theta, setting.rate), generator)
+
+
 def train(
     setting: Setting, arm: Arm, *, seeds: range, progress: Callable[[int], None] = lambda step: None
 ) -> Runs:
@@ -195,21 +222,14 @@ def train(
     """
     if arm.couples_samples:
         raise ValueError(f"{arm.name} couples the samples of a batch, and seeds share one here")
-    world = World(setting.vocabulary, setting.length)
-    rewards = TASKS[setting.task](world.responses, world.vocabulary)
-    tables = [random_tables(world, 1, spread=SPREAD, seed=2 * seed) for seed in seeds]
-    drawn = [Noise.drawn(world, 1, 2 * seed + 1) for seed in seeds]
-    noise = Noise(
-        *(torch.cat([getattr(one, field.name) for one in drawn]) for field in dataclasses.fields(Noise))
-    )
-    begun = ascent(world, torch.cat(tables), rewards, steps=setting.start, rate=START_RATE)[-1]
-    optimiser, generator = SeedwiseAdam(begun, setting.rate), torch.Generator().manual_seed(seeds.start)
+    begun = Begun.of(setting, seeds)
+    world, rewards, noise, optimiser = begun.world, begun.rewards, begun.noise, begun.optimiser
     lag = setting.lag + (int(setting.size) if KINDS[setting.kind].of_older_weights else 0)
     history, reached, gaps = [optimiser.theta], [], []
     for step in range(setting.steps):
         theta = optimiser.theta
         reached.append(expected_reward(world, theta, rewards))
-        samples = sample(world, history[max(0, len(history) - 1 - lag)], noise, setting, generator)
+        samples = sample(world, history[max(0, len(history) - 1 - lag)], noise, setting, begun.generator)
         optimiser.ascend(gradient_of_step(world, theta, samples, noise, arm, setting))
         history = [*history[-lag:], optimiser.theta] if lag else [optimiser.theta]
         gaps.append(sampled_k3(world, theta, samples))
@@ -218,9 +238,13 @@ def train(
     return Runs(torch.stack(reached), torch.stack(gaps))
 
 
-def sampled_k3(world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """Mean of e^D - 1 - D over the tokens of each policy: [B]."""
+def log_ratios(world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """D = log p - log mu of what `sample` has drawn: [B, N, T]."""
     tokens, rollout, _ = drawn
     who = torch.arange(len(theta))[:, None, None]
-    train = theta.log_softmax(dim=-1)[who, world.contexts_of(tokens), tokens]
-    return k3(train - rollout).mean(dim=(1, 2))
+    return theta.log_softmax(dim=-1)[who, world.contexts_of(tokens), tokens] - rollout
+
+
+def sampled_k3(world: World, theta: Tensor, drawn: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """Mean of e^D - 1 - D over the tokens of each policy: [B]."""
+    return k3(log_ratios(world, theta, drawn)).mean(dim=(1, 2))

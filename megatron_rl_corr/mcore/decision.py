@@ -51,10 +51,8 @@ class Decision:
     """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
     ess: float = 1.0
     """ESS / n over the update's sequences."""
-    all_ess: float = math.nan
-    mean_product: float = 1.0
-    large: float = 0.0
-    """`MeasuredMismatch` of the batch, in its first update."""
+    mismatch: MeasuredMismatch = MeasuredMismatch()
+    """The batch's, in its first update."""
 
     @classmethod
     def pop_from(cls, numbers: dict[str, float]) -> Decision:
@@ -66,12 +64,7 @@ class Decision:
             # there are no rules: with them it counts what they leave.
             counted["ess"] = numbers["rollout_corr/ess_sequences"]
         if "rollout_corr/log_ratio_large_fraction" in numbers:
-            found = MeasuredMismatch.of(numbers)
-            counted |= {
-                "all_ess": found.ess,
-                "mean_product": found.mean_product,
-                "large": found.large,
-            }
+            counted["mismatch"] = MeasuredMismatch.of(numbers)
         return cls(**counted)
 
     @classmethod
@@ -88,17 +81,14 @@ class Decision:
             take_largest: take the largest value of all ranks. Tensor-parallel ranks may round differently,
                 so that a bound would divide them, and a factor let the weights that they share drift apart.
         """
-        values = torch.tensor(astuple(found), dtype=torch.float64, device=device)
+        *own, mismatch = astuple(found)
+        values = torch.tensor([*own, *mismatch], dtype=torch.float64, device=device)
         if layout.pp_size > 1:
             dist.broadcast(values, layout.last_stage_rank, group=layout.pp_group)
         if take_largest:
             dist.all_reduce(values, dist.ReduceOp.MAX)
-        return cls(*values.tolist())
-
-    @property
-    def mismatch(self) -> MeasuredMismatch:
-        """The batch's, in its first update."""
-        return MeasuredMismatch(self.all_ess, self.mean_product, self.large)
+        agreed = values.tolist()
+        return cls(*agreed[: len(own)], MeasuredMismatch(*agreed[len(own) :]))
 
     @property
     def makes_update(self) -> bool:
@@ -118,7 +108,7 @@ class Decision:
         """Why a run that chooses its weights leaves the batch out; None: it does not."""
         if not self.mismatch.is_beyond_weights:
             return None
-        return BEYOND_WEIGHTS.format(share=self.large, most=MOST_LARGE)
+        return BEYOND_WEIGHTS.format(share=self.mismatch.large, most=MOST_LARGE)
 
     def print_why_not(self, layout: Layout, left_out: str | None) -> None:
         """Tell the user, on the rank that reports, why no update is made. left_out: of a batch

@@ -5,17 +5,16 @@ Trains nothing: the rule needs three numbers a batch, which every run logs and s
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl_corr.commands.correct.compare import KeptBatch
-from megatron_rl_corr.commands.samples.saved_samples import SavedRun
+from megatron_rl_corr.commands.samples.saved_samples import SavedRun, run_setting
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.auto_weights import LEVELS, MOST_LARGE, AutoWeights, MeasuredMismatch
-from megatron_rl_corr.files import CONFIG_NAME, METRICS_NAME
+from megatron_rl_corr.files import METRICS_NAME
 from megatron_rl_corr.observability.metrics_file import read_metrics
 from megatron_rl_corr.rollout.sample_file import read_batch
 from megatron_rl_corr.tables import readable, text_table
@@ -67,13 +66,9 @@ def _of_run(folder: Path) -> Iterator[MeasuredBatch]:
 
 def _updates_of_batch(folder: Path) -> int:
     """Parts that the run cut a batch into, where its metrics are of the whole batch; 1 without a run.json."""
-    path = folder / CONFIG_NAME
-    if not path.is_file():
-        return 1
-    content = json.loads(path.read_text(encoding="utf-8"))
-    if content.get("rollout_correction", {}).get("bypass_mode"):
+    if run_setting(folder, "bypass_mode", "rollout_correction"):
         return 1  # the loss measures, one update at a time
-    return content.get("rollout", {}).get("updates_per_batch") or 1
+    return run_setting(folder, "updates_per_batch") or 1
 
 
 def _of_samples(saved: SavedRun) -> Iterator[MeasuredBatch]:

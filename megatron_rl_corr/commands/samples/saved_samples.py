@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from megatron_rl_corr.commands.samples.rejected import Rejections, find_rejections, read_correction
 from megatron_rl_corr.commands.samples.sample_view import group_of, is_dropped
@@ -103,16 +104,21 @@ class SavedRun:
         return tokenizer
 
 
-def path_setting(run_dir: Path, name: str) -> str | None:
-    """The text that run.json has under this name of `rollout`; None where it, or run.json, has none.
+def run_setting(run_dir: Path, name: str, section: str = "rollout") -> Any:
+    """What run.json has under this name of a section; None where it, or run.json, has none.
 
     Raises:
         ValueError: run.json is not JSON.
     """
     path = run_dir / CONFIG_NAME
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-    rollout = settings.get("rollout") if isinstance(settings, dict) else None
-    named = rollout.get(name) if isinstance(rollout, dict) else None
+    part = settings.get(section) if isinstance(settings, dict) else None
+    return part.get(name) if isinstance(part, dict) else None
+
+
+def path_setting(run_dir: Path, name: str) -> str | None:
+    """The text that run.json has under this name of `rollout`, as `run_setting`."""
+    named = run_setting(run_dir, name)
     return named if isinstance(named, str) and named else None
 
 
