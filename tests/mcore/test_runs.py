@@ -1,6 +1,7 @@
 """Whole runs on Transformer Engine's spec: they go on from a checkpoint, and give a Hugging Face folder."""
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -196,23 +197,24 @@ NO_UPDATE = [(), (), ("skipped", "grad_norm"), ()]
 
 
 def plant_mismatch(source, folder):
-    """The first step's samples in four steps whose log-ratios are made up.
+    """The first step's samples in four steps whose log-ratios are made up. Returns ESS / n of each.
 
-    ESS / n of the products, and share of the tokens with |D| > ln 2: 1 and 0; 1 / 16 and 0; 1 / 16 and 1; 1
-    and 0.
+    Steps 1 and 4 have no mismatch. In steps 2 and 3 the tokens of the longest sample are all more likely to
+    the trainer, and all others less: the product of one sample is nearly the sum of all. Of the tokens,
+    |D| > ln 2 has none in step 2, and all in step 3.
     """
     folder.mkdir(parents=True)
     [path] = source.glob("step_000001_*")
     table = pq.read_table(path)
     train = table["train_logprobs"].to_pylist()
-    assert len(train) == 16 and min(map(len, train)) > 1
-    for step, ratio_of in {
-        1: lambda first: 0.0,
-        2: lambda first: 0.6 if first else -0.6,
-        3: lambda first: 0.8 if first else -0.8,
-        4: lambda first: 0.0,
-    }.items():
-        planted = [[value - ratio_of(sample == 0) for value in values] for sample, values in enumerate(train)]
+    lengths = [len(values) for values in train]
+    assert len(train) == 16 and min(lengths) > 1 and max(lengths) >= 6
+    longest, ess = lengths.index(max(lengths)), []
+    for step, size in enumerate([0.0, 0.6, 0.8, 0.0], start=1):
+        ratios = [size if sample == longest else -size for sample in range(len(train))]
+        planted = [[value - ratio for value in values] for values, ratio in zip(train, ratios, strict=True)]
+        products = [math.exp(ratio * length) for ratio, length in zip(ratios, lengths, strict=True)]
+        ess.append(sum(products) ** 2 / sum(product**2 for product in products) / len(products))
         column = table.schema.get_field_index("rollout_logprobs")
         made = table.set_column(
             column, table.schema.field(column), pa.array(planted, type=table.schema.field(column).type)
@@ -220,6 +222,7 @@ def plant_mismatch(source, folder):
         about = json.loads(table.schema.metadata[b"megatron_rl_corr.batch"]) | {"step": step}
         metadata = table.schema.metadata | {b"megatron_rl_corr.batch": json.dumps(about).encode()}
         pq.write_table(made.replace_schema_metadata(metadata), folder / f"step_{step:06d}_replica0.parquet")
+    return ess
 
 
 def test_auto_when_the_mismatch_changes_then_each_batch_has_the_weights_that_the_one_before_asked_for(
@@ -227,7 +230,7 @@ def test_auto_when_the_mismatch_changes_then_each_batch_has_the_weights_that_the
 ):
     _, whole, *_ = runs["whole"]
     folder = whole.parent
-    plant_mismatch(whole / "samples", folder / "planted/samples")
+    ess = plant_mismatch(whole / "samples", folder / "planted/samples")
     wanted = {"auto": CHOSEN}
     wanted |= {
         level: ["--rollout-is", level, "--rollout-is-threshold", 2.0] for level in ("token", "sequence")
@@ -249,9 +252,7 @@ def test_auto_when_the_mismatch_changes_then_each_batch_has_the_weights_that_the
         told = done.stderr if name == "auto" else told
     auto, levels = steps["auto"], ["token", "sequence", "token", "token"]
     assert [step["auto/level"] for step in auto] == [level == "sequence" for level in levels]
-    assert [step["rollout_corr/ess_sequences"] for step in auto] == pytest.approx(
-        [1, 1 / 16, 1 / 16, 1], rel=0.01
-    )
+    assert [step["rollout_corr/ess_sequences"] for step in auto] == pytest.approx(ess, rel=0.01)
     assert [step["skipped"] for step in auto] == [0, 0, 1, 0]
     assert "100% of the batch's tokens are more than twice as likely on one side" in told
     for place, level in enumerate(levels):
