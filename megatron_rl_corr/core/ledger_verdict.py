@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping
 
 TERMS = ("staleness", "routing", "head", "rounding", "rest", "decode")
 """The steps from the trainer's policy to the sampler's, in their order."""
+UNEXPLAINED = ("routing", "rest")
+"""The terms that another way to compute the same model makes: its routers choose otherwise, too."""
 NOISE = {
     "float32": 1e-5,
     "tf32": 2e-3,
@@ -35,6 +37,18 @@ WORDS = {
     "rest": "the engines' arithmetic, or what no pass takes apart",
     "decode": "the server's decoding against its own prefill",
 }
+CAUSES = {
+    "norm_epsilon": "an epsilon of {} in the norms",
+    "rotary_base": "a rotary base of {}",
+    "rotary_stretch": "positions divided by {}",
+    "rotary_scaling": "{} scaling of the rotary frequencies",
+    "router_type": "routers in {}",
+    "expert_weights": "experts' weights {} over the chosen ones",
+    "expert_scaling": "{} scaling of the experts' sum",
+    "expert_bias": "{} bias in the choice of experts",
+    "logit_scale": "logits times {}",
+}
+"""What servers may compute otherwise, by the kind of the suspect that the rest looks like."""
 
 
 def blamed_terms(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -90,9 +104,32 @@ def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = ()) -> st
             f"mismatch: no more than rounding (mean |D| up to {noise:g}), nothing is blamed; {evidence}, "
             f"parts: {parts}"
         )
+    if any(name in UNEXPLAINED for name, _ in blamed):
+        line += "".join(f"; {one}" for one in cause_lines(numbers))
     if absent:
         line += "; in the rest, as no pass takes them: " + ", ".join(absent)
     return line
+
+
+def cause_lines(numbers: Mapping[str, float]) -> list[str]:
+    """What the rest, with the routing, looks like: in words, the largest first.
+
+    Args:
+        numbers: of the ledger, by their logged names.
+    """
+    of = " and ".join(name for name in UNEXPLAINED if f"ledger/{name}/share" in numbers)
+    of = of if " " in of else f"the {of}"
+    names = [name[10:-6] for name in numbers if name.startswith("ledger/as/") and name.endswith("/share")]
+    lines = []
+    for name in sorted(names, key=lambda name: -numbers[f"ledger/as/{name}/share"]):
+        share, times = (numbers[f"ledger/as/{name}/{part}"] for part in ("share", "times"))
+        kind, _, value = name.partition("/")
+        words = CAUSES[kind].format(value.replace("_", " ") or f"{times:.3g}")
+        size = "" if not value or 0.9 <= times <= 1.1 else f", {times:.2g} times as much"
+        lines.append(
+            f"{_percent(share) if share >= 0.005 else '<1 %'} of {of} is as if servers had {words}{size}"
+        )
+    return lines
 
 
 def _percent(share: float) -> str:

@@ -60,6 +60,10 @@ def _pooled(rows: Sequence[dict]) -> dict[str, float]:
     squares = sum(row["ledger/tokens"] * row["ledger/mean_square"] for row in rows)
     for name in names - {"ledger/noise"}:
         of_square = name.endswith("/share")
+        if name.startswith("ledger/as/") and not of_square:  # of batches that look so
+            values = [row[name] for row in rows if name in row]
+            found[name] = sum(values) / len(values)
+            continue
         total = 0.0
         for row in rows:
             # A term that a batch has no pass for is 0 there; so is its share where all D are 0.

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,12 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.core.ledger_verdict import NOISE, verdict_line
+from megatron_rl_corr.core.ledger_verdict import NOISE, UNEXPLAINED, verdict_line
 from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.features.ledger.causes import CauseSearch, Rest
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
-from megatron_rl_corr.features.ledger.metrics import ledger_metrics, own_metrics, temperature_metrics
+from megatron_rl_corr.features.ledger.metrics import (
+    cause_metrics,
+    ledger_metrics,
+    own_metrics,
+    temperature_metrics,
+)
 from megatron_rl_corr.features.ledger.prefill import ServerPrefill
 from megatron_rl_corr.features.ledger.share import SharePacks, drawn_samples, share_packs, third_of, unit_of
+from megatron_rl_corr.features.ledger.suspects import Suspect, suspects_of
 from megatron_rl_corr.features.ledger.weights import KeptWeights, Round, rounded_in_place, rounding_of
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.feature import CorrectedBatch, EndedStep, Feature, RunParts
@@ -94,6 +102,8 @@ class LedgerFeature(Feature):
         if options.max_lag > 0:
             self._kept = KeptWeights(run.exporter.parameters, options.max_lag)
         self._head = self._float32_head()
+        config = compat.unwrapped(run.model)[0].config
+        self._suspects = suspects_of(run.settings.args, config, HALF.get(self._trained, torch.float32))
         self._prefill = None
         plain = options.temperature == 1 and not run.collector.sampling.truncated
         if not plain:
@@ -210,13 +220,26 @@ class LedgerFeature(Feature):
         part = measured.packs.batch
         with forward.gathered(), compat.attention_logits_kept(forward.model):
             passes = self._run_passes(measured)
-        prefill = None if self._prefill is None else self._prefill.finish(asked, trajectories, part)
+            prefill = None if self._prefill is None else self._prefill.finish(asked, trajectories, part)
+            terms, valid, rest = {}, None, None
+            if passes is not None:
+                terms = split_log_ratio(passes.trained, passes.behind, prefill, part.rollout_logprobs)
+                valid = part.loss_mask & part.rollout_logprobs.isfinite() & passes.trained.isfinite()
+                e = sum(terms[name] for name in UNEXPLAINED if name in terms)
+                rest = Rest(torch.where(valid, e, 0.0), valid, passes.trained, passes.entropy)
+            search = CauseSearch(
+                self._suspects,
+                lambda suspects: self._changed_log_probs(measured, suspects),
+                self._noise,
+                self._layout.shard.tp_size,
+            )
+            causes = search.causes(rest)
         if passes is None:
             return {}
         trained, known = passes.trained, passes.known
-        terms = split_log_ratio(trained, passes.behind, prefill, part.rollout_logprobs)
-        valid = part.loss_mask & part.rollout_logprobs.isfinite() & trained.isfinite()
-        found = own_metrics(time.perf_counter() - began, self._noise, trained)
+        found = own_metrics(time.perf_counter() - began, self._noise, trained) | cause_metrics(
+            causes, trained
+        )
         if prefill is not None:
             known = known | {"decode": prefill.isfinite()}
             found |= temperature_metrics(
@@ -266,6 +289,14 @@ class LedgerFeature(Feature):
             with rounded_in_place(parameters, self._layout, self._round):
                 found["rounding"] = self._log_probs(measured, settings, routed=routed)
         return found
+
+    @collective
+    def _changed_log_probs(self, measured: _Measured, suspects: Sequence[Suspect]) -> Tensor | None:
+        """[T'] under the weights of now, of a model that computes as these suspects say."""
+        with ExitStack() as changes:
+            for suspect in suspects:
+                changes.enter_context(suspect.changed(measured.scored.forward.model))
+            return self._log_probs(measured)
 
     @collective
     def _lags(self, measured: _Measured) -> tuple[Tensor | None, list[int]]:

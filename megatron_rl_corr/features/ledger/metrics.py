@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_rl_corr.core.ledger_verdict import TERMS
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
+from megatron_rl_corr.features.ledger.causes import Cause
 from megatron_rl_corr.reduce.metrics import Max, Mean, Metric, Sum
 
 THIRDS = ("first", "middle", "last")
@@ -105,6 +106,15 @@ def own_metrics(seconds: float, noise: float, like: Tensor) -> dict[str, Metric]
     }
 
 
+def cause_metrics(causes: Sequence[Cause], like: Tensor) -> dict[str, Metric]:
+    """What the rest looks like, alike on all ranks. like: a tensor on the device."""
+    return {
+        f"ledger/as/{cause.name}/{name}": Max(like.new_full((1,), value, dtype=torch.float64))
+        for cause in causes
+        for name, value in (("share", cause.share), ("times", cause.times))
+    }
+
+
 _WITH = "--rollout-ledger-interval"
 _TEXTS = {
     "staleness": "the weights of now against those that sampled the token",
@@ -168,6 +178,12 @@ METRICS = in_group(
         "ledger/rest/by_position/",
         "size of the rest in the first, middle and last third of a sequence",
         "mean |rest|",
+        only_with=_WITH,
+    ),
+    MetricSpec(
+        "ledger/as/",
+        "share: what is gone of the rest's square if servers compute so; times: how much so",
+        "1 - sum((e - d)^2) / sum(e^2); sum(de) / sum(d^2), of logits their factor",
         only_with=_WITH,
     ),
     MetricSpec(

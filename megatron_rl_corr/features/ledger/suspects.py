@@ -1,0 +1,208 @@
+"""What a server may compute otherwise than the trainer, each as a change of the model that one pass tries.
+
+Every rank makes the same list, from Megatron's arguments and the model's configuration; a change that a stage
+has no module for does nothing there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+EPSILONS = (1e-5, 1e-6)
+"""Of RMSNorm in the models of today."""
+BASES = (1e4, 5e5, 1e6, 5e6, 1e7)
+"""Rotary bases of the models of today."""
+STRETCHES = (2, 4)
+"""Factors by which servers stretch positions for longer contexts."""
+
+Changed = Callable[[Sequence[nn.Module]], AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """One change of the trainer's model; `core.ledger_verdict.cause_words` has it in words.
+
+    Example: Suspect("norm_epsilon/1e-05", attribute_changed("eps", 1e-5, of=is_norm)).
+    """
+
+    name: str
+    changed: Changed | None
+    """changed(model chunks): within, they compute so. None: logits times a factor, which needs no pass."""
+
+
+LOGIT_SCALE = Suspect("logit_scale", None)
+
+
+def suspects_of(args: argparse.Namespace, config: Any, dtype: torch.dtype) -> list[Suspect]:
+    """What is tried of a model.
+
+    Args:
+        args: Megatron's, of which those of positions are read.
+        config: the model's TransformerConfig.
+        dtype: what the model computes in.
+    """
+    found = [
+        Suspect(f"norm_epsilon/{value:g}", attribute_changed("eps", value, of=is_norm))
+        for value in EPSILONS
+        if value != config.layernorm_epsilon
+    ]
+    if args.position_embedding_type == "rope":
+        found += _rotary_suspects(args)
+    if config.num_moe_experts:
+        found += _router_suspects(config, dtype)
+    return [*found, LOGIT_SCALE]
+
+
+def _rotary_suspects(args: argparse.Namespace) -> list[Suspect]:
+    base = float(args.rotary_base)
+    if args.use_rope_scaling:  # as Llama 3.1 has it, of its own base
+        return [Suspect("rotary_scaling/none", rotary_changed(lambda own: of_base(base, own)))]
+    bases = [
+        Suspect(f"rotary_base/{value:g}", rotary_changed(lambda own, value=value: of_base(value, own)))
+        for value in BASES
+        if value != base
+    ]
+    return bases + [
+        Suspect(f"rotary_stretch/{factor}", rotary_changed(lambda own, factor=factor: own / factor))
+        for factor in STRETCHES
+    ]
+
+
+def _router_suspects(config: Any, dtype: torch.dtype) -> list[Suspect]:
+    narrow = dtype != torch.float32 and config.moe_router_dtype is None
+    found = [
+        Suspect("router_type/float32", config_changed("moe_router_dtype", "fp32"))
+        if narrow
+        else Suspect("router_type/bfloat16", router_in_bfloat16)
+    ]
+    if config.moe_router_score_function == "softmax":
+        before = bool(config.moe_router_pre_softmax)
+        name = "normalised" if before else "not_normalised"
+        found.append(Suspect(f"expert_weights/{name}", config_changed("moe_router_pre_softmax", not before)))
+    if config.moe_router_topk_scaling_factor not in (None, 1.0):
+        found.append(Suspect("expert_scaling/none", config_changed("moe_router_topk_scaling_factor", None)))
+    if config.moe_router_enable_expert_bias:
+        found.append(Suspect("expert_bias/none", without_expert_bias))
+    return found
+
+
+def is_norm(module: nn.Module) -> bool:
+    """True of norms, those that Transformer Engine fuses with a linear layer too."""
+    return "norm" in type(module).__name__.lower() and isinstance(getattr(module, "eps", None), float)
+
+
+def is_router(module: nn.Module) -> bool:
+    """True of an expert layer's router."""
+    return "router" in type(module).__name__.lower() and hasattr(module, "gating")
+
+
+def attribute_changed(name: str, value: Any, *, of: Callable[[nn.Module], bool]) -> Changed:
+    """The change of one attribute of all modules of a kind."""
+
+    def changed(chunks: Sequence[nn.Module]) -> AbstractContextManager:
+        return _set({id(one): one for one in _modules(chunks) if of(one)}.values(), name, value)
+
+    return changed
+
+
+def config_changed(name: str, value: Any) -> Changed:
+    """The change of one setting of the routers' configuration."""
+
+    def changed(chunks: Sequence[nn.Module]) -> AbstractContextManager:
+        configs = {id(one.config): one.config for one in _modules(chunks) if is_router(one)}
+        return _set(configs.values(), name, value)
+
+    return changed
+
+
+def rotary_changed(frequencies: Callable[[Tensor], Tensor]) -> Changed:
+    """The change of the rotary embeddings' frequencies, which the module caches the angles of."""
+
+    @contextmanager
+    def changed(chunks: Sequence[nn.Module]) -> Iterator[None]:
+        rotary = [one for one in _modules(chunks) if type(one).__name__ == "RotaryEmbedding"]
+        own = [one.inv_freq for one in rotary]
+        try:
+            for module, before in zip(rotary, own, strict=True):
+                _set_frequencies(module, frequencies(before))
+            yield
+        finally:
+            for module, before in zip(rotary, own, strict=True):
+                _set_frequencies(module, before)
+
+    return changed
+
+
+def _set_frequencies(module: nn.Module, frequencies: Tensor) -> None:
+    module.inv_freq = frequencies
+    type(module).forward.cache_clear()
+
+
+def of_base(base: float, like: Tensor) -> Tensor:
+    """base^(-2 i / d) for the d / 2 frequencies of a rotary embedding. like: [d / 2]."""
+    places = torch.arange(len(like), dtype=torch.float32, device=like.device)
+    return (1.0 / base ** (places / len(like))).to(like.dtype)
+
+
+@contextmanager
+def router_in_bfloat16(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, routers multiply in bfloat16, and score what came of it."""
+    routers = [one for one in _modules(chunks) if is_router(one)]
+
+    def in_bfloat16(router: nn.Module) -> Callable[[Tensor], Tensor]:
+        def gating(hidden: Tensor) -> Tensor:
+            bias = None if router.bias is None else router.bias.bfloat16()
+            return nn.functional.linear(hidden.bfloat16(), router.weight.bfloat16(), bias).to(hidden.dtype)
+
+        return gating
+
+    own = [vars(router).get("gating") for router in routers]
+    try:
+        for router in routers:
+            router.gating = in_bfloat16(router)
+        yield
+    finally:
+        for router, before in zip(routers, own, strict=True):
+            if before is None:
+                del router.gating
+            else:
+                router.gating = before
+
+
+@contextmanager
+def without_expert_bias(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, experts are chosen by their scores alone."""
+    biases = [one.expert_bias for one in _modules(chunks) if getattr(one, "expert_bias", None) is not None]
+    own = [bias.clone() for bias in biases]
+    try:
+        for bias in biases:
+            bias.zero_()
+        yield
+    finally:
+        for bias, before in zip(biases, own, strict=True):
+            bias.copy_(before)
+
+
+def _modules(chunks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    for chunk in chunks:
+        yield from chunk.modules()
+
+
+@contextmanager
+def _set(objects: Any, name: str, value: Any) -> Iterator[None]:
+    objects = list(objects)
+    own = [getattr(one, name) for one in objects]
+    try:
+        for one in objects:
+            setattr(one, name, value)
+        yield
+    finally:
+        for one, before in zip(objects, own, strict=True):
+            setattr(one, name, before)

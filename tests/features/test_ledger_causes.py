@@ -1,0 +1,139 @@
+"""What the rest looks like: the arithmetic by hand, on passes that are made up; and the words for it."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from megatron_rl_corr.core.ledger_verdict import cause_lines, verdict_line
+from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Rest
+from megatron_rl_corr.features.ledger.suspects import LOGIT_SCALE, Suspect
+
+TOKENS = 1000
+
+
+def suspect(name):
+    return Suspect(name, lambda chunks: nullcontext())
+
+
+A, B, C = suspect("norm_epsilon/1e-05"), suspect("rotary_base/1e+06"), suspect("rotary_stretch/2")
+
+
+class MadeUp:
+    """A trainer whose log-probs are -1, and move by an effect of its own under each suspect."""
+
+    def __init__(self, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.base = torch.full((TOKENS,), -1.0, dtype=torch.float64)
+        self.effect = {one: 0.1 * torch.randn(TOKENS, generator=generator).double() for one in (A, B, C)}
+        self.entropy = 1 + torch.rand(TOKENS, generator=generator).double()
+        self.passes = []
+
+    def log_probs(self, suspects):
+        self.passes.append([one.name for one in suspects])
+        return self.base + sum(self.effect[one] for one in suspects)
+
+    def rest(self, server, valid=None):
+        valid = torch.ones(TOKENS, dtype=torch.bool) if valid is None else valid
+        return Rest(torch.where(valid, self.base - server, 0.0), valid, self.base, self.entropy)
+
+    def causes(self, server, suspects=(A, B, C, LOGIT_SCALE), noise=1e-5, valid=None):
+        search = CauseSearch(suspects, self.log_probs, noise, 1)
+        return list(search.causes(self.rest(server, valid)))
+
+
+@pytest.fixture
+def made_up(one_rank):
+    return MadeUp()
+
+
+def test_server_as_one_suspect_then_all_of_the_rest_is_as_it_and_nothing_else_is_tried(made_up):
+    found = made_up.causes(made_up.base + made_up.effect[B])
+    assert found == [Cause("rotary_base/1e+06", pytest.approx(1), pytest.approx(1))]
+    assert made_up.passes == [["norm_epsilon/1e-05"], ["rotary_base/1e+06"], ["rotary_stretch/2"]]
+
+
+def test_server_as_two_then_both_the_larger_first_and_the_second_is_tried_under_the_first(made_up):
+    made_up.effect[A] *= 2
+    found = made_up.causes(made_up.base + made_up.effect[A] + made_up.effect[B])
+    assert [one.name for one in found] == ["norm_epsilon/1e-05", "rotary_base/1e+06"]
+    assert sum(one.share for one in found) == pytest.approx(1)
+    assert found[0].share == pytest.approx(0.8, abs=0.05)
+    assert ["norm_epsilon/1e-05", "rotary_base/1e+06"] in made_up.passes
+
+
+def test_server_as_three_then_all_of_them(made_up):
+    server = made_up.log_probs([A, B, C])
+    made_up.effect[A] = made_up.effect[A].clone()
+    assert {one.name for one in made_up.causes(server)} == {A.name, B.name, C.name}
+
+
+def test_server_with_half_of_a_change_then_it_is_named_with_its_size(made_up):
+    [cause] = made_up.causes(made_up.base + 0.5 * made_up.effect[C])
+    assert (cause.name, cause.times) == (C.name, pytest.approx(0.5))
+    assert cause.share == pytest.approx(1)
+
+
+def test_logits_times_a_factor_then_it_is_found_without_a_pass(made_up):
+    server = made_up.base - 0.05 * (made_up.base + made_up.entropy)
+    assert made_up.causes(server, [LOGIT_SCALE]) == [
+        Cause("logit_scale", pytest.approx(1), pytest.approx(0.95))
+    ]
+    assert made_up.passes == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rest_like_no_suspect_then_none(one_rank, seed):
+    made_up = MadeUp(seed)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    assert made_up.causes(made_up.base + 0.1 * torch.randn(TOKENS, generator=generator)) == []
+
+
+def test_opposite_of_a_change_then_it_is_not_that_change(made_up):
+    assert made_up.causes(made_up.base - made_up.effect[A]) == []
+
+
+def test_rest_within_the_noise_or_of_few_tokens_then_nothing_is_tried(made_up):
+    server = made_up.base + made_up.effect[A]
+    few = torch.arange(TOKENS) < 63
+    assert made_up.causes(server, noise=1.0) == made_up.causes(server, valid=few) == []
+    assert made_up.passes == []
+    assert len(made_up.causes(server, valid=torch.arange(TOKENS) < 64)) == 1
+
+
+def test_tokens_without_a_number_then_they_are_left_out(made_up):
+    made_up.effect[A][::2] = float("nan")
+    valid = torch.arange(TOKENS) % 2 == 1
+    server = torch.where(valid, made_up.base + made_up.effect[A], 5.0)
+    [cause] = made_up.causes(server, valid=valid)
+    assert (cause.name, cause.share) == (A.name, pytest.approx(1))
+
+
+def numbers(**causes):
+    found = {"ledger/tokens": 1000, "ledger/mean_abs": 0.1, "ledger/noise": 1e-5}
+    found |= {"ledger/rest/share": 1.0, "ledger/rest/mean_abs": 0.1}
+    for name, (share, times) in causes.items():
+        found |= {f"ledger/as/{name}/share": share, f"ledger/as/{name}/times": times}
+    return found
+
+
+def test_words_when_the_rest_looks_like_changes_then_each_with_its_share_and_size():
+    found = numbers(
+        **{"rotary_base/1e+06": (0.25, 1.01), "norm_epsilon/1e-05": (0.5, 3.0), "logit_scale": (0.1, 0.953)}
+    )
+    found |= {"ledger/as/router_type/bfloat16/share": 0.05, "ledger/as/router_type/bfloat16/times": 1.0}
+    found |= {"ledger/as/expert_weights/not_normalised/share": 0.04}
+    found |= {"ledger/as/expert_weights/not_normalised/times": 0.95}
+    assert cause_lines(found) == [
+        "50 % of the rest is as if servers had an epsilon of 1e-05 in the norms, 3 times as much",
+        "25 % of the rest is as if servers had a rotary base of 1e+06",
+        "10 % of the rest is as if servers had logits times 0.953",
+        "5 % of the rest is as if servers had routers in bfloat16",
+        "4 % of the rest is as if servers had experts' weights not normalised over the chosen ones",
+    ]
+    assert all(line in verdict_line(found) for line in cause_lines(found))
+
+
+def test_words_when_the_rest_is_not_blamed_then_nothing_of_what_it_looks_like():
+    found = numbers(**{"rotary_base/1e+06": (1.0, 1.0)}) | {"ledger/noise": 1.0}
+    assert "rotary" not in verdict_line(found)
