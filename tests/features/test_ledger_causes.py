@@ -16,7 +16,7 @@ def suspect(name):
     return Suspect(name, lambda chunks: nullcontext())
 
 
-A, B, C = suspect("norm_epsilon/1e-05"), suspect("rotary_base/1e+06"), suspect("rotary_stretch/2")
+A, B, C = suspect("norm_epsilon/1e-05"), suspect("rotary_base/1e+06"), suspect("router_type/bfloat16")
 
 
 class MadeUp:
@@ -50,7 +50,7 @@ def made_up(one_rank):
 def test_server_as_one_suspect_then_all_of_the_rest_is_as_it_and_nothing_else_is_tried(made_up):
     found = made_up.causes(made_up.base + made_up.effect[B])
     assert found == [Cause("rotary_base/1e+06", pytest.approx(1), pytest.approx(1))]
-    assert made_up.passes == [["norm_epsilon/1e-05"], ["rotary_base/1e+06"], ["rotary_stretch/2"]]
+    assert made_up.passes == [["norm_epsilon/1e-05"], ["rotary_base/1e+06"], ["router_type/bfloat16"]]
 
 
 def test_server_as_two_then_both_the_larger_first_and_the_second_is_tried_under_the_first(made_up):
@@ -66,6 +66,22 @@ def test_server_as_three_then_all_of_them(made_up):
     server = made_up.log_probs([A, B, C])
     made_up.effect[A] = made_up.effect[A].clone()
     assert {one.name for one in made_up.causes(server)} == {A.name, B.name, C.name}
+
+
+def test_two_that_together_look_most_like_a_third_then_the_two(made_up):
+    made_up.effect[C] = 1.3 * (made_up.effect[A] + made_up.effect[B]) + 0.02 * made_up.effect[C]
+    server = made_up.base + made_up.effect[A] + made_up.effect[B]
+    found = made_up.causes(server)
+    assert {one.name for one in found} == {A.name, B.name}
+    assert sum(one.share for one in found) == pytest.approx(1)
+
+
+def test_two_changes_of_one_part_then_the_second_is_not_tried_under_the_first(made_up):
+    other = suspect("rotary_base/10000")
+    made_up.effect[other] = made_up.effect[C]
+    server = made_up.base + made_up.effect[B] + 0.5 * made_up.effect[C]
+    assert [one.name for one in made_up.causes(server, [B, other])] == [B.name]
+    assert all(len(names) == 1 for names in made_up.passes)
 
 
 def test_server_with_half_of_a_change_then_it_is_named_with_its_size(made_up):

@@ -8,8 +8,8 @@ import pytest
 
 from tests.mcore.launched import launch, write_data
 from tests.preloaded import PreloadedServer
-from tests.tiers import in_matrix, matrix
-from tools.cpu import environment, sglang_arguments
+from tests.tiers import in_matrix, long, matrix
+from tools.cpu import environment, gpu_available, sglang_arguments, vllm_arguments
 
 pytestmark = matrix
 
@@ -58,15 +58,18 @@ NAMES = [*FAULTS, *in_matrix(*IN_MATRIX)]
 
 
 @contextmanager
-def server_of(model, folder, otherwise):
-    more = ["--json-model-override-args", json.dumps(otherwise)] if otherwise else []
-    arguments = [*sglang_arguments(), "--random-seed", "2", "--enable-return-routed-experts", *more]
+def server_of(model, folder, otherwise, engine="sglang"):
+    flag = {"sglang": "--json-model-override-args", "vllm": "--hf-overrides"}[engine]
+    more = [flag, json.dumps(otherwise)] if otherwise else []
+    routed = {"sglang": ["--random-seed", "2", "--enable-return-routed-experts"], "vllm": []}[engine]
+    own = {"sglang": sglang_arguments, "vllm": vllm_arguments}[engine]()
     with PreloadedServer(
         model,
+        engine=engine,
         dtype="float32",
         log_path=folder / "server.log",
-        extra_arguments=arguments,
-        environment=environment("sglang"),
+        extra_arguments=[*own, *routed, *more],
+        environment=environment(engine),
     ) as server:
         yield server.url
 
@@ -100,3 +103,18 @@ def test_server_that_computes_otherwise_then_the_ledger_names_it(name, tiny_moe_
                 assert "is as if servers had" in line
             else:
                 assert step["ledger/mean_abs"] < 1e-5 and "nothing is blamed" in line
+
+
+@long
+@pytest.mark.parametrize("name", ["epsilon", "base", "not_normalised"])
+def test_vllm_that_computes_otherwise_then_the_ledger_names_it(name, tiny_moe_dir, tmp_path):
+    if gpu_available():
+        pytest.skip("make setup-vllm installs vLLM without a GPU only")
+    otherwise, wanted = (FAULTS | IN_MATRIX)[name]
+    write_data(tmp_path)
+    with server_of(tiny_moe_dir, tmp_path, otherwise, "vllm") as url:
+        done = launch(tmp_path, "run", tiny_moe_dir, url, SCRIPT, *RUN, processes=1)
+    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
+    found, step = causes_of(tmp_path / "run")
+    assert list(found) == wanted and sum(found.values()) > 0.99
+    assert step["ledger/rest/share"] == pytest.approx(1, abs=0.01)

@@ -40,7 +40,7 @@ class Cause:
 
     name: str
     share: float
-    """Of sum(e^2) of the rest as the ledger has it: what is gone when this cause is taken out."""
+    """Part of sum(e^2), of the whole e, that is gone when this cause is taken out."""
     times: float
     """How much of the suspect's change the rest has, sum(d e) / sum(d^2); of logits their factor."""
 
@@ -60,7 +60,7 @@ class Rest:
 
 
 @dataclass(frozen=True)
-class Found:
+class _Found:
     """Causes that were taken out one after the other, and what is left behind them."""
 
     causes: tuple[Cause, ...]
@@ -131,12 +131,11 @@ class CauseSearch:
         return best.causes
 
     @collective
-    def _greedy(self, found: Found, whole: float) -> Found:
+    def _greedy(self, found: _Found, whole: float) -> _Found:
         """Further causes taken out until nothing fits."""
         while not found.is_noise and len(found.causes) < MOST:
-            tried = self._try(found)
-            best = max(tried, key=lambda one: one.fit(found.square))
-            if best.fit(found.square) < LEAST_FIT:
+            [best, *_] = _fitting(self._try(found), found.square) or [None]
+            if best is None:
                 break
             found = self._without(found, best, _is_same(best), whole)
         return found
@@ -144,9 +143,7 @@ class CauseSearch:
     @staticmethod
     def _beginnings(tried: Sequence[_Tried], square: float) -> list[tuple[_Tried, bool]]:
         """(suspect, whether its own pass takes it out), the most likely first."""
-        fitting = [one for one in tried if one.fit(square) >= LEAST_FIT]
-        ordered = sorted(fitting, key=lambda one: -one.fit(square))[:BEGINNINGS]
-        likely = [(one, _is_same(one)) for one in ordered]
+        likely = [(one, _is_same(one)) for one in _fitting(tried, square)[:BEGINNINGS]]
         # Beside another cause the size of one looks wrong.
         return likely + [
             (one, True)
@@ -155,8 +152,9 @@ class CauseSearch:
         ]
 
     @collective
-    def _try(self, found: Found) -> list[_Tried]:
-        left = [one for one in self.suspects if one.name not in {cause.name for cause in found.causes}]
+    def _try(self, found: _Found) -> list[_Tried]:
+        gone = {_part(cause.name) for cause in found.causes}
+        left = [one for one in self.suspects if _part(one.name) not in gone]
         passes = [None if one.changed is None else self.log_probs([*found.taken, one]) for one in left]
         sums = []
         if found.rest is not None:
@@ -167,7 +165,7 @@ class CauseSearch:
         return [_Tried(*one) for one in zip(left, passes, totals[::2], totals[1::2], strict=True)]
 
     @collective
-    def _without(self, found: Found, one: _Tried, by_pass: bool, whole: float) -> Found:
+    def _without(self, found: _Found, one: _Tried, by_pass: bool, whole: float) -> _Found:
         """What is left without this cause: of the changed model, or without d times its size."""
         rest = found.rest
         if rest is not None:
@@ -180,11 +178,23 @@ class CauseSearch:
         return replace(after, causes=(*found.causes, cause))
 
     @collective
-    def _found(self, causes: tuple[Cause, ...], taken: tuple[Suspect, ...], rest: Rest | None) -> Found:
+    def _found(self, causes: tuple[Cause, ...], taken: tuple[Suspect, ...], rest: Rest | None) -> _Found:
         sizes = [] if rest is None else [rest.valid.sum(), rest.e.abs().sum(), rest.e.square().sum()]
         tokens, size, square = _summed(sizes, 3)
         is_noise = tokens < LEAST_TOKENS * self.copies or size <= self.noise * tokens
-        return Found(causes, taken, rest, square, is_noise)
+        return _Found(causes, taken, rest, square, is_noise)
+
+
+def _fitting(tried: Sequence[_Tried], square: float) -> list[_Tried]:
+    """Those along whose d enough of e lies, most first."""
+    fitting = [one for one in tried if one.fit(square) >= LEAST_FIT]
+    return sorted(fitting, key=lambda one: -one.fit(square))
+
+
+def _part(name: str) -> str:
+    """The part of the model that a suspect changes: two changes of one part are one of the other's size."""
+    kind = name.partition("/")[0]
+    return "rotary" if kind.startswith("rotary") else kind
 
 
 def _is_same(one: _Tried) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 EPSILONS = (1e-5, 1e-6)
-"""Of RMSNorm in the models of today."""
+"""RMSNorm has them in the models of today."""
 BASES = (1e4, 5e5, 1e6, 5e6, 1e7)
 """Rotary bases of the models of today."""
 STRETCHES = (2, 4)
