@@ -20,6 +20,7 @@ from megatron_rl_corr.core.ledger_verdict import NOISE, UNEXPLAINED, verdict_lin
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.features.ledger.causes import CauseSearch, Rest
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
+from megatron_rl_corr.features.ledger.draw import drawn_samples
 from megatron_rl_corr.features.ledger.metrics import (
     cause_metrics,
     ledger_metrics,
@@ -27,7 +28,7 @@ from megatron_rl_corr.features.ledger.metrics import (
     temperature_metrics,
 )
 from megatron_rl_corr.features.ledger.prefill import ServerPrefill
-from megatron_rl_corr.features.ledger.share import SharePacks, drawn_samples, share_packs, third_of, unit_of
+from megatron_rl_corr.features.ledger.share import SharePacks, share_packs, third_of, unit_of
 from megatron_rl_corr.features.ledger.suspects import Suspect, suspects_of
 from megatron_rl_corr.features.ledger.weights import KeptWeights, Round, rounded_in_place, rounding_of
 from megatron_rl_corr.mcore import compat
@@ -207,7 +208,7 @@ class LedgerFeature(Feature):
         batch, shape = forward.batch, self._run.shape
         samples = drawn_samples(
             self.options.ledger_share,
-            batch.num_sequences,
+            batch.lengths,
             unit_of(forward.model, shape),
             seed=self._run.settings.args.seed,
             batch=scored.number,

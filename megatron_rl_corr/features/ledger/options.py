@@ -22,8 +22,8 @@ class LedgerConfig(Options):
     """
 
     ledger_share: Annotated[float, Between(0, 1)] = option(1 / 64, metavar="X", needs="ledger_interval")
-    """Share of a batch's samples that the ledger takes, whole ones, drawn by --seed; at least one, or one
-    microbatch of padded rows, of each replica. A pass of it costs about X / 3 of the training pass.
+    """Share of a batch's samples that the ledger takes, whole ones, drawn by --seed; of each replica as many
+    as have 1024 tokens at least. A pass of it costs about X / 3 of the training pass.
     """
 
 

@@ -1,8 +1,7 @@
-"""The samples of a batch that the ledger takes: whole ones, drawn by seed, alike on a replica's ranks."""
+"""The microbatches of the samples that the ledger takes of a batch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -16,20 +15,6 @@ from megatron_rl_corr.mcore.batch.packs import Packs
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.layout import Layout
-
-
-def drawn_samples(share: float, rows: int, unit: int, *, seed: int, batch: int, replica: int) -> list[int]:
-    """Places of the samples, ascending: share x rows of them, rounded up to a multiple of unit.
-
-    Args:
-        share: of the batch's samples.
-        rows: S, samples of this replica.
-        unit: the schedule takes a multiple of so many.
-        seed, batch, replica: each has a draw of its own.
-    """
-    count = min(max(math.ceil(share * rows / unit), 1) * unit, rows)
-    order = np.random.default_rng([seed, batch, replica]).permutation(rows)
-    return sorted(order[:count].tolist())
 
 
 @dataclass(frozen=True)
