@@ -42,6 +42,7 @@ CAUSES = {
     "rotary_base": "a rotary base of {}",
     "rotary_stretch": "positions divided by {}",
     "rotary_scaling": "{} scaling of the rotary frequencies",
+    "kv_cache": "keys and values in {}",
     "router_type": "routers in {}",
     "expert_weights": "experts' weights {} over the chosen ones",
     "expert_scaling": "{} scaling of the experts' sum",

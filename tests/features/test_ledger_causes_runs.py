@@ -19,10 +19,15 @@ RUN = [
     *["--moe-grouped-gemm", "--moe-permute-fusion", "--rollout-probe-push", "off"],
     *["--rollout-ledger-interval", 1, "--rollout-ledger-share", 1, "--rollout-max-first-step-kl", 100],
 ]
-LAYOUT = [
+PARALLEL = [
     *["--tensor-model-parallel-size", 2, "--sequence-parallel", "--pipeline-model-parallel-size", 2],
     *["--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1],
 ]
+LAYOUTS = {
+    "parallel": ([*PARALLEL, "--router-replay", "compare"], 4),
+    **dict(in_matrix(("alone", ([], 1)), ("replicas", (["--router-replay", "R3"], 2)))),
+}
+"""Flags, and processes, of each run against a server."""
 EPSILON, FLAT = {"rms_norm_eps": 1e-5}, {"norm_topk_prob": False}
 
 
@@ -39,12 +44,12 @@ BASE = positions(1e6)
 
 FAULTS = {
     # name: (what the server's configuration has otherwise, what is found, by its share)
-    "epsilon": (EPSILON, ["norm_epsilon/1e-05"]),
-    "not_normalised": (FLAT, ["expert_weights/not_normalised"]),
     "base_and_epsilon": (BASE | EPSILON, ["norm_epsilon/1e-05", "rotary_base/1e+06"]),
-    "none": ({}, []),
 }
 IN_MATRIX = {
+    "none": ({}, []),
+    "epsilon": (EPSILON, ["norm_epsilon/1e-05"]),
+    "not_normalised": (FLAT, ["expert_weights/not_normalised"]),
     "base": (BASE, ["rotary_base/1e+06"]),
     "small_base": (positions(5e5), ["rotary_base/500000"]),
     "large_base": (positions(1e7), ["rotary_base/1e+07"]),
@@ -89,9 +94,8 @@ def causes_of(out):
 def test_server_that_computes_otherwise_then_the_ledger_names_it(name, tiny_moe_dir, tmp_path):
     otherwise, wanted = (FAULTS | IN_MATRIX)[name]
     write_data(tmp_path)
-    layouts = {"one": ([], 1), "tp2_pp2_ep2": ([*LAYOUT, "--router-replay", "compare"], 4)}
     with server_of(tiny_moe_dir, tmp_path, otherwise) as url:
-        for layout, (flags, processes) in layouts.items():
+        for layout, (flags, processes) in LAYOUTS.items():
             done = launch(tmp_path, layout, tiny_moe_dir, url, SCRIPT, *RUN, *flags, processes=processes)
             assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-2000:]
             found, step = causes_of(tmp_path / layout)

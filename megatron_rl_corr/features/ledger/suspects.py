@@ -21,6 +21,8 @@ BASES = (1e4, 5e5, 1e6, 5e6, 1e7)
 """Rotary bases of the models of today."""
 STRETCHES = (2, 4)
 """Factors by which servers stretch positions for longer contexts."""
+CACHE_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""In which servers keep keys and values with --kv-cache-dtype, as they are: without a scale."""
 
 Changed = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
@@ -40,13 +42,13 @@ class Suspect:
 LOGIT_SCALE = Suspect("logit_scale", None)
 
 
-def suspects_of(args: argparse.Namespace, config: Any, dtype: torch.dtype) -> list[Suspect]:
+def suspects_of(args: argparse.Namespace, config: Any, compute_type: torch.dtype) -> list[Suspect]:
     """What is tried of a model.
 
     Args:
         args: Megatron's, of which those of positions are read.
         config: the model's TransformerConfig.
-        dtype: what the model computes in.
+        compute_type: what the model computes in.
     """
     found = [
         Suspect(f"norm_epsilon/{value:g}", attribute_changed("eps", value, of=is_norm))
@@ -55,8 +57,12 @@ def suspects_of(args: argparse.Namespace, config: Any, dtype: torch.dtype) -> li
     ]
     if args.position_embedding_type == "rope":
         found += _rotary_suspects(args)
+    if not config.multi_latent_attention:  # whose cache holds what keys and values are made of
+        found += [
+            Suspect(f"kv_cache/{name}", keys_and_values_as(dtype)) for name, dtype in CACHE_TYPES.items()
+        ]
     if config.num_moe_experts:
-        found += _router_suspects(config, dtype)
+        found += _router_suspects(config, compute_type)
     return [*found, LOGIT_SCALE]
 
 
@@ -75,8 +81,8 @@ def _rotary_suspects(args: argparse.Namespace) -> list[Suspect]:
     ]
 
 
-def _router_suspects(config: Any, dtype: torch.dtype) -> list[Suspect]:
-    narrow = dtype != torch.float32 and config.moe_router_dtype is None
+def _router_suspects(config: Any, compute_type: torch.dtype) -> list[Suspect]:
+    narrow = compute_type != torch.float32 and config.moe_router_dtype is None
     found = [
         Suspect("router_type/float32", config_changed("moe_router_dtype", "fp32"))
         if narrow
@@ -174,6 +180,27 @@ def router_in_bfloat16(chunks: Sequence[nn.Module]) -> Iterator[None]:
                 del router.gating
             else:
                 router.gating = before
+
+
+def keys_and_values_as(dtype: torch.dtype) -> Changed:
+    """The change of keys and values that are rounded to this type before attention reads them."""
+    largest = torch.finfo(dtype).max
+
+    def rounded(module: nn.Module, given: tuple) -> tuple:
+        query, *cached = given[:3]
+        return (query, *(one.clamp(-largest, largest).to(dtype).to(one.dtype) for one in cached), *given[3:])
+
+    @contextmanager
+    def changed(chunks: Sequence[nn.Module]) -> Iterator[None]:
+        attention = [one.core_attention for one in _modules(chunks) if hasattr(one, "core_attention")]
+        hooks = [one.register_forward_pre_hook(rounded) for one in attention]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    return changed
 
 
 @contextmanager
