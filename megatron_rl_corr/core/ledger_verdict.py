@@ -41,15 +41,17 @@ CAUSES = {
     "norm_epsilon": "an epsilon of {} in the norms",
     "rotary_base": "a rotary base of {}",
     "rotary_stretch": "positions divided by {}",
-    "rotary_scaling": "{} scaling of the rotary frequencies",
+    "rotary_scaling": "no scaling of the rotary frequencies",
     "kv_cache": "keys and values in {}",
     "router_type": "routers in {}",
     "expert_weights": "experts' weights {} over the chosen ones",
-    "expert_scaling": "{} scaling of the experts' sum",
-    "expert_bias": "{} bias in the choice of experts",
+    "expert_scaling": "no scaling of the experts' sum",
+    "expert_bias": "no bias in the choice of experts",
     "logit_scale": "logits times {}",
 }
 """What servers may compute otherwise, by the kind of the suspect that the rest looks like."""
+SIZED = ("norm_epsilon", "rotary_base", "rotary_stretch")
+"""Kinds of which there may be more or less than was tried."""
 
 
 def blamed_terms(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -125,8 +127,9 @@ def cause_lines(numbers: Mapping[str, float]) -> list[str]:
     for name in sorted(names, key=lambda name: -numbers[f"ledger/as/{name}/share"]):
         share, times = (numbers[f"ledger/as/{name}/{part}"] for part in ("share", "times"))
         kind, _, value = name.partition("/")
-        words = CAUSES[kind].format(value.replace("_", " ") or f"{times:.3g}")
-        size = "" if not value or 0.9 <= times <= 1.1 else f", {times:.2g} times as much"
+        words = CAUSES.get(kind, f"{kind} {{}}").format(value.replace("_", " ") or f"{times:.3g}")
+        is_sized = kind in SIZED and not 0.9 <= times <= 1.1
+        size = f", {times:.2g} times as much" if is_sized else ""
         lines.append(
             f"{_percent(share) if share >= 0.005 else '<1 %'} of {of} is as if servers had {words}{size}"
         )

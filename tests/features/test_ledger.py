@@ -9,7 +9,7 @@ import torch
 from megatron_rl_corr.config.flags import parse
 from megatron_rl_corr.core.ledger_verdict import LEAST_TOKENS, NOISE, blamed_terms, verdict_line
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
-from megatron_rl_corr.features.ledger.draw import drawn_samples
+from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
 from megatron_rl_corr.features.ledger.metrics import ledger_metrics, temperature_metrics
 
 REQUIRED = ["--rollout-url", "http://a:1", "--rollout-prompts", "p", "--rollout-hf-checkpoint", "m"]
@@ -163,26 +163,26 @@ def test_flags_when_they_have_no_effect_or_no_meaning_then_refused_by_name():
     assert parse(REQUIRED)[1].ledger_interval is None
 
 
-def drawn(share, lengths, unit=1, **which):
-    which = {"seed": 1, "batch": 0, "replica": 0} | which
-    return drawn_samples(share, np.array(lengths), unit, **which)
-
-
 def test_draw_when_samples_are_long_then_the_share_rounded_up_to_the_unit():
-    assert len(drawn(1 / 64, [2000] * 128)) == 2
-    assert len(drawn(1 / 64, [2000] * 130)) == 3
-    assert len(drawn(1 / 64, [2000] * 130, unit=4)) == 4
-    assert drawn(1.0, [2000] * 6) == [0, 1, 2, 3, 4, 5]
+    assert drawn_count(1 / 64, np.array([2000] * 128), 1) == 2
+    assert drawn_count(1 / 64, np.array([2000] * 130), 1) == 3
+    assert drawn_count(1 / 64, np.array([2000] * 130), 4) == 4
+    assert drawn_count(1.0, np.array([2000] * 6), 1) == 6
 
 
 def test_draw_when_samples_are_short_then_as_many_as_have_tokens_enough_for_a_verdict():
-    assert len(drawn(1 / 64, [100] * 128)) == 11
-    assert len(drawn(1 / 64, [100] * 128, unit=4)) == 12
-    assert len(drawn(1 / 64, [1024] * 128)) == 2 and len(drawn(1 / 64, [1024])) == 1
-    assert drawn(1 / 64, [100] * 4) == [0, 1, 2, 3]
+    assert drawn_count(1 / 64, np.array([100] * 128), 1) == 11
+    assert drawn_count(1 / 64, np.array([100] * 128), 4) == 12
+    assert drawn_count(1 / 64, np.array([1024] * 128), 1) == 2
+    assert drawn_count(1 / 64, np.array([1000, 24, 500]), 1) == 2
+    assert drawn_count(1 / 64, np.array([100] * 4), 1) == 4
+    assert drawn_count(1 / 64, np.array([], dtype=np.int64), 1) == 0
 
 
 def test_draw_then_each_seed_batch_and_replica_has_its_own():
-    lengths = [300] * 1000
-    draws = [drawn(0.01, lengths, **which) for which in ({}, {"seed": 2}, {"batch": 1}, {"replica": 1})]
-    assert len({tuple(one) for one in draws}) == 4 and drawn(0.01, lengths) == draws[0]
+    which = [
+        {"seed": 1, "batch": 0, "replica": 0} | one for one in ({}, {"seed": 2}, {"batch": 1}, {"replica": 1})
+    ]
+    draws = [draw_order(100, **one).tolist() for one in which]
+    assert len(set(map(tuple, draws))) == 4 and all(sorted(one) == list(range(100)) for one in draws)
+    assert draw_order(100, **which[0]).tolist() == draws[0]

@@ -60,9 +60,8 @@ def _pooled(rows: Sequence[dict]) -> dict[str, float]:
     squares = sum(row["ledger/tokens"] * row["ledger/mean_square"] for row in rows)
     for name in names - {"ledger/noise"}:
         of_square = name.endswith("/share")
-        if name.startswith("ledger/as/") and not of_square:  # of batches that look so
-            values = [row[name] for row in rows if name in row]
-            found[name] = sum(values) / len(values)
+        if name.startswith("ledger/as/"):
+            found[name] = _pooled_cause(rows, name)
             continue
         total = 0.0
         for row in rows:
@@ -73,6 +72,17 @@ def _pooled(rows: Sequence[dict]) -> dict[str, float]:
         whole = squares if of_square else tokens
         found[name] = total / whole if whole else math.nan
     return found
+
+
+def _pooled_cause(rows: Sequence[dict], name: str) -> float:
+    """A cause's share of the square of the rest of all batches, or its times over those that look so."""
+    squares = [row["ledger/tokens"] * row.get("ledger/as_square", 0.0) for row in rows]
+    share = name.removesuffix("/times") + "/share" if name.endswith("/times") else name
+    explained = [square * row.get(share, 0.0) for square, row in zip(squares, rows, strict=True)]
+    if name == share:
+        return sum(explained) / sum(squares) if sum(squares) else math.nan
+    sizes = [one * row.get(name, 0.0) for one, row in zip(explained, rows, strict=True)]
+    return sum(sizes) / sum(explained) if sum(explained) else math.nan
 
 
 def _percent(share: float) -> str:

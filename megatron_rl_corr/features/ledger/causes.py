@@ -1,15 +1,17 @@
 """Which changes of the trainer's model make it compute what the server has: the rest, taken apart.
 
 e of a token is the part of its D that lies between two ways to compute the same weights: the rest, and with
---router-replay compare the routing, as another epsilon moves the choice of experts, too. A suspect's pass
-has log p_h in the place of the trainer's log p, and d = log p - log p_h is what e would be if the suspect
-were all there is. T' tokens of this rank.
+--router-replay compare the routing, as another epsilon moves the choice of experts, too. A suspect's pass has
+log p_h, and d = log p - log p_h is what e would be if the suspect were all there is.
+
+e and d must not share the rounding of one pass, or every suspect would look like a quarter of a healthy e in
+16 bits: log p of d is that of a pass of its own, whose norms round otherwise. T' tokens of this rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -22,15 +24,19 @@ from megatron_rl_corr.reduce.failure import communication_device
 
 MOST = 3
 """Causes that are looked for at a time."""
+MOST_PASSES = 64
+"""Passes after which no further beginning is tried."""
 LEAST_FIT = 0.3
-"""Share of the rest's square along a suspect's d from which on it is a cause. By chance a suspect has about
-1 / tokens.
+"""Share of the square of e along a suspect's d from which on it is a cause."""
+LEAST_EVIDENCE = 12.0
+"""(sum de)^2 / sum (de)^2 is chi2 of one degree where d and e have nothing to do with each other, however few
+tokens have most of both; above 12 it is 5e-4 of the time.
 """
 SAME = (0.9, 1.1)
 """Factors between which a change is as large as the one that was tried."""
 ABOUT = (0.5, 2.0)
 """Factors between which it may be, beside another cause."""
-BEGINNINGS = 3
+BEGINNINGS = 2
 """Suspects that are tried as the first cause."""
 
 
@@ -53,10 +59,8 @@ class Rest:
     """[T'] float64, 0 where a token is not valid."""
     valid: Tensor
     """[T'] bool."""
-    log_probs: Tensor
-    """[T'] of the trainer's policy."""
-    entropy: Tensor
-    """[T'] of its distributions."""
+    slope: Tensor
+    """[T'] log p + entropy of the trainer's policy: d log p / d log b of logits times b."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class _Found:
     taken: tuple[Suspect, ...]
     """Those whose own passes took them out: later passes are made under them."""
     rest: Rest | None
+    tokens: float
     square: float
     """sum(e^2) of what is left."""
     is_noise: bool
@@ -78,20 +83,34 @@ class _Tried:
     """A suspect's pass over what is left."""
 
     suspect: Suspect
-    log_probs: Tensor | None
+    d: Tensor | None
+    """[T'] float64, 0 where it is not known."""
     both: float
     """sum(de)."""
     own: float
     """sum(d^2)."""
+    products: float
+    """sum((de)^2)."""
+    explains: bool
+    """e - d is noise: however few tokens have most of it, nothing more is needed."""
 
     @property
     def times(self) -> float:
         return self.both / self.own if self.own else 0.0
 
+    @property
+    def is_same(self) -> bool:
+        """The very change that was tried."""
+        return self.suspect.changed is not None and SAME[0] <= self.times <= SAME[1]
+
     def fit(self, square: float) -> float:
-        """Share of sum(e^2) that lies along d; 0 of a change in the other direction than its name says."""
-        wrong = self.suspect.changed is not None and self.both <= 0
-        return 0.0 if wrong or not self.own else self.both * self.both / (self.own * square)
+        """Share of sum(e^2) that lies along d; 0 where it may be chance, or of a size that no change has."""
+        least, most = self.suspect.sizes
+        if not self.products or not least <= self.times <= most:
+            return 0.0
+        if not self.explains and self.both * self.both < LEAST_EVIDENCE * self.products:
+            return 0.0
+        return self.both * self.both / (self.own * square)
 
 
 @dataclass(frozen=True)
@@ -99,12 +118,20 @@ class CauseSearch:
     """Looks for the suspects that explain a rest; every rank calls its methods, with the same suspects."""
 
     suspects: Sequence[Suspect]
-    log_probs: Callable[[Sequence[Suspect]], Tensor | None]
-    """Makes a pass under these changes; None on stages but the last. Collective."""
+    log_probs: Callable[[Sequence[Suspect], bool], Tensor | None]
+    """log_probs(suspects, rounds_otherwise): a pass under these changes; None on stages but the last.
+    Collective.
+    """
     noise: float
     """mean |e| that needs no cause."""
     copies: int
     """Ranks that hold each token, which are the tensor-parallel ones."""
+    _passes: dict[tuple[frozenset[str], bool], Tensor | None] = field(default_factory=dict)
+
+    @collective
+    def needs_causes(self, rest: Rest | None) -> bool:
+        """True if e is more than noise. rest: None on ranks of other stages."""
+        return not self._found((), (), rest).is_noise
 
     @collective
     def causes(self, rest: Rest | None) -> tuple[Cause, ...]:
@@ -118,15 +145,11 @@ class CauseSearch:
         Args:
             rest: None on ranks of other stages.
         """
-        start = self._found((), (), rest)
-        if start.is_noise:
-            return ()
-        tried = self._try(start)
-        best = start
-        for first, by_pass in self._beginnings(tried, start.square):
+        start = best = self._found((), (), rest)
+        for first, by_pass in self._beginnings(start):
             found = self._greedy(self._without(start, first, by_pass, start.square), start.square)
             best = min(best, found, key=lambda one: one.square)
-            if best.is_noise:
+            if best.is_noise or len(self._passes) >= MOST_PASSES:
                 break
         return best.causes
 
@@ -134,45 +157,53 @@ class CauseSearch:
     def _greedy(self, found: _Found, whole: float) -> _Found:
         """Further causes taken out until nothing fits."""
         while not found.is_noise and len(found.causes) < MOST:
-            [best, *_] = _fitting(self._try(found), found.square) or [None]
+            [best, *_] = self._fitting(found) or [None]
             if best is None:
                 break
-            found = self._without(found, best, _is_same(best), whole)
+            found = self._without(found, best, best.is_same, whole)
         return found
 
-    @staticmethod
-    def _beginnings(tried: Sequence[_Tried], square: float) -> list[tuple[_Tried, bool]]:
+    @collective
+    def _beginnings(self, start: _Found) -> list[tuple[_Tried, bool]]:
         """(suspect, whether its own pass takes it out), the most likely first."""
-        likely = [(one, _is_same(one)) for one in _fitting(tried, square)[:BEGINNINGS]]
+        likely = self._fitting(start)[:BEGINNINGS]
         # Beside another cause the size of one looks wrong.
-        return likely + [
-            (one, True)
-            for one, same in likely
-            if not same and one.suspect.changed and ABOUT[0] < one.times < ABOUT[1]
-        ]
+        about = [one for one in likely if one.suspect.changed and ABOUT[0] <= one.times <= ABOUT[1]]
+        return [(one, one.is_same) for one in likely] + [(one, True) for one in about if not one.is_same]
 
     @collective
-    def _try(self, found: _Found) -> list[_Tried]:
+    def _fitting(self, found: _Found) -> list[_Tried]:
+        """The suspects along whose d enough of e lies, most first."""
         gone = {_part(cause.name) for cause in found.causes}
         left = [one for one in self.suspects if _part(one.name) not in gone]
-        passes = [None if one.changed is None else self.log_probs([*found.taken, one]) for one in left]
-        sums = []
+        base = self._pass(found.taken, rounds_otherwise=True)
+        passes = [None if one.changed is None else self._pass((*found.taken, one)) for one in left]
+        sums, lines = [], [None] * len(left)
         if found.rest is not None:
-            for one in passes:
-                d = _line(found.rest, one)
-                sums += [(d * found.rest.e).sum(), d.square().sum()]
-        totals = _summed(sums, 2 * len(left))
-        return [_Tried(*one) for one in zip(left, passes, totals[::2], totals[1::2], strict=True)]
+            lines = [_line(found.rest, base, one) for one in passes]
+            sums = [one for d in lines for one in _sums(d, found.rest.e)]
+        totals, tried = _summed(sums, 4 * len(left)), []
+        for at, (one, d) in enumerate(zip(left, lines, strict=True)):
+            both, own, products, behind = totals[4 * at : 4 * at + 4]
+            tried.append(_Tried(one, d, both, own, products, behind <= self.noise * found.tokens))
+        fits = [(one.fit(found.square), one) for one in tried]
+        return [one for fit, one in sorted(fits, key=lambda pair: -pair[0]) if fit >= LEAST_FIT]
+
+    @collective
+    def _pass(self, suspects: Sequence[Suspect], *, rounds_otherwise: bool = False) -> Tensor | None:
+        """[T'] log-probs under these changes, made once; None on stages but the last."""
+        key = frozenset(one.name for one in suspects), rounds_otherwise
+        if key not in self._passes:
+            self._passes[key] = self.log_probs(suspects, rounds_otherwise)
+        return self._passes[key]
 
     @collective
     def _without(self, found: _Found, one: _Tried, by_pass: bool, whole: float) -> _Found:
         """What is left without this cause: of the changed model, or without d times its size."""
         rest = found.rest
         if rest is not None:
-            e = rest.e - (1.0 if by_pass else one.times) * _line(rest, one.log_probs)
-            rest = replace(rest, e=e, log_probs=one.log_probs if by_pass else rest.log_probs)
-        taken = (*found.taken, one.suspect) if by_pass else found.taken
-        after = self._found(found.causes, taken, rest)
+            rest = replace(rest, e=rest.e - (1.0 if by_pass else one.times) * one.d)
+        after = self._found((), (*found.taken, one.suspect) if by_pass else found.taken, rest)
         size = one.times if one.suspect.changed else 1 + one.times
         cause = Cause(one.suspect.name, (found.square - after.square) / whole, size)
         return replace(after, causes=(*found.causes, cause))
@@ -182,13 +213,7 @@ class CauseSearch:
         sizes = [] if rest is None else [rest.valid.sum(), rest.e.abs().sum(), rest.e.square().sum()]
         tokens, size, square = _summed(sizes, 3)
         is_noise = tokens < LEAST_TOKENS * self.copies or size <= self.noise * tokens
-        return _Found(causes, taken, rest, square, is_noise)
-
-
-def _fitting(tried: Sequence[_Tried], square: float) -> list[_Tried]:
-    """Those along whose d enough of e lies, most first."""
-    fitting = [one for one in tried if one.fit(square) >= LEAST_FIT]
-    return sorted(fitting, key=lambda one: -one.fit(square))
+        return _Found(causes, taken, rest, tokens, square, is_noise)
 
 
 def _part(name: str) -> str:
@@ -197,17 +222,15 @@ def _part(name: str) -> str:
     return "rotary" if kind.startswith("rotary") else kind
 
 
-def _is_same(one: _Tried) -> bool:
-    return one.suspect.changed is not None and SAME[0] <= one.times <= SAME[1]
-
-
-def _line(rest: Rest, changed: Tensor | None) -> Tensor:
-    """[T'] float64: d of a suspect's pass; of logits times b, d log p / d log b = log p + H."""
-    if changed is None:
-        d = -(rest.log_probs.double() + rest.entropy.double())
-    else:
-        d = rest.log_probs.double() - changed.double()
+def _line(rest: Rest, base: Tensor, changed: Tensor | None) -> Tensor:
+    """[T'] float64: d of a suspect's pass, or of logits times a factor."""
+    d = -rest.slope.double() if changed is None else base.double() - changed.double()
     return torch.where(rest.valid & d.isfinite(), d, 0.0)
+
+
+def _sums(d: Tensor, e: Tensor) -> list[Tensor]:
+    both = d * e
+    return [both.sum(), d.square().sum(), both.square().sum(), (e - d).abs().sum()]
 
 
 @collective

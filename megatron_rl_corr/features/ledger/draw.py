@@ -10,19 +10,19 @@ LEAST_LENGTH = 1024
 """Tokens of the samples that a replica takes at least, prompts included: a verdict needs some."""
 
 
-def drawn_samples(
-    share: float, lengths: np.ndarray, unit: int, *, seed: int, batch: int, replica: int
-) -> list[int]:
-    """Places of the samples, ascending: share x S of them, or more until they have LEAST_LENGTH tokens,
-    rounded up to a multiple of unit.
+def draw_order(rows: int, *, seed: int, batch: int, replica: int) -> np.ndarray:
+    """[S] the places of a replica's samples by chance; each seed, batch and replica has its own."""
+    return np.random.default_rng([seed, batch, replica]).permutation(rows)
+
+
+def drawn_count(share: float, lengths: np.ndarray, unit: int) -> int:
+    """How many samples are taken: share x S, or more until they have LEAST_LENGTH tokens, at most S.
 
     Args:
         share: of the batch's samples.
-        lengths: [S] tokens of this replica's samples.
+        lengths: [S] tokens of the samples in their order.
         unit: the schedule takes a multiple of so many.
-        seed, batch, replica: each has a draw of its own.
     """
-    order = np.random.default_rng([seed, batch, replica]).permutation(len(lengths))
-    enough = 1 + int(np.searchsorted(np.cumsum(lengths[order]), LEAST_LENGTH))
+    enough = 1 + int(np.searchsorted(np.cumsum(lengths), LEAST_LENGTH))
     count = max(math.ceil(share * len(lengths)), enough)
-    return sorted(order[: math.ceil(count / unit) * unit].tolist())
+    return min(math.ceil(count / unit) * unit, len(lengths))

@@ -18,9 +18,9 @@ from torch import Tensor
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.ledger_verdict import NOISE, UNEXPLAINED, verdict_line
 from megatron_rl_corr.engines.errors import RolloutError
-from megatron_rl_corr.features.ledger.causes import CauseSearch, Rest
+from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Rest
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
-from megatron_rl_corr.features.ledger.draw import drawn_samples
+from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
 from megatron_rl_corr.features.ledger.metrics import (
     cause_metrics,
     ledger_metrics,
@@ -29,7 +29,7 @@ from megatron_rl_corr.features.ledger.metrics import (
 )
 from megatron_rl_corr.features.ledger.prefill import ServerPrefill
 from megatron_rl_corr.features.ledger.share import SharePacks, share_packs, third_of, unit_of
-from megatron_rl_corr.features.ledger.suspects import Suspect, suspects_of
+from megatron_rl_corr.features.ledger.suspects import Suspect, rounding_otherwise, suspects_of
 from megatron_rl_corr.features.ledger.weights import KeptWeights, Round, rounded_in_place, rounding_of
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.feature import CorrectedBatch, EndedStep, Feature, RunParts
@@ -38,7 +38,7 @@ from megatron_rl_corr.mcore.number_types import trained_type
 from megatron_rl_corr.mcore.serving import WeightPush
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
-from megatron_rl_corr.reduce.failure import broadcast_made
+from megatron_rl_corr.reduce.failure import broadcast_made, communication_device
 from megatron_rl_corr.reduce.metrics import Metric
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -206,14 +206,7 @@ class LedgerFeature(Feature):
     def _measure(self, scored: CorrectedBatch) -> dict[str, Metric]:
         began, forward, layout = time.perf_counter(), scored.forward, self._layout
         batch, shape = forward.batch, self._run.shape
-        samples = drawn_samples(
-            self.options.ledger_share,
-            batch.lengths,
-            unit_of(forward.model, shape),
-            seed=self._run.settings.args.seed,
-            batch=scored.number,
-            replica=layout.dp_rank,
-        )
+        samples = self._drawn(scored)
         asked, trajectories = None, [forward.samples[one] for one in samples if forward.samples]
         if self._prefill is not None:
             asked = self._prefill.begin(trajectories, scored.number)  # servers compute meanwhile
@@ -227,26 +220,30 @@ class LedgerFeature(Feature):
                 terms = split_log_ratio(passes.trained, passes.behind, prefill, part.rollout_logprobs)
                 valid = part.loss_mask & part.rollout_logprobs.isfinite() & passes.trained.isfinite()
                 e = sum(terms[name] for name in UNEXPLAINED if name in terms)
-                rest = Rest(torch.where(valid, e, 0.0), valid, passes.trained, passes.entropy)
-            search = CauseSearch(
-                self._suspects,
-                lambda suspects: self._changed_log_probs(measured, suspects),
-                self._noise,
-                self._layout.shard.tp_size,
-            )
-            causes = search.causes(rest)
+                rest = Rest(torch.where(valid, e, 0.0), valid, passes.trained + passes.entropy)
+            causes = self._causes(measured, rest)
         if passes is None:
             return {}
         trained, known = passes.trained, passes.known
-        found = own_metrics(time.perf_counter() - began, self._noise, trained) | cause_metrics(
-            causes, trained
-        )
+        found = own_metrics(time.perf_counter() - began, self._noise, trained) | cause_metrics(causes, rest)
         if prefill is not None:
             known = known | {"decode": prefill.isfinite()}
             found |= temperature_metrics(
                 terms["decode"], trained + passes.entropy, valid & prefill.isfinite()
             )
         return ledger_metrics(terms, valid, third_of(part), known) | found
+
+    @collective
+    def _drawn(self, scored: CorrectedBatch) -> list[int]:
+        """Places of the samples that are measured: as many on every replica, as rows of padding must be."""
+        lengths, unit = scored.forward.batch.lengths, unit_of(scored.forward.model, self._run.shape)
+        order = draw_order(
+            len(lengths), seed=self._run.settings.args.seed, batch=scored.number, replica=self._layout.dp_rank
+        )
+        count = drawn_count(self.options.ledger_share, lengths[order], unit)
+        most = torch.tensor([count], device=communication_device())
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._layout.dp_cp_group)
+        return sorted(order[: int(most)].tolist())
 
     @collective
     def _run_passes(self, measured: _Measured) -> _Passes | None:
@@ -286,18 +283,31 @@ class LedgerFeature(Feature):
             settings = self._head
             found["head"] = self._log_probs(measured, settings, routed=routed)
         if self._round is not None:
-            parameters = self._run.exporter.parameters
-            with rounded_in_place(parameters, self._layout, self._round):
+            with self._rounded():
                 found["rounding"] = self._log_probs(measured, settings, routed=routed)
         return found
 
     @collective
-    def _changed_log_probs(self, measured: _Measured, suspects: Sequence[Suspect]) -> Tensor | None:
-        """[T'] under the weights of now, of a model that computes as these suspects say."""
-        with ExitStack() as changes:
-            for suspect in suspects:
-                changes.enter_context(suspect.changed(measured.scored.forward.model))
-            return self._log_probs(measured)
+    def _causes(self, measured: _Measured, rest: Rest | None) -> tuple[Cause, ...]:
+        """What the rest looks like, alike on all ranks. rest: None on ranks of other stages."""
+
+        def log_probs(suspects: Sequence[Suspect], rounds_otherwise: bool) -> Tensor | None:
+            with ExitStack() as changes:
+                for changed in [one.changed for one in suspects] + [rounding_otherwise] * rounds_otherwise:
+                    changes.enter_context(changed(measured.scored.forward.model))
+                return self._log_probs(measured, self._head)
+
+        search = CauseSearch(self._suspects, log_probs, self._noise, self._layout.shard.tp_size)
+        if not self._suspects or not search.needs_causes(rest):
+            return ()
+        with self._rounded():
+            return search.causes(rest)
+
+    def _rounded(self) -> AbstractContextManager:
+        """Context in which the model has the weights as servers have them."""
+        if self._round is None:
+            return nullcontext()
+        return rounded_in_place(self._run.exporter.parameters, self._layout, self._round)
 
     @collective
     def _lags(self, measured: _Measured) -> tuple[Tensor | None, list[int]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_rl_corr.core.ledger_verdict import TERMS
 from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
-from megatron_rl_corr.features.ledger.causes import Cause
+from megatron_rl_corr.features.ledger.causes import Cause, Rest
 from megatron_rl_corr.reduce.metrics import Max, Mean, Metric, Sum
 
 THIRDS = ("first", "middle", "last")
@@ -106,12 +106,16 @@ def own_metrics(seconds: float, noise: float, like: Tensor) -> dict[str, Metric]
     }
 
 
-def cause_metrics(causes: Sequence[Cause], like: Tensor) -> dict[str, Metric]:
-    """What the rest looks like, alike on all ranks. like: a tensor on the device."""
-    return {
-        f"ledger/as/{cause.name}/{name}": Max(like.new_full((1,), value, dtype=torch.float64))
+def cause_metrics(causes: Sequence[Cause], rest: Rest) -> dict[str, Metric]:
+    """What the rest looks like, alike on all ranks."""
+    count = rest.valid.sum(dtype=torch.float64)
+    numbers = {
+        f"ledger/as/{cause.name}/{name}": value
         for cause in causes
         for name, value in (("share", cause.share), ("times", cause.times))
+    }
+    return {"ledger/as_square": Mean(torch.stack([rest.e.square().sum(), count]))} | {
+        name: Max(rest.e.new_full((1,), value)) for name, value in numbers.items()
     }
 
 
@@ -185,6 +189,9 @@ METRICS = in_group(
         "share: what is gone of the rest's square if servers compute so; times: how much so",
         "1 - sum((e - d)^2) / sum(e^2); sum(de) / sum(d^2), of logits their factor",
         only_with=_WITH,
+    ),
+    MetricSpec(
+        "ledger/as_square", "what these shares are of", "mean(e^2), e = routing + rest", only_with=_WITH
     ),
     MetricSpec(
         "ledger/noise",

@@ -21,41 +21,58 @@ BASES = (1e4, 5e5, 1e6, 5e6, 1e7)
 """Rotary bases of the models of today."""
 STRETCHES = (2, 4)
 """Factors by which servers stretch positions for longer contexts."""
+FUSED_NORMS = ("use_transformer_engine_op_fuser", "fused_residual_rmsnorm")
+"""Settings under which norms keep the epsilon of their first pass."""
 CACHE_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """In which servers keep keys and values with --kv-cache-dtype, as they are: without a scale."""
+
+ROUTER_TYPES = {"fp32": torch.float32, "fp64": torch.float64}
+"""By --moe-router-dtype, the type of scores and of experts' weights."""
 
 Changed = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
 
+SIZED, SWITCHED = (0.1, 10.0), (0.5, 2.0)
+"""How many times the tried change a cause may be: another value of a setting, and one that is on or off."""
+
+
 @dataclass(frozen=True)
 class Suspect:
-    """One change of the trainer's model; `core.ledger_verdict.cause_words` has it in words.
+    """One change of the trainer's model; `core.ledger_verdict.CAUSES` has the words.
 
-    Example: Suspect("norm_epsilon/1e-05", attribute_changed("eps", 1e-5, of=is_norm)).
+    Example: Suspect("norm_epsilon/1e-05", attribute_changed("eps", 1e-5, of=is_norm), SIZED).
     """
 
     name: str
     changed: Changed | None
     """changed(model chunks): within, they compute so. None: logits times a factor, which needs no pass."""
+    sizes: tuple[float, float] = SWITCHED
+    """Least and most of sum(de) / sum(d^2)."""
 
 
-LOGIT_SCALE = Suspect("logit_scale", None)
+LOGIT_SCALE = Suspect("logit_scale", None, (-0.3, 0.3))
+"""d is of first order in the factor, so that a larger one is no evidence."""
 
 
 def suspects_of(args: argparse.Namespace, config: Any, compute_type: torch.dtype) -> list[Suspect]:
-    """What is tried of a model.
+    """What is tried of a model; [] where it is replayed from CUDA graphs, which no change reaches.
 
     Args:
         args: Megatron's, of which those of positions are read.
         config: the model's TransformerConfig.
         compute_type: what the model computes in.
     """
-    found = [
-        Suspect(f"norm_epsilon/{value:g}", attribute_changed("eps", value, of=is_norm))
-        for value in EPSILONS
-        if value != config.layernorm_epsilon
-    ]
-    if args.position_embedding_type == "rope":
+    if is_replayed(config):
+        return []
+    found = []
+    if not any(getattr(config, name, False) for name in FUSED_NORMS):
+        found += [
+            Suspect(f"norm_epsilon/{value:g}", attribute_changed("eps", value, of=is_norm), SIZED)
+            for value in EPSILONS
+            if value != config.layernorm_epsilon
+        ]
+    # Multi-latent attention has rotary modules of its own.
+    if args.position_embedding_type == "rope" and not config.multi_latent_attention:
         found += _rotary_suspects(args)
     if not config.multi_latent_attention:  # whose cache holds what keys and values are made of
         found += [
@@ -66,17 +83,26 @@ def suspects_of(args: argparse.Namespace, config: Any, compute_type: torch.dtype
     return [*found, LOGIT_SCALE]
 
 
+def is_replayed(config: Any) -> bool:
+    """True if Megatron's own CUDA graphs replay the model, in passes without gradients, too."""
+    return bool(getattr(config, "enable_cuda_graph", False)) or (
+        getattr(config, "cuda_graph_impl", None) == "local"
+    )
+
+
 def _rotary_suspects(args: argparse.Namespace) -> list[Suspect]:
     base = float(args.rotary_base)
+    if args.rotary_seq_len_interpolation_factor not in (None, 1):
+        return []
     if args.use_rope_scaling:  # as Llama 3.1 has it, of its own base
         return [Suspect("rotary_scaling/none", rotary_changed(lambda own: of_base(base, own)))]
     bases = [
-        Suspect(f"rotary_base/{value:g}", rotary_changed(lambda own, value=value: of_base(value, own)))
+        Suspect(f"rotary_base/{value:g}", rotary_changed(lambda own, value=value: of_base(value, own)), SIZED)
         for value in BASES
         if value != base
     ]
     return bases + [
-        Suspect(f"rotary_stretch/{factor}", rotary_changed(lambda own, factor=factor: own / factor))
+        Suspect(f"rotary_stretch/{factor}", rotary_changed(lambda own, factor=factor: own / factor), SIZED)
         for factor in STRETCHES
     ]
 
@@ -158,6 +184,25 @@ def of_base(base: float, like: Tensor) -> Tensor:
 
 
 @contextmanager
+def rounding_otherwise(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, every fourth number that a norm gives is its neighbour: the same policy, rounded anew."""
+
+    def moved(module: nn.Module, given: tuple, made: Any) -> Any:
+        if isinstance(made, tuple):
+            return (moved(module, given, made[0]), *made[1:])
+        signs = torch.zeros(made.shape[-1], dtype=torch.float64, device=made.device)
+        signs[::8], signs[4::8] = 1, -1
+        return (made.double() * (1 + 0.75 * signs * torch.finfo(made.dtype).eps)).to(made.dtype)
+
+    hooks = [one.register_forward_hook(moved) for one in _modules(chunks) if is_norm(one)]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
 def router_in_bfloat16(chunks: Sequence[nn.Module]) -> Iterator[None]:
     """Within, routers multiply in bfloat16, and score what came of it."""
     routers = [one for one in _modules(chunks) if is_router(one)]
@@ -165,7 +210,8 @@ def router_in_bfloat16(chunks: Sequence[nn.Module]) -> Iterator[None]:
     def in_bfloat16(router: nn.Module) -> Callable[[Tensor], Tensor]:
         def gating(hidden: Tensor) -> Tensor:
             bias = None if router.bias is None else router.bias.bfloat16()
-            return nn.functional.linear(hidden.bfloat16(), router.weight.bfloat16(), bias).to(hidden.dtype)
+            logits = nn.functional.linear(hidden.bfloat16(), router.weight.bfloat16(), bias)
+            return logits.to(ROUTER_TYPES.get(router.config.moe_router_dtype, hidden.dtype))
 
         return gating
 
