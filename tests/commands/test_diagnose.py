@@ -30,6 +30,21 @@ def test_diagnose_when_ledgers_differ_then_shares_are_weighed_by_their_squares(t
     assert lines[-1].startswith("step 3: mismatch: 80 % staleness")
 
 
+def test_diagnose_when_the_rest_has_causes_then_they_are_weighed_by_its_square(tmp_path, capsys):
+    # Sums of e^2: 100 * 0.01 = 1 and 300 * 0.01 = 3. The base has 1 * 1 of 4; the scale 0.5 * 3 of 4.
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    base, scale = "ledger/as/rotary_base/1e+06", "ledger/as/logit_scale"
+    first = ledger(1, 100, 0.1, rest=1.0) | {f"{base}/share": 1.0, f"{base}/times": 1.0}
+    last = ledger(2, 300, 0.1, rest=1.0) | {f"{scale}/share": 0.5, f"{scale}/times": 0.9}
+    for row in (first, last, ledger(3, 0, 0.1, rest=1.0)):
+        file.write(row | {"ledger/as_square": 0.01})
+    assert cli.main(["diagnose", str(tmp_path)]) == 0
+    whole, step = capsys.readouterr().out.splitlines()[-2:]
+    assert "38 % of the rest is as if servers had logits times 0.9; 25 % of the rest" in whole
+    assert "25 % of the rest is as if servers had a rotary base of 1e+06" in whole
+    assert "50 % of the rest is as if servers had logits times 0.9" in step and "rotary" not in step
+
+
 def test_diagnose_when_no_step_has_a_ledger_then_the_flag_is_named(tmp_path, capsys):
     MetricsFile(tmp_path / "metrics.jsonl").write({"step": 1})
     assert cli.main(["diagnose", str(tmp_path)]) == 2

@@ -24,10 +24,10 @@ BUDGETS = {
     "doctor": 725,
     "moe": 950,
     "mcore": 7_625,
-    "features": 3_105,
+    "features": 3_175,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_940,
+    "commands": 3_950,
     "modules": 875,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -65,7 +65,7 @@ def suspects_of(args: argparse.Namespace, config: Any, compute_type: torch.dtype
     if is_replayed(config):
         return []
     found = []
-    if not any(getattr(config, name, False) for name in FUSED_NORMS):
+    if not any(vars(config).get(name) for name in FUSED_NORMS):
         found += [
             Suspect(f"norm_epsilon/{value:g}", attribute_changed("eps", value, of=is_norm), SIZED)
             for value in EPSILONS
@@ -85,9 +85,7 @@ def suspects_of(args: argparse.Namespace, config: Any, compute_type: torch.dtype
 
 def is_replayed(config: Any) -> bool:
     """True if Megatron's own CUDA graphs replay the model, in passes without gradients, too."""
-    return bool(getattr(config, "enable_cuda_graph", False)) or (
-        getattr(config, "cuda_graph_impl", None) == "local"
-    )
+    return bool(vars(config).get("enable_cuda_graph")) or (vars(config).get("cuda_graph_impl") == "local")
 
 
 def _rotary_suspects(args: argparse.Namespace) -> list[Suspect]:
