@@ -191,6 +191,8 @@ class Agents:
         finally:
             try:
                 gateway.close_episode(key)
+            except Exception as error:  # as what the policy says may cause it, it costs this sample alone
+                raise SampleFailure(CAUSE, f"the gateway could not go on with it: {error!r}") from error
             finally:
                 await episode.end()  # also where it is cancelled: weights may change when its group is over
                 self.counts.add(episode.counts, time.monotonic() - begun)

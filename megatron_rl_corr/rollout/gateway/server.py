@@ -20,6 +20,7 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.gateway import anthropic, openai_messages, openai_responses
 from megatron_rl_corr.rollout.gateway.anthropic import MessageExchange
 from megatron_rl_corr.rollout.gateway.bodies import Exchange, Memory, event, json_bytes
+from megatron_rl_corr.rollout.gateway.calls import is_nested
 from megatron_rl_corr.rollout.gateway.openai_chat import ChatExchange
 from megatron_rl_corr.rollout.gateway.openai_completions import TextExchange
 from megatron_rl_corr.rollout.gateway.openai_responses import ResponseExchange
@@ -411,26 +412,10 @@ def _json_object(text: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise GatewayError(400, "invalid_json", "The body of a request is a JSON object.")
     for name, value in body.items():
-        if _is_nested(value, MOST_NESTED - 1):
+        if is_nested(value, MOST_NESTED - 1):
             what = f"Invalid '{name}': arrays and objects are nested more than {MOST_NESTED} deep."
             raise GatewayError(400, "invalid_value", what, param=name)
     return body
-
-
-def _is_nested(value: Any, most: int) -> bool:
-    """True if arrays and objects stand within each other more than `most` deep."""
-    level = [value]
-    for _ in range(most + 1):
-        level = [
-            one
-            for parent in level
-            if isinstance(parent, (dict, list))
-            for one in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(one, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -1,6 +1,7 @@
 """Reads the tool calls in an answer's text, in the formats that chat templates teach.
 
-An answer with a malformed call has no calls: all of its text is content, and nothing that the policy left
+An answer with a malformed call has no calls (arguments nested too deeply and numbers beyond a float are
+malformed too): all of its text is content, and nothing that the policy left
 unfinished is carried out. Functions that the request does not list are called all the same, so that the
 harness can say that there are none, as vLLM does and SGLang with SGLANG_FORWARD_UNKNOWN_TOOLS. Content stands
 before the first call, without the space around it; where there is no call it is the text as it stands.
@@ -27,10 +28,16 @@ from megatron_rl_corr.rollout.gateway.calls import (
     dumps,
     finite_json,
     first_json,
+    is_nested,
     loads,
 )
 from megatron_rl_corr.rollout.gateway.gemma_calls import GEMMA_CALL, read_gemma4
 from megatron_rl_corr.rollout.gateway.harmony import read_harmony
+
+MOST_NESTED = 100
+"""Arrays and objects of a call's arguments within each other: the harness sends them back within a body, and
+what walks through that must come to an end.
+"""
 
 
 @dataclass(frozen=True)
@@ -69,9 +76,13 @@ def parse_tool_calls(
         return text, []
     try:
         content, calls = form.read(text, tools)
-        for call in calls:  # half of a character, as \ud83d in JSON, has no UTF-8
-            dumps([call.name, json.loads(call.arguments)]).encode()
-    except (MalformedCall, RecursionError, UnicodeEncodeError):  # JSON may be too deep to be read
+        for call in calls:
+            arguments = json.loads(call.arguments)
+            if is_nested(arguments, MOST_NESTED):
+                raise MalformedCall("too deep")
+            # Half of a character, as \ud83d in JSON, has no UTF-8, and 1e400 is no number of JSON's readers.
+            json.dumps([call.name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):  # JSON may be too deep to be read
         return text, []
     if not calls:
         return text, []

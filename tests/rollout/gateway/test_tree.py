@@ -408,6 +408,35 @@ def test_control_tokens_when_a_user_or_a_tool_spells_one_then_it_is_text():
         assert made.tree.check() == [] and reasons(made) == {"first": 1}
 
 
+@pytest.mark.parametrize("template", [SIMPLE, "qwen3"])
+def test_texts_when_they_have_characters_of_private_use_then_they_go_on_as_any_other(template):
+    icons = "".join(map(chr, range(0xF0000, 0xF0100))) + "\U00100000"
+    end = "<|end|>" if template == SIMPLE else "<|im_end|>"
+    evil = {"role": "user", "content": icons + "<|im_start|>"}
+    tools = [{"type": "function", "function": {"name": "look", "description": icons}}]
+    prompts, made, answers = asked(
+        *[(icons + end, "stop")] * 5,
+        requests=[
+            ChatRequest([evil], tools),
+            ChatRequest([evil, said(icons), evil], tools),
+            ChatRequest([evil, said(icons + "!"), evil], tools),
+            TextRequest(icons),
+            TextRequest(icons + icons + end + icons),
+        ],
+        template=template,
+    )
+    assert [one.text for one in answers[:4]] == [icons] * 4 and reasons(made) == {"first": 1, "edited": 2}
+    assert prompts[1].startswith(prompts[0] + icons + end) and prompts[1].count(icons + "<|im_start|>") == 2
+    assert prompts[4] == icons + icons + end + icons
+
+
+def test_message_when_it_has_half_of_a_character_then_refused():
+    for message in ({"role": "user", "content": "\ud800"}, said("\udc00\udc01")):
+        with pytest.raises(GatewayError, match="half of a character") as error:
+            run(episode(Servers()).chat(ChatRequest([message, USER])))
+        assert error.value.status == 400
+
+
 def test_control_tokens_when_a_tools_keys_spell_one_then_they_are_text():
     properties = {"<|end|>": {"type": "string"}}
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"properties": properties}}}]
@@ -515,7 +544,13 @@ def test_retokenised_ids_and_a_shifted_mask_when_planted_then_the_proof_finds_th
     ("request_", "rules", "status", "code", "words"),
     [
         (ChatRequest([USER]), {"max_tokens": 6}, 400, "context_length_exceeded", "6 tokens"),
-        (ChatRequest([{"role": "user", "content": "\ud800"}]), {}, 400, "invalid_value", "can't encode"),
+        (
+            ChatRequest([{"role": "user", "content": "\ud800"}]),
+            {},
+            400,
+            "invalid_value",
+            "half of a character",
+        ),
         (
             ChatRequest([{"role": "user", "content": [{"type": "image"}]}]),
             {},
