@@ -55,7 +55,11 @@ def test_tools_when_strict_then_the_template_does_not_see_it(memory):
 
 def test_messages_when_a_client_echoes_empty_keys_then_left_out(memory):
     echo = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": []}
-    echo |= {"function_call": None, "tool_calls": CALLS, "reasoning_content": None}
+    parsed = [
+        {**call, "index": index, "function": {**call["function"], "parsed_arguments": {"a": 1}}}
+        for index, call in enumerate(CALLS)
+    ]
+    echo |= {"function_call": None, "tool_calls": parsed, "reasoning_content": None, "parsed": None}
     request = chat(memory, messages=[USER, echo])
     assert request.messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
 
