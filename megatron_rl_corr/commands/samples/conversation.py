@@ -14,7 +14,9 @@ import torch
 from megatron_rl_corr.commands.samples.token_text import visible
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Trajectory
-from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect, parse_tool_calls
+from megatron_rl_corr.rollout.gateway.answering import SPLITS
+from megatron_rl_corr.rollout.gateway.episode import THOUGHTS
+from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect, parse_tool_calls, split_thoughts
 from megatron_rl_corr.rollout.sample_file import Sample
 from megatron_rl_corr.tables import readable
 
@@ -26,6 +28,8 @@ REASONS = {
 }
 """Why a branch begins, in words."""
 ASKED_AGAIN = "the same is asked again"
+THOUGHTS_TOKENS = 16
+"""A prompt that begins thoughts does so within its last ones."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +187,12 @@ def calls_of(
         tool_format = detect(tokenizer.template_text)
     if tool_format is None:
         return []
-    ids = row.output_ids[turns_of(row) == passage.turn].tolist()
+    of_turn = turns_of(row) == passage.turn
+    ids = row.output_ids[of_turn].tolist()
     cut = ids[-1] not in tokenizer.control_tokens.values()
     text = tokenizer.decode_all(ids if cut else ids[:-1])
-    _, calls = parse_tool_calls(tool_format, text, None, turn="", cut=cut)
+    before = torch.cat([row.prompt_ids, row.output_ids[: int(of_turn.nonzero()[0])]])[-THOUGHTS_TOKENS:]
+    begun = tokenizer.decode_all(before.tolist()).rstrip().endswith(THOUGHTS)
+    _, behind = SPLITS.get(tool_format, split_thoughts)(text, begun=begun)
+    _, calls = parse_tool_calls(tool_format, behind, None, turn="", cut=cut)
     return [one["function"]["name"] for one in calls]

@@ -60,5 +60,6 @@ def answer_rules(
         max_tokens,
         max_turns,
         parse=None if name is None else partial(parse_tool_calls, name),
-        thoughts=SPLITS.get(name, split_thoughts) if separate_thoughts else None,
+        thoughts=SPLITS.get(name, split_thoughts),
+        separates=separate_thoughts,
     )

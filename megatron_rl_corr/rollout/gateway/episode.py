@@ -50,8 +50,10 @@ class EpisodeRules:
     parse: ParseCalls | None = None
     """Reads tool calls from an answer; None: all of it is content."""
     thoughts: SplitThoughts | None = None
-    """Takes the thoughts apart from the content: a harness that does not send them back edits its history.
-    None: they stay in the content.
+    """Tells the thoughts from what is behind them; calls are read there alone. None: answers have none."""
+    separates: bool = True
+    """The thoughts come apart from the content: a harness that does not send them back edits its history.
+    False: they stay in the content, in front.
     """
 
     def __post_init__(self):
@@ -291,14 +293,18 @@ class Episode:
         has_stopped = part.finish_reason == "stop"
         ended = self._templates.control_text(ids[-1]) if has_stopped else None
         text = self._templates.decode(ids if ended is None else ids[:-1])
-        said, reasoning, calls = text, "", []
+        said, reasoning, kept, calls = text, "", "", []
         if has_stopped and ended is None:
             said = text[: min((at for one in sampling.stop if (at := text.find(one)) >= 0), default=None)]
         if is_chat and self._rules.thoughts is not None:
             begun = asked.added_text.rstrip().endswith(THOUGHTS)
-            reasoning, said = self._rules.thoughts(said, begun=begun)
+            reasoning, rest = self._rules.thoughts(said, begun=begun)
+            if not self._rules.separates:
+                reasoning, kept = "", said[: len(said) - len(rest.lstrip())]
+            said = rest if self._rules.separates else said[len(kept) :]
         if parse is not None:
             said, calls = parse(said, asked.tools, turn=str(self.tree.next_number), cut=ended is None)
+        said = (kept + said).strip() if calls else kept + said
         message: dict[str, Any] | None = None
         if is_chat:
             # As requests bring it back, to the letter, so that the tree makes its forms once.

@@ -14,7 +14,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer as FolderTokenizer
 from megatron_rl_corr.rollout import SampleFailure
 from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.templates import Templates
-from megatron_rl_corr.rollout.gateway.tool_calls import parse_tool_calls
+from megatron_rl_corr.rollout.gateway.tool_calls import parse_tool_calls, split_thoughts
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.trace import CURRENT, GroupTrace
 from tests.rollout.gateway.agents_model import (
@@ -713,6 +713,42 @@ def test_thoughts_when_they_are_taken_apart_then_dropping_them_is_an_edit():
         )
         assert (answer.reasoning, answer.text) == ("so", "a") and reasons(made) == reason
         assert ("<think>so</think>a<|end|>" in prompts[1]) == (back != {})
+
+
+THOUGHT_OF = '<tool_call>{"name": "look", "arguments": {"rash": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("separates", [True, False])
+@pytest.mark.parametrize("begin", ["<think>", ""])
+@pytest.mark.parametrize("behind", ["No.", "\n\nI look." + CALL, CALL, ""])
+def test_calls_when_thoughts_have_some_too_then_only_those_behind_are_calls(separates, begin, behind):
+    template = SIMPLE if begin else SIMPLE.replace("%}<|assistant|>{%", "%}<|assistant|><think>\n{%")
+    thoughts = f"{begin}I may write a <tool_call>, as {THOUGHT_OF}</think>"
+    prompts, made, (answer, _) = asked(
+        (thoughts + behind + "<|end|>", "stop"),
+        ("<|end|>", "stop"),
+        requests=[ChatRequest([USER], TOOLS), lambda answers: again(answers[0])],
+        template=template,
+        parse=partial(parse_tool_calls, "hermes"),
+        thoughts=split_thoughts,
+        separates=separates,
+    )
+    content = behind.removesuffix(CALL)
+    if CALL in behind:
+        content = content.strip() if separates else content
+    assert answer.text == (content if separates else thoughts + content)
+    assert answer.reasoning == (thoughts.removeprefix(begin).removesuffix("</think>") if separates else "")
+    called = [json.loads(one["function"]["arguments"]) for one in answer.tool_calls]
+    assert called == [{"b": 1.0, "a": "é"}] * (CALL in behind)
+    assert answer.finish_reason == ("tool_calls" if called else "stop")
+    if begin and not separates:
+        assert reasons(made) == {"first": 1}
+
+
+def again(answer):
+    calls = {"tool_calls": answer.tool_calls} if answer.tool_calls else {}
+    thoughts = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    return ChatRequest([USER, said(answer.text, **calls, **thoughts), MORE], TOOLS)
 
 
 def test_characters_when_their_bytes_are_cut_then_the_texts_of_tokens_make_up_the_text():
