@@ -28,7 +28,9 @@ from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, EpisodeS
 
 OVERRIDDEN_HEADER = "x-rollout-overridden"
 NO_RETRY = {"x-should-retry": "false"}
-"""The official clients repeat a request that failed by its status, unless the server says no."""
+"""The official clients repeat a request that failed by its status, unless the server says no: it does but
+where they should ask again.
+"""
 HEALTH, VERSION = "health", "v1"
 MOST_NESTED = 500
 """Arrays and objects of a body within each other: what walks through them must come to an end."""
@@ -425,4 +427,5 @@ def _json_response(content: Any, *, status: int = 200, headers: dict[str, str] |
 
 
 def _error_response(form: ApiForm, error: GatewayError) -> web.Response:
-    return _json_response(form.error(error), status=error.status, headers=NO_RETRY)
+    headers = None if error.status == 503 else NO_RETRY
+    return _json_response(form.error(error), status=error.status, headers=headers)
