@@ -190,9 +190,10 @@ def calls_of(
     of_turn = turns_of(row) == passage.turn
     ids = row.output_ids[of_turn].tolist()
     cut = ids[-1] not in tokenizer.control_tokens.values()
+    ended = None if not cut else "stop" if passage.ended == "stop" else "length"
     text = tokenizer.decode_all(ids if cut else ids[:-1])
     before = torch.cat([row.prompt_ids, row.output_ids[: int(of_turn.nonzero()[0])]])[-THOUGHTS_TOKENS:]
     begun = tokenizer.decode_all(before.tolist()).rstrip().endswith(THOUGHTS)
     _, behind = SPLITS.get(tool_format, split_thoughts)(text, begun=begun)
-    _, calls = parse_tool_calls(tool_format, behind, None, turn="", cut=cut)
+    _, calls = parse_tool_calls(tool_format, behind, None, turn="", cut=ended)
     return [one["function"]["name"] for one in calls]

@@ -158,13 +158,11 @@ class MessageExchange:
         return made
 
     def _stop(self, answer: Answer) -> dict[str, Any]:
-        """stop_reason and stop_sequence. What was sampled has the stop text, where one ended it."""
+        """stop_reason and stop_sequence; a stop text of the run's own is no sequence of the request."""
         if answer.finish_reason != "stop":
             reason = {"length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
             return {"stop_reason": reason, "stop_sequence": None}
-        stops = self.request.stop
-        sampled = "".join(answer.token_texts) if stops else ""
-        found = next((stop for stop in stops if stop in sampled), None)
+        found = answer.stop_text if answer.stop_text in self.request.stop else None
         return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
 
     def _messages(self, given: Sequence[Any]) -> list[dict[str, Any]]:

@@ -27,8 +27,9 @@ from megatron_rl_corr.rollout.seeds import Draw
 
 Result = TypeVar("Result")
 ParseCalls = Callable[..., tuple[str, list[dict[str, Any]]]]
-"""parse(text, tools, turn=name, cut=bool) -> (the content beside the calls, the calls as in OpenAI's chat
-completions, with ids that are unique where the names of answers are). cut: no control token ended the answer.
+"""parse(text, tools, turn=name, cut=cause) -> (the content beside the calls, the calls as in OpenAI's chat
+completions, with ids that are unique where the names of answers are). cut: what ended the answer, length or
+stop (a text); None: a control token did.
 """
 SplitThoughts = Callable[..., tuple[str, str]]
 """split(text, begun=bool) -> (thoughts, the text behind them). begun: the prompt ends with THOUGHTS."""
@@ -293,9 +294,8 @@ class Episode:
         has_stopped = part.finish_reason == "stop"
         ended = self._templates.control_text(ids[-1]) if has_stopped else None
         text = self._templates.decode(ids if ended is None else ids[:-1])
-        said, reasoning, kept, calls = text, "", "", []
-        if has_stopped and ended is None:
-            said = text[: min((at for one in sampling.stop if (at := text.find(one)) >= 0), default=None)]
+        end, stop_text = _stop(text, ended, sampling.stop) if has_stopped else (len(text), None)
+        said, reasoning, kept, calls = text[:end], "", "", []
         if is_chat and self._rules.thoughts is not None:
             begun = asked.added_text.rstrip().endswith(THOUGHTS)
             reasoning, rest = self._rules.thoughts(said, begun=begun)
@@ -303,7 +303,8 @@ class Episode:
                 reasoning, kept = "", said[: len(said) - len(rest.lstrip())]
             said = rest if self._rules.separates else said[len(kept) :]
         if parse is not None:
-            said, calls = parse(said, asked.tools, turn=str(self.tree.next_number), cut=ended is None)
+            cut = None if ended is not None else "stop" if has_stopped else "length"
+            said, calls = parse(said, asked.tools, turn=str(self.tree.next_number), cut=cut)
         said = (kept + said).strip() if calls else kept + said
         message: dict[str, Any] | None = None
         if is_chat:
@@ -315,7 +316,7 @@ class Episode:
         return Answer(
             id=str(turn.number),
             text=said,
-            finish_reason="tool_calls" if calls else "stop" if has_stopped else "length",
+            finish_reason="length" if not has_stopped else "tool_calls" if calls else "stop",
             prompt_tokens=asked.line.ids.numel(),
             cached_tokens=part.cached_tokens,
             output_ids=part.output_ids,
@@ -323,4 +324,21 @@ class Episode:
             logprobs=part.rollout_logprobs,
             tool_calls=calls,
             reasoning=reasoning,
+            stop_text=stop_text,
         )
+
+
+def _stop(text: str, ended: str | None, stops: Sequence[str]) -> tuple[int, str | None]:
+    """(where what was said ends, the stop text that ended it, None: none did).
+
+    Args:
+        text: what was sampled, without the control token at its end.
+        ended: the text of that token, which a stop text may end with; None: there is none.
+        stops: the first of them ended the answer.
+    """
+    if ended is None:
+        found = [(at, one) for one in stops if (at := text.find(one)) >= 0]
+    else:
+        whole = text + ended
+        found = [(len(whole) - len(one), one) for one in stops if one.endswith(ended) and whole.endswith(one)]
+    return min(found, default=(len(text), None), key=lambda one: one[0])

@@ -52,12 +52,14 @@ class ToolFormat:
     """text, tools -> content, calls; raises MalformedCall."""
     id_prefix: str = "call_"
     id_digits: int = 24
+    end: str | None = None
+    """Ends a call, and `read` takes one without; None: calls show their end, or are malformed without."""
     before_arguments: str | None = None
     """A call without arguments ends behind it, as may an answer that was cut. None: calls show their end."""
 
 
 def parse_tool_calls(
-    name: str, text: str, tools: Tools, *, turn: str, cut: bool = False
+    name: str, text: str, tools: Tools, *, turn: str, cut: str | None = None
 ) -> tuple[str, list[dict[str, Any]]]:
     """(content, tool calls as in OpenAI's chat completions) of an answer.
 
@@ -67,10 +69,13 @@ def parse_tool_calls(
         tools: of the request; parameters that are written as plain text get the types that these name.
         turn: names the answer within its episode. The ids of calls are made of it, so that they are unique
             there, and the same again where the run is repeated: some templates write them into the prompt.
-        cut: no control token ended the answer.
+        cut: what ended the answer, length or stop (a text); None: a control token did. The last call of one
+            that its length has cut must have its end.
     """
     form = TOOL_FORMATS[name]
     if form.marker not in text:
+        return text, []
+    if cut == "length" and form.end is not None and form.end not in text.rpartition(form.marker)[2]:
         return text, []
     if cut and form.before_arguments is not None and text.rstrip().endswith(form.before_arguments):
         return text, []
@@ -143,8 +148,9 @@ def _called(call: Any) -> SampledCall:
 def _hermes(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen2.5, Qwen3.
 
-    The last end may be missing. An array is as many calls (SGLang; vLLM takes it for malformed). SGLang's
-    parser qwen25 leaves out what is malformed, and wants a line break beside each tag.
+    The last end may be missing where the answer has ended. An array is as many calls (SGLang; vLLM takes it
+    for malformed). SGLang's parser qwen25 leaves out what is malformed, and wants a line break beside each
+    tag.
     """
     content = text.partition("<tool_call>")[0]
     calls = []
@@ -402,7 +408,7 @@ TOOL_FORMATS = {
     "deepseek_v31": ToolFormat(_DEEPSEEK[0], (_DEEPSEEK[0],), _deepseek_v31),
     "glm45": ToolFormat("<tool_call>", ("<arg_key>",), _glm),
     "qwen3_coder": ToolFormat("<function=", ("<function=", "<parameter="), _qwen3_coder),
-    "hermes": ToolFormat("<tool_call>", ("<tool_call>", "</tool_call>"), _hermes),
+    "hermes": ToolFormat("<tool_call>", ("<tool_call>", "</tool_call>"), _hermes, end="</tool_call>"),
     # Its templates refuse ids of another length.
     "mistral": ToolFormat("[TOOL_CALLS]", ("[TOOL_CALLS]",), _mistral, id_prefix="", id_digits=9),
     "llama3": ToolFormat("{", ('"parameters": dictionary of argument name',), _llama3),

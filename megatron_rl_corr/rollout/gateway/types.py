@@ -59,7 +59,7 @@ class Answer:
     is left beside `tool_calls`.
     """
     finish_reason: str
-    """stop, length or tool_calls."""
+    """length: it was cut, and calls before its end may be there all the same; tool_calls; or stop."""
     prompt_tokens: int
     cached_tokens: int
     output_ids: torch.Tensor
@@ -72,6 +72,8 @@ class Answer:
     """As in OpenAI's chat completions, with ids."""
     reasoning: str = ""
     """Thoughts, where the run asks for them apart from the content."""
+    stop_text: str | None = None
+    """The stop text that ended it; None: none did."""
 
     @cached_property
     def token_texts(self) -> list[str]:

@@ -78,6 +78,8 @@ class ScriptedSession:
                 "This model's maximum context length is 12 tokens.",
                 param="messages",
             )
+        if word == "again" and len(self.requests) % 2:
+            raise GatewayError(503, "server_error", "ask again")
         if word == "late":
             await asyncio.sleep(0.4)
             raise GatewayError(400, "context_length_exceeded", "too late")
@@ -99,7 +101,7 @@ class ScriptedSession:
         if word == "cut":
             return answer(label, "one two", reason="length")
         if word == "stop":
-            return answer(label, "one", sampled="one HALT")
+            return answer(label, "one", sampled="one HALT", stop_text="HALT")
         if word == "some":
             return answer(label, "word " * 8_000, sampled="less than a kernel buffers by default")
         if word == "big":

@@ -219,6 +219,34 @@ def test_responses_when_an_output_stands_between_then_another_message(memory):
     assert [message["role"] for message in messages] == roles
 
 
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+def test_answer_when_it_was_cut_behind_a_call_then_it_is_not_told_as_whole(memory, name):
+    cut_short = answer("3", "I add.", reason="length", tool_calls=CALLS)
+    bodies = {"messages": [USER], "input": "hi", "max_tokens": 9}
+    make, fields = {
+        "chat": (ChatExchange, ["messages"]),
+        "responses": (ResponseExchange, ["input"]),
+        "messages": (MessageExchange, ["messages", "max_tokens"]),
+    }[name]
+    made = make({"model": "m", **{key: bodies[key] for key in fields}}, memory).body([cut_short])
+    told = {
+        "chat": lambda: made["choices"][0]["finish_reason"] == "length",
+        "responses": lambda: (
+            (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        ),
+        "messages": lambda: made["stop_reason"] == "max_tokens",
+    }
+    assert told[name]() and str(made).count(CALLS[1]["id"]) == 1
+
+
+def test_messages_when_the_runs_own_text_ended_one_then_it_is_no_sequence_of_the_request(memory):
+    body = {"model": "m", "max_tokens": 9, "messages": [USER], "stop_sequences": ["end"]}
+    exchange = MessageExchange(body, memory)
+    for found, told in (("end", ("stop_sequence", "end")), ("HALT", ("end_turn", None))):
+        made = exchange.body([answer("3", "x", sampled="x end HALT", stop_text=found)])
+        assert (made["stop_reason"], made["stop_sequence"]) == told
+
+
 def test_pieces_when_joined_then_the_text_and_all_tokens():
     for text, sampled in (
         ("one two three", None),

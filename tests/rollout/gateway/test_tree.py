@@ -990,6 +990,45 @@ def test_call_when_it_is_cut_before_its_arguments_then_it_is_not_carried_out(sam
     assert [one["function"]["arguments"] for one in answer.tool_calls] == calls
 
 
+@pytest.mark.parametrize(
+    ("sampled", "stopped", "stop", "calls", "reason"),
+    [
+        (CALL, "length", (), 1, "length"),
+        (CALL.removesuffix("</tool_call>"), "length", (), 0, "length"),
+        (CALL + CALL.removesuffix("</tool_call>"), "abort", (), 0, "length"),
+        (CALL, "stop", ("</tool_call>",), 1, "tool_calls"),
+        (CALL.removesuffix("</tool_call>") + "<|end|>", "stop", (), 1, "tool_calls"),
+    ],
+)
+def test_call_when_its_answer_was_cut_then_it_says_so_and_one_without_an_end_is_none(
+    sampled, stopped, stop, calls, reason
+):
+    made = episode(Servers((sampled, stopped)), parse=partial(parse_tool_calls, "hermes"))
+    (answer,) = run(made.chat(ChatRequest([USER], TOOLS, stop=stop)))
+    assert (len(answer.tool_calls), answer.finish_reason) == (calls, reason)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stops", "text", "found"),
+    [
+        ("x<|end|>", ("end",), "x", None),
+        ("x<|end|>", ("end|>", "<|end|>"), "x", "<|end|>"),
+        ("foo\n<|user|>", ("HALT", "\n<|user|>"), "foo", "\n<|user|>"),
+        ("xzab", ("ab", "zab"), "x", "zab"),
+        ("said HALT!!", ("HALT",), "said ", "HALT"),
+        ("x", (), "x", None),
+    ],
+)
+def test_stop_text_when_one_ended_the_answer_then_it_is_told_and_taken_off(sampled, stops, text, found):
+    _, made, (answer, _) = asked(
+        (sampled, "stop"),
+        ("<|end|>", "stop"),
+        requests=[ChatRequest([USER], stop=stops), lambda answers: [USER, said(answers[0].text), MORE]],
+    )
+    assert (answer.text, answer.stop_text, answer.finish_reason) == (text, found, "stop")
+    assert reasons(made) == {"first": 1}
+
+
 def test_tools_when_a_number_is_a_boolean_now_then_they_are_others():
     def tools(default):
         properties = {"a": {"default": default}}
