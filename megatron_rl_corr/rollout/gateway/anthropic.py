@@ -41,6 +41,7 @@ FIELDS = {
     "context_management": None,
     "mcp_servers": None,
     "output_format": None,
+    "thread": None,
 }
 IGNORED = {
     "cache_control",
@@ -54,7 +55,6 @@ IGNORED = {
 }
 _REFUSED = {
     "container": "has no container behind it.",
-    "context_management": "is left to the caller.",
     "mcp_servers": "has no tools of the server behind it.",
     "output_format": "asks for a constrained answer, which is of another policy.",
 }
@@ -66,6 +66,17 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+_WORDS = {
+    "unknown_parameter": "Extra inputs are not permitted",
+    "missing_required_parameter": "Field required",
+    "integer_below_min_value": "Input should be greater than or equal to 1",
+}
+"""By code, behind the field."""
+_NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""By which the client's runner of tools knows that it is to send all messages each time."""
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a block of the system prompt that Claude Code sends, another one with each request."""
+_KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
@@ -81,6 +92,15 @@ class MessageExchange:
         for name, why in _REFUSED.items():
             if given.get(name):
                 raise refused(name, why)
+        if given.get("thread"):
+            raise GatewayError(
+                400,
+                "unsupported_parameter",
+                "'thread' is kept nowhere: send all messages.",
+                param="thread",
+                details=_NO_THREAD,
+            )
+        managed = _managed(given.get("context_management"))
         if given.get("output_config", {}).get("format"):
             raise refused(
                 "output_config.format", "asks for a constrained answer, which is of another policy."
@@ -102,7 +122,7 @@ class MessageExchange:
             parses_tools=parses_tools,
             max_tokens=positive(given, "max_tokens"),
             stop=stop_texts(given, "stop_sequences"),
-            overridden=overridden_fields(given, memory.sampling) + forced + constrained,
+            overridden=overridden_fields(given, memory.sampling) + forced + constrained + managed,
         )
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -228,8 +248,12 @@ def error_body(error: GatewayError) -> dict[str, Any]:
     """As Anthropic's servers answer: the field is named in the message."""
     named = error.param is None or error.param in error.message
     message = error.message if named else f"{error.param}: {error.message}"
+    if error.code in _WORDS:
+        message = f"{error.param}: {_WORDS[error.code]}"
+    details = {} if error.details is None else {"details": error.details}
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    made = {"type": kind, "message": error.anthropic or message, **details}
+    return {"type": "error", "error": made, "request_id": None}
 
 
 def _deltas(kind: str, texts: Any, field: str | None = None) -> Iterator[dict[str, Any]]:
@@ -247,8 +271,24 @@ def _usage(answer: Answer, sampled: int) -> dict[str, Any]:
 
 
 def _system(given: str | list[Any] | None) -> list[dict[str, Any]]:
+    if isinstance(given, list):
+        given = [one for one in given if not _is_billing(one)]
     text = joined_text(given, "system")
     return [{"role": "system", "content": text}] if text else []
+
+
+def _is_billing(block: Any) -> bool:
+    return isinstance(block, dict) and str(block.get("text")).startswith(_BILLING)
+
+
+def _managed(given: Any) -> tuple[str, ...]:
+    """context_management where it changes nothing; raises GatewayError where it would."""
+    if not given:
+        return ()
+    edits = checked_type(given, dict, "context_management").get("edits") or []
+    if given.keys() != {"edits"} or any(one != _KEEPS_ALL for one in edits):
+        raise refused("context_management", "is left to the caller.")
+    return ("context_management",)
 
 
 def _template_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:

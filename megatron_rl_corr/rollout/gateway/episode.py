@@ -269,6 +269,7 @@ class Episode:
                 f"This model's maximum context length is {most} tokens. However, your messages resulted in "
                 f"{prompt} tokens. Please reduce the length of the messages.",
                 param=param,
+                anthropic=f"prompt is too long: {prompt} tokens > {most - 1} maximum",
             )
         wanted = self._sampling.max_new_tokens if request.max_tokens is None else request.max_tokens
         tokens = min(wanted, self._sampling.max_new_tokens, most - prompt)

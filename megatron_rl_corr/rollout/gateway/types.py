@@ -108,8 +108,23 @@ class GatewayError(Exception):
     """A request that can't be answered, in the terms of the official servers.
 
     Example: GatewayError(400, "context_length_exceeded", "This model's maximum context length is ...").
+
+    Attributes:
+        param: the field that is wrong; None: none is.
+        anthropic: the message in Anthropic's words, where these are others.
+        details: what Anthropic's clients read by themselves.
     """
 
-    def __init__(self, status: int, code: str, message: str, *, param: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        anthropic: str | None = None,
+        details: dict[str, Any] | None = None,
+    ):
         super().__init__(message)
         self.status, self.code, self.message, self.param = status, code, message, param
+        self.anthropic, self.details = anthropic, details

@@ -85,6 +85,26 @@ def tools(client):
 
 
 @case
+def runner(client):
+    """The runner asks for a thread first, and goes on without one by itself."""
+    calls = []
+
+    @anthropic.beta_tool
+    def add(a: int = 0, b: list[object] | None = None) -> str:
+        """Adds.
+
+        Args:
+            a: one number.
+            b: others.
+        """
+        calls.append([a, b])
+        return "added"
+
+    runs = client.beta.messages.tool_runner(**user("calls once"), tools=[add])
+    return [runs.until_done().content[0].text, len(calls)]
+
+
+@case
 def forced(client):
     create, found = client.messages.with_raw_response.create, []
     for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):

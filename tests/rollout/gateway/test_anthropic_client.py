@@ -66,6 +66,14 @@ def test_messages_when_tools_are_called_then_arguments_come_back_as_they_were_sa
     assert request.tools == [{"type": "function", "function": function}]
 
 
+def test_runner_when_it_asks_for_a_thread_then_it_goes_on_with_all_messages(asked, printed):
+    assert printed["runner"] == ["echo: added", 2]
+    last = next(
+        one for one in asked[1].requests if "calls once" in str(one.messages) and len(one.messages) > 1
+    )
+    assert [one["role"] for one in last.messages] == ["user", "assistant", "tool", "tool"]
+
+
 def test_calls_when_they_are_forced_then_the_policy_decides_and_the_header_says_so(printed):
     assert printed["forced"] == [["tool_choice", "tool_use"]] * 2
 

@@ -168,6 +168,45 @@ def test_arguments_when_an_id_comes_again_then_each_call_has_the_text_that_it_wa
         assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == text
 
 
+def message_request(memory, **fields):
+    body = {"model": "m", "max_tokens": 9, "messages": [USER], **fields}
+    return MessageExchange({key: one for key, one in body.items() if one is not None}, memory).request
+
+
+def test_system_when_a_block_is_the_clients_bill_then_left_out(memory):
+    bill = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=00000;"}
+    for rest in ([], [{"type": "text", "text": "Be short."}]):
+        made = message_request(memory, system=[bill, *rest]).messages[:-1]
+        assert made == [{"role": "system", "content": one["text"]} for one in rest]
+
+
+def test_context_when_managed_so_that_nothing_changes_then_named_and_else_refused(memory):
+    keeps = {"type": "clear_thinking_20251015", "keep": "all"}
+    request = message_request(memory, context_management={"edits": [keeps]})
+    assert request.overridden == ("context_management",)
+    for edits in ([keeps | {"keep": {"type": "thinking_turns", "value": 1}}], [3], [keeps, {"type": "x"}]):
+        with pytest.raises(GatewayError, match="left to the caller"):
+            message_request(memory, context_management={"edits": edits})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"best": 1}, "best: Extra inputs are not permitted"),
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"thread": {"type": "create"}}, "'thread' is kept nowhere: send all messages."),
+    ],
+)
+def test_errors_when_of_messages_then_in_anthropics_words(memory, fields, words):
+    with pytest.raises(GatewayError) as error:
+        message_request(memory, **fields)
+    made = anthropic.error_body(error.value)["error"]
+    assert made["message"] == words and made["type"] == "invalid_request_error"
+    told = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert made.get("details") == (told if "thread" in fields else None)
+
+
 def test_blocks_when_results_stand_between_texts_then_messages_in_their_order(memory):
     def text(said):
         return {"type": "text", "text": said}

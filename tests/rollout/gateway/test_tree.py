@@ -12,6 +12,7 @@ import torch
 
 from megatron_rl_corr.data.tokenizer import Tokenizer as FolderTokenizer
 from megatron_rl_corr.rollout import SampleFailure
+from megatron_rl_corr.rollout.gateway import anthropic
 from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.templates import Templates
 from megatron_rl_corr.rollout.gateway.tool_calls import parse_tool_calls, split_thoughts
@@ -988,6 +989,13 @@ def test_call_when_it_is_cut_before_its_arguments_then_it_is_not_carried_out(sam
     made = episode(servers, "gpt_oss", parse=partial(parse_tool_calls, "gpt_oss"), thoughts=split_harmony)
     (answer,) = run(made.chat(ChatRequest([USER], TOOLS, stop=("{",) if sampled.endswith(" {") else ())))
     assert [one["function"]["arguments"] for one in answer.tool_calls] == calls
+
+
+def test_request_when_it_is_too_long_then_anthropics_words_have_both_numbers():
+    with pytest.raises(GatewayError) as error:
+        run(episode(Servers(), max_tokens=8).chat(ChatRequest([{"role": "user", "content": "x" * 20}])))
+    told = anthropic.error_body(error.value)["error"]["message"]
+    assert re.fullmatch(r"prompt is too long: 2\d tokens > 7 maximum", told)
 
 
 @pytest.mark.parametrize(
