@@ -269,6 +269,7 @@ class _WatchedEpisode:
 
     def __init__(self, episode: Episode):
         self._episode, self._has_failed = episode, asyncio.Event()
+        self.variables, self.count = episode.variables, episode.count
 
     async def chat(self, request: ChatRequest) -> Sequence[Answer]:
         return await self._noted(self._episode.chat(request))

@@ -21,6 +21,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     positive,
     refused,
     stop_texts,
+    thinking_variables,
 )
 from megatron_rl_corr.rollout.gateway.templates import whole_numbers
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError
@@ -101,6 +102,7 @@ class MessageExchange:
                 details=_NO_THREAD,
             )
         managed = _managed(given.get("context_management"))
+        variables, lacking = thinking_variables(memory, _wanted(given))
         if given.get("output_config", {}).get("format"):
             raise refused(
                 "output_config.format", "asks for a constrained answer, which is of another policy."
@@ -118,11 +120,11 @@ class MessageExchange:
         self.request = ChatRequest(
             _system(given.get("system")) + self._messages(given["messages"]),
             tools=tools,
-            template_kwargs=_template_kwargs(given),
+            template_kwargs=variables,
             parses_tools=parses_tools,
             max_tokens=positive(given, "max_tokens"),
             stop=stop_texts(given, "stop_sequences"),
-            overridden=overridden_fields(given, memory.sampling) + forced + constrained + managed,
+            overridden=overridden_fields(given, memory.sampling) + forced + constrained + managed + lacking,
         )
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -291,14 +293,15 @@ def _managed(given: Any) -> tuple[str, ...]:
     return ("context_management",)
 
 
-def _template_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def _wanted(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """As `thinking_variables` takes them."""
+    made: dict[str, tuple[str, Any]] = {}
     if (thinking := given.get("thinking")) is not None:
         if not is_one_of(thinking.get("type"), _THINKING):
             raise invalid(f"thinking.type: must be one of {', '.join(_THINKING)}", "thinking.type")
-        made["enable_thinking"] = _THINKING[thinking["type"]]
+        made["thinking"] = "enable_thinking", _THINKING[thinking["type"]]
     if (effort := given.get("output_config", {}).get("effort")) is not None:
-        made["reasoning_effort"] = effort
+        made["output_config.effort"] = "reasoning_effort", effort
     return made
 
 

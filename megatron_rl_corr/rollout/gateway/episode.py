@@ -118,6 +118,25 @@ class Episode:
             overridden=Counter(self._counts.overridden),
         )
 
+    @property
+    def variables(self) -> set[str]:
+        """As `EpisodeSession`."""
+        return self._templates.variables
+
+    async def count(self, request: ChatRequest) -> int:
+        """As `EpisodeSession`; it is no request of the episode.
+
+        Raises:
+            GatewayError: the template refuses it.
+        """
+        self._check_open()
+        try:
+            given = [self._templates.message(one) for one in request.messages]
+            _, ids = await self._templates.first(given, request.tools, request.template_kwargs)
+        except ValueError as error:
+            raise GatewayError(400, "invalid_value", str(error), param="messages") from error
+        return ids.numel()
+
     async def chat(self, request: ChatRequest) -> list[Answer]:
         """request.n answers, each another turn.
 

@@ -139,7 +139,9 @@ class Gateway:
             for name, (exchange, form) in PROTOCOLS.items():
                 application.router.add_post(f"{prefix}/{name}", self._asked(exchange, form))
             application.router.add_get(prefix + "/responses/{id}", self._response)
+            application.router.add_post(prefix + "/messages/count_tokens", self._count)
             application.router.add_get(f"{prefix}/models", self._models)
+            application.router.add_get(prefix + "/models/{id:.+}", self._one_model)
         application.router.add_get(f"/{HEALTH}", self._health)
         if self._ended is not None:
             application.router.add_delete("/episodes/{key}", self._delete)
@@ -174,8 +176,11 @@ class Gateway:
             sampling: how it samples; None: as the run, and an evaluation may sample in another way.
         """
         key = secrets.token_hex(16)
-        self._episodes[key] = _OpenEpisode(session, Memory(sampling or self._sampling))
+        self._episodes[key] = self._opened(session, sampling or self._sampling)
         return key
+
+    def _opened(self, session: EpisodeSession, sampling: SamplingParams) -> _OpenEpisode:
+        return _OpenEpisode(session, Memory(sampling, session.variables))
 
     def close_episode(self, key: str) -> None:
         """Forget the key, and cancel its requests; they and later ones are answered 401. What is answered and
@@ -211,7 +216,7 @@ class Gateway:
                 401, "invalid_api_key", "You didn't provide an API key; it names the episode that asks."
             )
         if given not in self._episodes and self._opens is not None:
-            self._episodes[given] = _OpenEpisode(self._opens(given), Memory(self._sampling))
+            self._episodes[given] = self._opened(self._opens(given), self._sampling)
         if given not in self._episodes:
             raise GatewayError(
                 401, "invalid_api_key", "Incorrect API key provided: no episode with this key is under way."
@@ -261,8 +266,18 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._episode(request)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rollout"}
-        return _json_response({"object": "list", "data": [model], "has_more": False})
+        pages = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        return _json_response({"object": "list", "data": [_model(self._model)], **pages})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        self._episode(request)
+        return _json_response(_model(request.match_info["id"]))
+
+    async def _count(self, request: web.Request) -> web.Response:
+        episode = self._episode(request)
+        body = _json_object(await request.read())
+        asked = MessageExchange({**body, "max_tokens": 1}, episode.memory).request
+        return _json_response({"input_tokens": await episode.session.count(asked)})
 
     async def _delete(self, request: web.Request) -> web.Response:
         key = request.match_info["key"]
@@ -402,6 +417,13 @@ class _Reply:
             self._episode.session.undelivered(answering.result())
         elif not isinstance(error, GatewayError) and self._episode.failure is None:
             self._episode.failure = error
+
+
+def _model(name: str) -> dict[str, Any]:
+    """As OpenAI and Anthropic have it: clients leave out what they do not know."""
+    made = {"id": name, "object": "model", "created": 0, "owned_by": "rollout"}
+    epoch = "1970-01-01T00:00:00Z"
+    return made | {"type": "model", "display_name": name, "created_at": epoch, "lifecycle": "active"}
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

@@ -109,6 +109,11 @@ class Templates:
         found = self._spelled.search(self._last_suffix)
         return self.tokenizer.control_tokens[found[0]] if found else None
 
+    @cached_property
+    def variables(self) -> set[str]:
+        """The names of the variables that the template uses."""
+        return self.tokenizer.variables_used(with_tools=False)
+
     # messages
 
     def message(self, given: Mapping[str, Any]) -> Message:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -88,7 +88,13 @@ index of its choice; without that it is the first.
 
 
 class EpisodeSession(Protocol):
-    """What a gateway asks for one episode; rollout/gateway/episode.py is the one of a run."""
+    """What a gateway asks for one episode; rollout/gateway/episode.py is the one of a run.
+
+    Attributes:
+        variables: names of those that the chat template uses.
+    """
+
+    variables: Collection[str]
 
     async def chat(self, request: ChatRequest) -> Sequence[Answer]:
         """n answers, each another turn of the episode.
@@ -99,6 +105,9 @@ class EpisodeSession(Protocol):
 
     async def text(self, request: TextRequest) -> Sequence[Answer]:
         """As `chat`, for a raw text."""
+
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of the prompt, encoded from its text."""
 
     def undelivered(self, answers: Sequence[Answer]) -> None:
         """The connection was gone before the harness had these: they are no turns of the episode."""

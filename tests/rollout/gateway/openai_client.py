@@ -282,7 +282,7 @@ def response_cut(client):
 
 @case
 def models(client):
-    return [model.id for model in client.models.list()]
+    return [model.id for model in [*client.models.list(), client.models.retrieve("any/other")]]
 
 
 @case

@@ -45,6 +45,8 @@ class ScriptedSession:
         release: a request "wait" waits for it.
     """
 
+    variables = ("enable_thinking", "reasoning_effort")
+
     def __init__(self):
         self.requests, self.gone, self.cancelled = [], [], 0
         self.asked, self.release = asyncio.Event(), asyncio.Event()
@@ -55,6 +57,9 @@ class ScriptedSession:
 
     async def text(self, request):
         return await self._answers(request, request.prompt if isinstance(request.prompt, str) else "ids")
+
+    async def count(self, request):
+        return sum(len(one["content"]) for one in request.messages)
 
     def undelivered(self, answers):
         self.gone += [one.id for one in answers]

@@ -99,7 +99,7 @@ def test_requests_when_refused_then_the_client_raises_its_error(asked, printed):
     assert found.pop("late") == ("APIStatusError", 200, "invalid_request_error")
     assert found.pop("key") == ("AuthenticationError", 401, "authentication_error")
     assert found.pop("fault") == ("InternalServerError", 500, "api_error")
-    assert found.pop("count") == ("NotFoundError", 404, "not_found_error")
+    assert found.pop("path") == ("NotFoundError", 404, "not_found_error")
     assert set(found.values()) == {("BadRequestError", 400, "invalid_request_error")}
     assert sorted(found) == ["bash", "begun", "choice", "context", "image", "serial", "unknown"]
     named = {
@@ -113,6 +113,14 @@ def test_requests_when_refused_then_the_client_raises_its_error(asked, printed):
     for name, field in named.items():
         assert field in printed["refusals"][name]["text"]
     assert sum(one.messages[-1]["content"] == "fail" for one in asked[1].requests) == 1
+
+
+def test_models_when_listed_or_asked_for_then_as_anthropic_has_them(printed):
+    assert printed["models"] == [[name, "model", name, 1970] for name in ("policy", "any-other")]
+
+
+def test_tokens_when_counted_then_nothing_is_asked_of_the_policy(asked, printed):
+    assert printed["counted"] == [len("Be short.hi")] * 2
 
 
 def test_clients_when_many_ask_at_once_then_each_has_its_answer(asked, printed):

@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {}, "stric
 
 @pytest.fixture
 def memory():
-    return Memory(SAMPLING)
+    return Memory(SAMPLING, ("enable_thinking", "reasoning_effort"))
 
 
 def chat(memory, **fields):
@@ -205,6 +205,37 @@ def test_errors_when_of_messages_then_in_anthropics_words(memory, fields, words)
     assert made["message"] == words and made["type"] == "invalid_request_error"
     told = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     assert made.get("details") == (told if "thread" in fields else None)
+
+
+@pytest.mark.parametrize(
+    ("has", "effort", "thinking", "variables", "overridden"),
+    [
+        ((), "none", "disabled", {}, ()),
+        ((), "high", "enabled", {}, (True, True)),
+        ((), "low", "adaptive", {}, (True, True)),
+        (("enable_thinking",), "none", "disabled", {"enable_thinking": False}, (False, True)),
+        (("enable_thinking",), "high", "enabled", {"enable_thinking": True}, (False, True)),
+        (("reasoning_effort",), "none", "disabled", {"reasoning_effort": "none"}, ()),
+    ],
+)
+def test_thoughts_when_the_template_has_no_variable_for_them_then_ignored_and_named(
+    has, effort, thinking, variables, overridden
+):
+    memory = Memory(SAMPLING, has)
+    made = message_request(memory, thinking={"type": thinking}, output_config={"effort": effort})
+    assert made.template_kwargs == variables
+    named = zip(("thinking", "output_config.effort"), overridden, strict=False)
+    assert made.overridden == tuple(name for name, is_named in named if is_named)
+    effort_alone = {name: one for name, one in variables.items() if name == "reasoning_effort"}
+    for request, name in (
+        (chat(memory, reasoning_effort=effort), "reasoning_effort"),
+        (
+            ResponseExchange({"model": "m", "input": "x", "reasoning": {"effort": effort}}, memory).request,
+            "reasoning.effort",
+        ),
+    ):
+        assert request.template_kwargs == effort_alone
+        assert request.overridden == (name,) * (len(overridden) == 2 and overridden[1])
 
 
 def test_blocks_when_results_stand_between_texts_then_messages_in_their_order(memory):

@@ -991,6 +991,23 @@ def test_call_when_it_is_cut_before_its_arguments_then_it_is_not_carried_out(sam
     assert [one["function"]["arguments"] for one in answer.tool_calls] == calls
 
 
+def test_tokens_when_counted_then_those_of_the_prompt_and_the_episode_is_as_before():
+    made = episode(Servers(("a<|end|>", "stop")))
+    request = ChatRequest([USER, said("a"), MORE], TOOLS)
+
+    async def scenario():
+        count = await made.count(request)
+        await made.chat(request)
+        with pytest.raises(GatewayError) as error:
+            await made.count(replace(request, template_kwargs={"effort": 1}))
+        return count, error.value.status
+
+    (turn,) = [run(scenario())]
+    (first,) = made.tree.turns()
+    assert turn == (first.asked.line.ids.numel(), 400)
+    assert made.counts.requests == 1 and reasons(made) == {"first": 1} and made.variables >= {"messages"}
+
+
 def test_request_when_it_is_too_long_then_anthropics_words_have_both_numbers():
     with pytest.raises(GatewayError) as error:
         run(episode(Servers(), max_tokens=8).chat(ChatRequest([{"role": "user", "content": "x" * 20}])))
