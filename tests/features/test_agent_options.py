@@ -108,6 +108,7 @@ def test_metrics_when_counted_then_means_are_over_episodes():
         "agent/refused": 1,
         "agent/rerendered": 1,
         "agent/undelivered": 0,
+        "agent/abandoned": 0,
         "agent/overridden": 4,
         "agent/forks_edited": 2,
         "agent/forks_template": 0,

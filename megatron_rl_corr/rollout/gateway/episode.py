@@ -76,6 +76,8 @@ class EpisodeCounts:
     """Turns that the template writes in another way than they were sampled, and that go on as sampled."""
     undelivered: int = 0
     """Answers that the harness did not get."""
+    abandoned: int = 0
+    """Requests that it took back before their answer was there; they count in nothing else."""
     forks: Counter = field(default_factory=Counter)
     """Branches that requests began, by reason (`TurnTree.forks`)."""
     overridden: Counter = field(default_factory=Counter)
@@ -196,6 +198,11 @@ class Episode:
             return await answers
         except GatewayError as error:
             self._counts.refused += 400 <= error.status < 500
+            raise
+        except asyncio.CancelledError:
+            self._counts.requests -= 1
+            self._counts.overridden -= Counter(request.overridden)
+            self._counts.abandoned += 1
             raise
 
     async def _chat(self, request: ChatRequest) -> list[Answer]:

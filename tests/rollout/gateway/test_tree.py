@@ -991,6 +991,28 @@ def test_call_when_it_is_cut_before_its_arguments_then_it_is_not_carried_out(sam
     assert [one["function"]["arguments"] for one in answer.tool_calls] == calls
 
 
+def test_request_when_it_is_given_up_while_the_policy_samples_then_it_costs_no_turn():
+    made = episode(Servers(draws=lambda *_: ("a<|end|>", "stop", 50)), max_turns=2)
+
+    async def scenario():
+        for _ in range(3):
+            asking = asyncio.ensure_future(made.chat(ChatRequest([USER], overridden=("seed",))))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        for _ in range(2):
+            await made.chat(ChatRequest([USER]))
+        with pytest.raises(GatewayError):
+            await made.chat(ChatRequest([USER]))
+
+    run(scenario())
+    counts = made.counts
+    assert (counts.abandoned, counts.requests, counts.refused, counts.turns) == (3, 3, 1, 2)
+    assert dict(counts.overridden) == {}
+
+
 def test_tokens_when_counted_then_those_of_the_prompt_and_the_episode_is_as_before():
     made = episode(Servers(("a<|end|>", "stop")))
     request = ChatRequest([USER, said("a"), MORE], TOOLS)
