@@ -131,12 +131,11 @@ class Tokenizer:
             with_tools: rows have tools.
         """
         used = self.variables_used(with_tools=with_tools)
-        for name in variables:
-            if name not in used:
-                raise ValueError(
-                    f"`chat_template_kwargs` has {name}, which the chat template of {self._folder} does not "
-                    f"use; drop it, or use {', '.join(sorted(used - set(RESERVED))) or 'another template'}"
-                )
+        if unused := sorted(variables.keys() - used):
+            raise ValueError(
+                f"`chat_template_kwargs` has {unused[0]}, which the chat template of {self._folder} does not "
+                f"use; drop it, or use {', '.join(sorted(used - set(RESERVED))) or 'another template'}"
+            )
         if with_tools and "tools" not in used:
             raise ValueError(
                 f"`tools_key`: the chat template of {self._folder} does not show tools; use one that does, "

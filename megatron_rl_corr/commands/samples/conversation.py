@@ -14,9 +14,8 @@ import torch
 from megatron_rl_corr.commands.samples.token_text import visible
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Trajectory
-from megatron_rl_corr.rollout.gateway.answering import SPLITS
-from megatron_rl_corr.rollout.gateway.episode import THOUGHTS
-from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect, parse_tool_calls, split_thoughts
+from megatron_rl_corr.rollout.gateway.answering import PROMPT_TAIL, names_of_calls
+from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect
 from megatron_rl_corr.rollout.sample_file import Sample
 from megatron_rl_corr.tables import readable
 
@@ -28,8 +27,6 @@ REASONS = {
 }
 """Why a branch begins, in words."""
 ASKED_AGAIN = "the same is asked again"
-THOUGHTS_TOKENS = 16
-"""A prompt that begins thoughts does so within its last ones."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +185,8 @@ def calls_of(
     if tool_format is None:
         return []
     of_turn = turns_of(row) == passage.turn
+    before = torch.cat([row.prompt_ids, row.output_ids[: of_turn.nonzero()[0]]])[-PROMPT_TAIL:].tolist()
     ids = row.output_ids[of_turn].tolist()
     cut = ids[-1] not in tokenizer.control_tokens.values()
-    ended = None if not cut else "stop" if passage.ended == "stop" else "length"
     text = tokenizer.decode_all(ids if cut else ids[:-1])
-    before = torch.cat([row.prompt_ids, row.output_ids[: int(of_turn.nonzero()[0])]])[-THOUGHTS_TOKENS:]
-    begun = tokenizer.decode_all(before.tolist()).rstrip().endswith(THOUGHTS)
-    _, behind = SPLITS.get(tool_format, split_thoughts)(text, begun=begun)
-    _, calls = parse_tool_calls(tool_format, behind, None, turn="", cut=ended)
-    return [one["function"]["name"] for one in calls]
+    return names_of_calls(tool_format, text, tokenizer.decode_all(before), passage.ended if cut else None)

@@ -69,11 +69,7 @@ METRICS = in_group(
                 "turns that the template writes otherwise than they were sampled; they go on as sampled",
                 "count",
             ),
-            MetricSpec(
-                "agent/abandoned",
-                "requests that the harness gave up, by its timeout say, while the policy sampled",
-                "count",
-            ),
+            MetricSpec("agent/abandoned", "requests that the harness gave up as the policy sampled", "count"),
             MetricSpec("agent/undelivered", "answers that the harness did not wait for: no turns", "count"),
             MetricSpec(
                 "agent/overridden",
