@@ -130,24 +130,34 @@ class Tokenizer:
             variables: of the template, by name.
             with_tools: rows have tools.
         """
-        from jinja2 import TemplateError, meta
-
-        try:
-            template = self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)
-            used = meta.find_undeclared_variables(self._environment(template).parse(template))
-        except (TemplateError, ValueError) as error:
-            raise ValueError(f"the chat template of {self._folder} cannot be used: {error}") from error
-        for name in variables:
-            if name not in used:
-                raise ValueError(
-                    f"`chat_template_kwargs` has {name}, which the chat template of {self._folder} does not "
-                    f"use; drop it, or use {', '.join(sorted(used - set(RESERVED))) or 'another template'}"
-                )
+        used = self.variables_used(with_tools=with_tools)
+        if unused := sorted(variables.keys() - used):
+            raise ValueError(
+                f"`chat_template_kwargs` has {unused[0]}, which the chat template of {self._folder} does not "
+                f"use; drop it, or use {', '.join(sorted(used - set(RESERVED))) or 'another template'}"
+            )
         if with_tools and "tools" not in used:
             raise ValueError(
                 f"`tools_key`: the chat template of {self._folder} does not show tools; use one that does, "
                 "or drop it"
             )
+
+    def variables_used(self, *, with_tools: bool) -> set[str]:
+        """The names of the variables that the chat template uses.
+
+        Args:
+            with_tools: it shows tools.
+
+        Raises:
+            ValueError: there is no template, or it can't be read.
+        """
+        from jinja2 import TemplateError, meta
+
+        try:
+            template = self._tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+            return meta.find_undeclared_variables(self._environment(template).parse(template))
+        except (TemplateError, ValueError) as error:
+            raise ValueError(f"the chat template of {self._folder} cannot be used: {error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids, without special tokens."""

@@ -19,7 +19,7 @@ BUDGETS = {
     "core": 2_235,
     "logprobs": 1_035,
     "data": 4_460,
-    "rollout": 7_460,
+    "rollout": 7_592,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 950,

@@ -82,7 +82,7 @@ def rules(template, tool_format):
 
 def test_tool_format_when_auto_then_the_templates_or_none_with_a_line():
     made, warned = rules("qwen3", "auto")
-    assert made.parse.args == ("hermes",) and warned == [] and made.thoughts is None
+    assert made.parse.args == ("hermes",) and warned == [] and not made.separates
     made, [line] = rules("{% for m in messages %}{{ m.content }}{% endfor %}", "auto")
     assert made.parse is None and "`agent_tool_parser` auto" in line
     with pytest.raises(ValueError, match="`agent_tool_parser` must be auto or one of .*hermes.*'mine'"):
@@ -108,6 +108,7 @@ def test_metrics_when_counted_then_means_are_over_episodes():
         "agent/refused": 1,
         "agent/rerendered": 1,
         "agent/undelivered": 0,
+        "agent/abandoned": 0,
         "agent/overridden": 4,
         "agent/forks_edited": 2,
         "agent/forks_template": 0,

@@ -14,7 +14,8 @@ import torch
 from megatron_rl_corr.commands.samples.token_text import visible
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Trajectory
-from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect, parse_tool_calls
+from megatron_rl_corr.rollout.gateway.answering import PROMPT_TAIL, names_of_calls
+from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect
 from megatron_rl_corr.rollout.sample_file import Sample
 from megatron_rl_corr.tables import readable
 
@@ -183,8 +184,9 @@ def calls_of(
         tool_format = detect(tokenizer.template_text)
     if tool_format is None:
         return []
-    ids = row.output_ids[turns_of(row) == passage.turn].tolist()
+    of_turn = turns_of(row) == passage.turn
+    before = torch.cat([row.prompt_ids, row.output_ids[: of_turn.nonzero()[0]]])[-PROMPT_TAIL:].tolist()
+    ids = row.output_ids[of_turn].tolist()
     cut = ids[-1] not in tokenizer.control_tokens.values()
     text = tokenizer.decode_all(ids if cut else ids[:-1])
-    _, calls = parse_tool_calls(tool_format, text, None, turn="", cut=cut)
-    return [one["function"]["name"] for one in calls]
+    return names_of_calls(tool_format, text, tokenizer.decode_all(before), passage.ended if cut else None)

@@ -19,7 +19,7 @@ PER_EPISODE = {
     "agent/branches": "branches",
 }
 SUMS = {"agent/episodes": "episodes"} | {
-    f"agent/{name}": name for name in ("refused", "rerendered", "undelivered", "overridden")
+    f"agent/{name}": name for name in ("refused", "rerendered", "undelivered", "abandoned", "overridden")
 }
 COUNTED = (*PER_EPISODE.values(), *SUMS.values(), *(f"forks_{reason}" for reason in FORKS))
 
@@ -69,6 +69,7 @@ METRICS = in_group(
                 "turns that the template writes otherwise than they were sampled; they go on as sampled",
                 "count",
             ),
+            MetricSpec("agent/abandoned", "requests that the harness gave up as the policy sampled", "count"),
             MetricSpec("agent/undelivered", "answers that the harness did not wait for: no turns", "count"),
             MetricSpec(
                 "agent/overridden",

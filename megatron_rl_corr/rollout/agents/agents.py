@@ -191,6 +191,8 @@ class Agents:
         finally:
             try:
                 gateway.close_episode(key)
+            except Exception as error:  # as what the policy says may cause it, it costs this sample alone
+                raise SampleFailure(CAUSE, f"the gateway could not go on with it: {error!r}") from error
             finally:
                 await episode.end()  # also where it is cancelled: weights may change when its group is over
                 self.counts.add(episode.counts, time.monotonic() - begun)
@@ -267,6 +269,7 @@ class _WatchedEpisode:
 
     def __init__(self, episode: Episode):
         self._episode, self._has_failed = episode, asyncio.Event()
+        self.variables, self.count = episode.variables, episode.count
 
     async def chat(self, request: ChatRequest) -> Sequence[Answer]:
         return await self._noted(self._episode.chat(request))

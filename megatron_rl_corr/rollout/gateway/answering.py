@@ -7,7 +7,7 @@ from functools import partial
 
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import SamplingParams
-from megatron_rl_corr.rollout.gateway.episode import EpisodeRules
+from megatron_rl_corr.rollout.gateway.episode import THOUGHTS, EpisodeRules
 from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect, parse_tool_calls, split_thoughts
 
@@ -17,6 +17,21 @@ SPLITS = {
     "gemma4": partial(split_thoughts, begin="<|channel>thought\n", end="<channel|>"),
 }
 """How thoughts are taken apart where a format's models write them in another way than <think>."""
+
+PROMPT_TAIL = 16
+"""Tokens: a prompt that begins the answer's thoughts does so within its last ones."""
+
+
+def names_of_calls(tool_format: str, text: str, before: str, cut: str | None) -> list[str]:
+    """The names of the functions that an answer calls, as an episode reads them.
+
+    Args:
+        tool_format, text, cut: as in `parse_tool_calls`.
+        before: the end of its prompt.
+    """
+    _, rest = SPLITS.get(tool_format, split_thoughts)(text, begun=before.rstrip().endswith(THOUGHTS))
+    _, calls = parse_tool_calls(tool_format, rest, None, turn="", cut=cut)
+    return [one["function"]["name"] for one in calls]
 
 
 def answer_rules(
@@ -60,5 +75,6 @@ def answer_rules(
         max_tokens,
         max_turns,
         parse=None if name is None else partial(parse_tool_calls, name),
-        thoughts=SPLITS.get(name, split_thoughts) if separate_thoughts else None,
+        thoughts=SPLITS.get(name, split_thoughts),
+        separates=separate_thoughts,
     )

@@ -21,6 +21,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     positive,
     refused,
     stop_texts,
+    thinking_variables,
 )
 from megatron_rl_corr.rollout.gateway.templates import whole_numbers
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError
@@ -41,6 +42,7 @@ FIELDS = {
     "context_management": None,
     "mcp_servers": None,
     "output_format": None,
+    "thread": None,
 }
 IGNORED = {
     "cache_control",
@@ -54,7 +56,6 @@ IGNORED = {
 }
 _REFUSED = {
     "container": "has no container behind it.",
-    "context_management": "is left to the caller.",
     "mcp_servers": "has no tools of the server behind it.",
     "output_format": "asks for a constrained answer, which is of another policy.",
 }
@@ -66,6 +67,17 @@ _ERROR_TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
+_WORDS = {
+    "unknown_parameter": "Extra inputs are not permitted",
+    "missing_required_parameter": "Field required",
+    "integer_below_min_value": "Input should be greater than or equal to 1",
+}
+"""By code, behind the field."""
+_NO_THREAD = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+"""By which the client's runner of tools knows that it is to send all messages each time."""
+_BILLING = "x-anthropic-billing-header:"
+"""Begins a block of the system prompt that Claude Code sends, another one with each request."""
+_KEEPS_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 _THINKING = {"enabled": True, "adaptive": True, "disabled": False}
 
 
@@ -81,6 +93,16 @@ class MessageExchange:
         for name, why in _REFUSED.items():
             if given.get(name):
                 raise refused(name, why)
+        if given.get("thread"):
+            raise GatewayError(
+                400,
+                "unsupported_parameter",
+                "'thread' is kept nowhere: send all messages.",
+                param="thread",
+                details=_NO_THREAD,
+            )
+        managed = _managed(given.get("context_management"))
+        variables, lacking = thinking_variables(memory, _wanted(given))
         if given.get("output_config", {}).get("format"):
             raise refused(
                 "output_config.format", "asks for a constrained answer, which is of another policy."
@@ -98,11 +120,11 @@ class MessageExchange:
         self.request = ChatRequest(
             _system(given.get("system")) + self._messages(given["messages"]),
             tools=tools,
-            template_kwargs=_template_kwargs(given),
+            template_kwargs=variables,
             parses_tools=parses_tools,
             max_tokens=positive(given, "max_tokens"),
             stop=stop_texts(given, "stop_sequences"),
-            overridden=overridden_fields(given, memory.sampling) + forced + constrained,
+            overridden=overridden_fields(given, memory.sampling) + forced + constrained + managed + lacking,
         )
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:
@@ -158,13 +180,11 @@ class MessageExchange:
         return made
 
     def _stop(self, answer: Answer) -> dict[str, Any]:
-        """stop_reason and stop_sequence. What was sampled has the stop text, where one ended it."""
+        """stop_reason and stop_sequence; a stop text of the run's own is no sequence of the request."""
         if answer.finish_reason != "stop":
             reason = {"length": "max_tokens", "tool_calls": "tool_use"}[answer.finish_reason]
             return {"stop_reason": reason, "stop_sequence": None}
-        stops = self.request.stop
-        sampled = "".join(answer.token_texts) if stops else ""
-        found = next((stop for stop in stops if stop in sampled), None)
+        found = answer.stop_text if answer.stop_text in self.request.stop else None
         return {"stop_reason": "end_turn" if found is None else "stop_sequence", "stop_sequence": found}
 
     def _messages(self, given: Sequence[Any]) -> list[dict[str, Any]]:
@@ -230,8 +250,12 @@ def error_body(error: GatewayError) -> dict[str, Any]:
     """As Anthropic's servers answer: the field is named in the message."""
     named = error.param is None or error.param in error.message
     message = error.message if named else f"{error.param}: {error.message}"
+    if error.code in _WORDS:
+        message = f"{error.param}: {_WORDS[error.code]}"
+    details = {} if error.details is None else {"details": error.details}
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+    made = {"type": kind, "message": error.anthropic or message, **details}
+    return {"type": "error", "error": made, "request_id": None}
 
 
 def _deltas(kind: str, texts: Any, field: str | None = None) -> Iterator[dict[str, Any]]:
@@ -249,18 +273,35 @@ def _usage(answer: Answer, sampled: int) -> dict[str, Any]:
 
 
 def _system(given: str | list[Any] | None) -> list[dict[str, Any]]:
+    if isinstance(given, list):
+        given = [one for one in given if not _is_billing(one)]
     text = joined_text(given, "system")
     return [{"role": "system", "content": text}] if text else []
 
 
-def _template_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+def _is_billing(block: Any) -> bool:
+    return isinstance(block, dict) and str(block.get("text")).startswith(_BILLING)
+
+
+def _managed(given: Any) -> tuple[str, ...]:
+    """context_management where it changes nothing; raises GatewayError where it would."""
+    if not given:
+        return ()
+    edits = checked_type(given, dict, "context_management").get("edits") or []
+    if given.keys() != {"edits"} or any(one != _KEEPS_ALL for one in edits):
+        raise refused("context_management", "is left to the caller.")
+    return ("context_management",)
+
+
+def _wanted(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """As `thinking_variables` takes them."""
+    made: dict[str, tuple[str, Any]] = {}
     if (thinking := given.get("thinking")) is not None:
         if not is_one_of(thinking.get("type"), _THINKING):
             raise invalid(f"thinking.type: must be one of {', '.join(_THINKING)}", "thinking.type")
-        made["enable_thinking"] = _THINKING[thinking["type"]]
+        made["thinking"] = "enable_thinking", _THINKING[thinking["type"]]
     if (effort := given.get("output_config", {}).get("effort")) is not None:
-        made["reasoning_effort"] = effort
+        made["output_config.effort"] = "reasoning_effort", effort
     return made
 
 

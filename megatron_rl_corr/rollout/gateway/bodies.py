@@ -63,6 +63,8 @@ class Memory:
 
     sampling: SamplingParams
     """The run's."""
+    variables: Collection[str] = ()
+    """Names of those that the chat template uses."""
     responses: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = field(default_factory=dict)
     """id -> (body, all messages with the answer's), of the Responses API."""
     arguments: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -163,6 +165,27 @@ def overridden_fields(given: Body, sampling: SamplingParams) -> tuple[str, ...]:
         and (name not in run or given[name] != run[name])
         and not (given[name] in off.get(name, ()) and run[name] in off.get(name, ()))
     )
+
+
+def thinking_variables(
+    memory: Memory, wanted: Mapping[str, tuple[str, Any]]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """(variables of the template, fields of a request that it has no variable for).
+
+    Args:
+        memory: of the episode.
+        wanted: field -> the variable that it sets, and its value. False and "none" ask for no thoughts, which
+            a template that has no such variable meets.
+    """
+    has = memory.variables
+    made = {variable: value for variable, value in wanted.values() if variable in has}
+    without = {"none"} if "enable_thinking" not in has else ()
+    lacking = (
+        name
+        for name, (variable, value) in wanted.items()
+        if variable not in has and value is not False and not is_one_of(value, without)
+    )
+    return made, tuple(lacking)
 
 
 def positive(given: Body, name: str) -> int | None:

@@ -55,6 +55,22 @@ def dumps(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def is_nested(value: Any, most: int) -> bool:
+    """True if arrays and objects stand within each other more than `most` deep."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [
+            one
+            for parent in level
+            if isinstance(parent, (dict, list))
+            for one in (parent.values() if isinstance(parent, dict) else parent)
+            if isinstance(one, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
 def finite_json(text: str) -> Any:
     """Raises ValueError where it is no JSON, or has numbers that JSON lacks."""
     value = json.loads(text, parse_constant=_no_json)

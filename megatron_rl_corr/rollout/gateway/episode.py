@@ -27,8 +27,9 @@ from megatron_rl_corr.rollout.seeds import Draw
 
 Result = TypeVar("Result")
 ParseCalls = Callable[..., tuple[str, list[dict[str, Any]]]]
-"""parse(text, tools, turn=name, cut=bool) -> (the content beside the calls, the calls as in OpenAI's chat
-completions, with ids that are unique where the names of answers are). cut: no control token ended the answer.
+"""parse(text, tools, turn=name, cut=cause) -> (the content beside the calls, the calls as in OpenAI's chat
+completions, with ids that are unique where the names of answers are). cut: what ended the answer, length or
+stop (a text); None: a control token did.
 """
 SplitThoughts = Callable[..., tuple[str, str]]
 """split(text, begun=bool) -> (thoughts, the text behind them). begun: the prompt ends with THOUGHTS."""
@@ -50,8 +51,10 @@ class EpisodeRules:
     parse: ParseCalls | None = None
     """Reads tool calls from an answer; None: all of it is content."""
     thoughts: SplitThoughts | None = None
-    """Takes the thoughts apart from the content: a harness that does not send them back edits its history.
-    None: they stay in the content.
+    """Tells the thoughts from what is behind them; calls are read there alone. None: answers have none."""
+    separates: bool = True
+    """The thoughts come apart from the content: a harness that does not send them back edits its history.
+    False: they stay in the content, in front.
     """
 
     def __post_init__(self):
@@ -73,6 +76,8 @@ class EpisodeCounts:
     """Turns that the template writes in another way than they were sampled, and that go on as sampled."""
     undelivered: int = 0
     """Answers that the harness did not get."""
+    abandoned: int = 0
+    """Requests that it took back before their answer was there; they count in nothing else."""
     forks: Counter = field(default_factory=Counter)
     """Branches that requests began, by reason (`TurnTree.forks`)."""
     overridden: Counter = field(default_factory=Counter)
@@ -114,6 +119,25 @@ class Episode:
             forks=Counter(self.tree.forks),
             overridden=Counter(self._counts.overridden),
         )
+
+    @property
+    def variables(self) -> set[str]:
+        """As `EpisodeSession`."""
+        return self._templates.variables
+
+    async def count(self, request: ChatRequest) -> int:
+        """As `EpisodeSession`; it is no request of the episode.
+
+        Raises:
+            GatewayError: the template refuses it.
+        """
+        self._check_open()
+        try:
+            given = [self._templates.message(one) for one in request.messages]
+            _, ids = await self._templates.first(given, request.tools, request.template_kwargs)
+        except ValueError as error:
+            raise GatewayError(400, "invalid_value", str(error), param="messages") from error
+        return ids.numel()
 
     async def chat(self, request: ChatRequest) -> list[Answer]:
         """request.n answers, each another turn.
@@ -174,6 +198,11 @@ class Episode:
             return await answers
         except GatewayError as error:
             self._counts.refused += 400 <= error.status < 500
+            raise
+        except asyncio.CancelledError:
+            self._counts.requests -= 1
+            self._counts.overridden -= Counter(request.overridden)
+            self._counts.abandoned += 1
             raise
 
     async def _chat(self, request: ChatRequest) -> list[Answer]:
@@ -266,6 +295,7 @@ class Episode:
                 f"This model's maximum context length is {most} tokens. However, your messages resulted in "
                 f"{prompt} tokens. Please reduce the length of the messages.",
                 param=param,
+                anthropic=f"prompt is too long: {prompt} tokens > {most - 1} maximum",
             )
         wanted = self._sampling.max_new_tokens if request.max_tokens is None else request.max_tokens
         tokens = min(wanted, self._sampling.max_new_tokens, most - prompt)
@@ -291,14 +321,18 @@ class Episode:
         has_stopped = part.finish_reason == "stop"
         ended = self._templates.control_text(ids[-1]) if has_stopped else None
         text = self._templates.decode(ids if ended is None else ids[:-1])
-        said, reasoning, calls = text, "", []
-        if has_stopped and ended is None:
-            said = text[: min((at for one in sampling.stop if (at := text.find(one)) >= 0), default=None)]
+        end, stop_text = _stop(text, ended, sampling.stop) if has_stopped else (len(text), None)
+        said, reasoning, kept, calls = text[:end], "", "", []
         if is_chat and self._rules.thoughts is not None:
             begun = asked.added_text.rstrip().endswith(THOUGHTS)
-            reasoning, said = self._rules.thoughts(said, begun=begun)
+            reasoning, rest = self._rules.thoughts(said, begun=begun)
+            if not self._rules.separates:
+                reasoning, kept = "", said[: len(said) - len(rest.lstrip())]
+            said = rest if self._rules.separates else said[len(kept) :]
         if parse is not None:
-            said, calls = parse(said, asked.tools, turn=str(self.tree.next_number), cut=ended is None)
+            cut = None if ended is not None else "stop" if has_stopped else "length"
+            said, calls = parse(said, asked.tools, turn=str(self.tree.next_number), cut=cut)
+        said = (kept + said).strip() if calls else kept + said
         message: dict[str, Any] | None = None
         if is_chat:
             # As requests bring it back, to the letter, so that the tree makes its forms once.
@@ -309,7 +343,7 @@ class Episode:
         return Answer(
             id=str(turn.number),
             text=said,
-            finish_reason="tool_calls" if calls else "stop" if has_stopped else "length",
+            finish_reason="length" if not has_stopped else "tool_calls" if calls else "stop",
             prompt_tokens=asked.line.ids.numel(),
             cached_tokens=part.cached_tokens,
             output_ids=part.output_ids,
@@ -317,4 +351,21 @@ class Episode:
             logprobs=part.rollout_logprobs,
             tool_calls=calls,
             reasoning=reasoning,
+            stop_text=stop_text,
         )
+
+
+def _stop(text: str, ended: str | None, stops: Sequence[str]) -> tuple[int, str | None]:
+    """(where what was said ends, the stop text that ended it, None: none did).
+
+    Args:
+        text: what was sampled, without the control token at its end.
+        ended: the text of that token, which a stop text may end with; None: there is none.
+        stops: the first of them ended the answer.
+    """
+    if ended is None:
+        found = [(at, one) for one in stops if (at := text.find(one)) >= 0]
+    else:
+        whole = text + ended
+        found = [(len(whole) - len(one), one) for one in stops if one.endswith(ended) and whole.endswith(one)]
+    return min(found, default=(len(text), None), key=lambda one: one[0])

@@ -22,6 +22,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     require_parallel,
     require_text,
     stop_texts,
+    thinking_variables,
     token_logprobs,
 )
 from megatron_rl_corr.rollout.gateway.openai_messages import messages, tool_choice, tools, usage
@@ -107,10 +108,8 @@ class ChatExchange:
         refuse_logits(given)
         functions, constrained = tools(given.get("tools"))
         parses_tools, forced = tool_choice(given.get("tool_choice", "auto"))
-        if "reasoning_effort" in given:
-            effort = {"reasoning_effort": given["reasoning_effort"]}
-        else:
-            effort = {}
+        wanted = {name: (name, given[name]) for name in ("reasoning_effort",) if name in given}
+        effort, lacking = thinking_variables(memory, wanted)
         self.streams = given.get("stream", False)
         self._model, self._with_usage = given["model"], includes_usage(given)
         self._with_logprobs = given.get("logprobs", False)
@@ -122,7 +121,7 @@ class ChatExchange:
             max_tokens=positive(given, "max_completion_tokens") or positive(given, "max_tokens"),
             stop=stop_texts(given),
             n=answers_wanted(given),
-            overridden=overridden_fields(given, memory.sampling) + forced + constrained,
+            overridden=overridden_fields(given, memory.sampling) + forced + constrained + lacking,
         )
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from megatron_rl_corr.rollout.gateway.bodies import (
 from megatron_rl_corr.rollout.gateway.types import Answer, GatewayError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_EMPTY_ECHOES = ("refusal", "audio", "annotations", "function_call")
-"""Keys of the assistant's message that clients send back as they got them, empty."""
+_EMPTY_ECHOES = ("refusal", "audio", "annotations", "function_call", "parsed")
+"""Keys of the assistant's message that clients send back as they got them, or made them, empty."""
 _KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning"}
 _ERROR_TYPES = {400: "invalid_request_error", 401: "invalid_request_error", 404: "invalid_request_error"}
 

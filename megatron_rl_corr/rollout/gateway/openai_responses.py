@@ -29,6 +29,7 @@ from megatron_rl_corr.rollout.gateway.bodies import (
     refused,
     require_parallel,
     require_text,
+    thinking_variables,
     token_logprobs,
 )
 from megatron_rl_corr.rollout.gateway.openai_messages import message, tool_choice
@@ -113,16 +114,18 @@ class ResponseExchange:
             history = memory.responses[previous][1]
         instructions = given.get("instructions")
         effort = given.get("reasoning", {}).get("effort")
+        wanted = {} if effort is None else {"reasoning.effort": ("reasoning_effort", effort)}
+        variables, lacking = thinking_variables(memory, wanted)
         self.streams, self._given, self._memory = given.get("stream", False), given, memory
         self._with_logprobs = _LOGPROBS in given.get("include", ())
         self._created, self._messages = now(), history + _messages(given["input"])
         self.request = ChatRequest(
             [{"role": "system", "content": instructions}] * (instructions is not None) + self._messages,
             tools=functions,
-            template_kwargs={} if effort is None else {"reasoning_effort": effort},
+            template_kwargs=variables,
             parses_tools=parses_tools,
             max_tokens=positive(given, "max_output_tokens"),
-            overridden=overridden_fields(given, memory.sampling) + forced + constrained,
+            overridden=overridden_fields(given, memory.sampling) + forced + constrained + lacking,
         )
 
     def body(self, answers: Sequence[Answer]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.gateway import anthropic, openai_messages, openai_responses
 from megatron_rl_corr.rollout.gateway.anthropic import MessageExchange
 from megatron_rl_corr.rollout.gateway.bodies import Exchange, Memory, event, json_bytes
+from megatron_rl_corr.rollout.gateway.calls import is_nested
 from megatron_rl_corr.rollout.gateway.openai_chat import ChatExchange
 from megatron_rl_corr.rollout.gateway.openai_completions import TextExchange
 from megatron_rl_corr.rollout.gateway.openai_responses import ResponseExchange
@@ -27,7 +28,9 @@ from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, EpisodeS
 
 OVERRIDDEN_HEADER = "x-rollout-overridden"
 NO_RETRY = {"x-should-retry": "false"}
-"""The official clients repeat a request that failed by its status, unless the server says no."""
+"""The official clients repeat a request that failed by its status, unless the server says no: it does but
+where they should ask again.
+"""
 HEALTH, VERSION = "health", "v1"
 MOST_NESTED = 500
 """Arrays and objects of a body within each other: what walks through them must come to an end."""
@@ -136,7 +139,9 @@ class Gateway:
             for name, (exchange, form) in PROTOCOLS.items():
                 application.router.add_post(f"{prefix}/{name}", self._asked(exchange, form))
             application.router.add_get(prefix + "/responses/{id}", self._response)
+            application.router.add_post(prefix + "/messages/count_tokens", self._count)
             application.router.add_get(f"{prefix}/models", self._models)
+            application.router.add_get(prefix + "/models/{id:.+}", self._one_model)
         application.router.add_get(f"/{HEALTH}", self._health)
         if self._ended is not None:
             application.router.add_delete("/episodes/{key}", self._delete)
@@ -171,8 +176,11 @@ class Gateway:
             sampling: how it samples; None: as the run, and an evaluation may sample in another way.
         """
         key = secrets.token_hex(16)
-        self._episodes[key] = _OpenEpisode(session, Memory(sampling or self._sampling))
+        self._episodes[key] = self._opened(session, sampling or self._sampling)
         return key
+
+    def _opened(self, session: EpisodeSession, sampling: SamplingParams) -> _OpenEpisode:
+        return _OpenEpisode(session, Memory(sampling, session.variables))
 
     def close_episode(self, key: str) -> None:
         """Forget the key, and cancel its requests; they and later ones are answered 401. What is answered and
@@ -208,7 +216,7 @@ class Gateway:
                 401, "invalid_api_key", "You didn't provide an API key; it names the episode that asks."
             )
         if given not in self._episodes and self._opens is not None:
-            self._episodes[given] = _OpenEpisode(self._opens(given), Memory(self._sampling))
+            self._episodes[given] = self._opened(self._opens(given), self._sampling)
         if given not in self._episodes:
             raise GatewayError(
                 401, "invalid_api_key", "Incorrect API key provided: no episode with this key is under way."
@@ -258,8 +266,18 @@ class Gateway:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._episode(request)
-        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "rollout"}
-        return _json_response({"object": "list", "data": [model], "has_more": False})
+        pages = {"first_id": self._model, "last_id": self._model, "has_more": False}
+        return _json_response({"object": "list", "data": [_model(self._model)], **pages})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        self._episode(request)
+        return _json_response(_model(request.match_info["id"]))
+
+    async def _count(self, request: web.Request) -> web.Response:
+        episode = self._episode(request)
+        body = _json_object(await request.read())
+        asked = MessageExchange({**body, "max_tokens": 1}, episode.memory).request
+        return _json_response({"input_tokens": await episode.session.count(asked)})
 
     async def _delete(self, request: web.Request) -> web.Response:
         key = request.match_info["key"]
@@ -401,6 +419,13 @@ class _Reply:
             self._episode.failure = error
 
 
+def _model(name: str) -> dict[str, Any]:
+    """As OpenAI and Anthropic have it: clients leave out what they do not know."""
+    made = {"id": name, "object": "model", "created": 0, "owned_by": "rollout"}
+    epoch = "1970-01-01T00:00:00Z"
+    return made | {"type": "model", "display_name": name, "created_at": epoch, "lifecycle": "active"}
+
+
 def _json_object(text: bytes) -> dict[str, Any]:
     try:
         body = json_text.loads(text, unique_keys=False)
@@ -411,26 +436,10 @@ def _json_object(text: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise GatewayError(400, "invalid_json", "The body of a request is a JSON object.")
     for name, value in body.items():
-        if _is_nested(value, MOST_NESTED - 1):
+        if is_nested(value, MOST_NESTED - 1):
             what = f"Invalid '{name}': arrays and objects are nested more than {MOST_NESTED} deep."
             raise GatewayError(400, "invalid_value", what, param=name)
     return body
-
-
-def _is_nested(value: Any, most: int) -> bool:
-    """True if arrays and objects stand within each other more than `most` deep."""
-    level = [value]
-    for _ in range(most + 1):
-        level = [
-            one
-            for parent in level
-            if isinstance(parent, (dict, list))
-            for one in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(one, (dict, list))
-        ]
-        if not level:
-            return False
-    return True
 
 
 def _json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -440,4 +449,5 @@ def _json_response(content: Any, *, status: int = 200, headers: dict[str, str] |
 
 
 def _error_response(form: ApiForm, error: GatewayError) -> web.Response:
-    return _json_response(form.error(error), status=error.status, headers=NO_RETRY)
+    headers = None if error.status == 503 else NO_RETRY
+    return _json_response(form.error(error), status=error.status, headers=headers)

@@ -1,11 +1,11 @@
 """Conversations as text and ids, by the checkpoint's own chat template.
 
 A text here is *shielded*: where a message or a tool spells a control token (`<|im_end|>` in a tool's result,
-say), one character of a private range stands for the spelling, so that the template's own control tokens can
-be told from those that somebody wrote. These become the ids of their characters, never the control token.
-Servers that tokenise a rendered conversation make control tokens of both. Where nobody spells one, the ids
-are the same as theirs. Spellings in the assistant's own messages are left as they are: the policy may have
-sampled the token itself.
+say), two halves of characters stand for the spelling, so that the template's own control tokens can be told
+from those that somebody wrote: no text has such halves, whatever a policy samples. Spellings become the ids
+of their characters, never the control token. Servers that tokenise a rendered conversation make control
+tokens of both. Where nobody spells one, the ids are the same as theirs. Spellings in the assistant's own
+messages are left as they are: the policy may have sampled the token itself.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 
 LONG_TEXT = 16_384
 """Characters; a text beyond is tokenised in a thread, as it would keep the event loop for 10 ms and more."""
-FIRST_SHIELD = 0xF0000
-"""From here on characters have no meaning: one for each spelling of a control token."""
+FIRST_HALF, HALVES = 0xDC00, 0x400
+"""Second halves of characters. Two of them are no character, and stand for a spelling of a control token."""
 KEPT_PROMPTS = 64
 """First prompts whose ids are kept: a group's episodes begin with the same."""
 KEPT_TOOLS = 64
@@ -93,9 +93,8 @@ class Templates:
         self._spellings = sorted(tokenizer.control_tokens, key=lambda one: (-len(one), one))
         self._spelled = re.compile("|".join(map(re.escape, self._spellings)) or r"(?!)")
         self._last_control = re.compile(f"({self._spelled.pattern})\\s*\\Z")
-        self._shield_of = {text: chr(FIRST_SHIELD + i) for i, text in enumerate(self._spellings)}
-        last = FIRST_SHIELD + max(1, len(self._spellings)) - 1
-        self._shields = re.compile(f"[{chr(FIRST_SHIELD)}-{chr(last)}]")
+        self._shield_of = {text: _shield(number) for number, text in enumerate(self._spellings)}
+        self._shields = re.compile("[\udc00-\udfff]{2}")
         self._text_of_shield = {shield: text for text, shield in self._shield_of.items()}
         self._last_suffix = self._behind_an_answer()
         """What the template writes behind the assistant's last message."""
@@ -109,6 +108,11 @@ class Templates:
         """The control token that ends the assistant's last turn; None where there is none."""
         found = self._spelled.search(self._last_suffix)
         return self.tokenizer.control_tokens[found[0]] if found else None
+
+    @cached_property
+    def variables(self) -> set[str]:
+        """The names of the variables that the template uses."""
+        return self.tokenizer.variables_used(with_tools=False)
 
     # messages
 
@@ -130,8 +134,8 @@ class Templates:
         said += [[one["name"], _value(one["arguments"])] for one in functions]
         key = json.dumps(said, sort_keys=True).encode()
         literal = self._in_form(plain)
-        shielded = self._shielded(literal)
-        shown = literal if role == "assistant" else shielded
+        _check_whole(literal)
+        shown = literal if role == "assistant" else self._shielded(literal)
         key = hashlib.blake2b(key, digest_size=16).digest()
         return Message(plain, key, shown, None if shown == literal else literal)
 
@@ -457,14 +461,8 @@ class Templates:
     # internals
 
     def _shielded(self, value: Any) -> Any:
-        """The value with shields in its texts.
-
-        Raises:
-            ValueError: one has a character of the shields' range, which no text has.
-        """
+        """The value with shields in its texts."""
         if isinstance(value, str):
-            if self._shields.search(value):
-                raise ValueError("a message has a character of the planes for private use; leave it out")
             return self._spelled.sub(lambda found: self._shield_of[found[0]], value)
         if isinstance(value, Arguments):
             return value  # of the assistant's calls
@@ -476,6 +474,7 @@ class Templates:
         """The tools in the form in which they are shown, kept: all requests have them, in all episodes."""
         key = digest(tools)
         if key not in self._tools:
+            _check_whole(tools)
             self._tools[key] = [self._shielded(dict(one)) for one in tools]
             if len(self._tools) > KEPT_TOOLS:
                 self._tools.pop(next(iter(self._tools)))
@@ -571,6 +570,15 @@ def check_shown(messages: Sequence[Message], text: str) -> None:
                 f'the chat template leaves out a message whose role is "{one.plain["role"]}"; give it '
                 f"another role or place, its content begins with {content[:50]!r}"
             )
+
+
+def _shield(number: int) -> str:
+    return "".join(chr(FIRST_HALF + digit) for digit in divmod(number, HALVES))
+
+
+def _check_whole(value: Any) -> None:
+    if any(re.search("[\ud800-\udfff]", text) for text in _texts(value)):
+        raise ValueError("a message has half of a character, which is no text; leave it out")
 
 
 def _texts(value: Any) -> list[str]:

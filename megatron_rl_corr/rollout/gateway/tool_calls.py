@@ -1,6 +1,7 @@
 """Reads the tool calls in an answer's text, in the formats that chat templates teach.
 
-An answer with a malformed call has no calls: all of its text is content, and nothing that the policy left
+An answer with a malformed call has no calls (arguments nested too deeply and numbers beyond a float are
+malformed too): all of its text is content, and nothing that the policy left
 unfinished is carried out. Functions that the request does not list are called all the same, so that the
 harness can say that there are none, as vLLM does and SGLang with SGLANG_FORWARD_UNKNOWN_TOOLS. Content stands
 before the first call, without the space around it; where there is no call it is the text as it stands.
@@ -27,10 +28,16 @@ from megatron_rl_corr.rollout.gateway.calls import (
     dumps,
     finite_json,
     first_json,
+    is_nested,
     loads,
 )
 from megatron_rl_corr.rollout.gateway.gemma_calls import GEMMA_CALL, read_gemma4
 from megatron_rl_corr.rollout.gateway.harmony import read_harmony
+
+MOST_NESTED = 100
+"""Arrays and objects of a call's arguments within each other: the harness sends them back within a body, and
+what walks through that must come to an end.
+"""
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,14 @@ class ToolFormat:
     """text, tools -> content, calls; raises MalformedCall."""
     id_prefix: str = "call_"
     id_digits: int = 24
+    end: str | None = None
+    """Ends a call, and `read` takes one without; None: calls show their end, or are malformed without."""
     before_arguments: str | None = None
     """A call without arguments ends behind it, as may an answer that was cut. None: calls show their end."""
 
 
 def parse_tool_calls(
-    name: str, text: str, tools: Tools, *, turn: str, cut: bool = False
+    name: str, text: str, tools: Tools, *, turn: str, cut: str | None = None
 ) -> tuple[str, list[dict[str, Any]]]:
     """(content, tool calls as in OpenAI's chat completions) of an answer.
 
@@ -60,18 +69,25 @@ def parse_tool_calls(
         tools: of the request; parameters that are written as plain text get the types that these name.
         turn: names the answer within its episode. The ids of calls are made of it, so that they are unique
             there, and the same again where the run is repeated: some templates write them into the prompt.
-        cut: no control token ended the answer.
+        cut: what ended the answer, length or stop (a text); None: a control token did. The last call of one
+            that its length has cut must have its end.
     """
     form = TOOL_FORMATS[name]
     if form.marker not in text:
+        return text, []
+    if cut == "length" and form.end is not None and form.end not in text.rpartition(form.marker)[2]:
         return text, []
     if cut and form.before_arguments is not None and text.rstrip().endswith(form.before_arguments):
         return text, []
     try:
         content, calls = form.read(text, tools)
-        for call in calls:  # half of a character, as \ud83d in JSON, has no UTF-8
-            dumps([call.name, json.loads(call.arguments)]).encode()
-    except (MalformedCall, RecursionError, UnicodeEncodeError):  # JSON may be too deep to be read
+        for call in calls:
+            arguments = json.loads(call.arguments)
+            if is_nested(arguments, MOST_NESTED):
+                raise MalformedCall("too deep")
+            # Half of a character, as \ud83d in JSON, has no UTF-8, and 1e400 is no number of JSON's readers.
+            json.dumps([call.name, arguments], ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):  # JSON may be too deep to be read
         return text, []
     if not calls:
         return text, []
@@ -132,8 +148,9 @@ def _called(call: Any) -> SampledCall:
 def _hermes(text: str, tools: Tools) -> tuple[str, list[SampledCall]]:
     """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen2.5, Qwen3.
 
-    The last end may be missing. An array is as many calls (SGLang; vLLM takes it for malformed). SGLang's
-    parser qwen25 leaves out what is malformed, and wants a line break beside each tag.
+    The last end may be missing where the answer has ended. An array is as many calls (SGLang; vLLM takes it
+    for malformed). SGLang's parser qwen25 leaves out what is malformed, and wants a line break beside each
+    tag.
     """
     content = text.partition("<tool_call>")[0]
     calls = []
@@ -391,7 +408,7 @@ TOOL_FORMATS = {
     "deepseek_v31": ToolFormat(_DEEPSEEK[0], (_DEEPSEEK[0],), _deepseek_v31),
     "glm45": ToolFormat("<tool_call>", ("<arg_key>",), _glm),
     "qwen3_coder": ToolFormat("<function=", ("<function=", "<parameter="), _qwen3_coder),
-    "hermes": ToolFormat("<tool_call>", ("<tool_call>", "</tool_call>"), _hermes),
+    "hermes": ToolFormat("<tool_call>", ("<tool_call>", "</tool_call>"), _hermes, end="</tool_call>"),
     # Its templates refuse ids of another length.
     "mistral": ToolFormat("[TOOL_CALLS]", ("[TOOL_CALLS]",), _mistral, id_prefix="", id_digits=9),
     "llama3": ToolFormat("{", ('"parameters": dictionary of argument name',), _llama3),

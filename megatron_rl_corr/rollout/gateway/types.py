@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -59,7 +59,7 @@ class Answer:
     is left beside `tool_calls`.
     """
     finish_reason: str
-    """stop, length or tool_calls."""
+    """length: it was cut, and calls before its end may be there all the same; tool_calls; or stop."""
     prompt_tokens: int
     cached_tokens: int
     output_ids: torch.Tensor
@@ -72,6 +72,8 @@ class Answer:
     """As in OpenAI's chat completions, with ids."""
     reasoning: str = ""
     """Thoughts, where the run asks for them apart from the content."""
+    stop_text: str | None = None
+    """The stop text that ended it; None: none did."""
 
     @cached_property
     def token_texts(self) -> list[str]:
@@ -86,7 +88,13 @@ index of its choice; without that it is the first.
 
 
 class EpisodeSession(Protocol):
-    """What a gateway asks for one episode; rollout/gateway/episode.py is the one of a run."""
+    """What a gateway asks for one episode; rollout/gateway/episode.py is the one of a run.
+
+    Attributes:
+        variables: names of those that the chat template uses.
+    """
+
+    variables: Collection[str]
 
     async def chat(self, request: ChatRequest) -> Sequence[Answer]:
         """n answers, each another turn of the episode.
@@ -98,6 +106,9 @@ class EpisodeSession(Protocol):
     async def text(self, request: TextRequest) -> Sequence[Answer]:
         """As `chat`, for a raw text."""
 
+    async def count(self, request: ChatRequest) -> int:
+        """Tokens of the prompt, encoded from its text."""
+
     def undelivered(self, answers: Sequence[Answer]) -> None:
         """The connection was gone before the harness had these: they are no turns of the episode."""
 
@@ -106,8 +117,23 @@ class GatewayError(Exception):
     """A request that can't be answered, in the terms of the official servers.
 
     Example: GatewayError(400, "context_length_exceeded", "This model's maximum context length is ...").
+
+    Attributes:
+        param: the field that is wrong; None: none is.
+        anthropic: the message in Anthropic's words, where these are others.
+        details: what Anthropic's clients read by themselves.
     """
 
-    def __init__(self, status: int, code: str, message: str, *, param: str | None = None):
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        anthropic: str | None = None,
+        details: dict[str, Any] | None = None,
+    ):
         super().__init__(message)
         self.status, self.code, self.message, self.param = status, code, message, param
+        self.anthropic, self.details = anthropic, details

@@ -197,6 +197,10 @@ def test_view_when_an_answer_calls_tools_then_they_are_named(tokenizer, model, t
     for form, words in (("hermes", "turn 0 | calls look | "), ("auto", "turn 0 | ")):
         (view,) = views_of([made], [None], ViewSettings(tokenizer, tool_format=form))
         assert view.conversation[1].words.startswith(words) and ("calls" in words) == (form == "hermes")
+    thought = [("user", "What?", None), ("assistant", f"<think>{call[:-10]}</think>No.<|im_end|>", 0)]
+    made = branch_of(tokenizer, thought)
+    (view,) = views_of([made], [None], ViewSettings(tokenizer, tool_format="hermes"))
+    assert "calls" not in view.conversation[1].words
 
 
 def test_view_when_a_conversation_is_long_then_its_middle_is_left_out(tokenizer):

@@ -226,6 +226,14 @@ def test_servers_when_they_fail_then_the_episode_does_with_their_cause():
     assert failure.cause == "retries"
 
 
+def test_gateway_when_it_fails_at_an_answer_then_it_costs_that_sample_alone():
+    failure, told, counts, _ = generate(
+        {"do": "turns", "question": "why"}, client=Script(failure=RecursionError("too deep"))
+    )
+    assert isinstance(failure, SampleFailure) and failure.cause == "agent" and "too deep" in str(failure)
+    assert told == [] and counts.episodes == 1
+
+
 def test_key_when_its_episode_has_ended_then_401(tmp_path):
     """Harnesses of a cancelled group ask on until they are ended."""
     path = tmp_path / "notes"

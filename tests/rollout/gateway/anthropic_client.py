@@ -85,6 +85,26 @@ def tools(client):
 
 
 @case
+def runner(client):
+    """The runner asks for a thread first, and goes on without one by itself."""
+    calls = []
+
+    @anthropic.beta_tool
+    def add(a: int = 0, b: list[object] | None = None) -> str:
+        """Adds.
+
+        Args:
+            a: one number.
+            b: others.
+        """
+        calls.append([a, b])
+        return "added"
+
+    runs = client.beta.messages.tool_runner(**user("calls once"), tools=[add])
+    return [runs.until_done().content[0].text, len(calls)]
+
+
+@case
 def forced(client):
     create, found = client.messages.with_raw_response.create, []
     for choice in ({"type": "any"}, {"type": "tool", "name": "add"}):
@@ -152,10 +172,23 @@ def refusals(client):
         "late": failure(lambda: list(create(**user("late"), stream=True))),
         "key": failure(client.with_options(api_key="wrong").messages.create, **user("hi")),
         "fault": failure(create, **user("fail")),
-        "count": failure(
-            client.messages.count_tokens, model="m", messages=[{"role": "user", "content": "hi"}]
-        ),
+        "path": failure(client.messages.batches.list),
     }
+
+
+@case
+def models(client):
+    found = [*client.models.list(), client.models.retrieve("any-other")]
+    return [[one.id, one.type, one.display_name, one.created_at.year] for one in found]
+
+
+@case
+def counted(client):
+    asked = {"model": "m", "system": "Be short.", "messages": [{"role": "user", "content": "hi"}]}
+    return [
+        client.messages.count_tokens(**asked).input_tokens,
+        client.beta.messages.count_tokens(**asked).input_tokens,
+    ]
 
 
 @case

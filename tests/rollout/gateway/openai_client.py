@@ -127,10 +127,18 @@ def tools_helper(client):
         for _ in stream:
             pass
         made = stream.get_final_completion().choices[0]
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    parsed = client.chat.completions.parse(**user("call"), tools=strict).choices[0]
+    seconds = []
+    for message in (made.message, parsed.message, parsed.message.model_dump()):
+        messages = [{"role": "user", "content": "call"}, message, {"role": "user", "content": "helped"}]
+        second = client.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+        seconds.append(second.choices[0].message.content)
     return [
         made.finish_reason,
         made.message.content,
         [call.function.arguments for call in made.message.tool_calls],
+        seconds,
     ]
 
 
@@ -274,7 +282,7 @@ def response_cut(client):
 
 @case
 def models(client):
-    return [model.id for model in client.models.list()]
+    return [model.id for model in [*client.models.list(), client.models.retrieve("any/other")]]
 
 
 @case

@@ -45,6 +45,8 @@ class ScriptedSession:
         release: a request "wait" waits for it.
     """
 
+    variables = ("enable_thinking", "reasoning_effort")
+
     def __init__(self):
         self.requests, self.gone, self.cancelled = [], [], 0
         self.asked, self.release = asyncio.Event(), asyncio.Event()
@@ -55,6 +57,9 @@ class ScriptedSession:
 
     async def text(self, request):
         return await self._answers(request, request.prompt if isinstance(request.prompt, str) else "ids")
+
+    async def count(self, request):
+        return sum(len(one["content"]) for one in request.messages)
 
     def undelivered(self, answers):
         self.gone += [one.id for one in answers]
@@ -78,6 +83,8 @@ class ScriptedSession:
                 "This model's maximum context length is 12 tokens.",
                 param="messages",
             )
+        if word == "again" and len(self.requests) % 2:
+            raise GatewayError(503, "server_error", "ask again")
         if word == "late":
             await asyncio.sleep(0.4)
             raise GatewayError(400, "context_length_exceeded", "too late")
@@ -99,7 +106,7 @@ class ScriptedSession:
         if word == "cut":
             return answer(label, "one two", reason="length")
         if word == "stop":
-            return answer(label, "one", sampled="one HALT")
+            return answer(label, "one", sampled="one HALT", stop_text="HALT")
         if word == "some":
             return answer(label, "word " * 8_000, sampled="less than a kernel buffers by default")
         if word == "big":

@@ -66,6 +66,14 @@ def test_messages_when_tools_are_called_then_arguments_come_back_as_they_were_sa
     assert request.tools == [{"type": "function", "function": function}]
 
 
+def test_runner_when_it_asks_for_a_thread_then_it_goes_on_with_all_messages(asked, printed):
+    assert printed["runner"] == ["echo: added", 2]
+    last = next(
+        one for one in asked[1].requests if "calls once" in str(one.messages) and len(one.messages) > 1
+    )
+    assert [one["role"] for one in last.messages] == ["user", "assistant", "tool", "tool"]
+
+
 def test_calls_when_they_are_forced_then_the_policy_decides_and_the_header_says_so(printed):
     assert printed["forced"] == [["tool_choice", "tool_use"]] * 2
 
@@ -91,7 +99,7 @@ def test_requests_when_refused_then_the_client_raises_its_error(asked, printed):
     assert found.pop("late") == ("APIStatusError", 200, "invalid_request_error")
     assert found.pop("key") == ("AuthenticationError", 401, "authentication_error")
     assert found.pop("fault") == ("InternalServerError", 500, "api_error")
-    assert found.pop("count") == ("NotFoundError", 404, "not_found_error")
+    assert found.pop("path") == ("NotFoundError", 404, "not_found_error")
     assert set(found.values()) == {("BadRequestError", 400, "invalid_request_error")}
     assert sorted(found) == ["bash", "begun", "choice", "context", "image", "serial", "unknown"]
     named = {
@@ -105,6 +113,14 @@ def test_requests_when_refused_then_the_client_raises_its_error(asked, printed):
     for name, field in named.items():
         assert field in printed["refusals"][name]["text"]
     assert sum(one.messages[-1]["content"] == "fail" for one in asked[1].requests) == 1
+
+
+def test_models_when_listed_or_asked_for_then_as_anthropic_has_them(printed):
+    assert printed["models"] == [[name, "model", name, 1970] for name in ("policy", "any-other")]
+
+
+def test_tokens_when_counted_then_nothing_is_asked_of_the_policy(asked, printed):
+    assert printed["counted"] == [len("Be short.hi")] * 2
 
 
 def test_clients_when_many_ask_at_once_then_each_has_its_answer(asked, printed):

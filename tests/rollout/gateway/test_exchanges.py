@@ -19,7 +19,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {}, "stric
 
 @pytest.fixture
 def memory():
-    return Memory(SAMPLING)
+    return Memory(SAMPLING, ("enable_thinking", "reasoning_effort"))
 
 
 def chat(memory, **fields):
@@ -55,7 +55,11 @@ def test_tools_when_strict_then_the_template_does_not_see_it(memory):
 
 def test_messages_when_a_client_echoes_empty_keys_then_left_out(memory):
     echo = {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": []}
-    echo |= {"function_call": None, "tool_calls": CALLS, "reasoning_content": None}
+    parsed = [
+        {**call, "index": index, "function": {**call["function"], "parsed_arguments": {"a": 1}}}
+        for index, call in enumerate(CALLS)
+    ]
+    echo |= {"function_call": None, "tool_calls": parsed, "reasoning_content": None, "parsed": None}
     request = chat(memory, messages=[USER, echo])
     assert request.messages[1] == {"role": "assistant", "content": "", "tool_calls": CALLS}
 
@@ -164,6 +168,76 @@ def test_arguments_when_an_id_comes_again_then_each_call_has_the_text_that_it_wa
         assert request.messages[1]["tool_calls"][0]["function"]["arguments"] == text
 
 
+def message_request(memory, **fields):
+    body = {"model": "m", "max_tokens": 9, "messages": [USER], **fields}
+    return MessageExchange({key: one for key, one in body.items() if one is not None}, memory).request
+
+
+def test_system_when_a_block_is_the_clients_bill_then_left_out(memory):
+    bill = {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=00000;"}
+    for rest in ([], [{"type": "text", "text": "Be short."}]):
+        made = message_request(memory, system=[bill, *rest]).messages[:-1]
+        assert made == [{"role": "system", "content": one["text"]} for one in rest]
+
+
+def test_context_when_managed_so_that_nothing_changes_then_named_and_else_refused(memory):
+    keeps = {"type": "clear_thinking_20251015", "keep": "all"}
+    request = message_request(memory, context_management={"edits": [keeps]})
+    assert request.overridden == ("context_management",)
+    for edits in ([keeps | {"keep": {"type": "thinking_turns", "value": 1}}], [3], [keeps, {"type": "x"}]):
+        with pytest.raises(GatewayError, match="left to the caller"):
+            message_request(memory, context_management={"edits": edits})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"best": 1}, "best: Extra inputs are not permitted"),
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        ({"max_tokens": 0}, "max_tokens: Input should be greater than or equal to 1"),
+        ({"thread": {"type": "create"}}, "'thread' is kept nowhere: send all messages."),
+    ],
+)
+def test_errors_when_of_messages_then_in_anthropics_words(memory, fields, words):
+    with pytest.raises(GatewayError) as error:
+        message_request(memory, **fields)
+    made = anthropic.error_body(error.value)["error"]
+    assert made["message"] == words and made["type"] == "invalid_request_error"
+    told = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert made.get("details") == (told if "thread" in fields else None)
+
+
+@pytest.mark.parametrize(
+    ("has", "effort", "thinking", "variables", "overridden"),
+    [
+        ((), "none", "disabled", {}, ()),
+        ((), "high", "enabled", {}, (True, True)),
+        ((), "low", "adaptive", {}, (True, True)),
+        (("enable_thinking",), "none", "disabled", {"enable_thinking": False}, (False, True)),
+        (("enable_thinking",), "high", "enabled", {"enable_thinking": True}, (False, True)),
+        (("reasoning_effort",), "none", "disabled", {"reasoning_effort": "none"}, ()),
+    ],
+)
+def test_thoughts_when_the_template_has_no_variable_for_them_then_ignored_and_named(
+    has, effort, thinking, variables, overridden
+):
+    memory = Memory(SAMPLING, has)
+    made = message_request(memory, thinking={"type": thinking}, output_config={"effort": effort})
+    assert made.template_kwargs == variables
+    named = zip(("thinking", "output_config.effort"), overridden, strict=False)
+    assert made.overridden == tuple(name for name, is_named in named if is_named)
+    effort_alone = {name: one for name, one in variables.items() if name == "reasoning_effort"}
+    for request, name in (
+        (chat(memory, reasoning_effort=effort), "reasoning_effort"),
+        (
+            ResponseExchange({"model": "m", "input": "x", "reasoning": {"effort": effort}}, memory).request,
+            "reasoning.effort",
+        ),
+    ):
+        assert request.template_kwargs == effort_alone
+        assert request.overridden == (name,) * (len(overridden) == 2 and overridden[1])
+
+
 def test_blocks_when_results_stand_between_texts_then_messages_in_their_order(memory):
     def text(said):
         return {"type": "text", "text": said}
@@ -213,6 +287,34 @@ def test_responses_when_an_output_stands_between_then_another_message(memory):
     messages = ResponseExchange({"model": "m", "input": items}, memory).request.messages
     roles = ["user", "assistant", "tool", "assistant", "user", "assistant"]
     assert [message["role"] for message in messages] == roles
+
+
+@pytest.mark.parametrize("name", ["chat", "responses", "messages"])
+def test_answer_when_it_was_cut_behind_a_call_then_it_is_not_told_as_whole(memory, name):
+    cut_short = answer("3", "I add.", reason="length", tool_calls=CALLS)
+    bodies = {"messages": [USER], "input": "hi", "max_tokens": 9}
+    make, fields = {
+        "chat": (ChatExchange, ["messages"]),
+        "responses": (ResponseExchange, ["input"]),
+        "messages": (MessageExchange, ["messages", "max_tokens"]),
+    }[name]
+    made = make({"model": "m", **{key: bodies[key] for key in fields}}, memory).body([cut_short])
+    told = {
+        "chat": lambda: made["choices"][0]["finish_reason"] == "length",
+        "responses": lambda: (
+            (made["status"], made["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        ),
+        "messages": lambda: made["stop_reason"] == "max_tokens",
+    }
+    assert told[name]() and str(made).count(CALLS[1]["id"]) == 1
+
+
+def test_messages_when_the_runs_own_text_ended_one_then_it_is_no_sequence_of_the_request(memory):
+    body = {"model": "m", "max_tokens": 9, "messages": [USER], "stop_sequences": ["end"]}
+    exchange = MessageExchange(body, memory)
+    for found, told in (("end", ("stop_sequence", "end")), ("HALT", ("end_turn", None))):
+        made = exchange.body([answer("3", "x", sampled="x end HALT", stop_text=found)])
+        assert (made["stop_reason"], made["stop_sequence"]) == told
 
 
 def test_pieces_when_joined_then_the_text_and_all_tokens():

@@ -87,6 +87,16 @@ def test_keys_when_missing_or_unknown_then_401_that_is_not_retried():
     served(test)
 
 
+def test_requests_when_they_may_be_asked_again_then_the_answer_does_not_forbid_it():
+    async def test(gateway, session, key, http):
+        url = f"{gateway.base_url}/chat/completions"
+        status, headers, _ = await post(http, url, chat("again"), **{"x-api-key": key})
+        assert status == 503 and "x-should-retry" not in headers
+        assert (await post(http, url, chat("again"), **{"x-api-key": key}))[0] == 200
+
+    served(test)
+
+
 def test_health_when_asked_without_a_key_then_ok():
     async def test(gateway, session, key, http):
         async with http.get(f"{gateway.root_url}/health") as answer:

@@ -78,7 +78,10 @@ def test_chat_when_tools_are_called_then_their_results_go_on_from_the_same_messa
     (request,) = [one for one in requests(asked, "call", "I add.", "3", "3") if len(one.messages) == 4]
     assert request.messages == [{"role": "user", "content": "call"}, ASSISTANT, *RESULTS]
     assert request.tools == TOOLS and request.parses_tools
-    assert printed["tools_helper"] == ["tool_calls", "I add.", [ARGUMENTS, "{}"]]
+    seconds = ["echo: helped"] * 3
+    assert printed["tools_helper"] == ["tool_calls", "I add.", [ARGUMENTS, "{}"], seconds]
+    helped = requests(asked, "call", "I add.", "helped")
+    assert [one.messages[1] for one in helped] == [ASSISTANT] * 3
     assert printed["calls_alone"] == [None, 2]
 
 
@@ -202,7 +205,7 @@ def test_streams_when_the_policy_is_slow_then_they_are_kept_alive(printed):
 
 def test_clients_when_many_ask_at_once_then_each_has_its_answer(asked, printed):
     assert printed["at_once"] == [f"echo: number {index}" for index in range(64)]
-    assert printed["models"] == ["policy"]
+    assert printed["models"] == ["policy", "any/other"]
 
 
 def test_clients_when_they_wait_no_longer_then_only_their_own_answers_are_undelivered(asked, printed):

@@ -134,7 +134,7 @@ class World:
             separate_thoughts=self.separate,
             warn=str,
         )
-        return {"parse": rules.parse, "thoughts": rules.thoughts}
+        return {"parse": rules.parse, "thoughts": rules.thoughts, "separates": rules.separates}
 
     def words(self, most=4):
         words = [*WORDS, f"x{end_of(self.template)}y"]

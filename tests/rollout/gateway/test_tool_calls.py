@@ -71,6 +71,19 @@ def test_calls_when_one_is_malformed_then_all_is_content():
     assert all(ours(name, text) == [text, []] for name, text in malformed)
 
 
+@pytest.mark.parametrize("value", ["[" * 1000 + "]" * 1000, "[" * 200 + "]" * 200, "1e400", "[-1e999]"])
+@pytest.mark.parametrize("name", ["hermes", "mistral", "kimi_k2"])
+def test_calls_when_nothing_can_send_them_back_then_content(name, value):
+    texts = {
+        "hermes": '<tool_call>{"name": "add", "arguments": {"a": VALUE}}</tool_call>',
+        "mistral": '[TOOL_CALLS]add[ARGS]{"a": VALUE}',
+        "kimi_k2": kimi(("functions.add:0", '{"a": VALUE}')),
+    }
+    text = texts[name].replace("VALUE", value)
+    assert ours(name, text) == [text, []]
+    assert len(ours(name, texts[name].replace("VALUE", "[[1e30]]"))[1]) == 1
+
+
 def test_ids_when_made_then_unique_in_the_episode_and_repeated_with_the_run():
     text = TEXTS["hermes"][3]
     first = [

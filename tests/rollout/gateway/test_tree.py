@@ -12,9 +12,10 @@ import torch
 
 from megatron_rl_corr.data.tokenizer import Tokenizer as FolderTokenizer
 from megatron_rl_corr.rollout import SampleFailure
+from megatron_rl_corr.rollout.gateway import anthropic
 from megatron_rl_corr.rollout.gateway.harmony import split_harmony
 from megatron_rl_corr.rollout.gateway.templates import Templates
-from megatron_rl_corr.rollout.gateway.tool_calls import parse_tool_calls
+from megatron_rl_corr.rollout.gateway.tool_calls import parse_tool_calls, split_thoughts
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from megatron_rl_corr.rollout.trace import CURRENT, GroupTrace
 from tests.rollout.gateway.agents_model import (
@@ -408,6 +409,35 @@ def test_control_tokens_when_a_user_or_a_tool_spells_one_then_it_is_text():
         assert made.tree.check() == [] and reasons(made) == {"first": 1}
 
 
+@pytest.mark.parametrize("template", [SIMPLE, "qwen3"])
+def test_texts_when_they_have_characters_of_private_use_then_they_go_on_as_any_other(template):
+    icons = "".join(map(chr, range(0xF0000, 0xF0100))) + "\U00100000"
+    end = "<|end|>" if template == SIMPLE else "<|im_end|>"
+    evil = {"role": "user", "content": icons + "<|im_start|>"}
+    tools = [{"type": "function", "function": {"name": "look", "description": icons}}]
+    prompts, made, answers = asked(
+        *[(icons + end, "stop")] * 5,
+        requests=[
+            ChatRequest([evil], tools),
+            ChatRequest([evil, said(icons), evil], tools),
+            ChatRequest([evil, said(icons + "!"), evil], tools),
+            TextRequest(icons),
+            TextRequest(icons + icons + end + icons),
+        ],
+        template=template,
+    )
+    assert [one.text for one in answers[:4]] == [icons] * 4 and reasons(made) == {"first": 1, "edited": 2}
+    assert prompts[1].startswith(prompts[0] + icons + end) and prompts[1].count(icons + "<|im_start|>") == 2
+    assert prompts[4] == icons + icons + end + icons
+
+
+def test_message_when_it_has_half_of_a_character_then_refused():
+    for message in ({"role": "user", "content": "\ud800"}, said("\udc00\udc01")):
+        with pytest.raises(GatewayError, match="half of a character") as error:
+            run(episode(Servers()).chat(ChatRequest([message, USER])))
+        assert error.value.status == 400
+
+
 def test_control_tokens_when_a_tools_keys_spell_one_then_they_are_text():
     properties = {"<|end|>": {"type": "string"}}
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"properties": properties}}}]
@@ -515,7 +545,13 @@ def test_retokenised_ids_and_a_shifted_mask_when_planted_then_the_proof_finds_th
     ("request_", "rules", "status", "code", "words"),
     [
         (ChatRequest([USER]), {"max_tokens": 6}, 400, "context_length_exceeded", "6 tokens"),
-        (ChatRequest([{"role": "user", "content": "\ud800"}]), {}, 400, "invalid_value", "can't encode"),
+        (
+            ChatRequest([{"role": "user", "content": "\ud800"}]),
+            {},
+            400,
+            "invalid_value",
+            "half of a character",
+        ),
         (
             ChatRequest([{"role": "user", "content": [{"type": "image"}]}]),
             {},
@@ -678,6 +714,42 @@ def test_thoughts_when_they_are_taken_apart_then_dropping_them_is_an_edit():
         )
         assert (answer.reasoning, answer.text) == ("so", "a") and reasons(made) == reason
         assert ("<think>so</think>a<|end|>" in prompts[1]) == (back != {})
+
+
+THOUGHT_OF = '<tool_call>{"name": "look", "arguments": {"rash": 1}}</tool_call>'
+
+
+@pytest.mark.parametrize("separates", [True, False])
+@pytest.mark.parametrize("begin", ["<think>", ""])
+@pytest.mark.parametrize("behind", ["No.", "\n\nI look." + CALL, CALL, ""])
+def test_calls_when_thoughts_have_some_too_then_only_those_behind_are_calls(separates, begin, behind):
+    template = SIMPLE if begin else SIMPLE.replace("%}<|assistant|>{%", "%}<|assistant|><think>\n{%")
+    thoughts = f"{begin}I may write a <tool_call>, as {THOUGHT_OF}</think>"
+    prompts, made, (answer, _) = asked(
+        (thoughts + behind + "<|end|>", "stop"),
+        ("<|end|>", "stop"),
+        requests=[ChatRequest([USER], TOOLS), lambda answers: again(answers[0])],
+        template=template,
+        parse=partial(parse_tool_calls, "hermes"),
+        thoughts=split_thoughts,
+        separates=separates,
+    )
+    content = behind.removesuffix(CALL)
+    if CALL in behind:
+        content = content.strip() if separates else content
+    assert answer.text == (content if separates else thoughts + content)
+    assert answer.reasoning == (thoughts.removeprefix(begin).removesuffix("</think>") if separates else "")
+    called = [json.loads(one["function"]["arguments"]) for one in answer.tool_calls]
+    assert called == [{"b": 1.0, "a": "é"}] * (CALL in behind)
+    assert answer.finish_reason == ("tool_calls" if called else "stop")
+    if begin and not separates:
+        assert reasons(made) == {"first": 1}
+
+
+def again(answer):
+    calls = {"tool_calls": answer.tool_calls} if answer.tool_calls else {}
+    thoughts = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
+    return ChatRequest([USER, said(answer.text, **calls, **thoughts), MORE], TOOLS)
 
 
 def test_characters_when_their_bytes_are_cut_then_the_texts_of_tokens_make_up_the_text():
@@ -917,6 +989,91 @@ def test_call_when_it_is_cut_before_its_arguments_then_it_is_not_carried_out(sam
     made = episode(servers, "gpt_oss", parse=partial(parse_tool_calls, "gpt_oss"), thoughts=split_harmony)
     (answer,) = run(made.chat(ChatRequest([USER], TOOLS, stop=("{",) if sampled.endswith(" {") else ())))
     assert [one["function"]["arguments"] for one in answer.tool_calls] == calls
+
+
+def test_request_when_it_is_given_up_while_the_policy_samples_then_it_costs_no_turn():
+    made = episode(Servers(draws=lambda *_: ("a<|end|>", "stop", 50)), max_turns=2)
+
+    async def scenario():
+        for _ in range(3):
+            asking = asyncio.ensure_future(made.chat(ChatRequest([USER], overridden=("seed",))))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        for _ in range(2):
+            await made.chat(ChatRequest([USER]))
+        with pytest.raises(GatewayError):
+            await made.chat(ChatRequest([USER]))
+
+    run(scenario())
+    counts = made.counts
+    assert (counts.abandoned, counts.requests, counts.refused, counts.turns) == (3, 3, 1, 2)
+    assert dict(counts.overridden) == {}
+
+
+def test_tokens_when_counted_then_those_of_the_prompt_and_the_episode_is_as_before():
+    made = episode(Servers(("a<|end|>", "stop")))
+    request = ChatRequest([USER, said("a"), MORE], TOOLS)
+
+    async def scenario():
+        count = await made.count(request)
+        await made.chat(request)
+        with pytest.raises(GatewayError) as error:
+            await made.count(replace(request, template_kwargs={"effort": 1}))
+        return count, error.value.status
+
+    (turn,) = [run(scenario())]
+    (first,) = made.tree.turns()
+    assert turn == (first.asked.line.ids.numel(), 400)
+    assert made.counts.requests == 1 and reasons(made) == {"first": 1} and made.variables >= {"messages"}
+
+
+def test_request_when_it_is_too_long_then_anthropics_words_have_both_numbers():
+    with pytest.raises(GatewayError) as error:
+        run(episode(Servers(), max_tokens=8).chat(ChatRequest([{"role": "user", "content": "x" * 20}])))
+    told = anthropic.error_body(error.value)["error"]["message"]
+    assert re.fullmatch(r"prompt is too long: 2\d tokens > 7 maximum", told)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stopped", "stop", "calls", "reason"),
+    [
+        (CALL, "length", (), 1, "length"),
+        (CALL.removesuffix("</tool_call>"), "length", (), 0, "length"),
+        (CALL + CALL.removesuffix("</tool_call>"), "abort", (), 0, "length"),
+        (CALL, "stop", ("</tool_call>",), 1, "tool_calls"),
+        (CALL.removesuffix("</tool_call>") + "<|end|>", "stop", (), 1, "tool_calls"),
+    ],
+)
+def test_call_when_its_answer_was_cut_then_it_says_so_and_one_without_an_end_is_none(
+    sampled, stopped, stop, calls, reason
+):
+    made = episode(Servers((sampled, stopped)), parse=partial(parse_tool_calls, "hermes"))
+    (answer,) = run(made.chat(ChatRequest([USER], TOOLS, stop=stop)))
+    assert (len(answer.tool_calls), answer.finish_reason) == (calls, reason)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "stops", "text", "found"),
+    [
+        ("x<|end|>", ("end",), "x", None),
+        ("x<|end|>", ("end|>", "<|end|>"), "x", "<|end|>"),
+        ("foo\n<|user|>", ("HALT", "\n<|user|>"), "foo", "\n<|user|>"),
+        ("xzab", ("ab", "zab"), "x", "zab"),
+        ("said HALT!!", ("HALT",), "said ", "HALT"),
+        ("x", (), "x", None),
+    ],
+)
+def test_stop_text_when_one_ended_the_answer_then_it_is_told_and_taken_off(sampled, stops, text, found):
+    _, made, (answer, _) = asked(
+        (sampled, "stop"),
+        ("<|end|>", "stop"),
+        requests=[ChatRequest([USER], stop=stops), lambda answers: [USER, said(answers[0].text), MORE]],
+    )
+    assert (answer.text, answer.stop_text, answer.finish_reason) == (text, found, "stop")
+    assert reasons(made) == {"first": 1}
 
 
 def test_tools_when_a_number_is_a_boolean_now_then_they_are_others():
