@@ -36,7 +36,7 @@ SAME = (0.9, 1.1)
 """Factors between which a change is as large as the one that was tried."""
 ABOUT = (0.5, 2.0)
 """Factors between which it may be, beside another cause."""
-BEGINNINGS = 2
+BEGINNINGS = 3
 """Suspects that are tried as the first cause."""
 
 

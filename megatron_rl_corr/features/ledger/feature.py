@@ -303,6 +303,7 @@ class LedgerFeature(Feature):
         with self._rounded():
             return search.causes(rest)
 
+    @collective
     def _rounded(self) -> AbstractContextManager:
         """Context in which the model has the weights as servers have them."""
         if self._round is None:
