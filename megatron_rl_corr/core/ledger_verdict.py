@@ -52,6 +52,8 @@ CAUSES = {
 """What servers may compute otherwise, by the kind of the suspect that the rest looks like."""
 SIZED = ("norm_epsilon", "rotary_base", "rotary_stretch")
 """Kinds of which there may be more or less than was tried."""
+SAME = (0.9, 1.1)
+"""Factors between which a change is as large as the one that was tried."""
 
 
 def blamed_terms(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
@@ -120,16 +122,16 @@ def cause_lines(numbers: Mapping[str, float]) -> list[str]:
     Args:
         numbers: of the ledger, by their logged names.
     """
-    of = " and ".join(name for name in UNEXPLAINED if f"ledger/{name}/share" in numbers)
-    of = of if " " in of else f"the {of}"
-    names = [name[10:-6] for name in numbers if name.startswith("ledger/as/") and name.endswith("/share")]
+    of = "routing and rest" if "ledger/routing/share" in numbers else "the rest"
+    shares = [name for name in numbers if name.startswith("ledger/as/") and name.endswith("/share")]
+    names = [name.removeprefix("ledger/as/").removesuffix("/share") for name in shares]
     lines = []
     for name in sorted(names, key=lambda name: -numbers[f"ledger/as/{name}/share"]):
         share, times = (numbers[f"ledger/as/{name}/{part}"] for part in ("share", "times"))
         kind, _, value = name.partition("/")
         words = CAUSES.get(kind, f"{kind} {{}}").format(value.replace("_", " ") or f"{times:.3g}")
-        is_sized = kind in SIZED and not 0.9 <= times <= 1.1
-        size = f", {times:.2g} times as much" if is_sized else ""
+        is_same = kind not in SIZED or SAME[0] <= times <= SAME[1]
+        size = "" if is_same else f", {times:.2g} times as much"
         lines.append(
             f"{_percent(share) if share >= 0.005 else '<1 %'} of {of} is as if servers had {words}{size}"
         )

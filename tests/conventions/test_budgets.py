@@ -24,7 +24,7 @@ BUDGETS = {
     "doctor": 725,
     "moe": 950,
     "mcore": 7_625,
-    "features": 3_175,
+    "features": 3_165,
     "observability": 780,
     "integrations": 515,
     "commands": 3_950,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.core.ledger_verdict import LEAST_TOKENS
+from megatron_rl_corr.core.ledger_verdict import LEAST_TOKENS, SAME
 from megatron_rl_corr.features.ledger.suspects import Suspect
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import communication_device
@@ -32,8 +32,6 @@ LEAST_EVIDENCE = 12.0
 """(sum de)^2 / sum (de)^2 is chi2 of one degree where d and e have nothing to do with each other, however few
 tokens have most of both; above 12 it is 5e-4 of the time.
 """
-SAME = (0.9, 1.1)
-"""Factors between which a change is as large as the one that was tried."""
 ABOUT = (0.5, 2.0)
 """Factors between which it may be, beside another cause."""
 BEGINNINGS = 3
@@ -131,7 +129,7 @@ class CauseSearch:
     @collective
     def needs_causes(self, rest: Rest | None) -> bool:
         """True if e is more than noise. rest: None on ranks of other stages."""
-        return not self._found((), (), rest).is_noise
+        return not self._found((), rest).is_noise
 
     @collective
     def causes(self, rest: Rest | None) -> tuple[Cause, ...]:
@@ -145,7 +143,7 @@ class CauseSearch:
         Args:
             rest: None on ranks of other stages.
         """
-        start = best = self._found((), (), rest)
+        start = best = self._found((), rest)
         for first, by_pass in self._beginnings(start):
             found = self._greedy(self._without(start, first, by_pass, start.square), start.square)
             best = min(best, found, key=lambda one: one.square)
@@ -203,17 +201,18 @@ class CauseSearch:
         rest = found.rest
         if rest is not None:
             rest = replace(rest, e=rest.e - (1.0 if by_pass else one.times) * one.d)
-        after = self._found((), (*found.taken, one.suspect) if by_pass else found.taken, rest)
+        after = self._found((*found.taken, one.suspect) if by_pass else found.taken, rest)
         size = one.times if one.suspect.changed else 1 + one.times
         cause = Cause(one.suspect.name, (found.square - after.square) / whole, size)
         return replace(after, causes=(*found.causes, cause))
 
     @collective
-    def _found(self, causes: tuple[Cause, ...], taken: tuple[Suspect, ...], rest: Rest | None) -> _Found:
+    def _found(self, taken: tuple[Suspect, ...], rest: Rest | None) -> _Found:
+        """What is left, before it is said which causes were taken out."""
         sizes = [] if rest is None else [rest.valid.sum(), rest.e.abs().sum(), rest.e.square().sum()]
         tokens, size, square = _summed(sizes, 3)
         is_noise = tokens < LEAST_TOKENS * self.copies or size <= self.noise * tokens
-        return _Found(causes, taken, rest, tokens, square, is_noise)
+        return _Found((), taken, rest, tokens, square, is_noise)
 
 
 def _part(name: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,10 @@ FUSED_NORMS = ("use_transformer_engine_op_fuser", "fused_residual_rmsnorm")
 """Settings under which norms keep the epsilon of their first pass."""
 CACHE_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """In which servers keep keys and values with --kv-cache-dtype, as they are: without a scale."""
-
 ROUTER_TYPES = {"fp32": torch.float32, "fp64": torch.float64}
 """By --moe-router-dtype, the type of scores and of experts' weights."""
 
 Changed = Callable[[Sequence[nn.Module]], AbstractContextManager]
-
 
 SIZED, SWITCHED = (0.1, 10.0), (0.5, 2.0)
 """How many times the tried change a cause may be: another value of a setting, and one that is on or off."""
@@ -192,12 +190,10 @@ def rounding_otherwise(chunks: Sequence[nn.Module]) -> Iterator[None]:
         signs[::8], signs[4::8] = 1, -1
         return (made.double() * (1 + 0.75 * signs * torch.finfo(made.dtype).eps)).to(made.dtype)
 
-    hooks = [one.register_forward_hook(moved) for one in _modules(chunks) if is_norm(one)]
-    try:
+    with ExitStack() as hooks:
+        for norm in filter(is_norm, _modules(chunks)):
+            hooks.enter_context(norm.register_forward_hook(moved))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -236,13 +232,11 @@ def keys_and_values_as(dtype: torch.dtype) -> Changed:
 
     @contextmanager
     def changed(chunks: Sequence[nn.Module]) -> Iterator[None]:
-        attention = [one.core_attention for one in _modules(chunks) if hasattr(one, "core_attention")]
-        hooks = [one.register_forward_pre_hook(rounded) for one in attention]
-        try:
+        with ExitStack() as hooks:
+            for one in _modules(chunks):
+                if hasattr(one, "core_attention"):
+                    hooks.enter_context(one.core_attention.register_forward_pre_hook(rounded))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     return changed
 
