@@ -208,7 +208,7 @@ def plant_mismatch(source, folder):
     table = pq.read_table(path)
     train = table["train_logprobs"].to_pylist()
     lengths = [len(values) for values in train]
-    assert len(train) == 16 and min(lengths) > 1 and max(lengths) >= 6
+    assert len(train) == 16 and max(lengths) >= 6  # of a product of fewer the rest is not small
     longest, ess = lengths.index(max(lengths)), []
     for step, size in enumerate([0.0, 0.6, 0.8, 0.0], start=1):
         ratios = [size if sample == longest else -size for sample in range(len(train))]
