@@ -1,7 +1,8 @@
 """Jinja's sandbox with a short way for what chat templates do most.
 
 Templates come with checkpoints, and run in a sandbox. Its look at each attribute and call is half of what
-the rendering of a long conversation takes; keys of a message, methods of texts and a loop's names need none.
+the rendering of a long conversation takes; keys of a message, methods of texts, a loop's names and values of
+a namespace need none.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from typing import Any
 from jinja2 import Environment
 from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 _OF_DICTS = frozenset(dir(dict))
 _OF_TEXTS = frozenset(name for name in dir(str) if not name.startswith("_")) - {"format", "format_map"}
 """The two can reach any attribute of what they format."""
 _OF_LOOPS = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length"))
+_VALUES = frozenset((bool, int, str))
+"""Of a template's own variables, that nothing is reached from."""
 _FROM_LOOPS = ("_loop_vars", "_block_vars")
 """What compiled templates give to each call, for those that ask for the context."""
 
@@ -34,6 +38,10 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 return self.undefined(obj=obj, name=attribute)
         if (kind is str and attribute in _OF_TEXTS) or (kind is LoopContext and attribute in _OF_LOOPS):
             return getattr(obj, attribute)
+        if kind is Namespace and not attribute.startswith("_"):
+            value = getattr(obj, attribute, None)
+            if type(value) in _VALUES:
+                return value
         return super().getattr(obj, attribute)
 
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -60,8 +60,8 @@ class Tokenizer:
             raise ValueError(
                 f"the tokenizer of {self._folder} can't encode {text[:100]!r}: {error}"
             ) from error
-        unknown = made.unk_token_id
-        if unknown in ids and unknown not in (self.bos_id, self.eos_id) and made.unk_token not in text:
+        unknown = self._unknown
+        if unknown in ids and made.unk_token not in text:
             word = next((one for one in text.split() if unknown in made.encode(one, **how)), text)
             raise ValueError(
                 f"the tokenizer of {self._folder} has no id for a part of {word[:100]!r}, which would become "
@@ -96,12 +96,18 @@ class Tokenizer:
         made.encode("", split_special_tokens=True)  # sets the flag, which fails while another thread encodes
         return made
 
-    @property
+    @cached_property
+    def _unknown(self) -> int | None:
+        """The id of what the vocabulary lacks, where it stands for nothing else."""
+        unknown = self._tokenizer.unk_token_id
+        return None if unknown in (self.bos_id, self.eos_id) else unknown
+
+    @cached_property
     def bos_id(self) -> int | None:
         """The id that texts begin with, where the tokenizer has one."""
         return self._tokenizer.bos_token_id
 
-    @property
+    @cached_property
     def eos_id(self) -> int | None:
         """The id that ends a text, where the tokenizer has one."""
         return self._tokenizer.eos_token_id

@@ -44,6 +44,10 @@ VALUES = {
         "{{ loop.cycle('a', 'b') }}{{ loop.changed(m) }}{{ loop._iterable }}{{ loop.missing }}{% endfor %}",
         "{% for m in messages %}{{ m.content.format(m) }}{% endfor %}",
         "{% set ns = namespace(a=1) %}{% set ns.a = text.count('a') %}{{ ns.a }}",
+        "{% set ns = namespace(a=true, b=text.split, c='{0.__class__}'.format, d=none, f=message) %}"
+        "{{ ns.a }}|{{ ns.b(',') }}|{{ ns.c(text) }}|{{ ns.d }}|"
+        "{{ ns.e is defined }}|{{ ns.f.role }}|{{ ns['a'] }}",
+        "{% set ns = namespace(_a=1) %}{{ ns._a }}|{{ ns.__class__ }}|{{ ns._Namespace__attrs }}",
         "{% macro f(x) %}{{ x.strip() }}{% endmacro %}{{ f(text) }}{% call f(text) %}{% endcall %}",
         "{{ messages | map(attribute='content') | join }}{{ text | replace('a', 'b') }}",
         "{{ cycler('a').next() }}{{ range(3) | list }}{{ dict(a=1).a }}{{ joiner()() }}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any, Protocol
 import orjson
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.rollout.gateway.again import Again
 from megatron_rl_corr.rollout.gateway.templates import digest
 from megatron_rl_corr.rollout.gateway.types import Answer, ChatRequest, GatewayError, TextRequest
 
@@ -65,6 +67,8 @@ class Memory:
     """The run's."""
     variables: Collection[str] = ()
     """Names of those that the chat template uses."""
+    chat: Again = field(default_factory=lambda: Again(operator.eq))
+    """The messages of the last request of chat completions, and what was made of them."""
     responses: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = field(default_factory=dict)
     """id -> (body, all messages with the answer's), of the Responses API."""
     arguments: dict[tuple[str, str], str] = field(default_factory=dict)

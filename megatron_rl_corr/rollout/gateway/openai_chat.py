@@ -114,7 +114,7 @@ class ChatExchange:
         self._model, self._with_usage = given["model"], includes_usage(given)
         self._with_logprobs = given.get("logprobs", False)
         self.request = ChatRequest(
-            messages(given["messages"]),
+            messages(given["messages"], memory.chat),
             tools=functions,
             template_kwargs=effort | given.get("chat_template_kwargs", {}),
             parses_tools=parses_tools,

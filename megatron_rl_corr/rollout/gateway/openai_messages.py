@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from megatron_rl_corr.rollout.gateway.again import Again
 from megatron_rl_corr.rollout.gateway.bodies import (
     checked_type,
     choice_of_tools,
@@ -23,15 +24,20 @@ _KEYS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_con
 _ERROR_TYPES = {400: "invalid_request_error", 401: "invalid_request_error", 404: "invalid_request_error"}
 
 
-def messages(given: Sequence[Any]) -> list[dict[str, Any]]:
-    """Messages as ChatRequest has them.
+def messages(given: Sequence[Any], before: Again) -> list[dict[str, Any]]:
+    """Messages as ChatRequest has them; those that come again are the same objects.
+
+    Args:
+        given: of the body.
+        before: the episode's, whose items are the same if they are equal: all of a message that counts is
+            text, which equals nothing else.
 
     Raises:
         GatewayError: one is malformed, or not of text.
     """
     if not given:
         raise invalid("Invalid 'messages': empty array. Expected at least one message.", "messages")
-    return [message(value, f"messages[{index}]") for index, value in enumerate(given)]
+    return before.made(given, lambda value, index: message(value, f"messages[{index}]"))
 
 
 def message(given: Any, place: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Support, Trajectory, VersionSpan, concatenated
+from megatron_rl_corr.rollout.gateway.again import Again
 from megatron_rl_corr.rollout.gateway.proof import problems_of_episode
 from megatron_rl_corr.rollout.gateway.templates import Message, Templates, digest, ids_of
 from megatron_rl_corr.rollout.gateway.turn import AskedTurn, Line, Turn, follows, seal, shown_of
@@ -49,6 +51,7 @@ class TurnTree:
         self._by_key: dict[bytes, list[Turn]] = {}
         self._messages: dict[bytes, Message] = {}
         """Each message once, though each request brings all of its conversation again."""
+        self._again = Again(operator.is_)
         self._tools: dict[str, list[dict[str, Any]]] = {}
         """The lists of tools that differ, likewise, by their JSON text: Python takes 1 and true for equal."""
         self.next_number = 0
@@ -73,7 +76,7 @@ class TurnTree:
         if not given:
             raise ValueError("`messages` must not be empty")
         variables, tools = dict(variables or {}), self._tools_once(tools)
-        messages = [self._message(one) for one in given]
+        messages = self._again.made(given, lambda one, _: self._message(one))
         chain = _chain(messages)
         parent, history, reason = self._longest(messages, chain, tools, variables)
         if parent is not None:

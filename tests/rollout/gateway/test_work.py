@@ -1,16 +1,19 @@
 """What a conversation costs, counted: texts that are tokenised, rendered and decoded, and what is kept."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
 
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.gateway import episode as episode_module
+from megatron_rl_corr.rollout.gateway import openai_messages
 from megatron_rl_corr.rollout.gateway import templates as module
 from megatron_rl_corr.rollout.gateway.bodies import Memory
 from megatron_rl_corr.rollout.gateway.openai_chat import ChatExchange
 from megatron_rl_corr.rollout.gateway.openai_responses import ResponseExchange
+from megatron_rl_corr.rollout.gateway.server import Gateway
 from megatron_rl_corr.rollout.gateway.tree import TurnTree
 from megatron_rl_corr.rollout.gateway.types import ChatRequest, GatewayError, TextRequest
 from tests.rollout.gateway import agents_model
@@ -110,6 +113,52 @@ def test_conversation_when_of_many_turns_then_each_message_is_tokenised_and_form
     glue = max(map(len, work.encoded[1:]))
     assert glue < 100  # of any turn
     assert own.tree.check() == []
+
+
+def test_conversation_when_each_request_brings_all_of_it_then_each_message_is_read_once(made, monkeypatch):
+    read, own = [], openai_messages.message
+    monkeypatch.setattr(
+        openai_messages, "message", lambda given, place: read.append(place) or own(given, place)
+    )
+    conversation(made)
+    assert read == ["messages[0]", *(f"messages[{number}]" for number in range(1, 2 * TURNS))]
+
+
+@pytest.mark.parametrize(
+    ("place", "other", "raises"),
+    [
+        (1, {"role": "user", "content": "another question"}, None),
+        (1, {"role": "user", "content": [{"type": "text", "text": "question 0 of it"}]}, None),
+        (0, {"role": "developer", "content": "be brief"}, None),
+        (1, {"role": "user", "content": 1}, "messages[1].content"),
+    ],
+)
+def test_history_when_a_message_is_another_one_then_it_is_read_again(place, other, raises):
+    memory, edited = Memory(SamplingParams(64)), history(2)
+    ChatExchange({"model": "m", "messages": history(1)}, memory)
+    edited[place] = other
+    if raises:
+        with pytest.raises(GatewayError) as error:
+            ChatExchange({"model": "m", "messages": edited}, memory)
+        assert error.value.param == raises
+        edited = history(2)  # what failed is not kept
+    made = ChatExchange({"model": "m", "messages": edited}, memory).request.messages
+    assert (
+        made == ChatExchange({"model": "m", "messages": edited}, Memory(SamplingParams(64))).request.messages
+    )
+
+
+def test_gateway_when_it_has_begun_then_what_was_there_is_left_out_of_garbage_collections():
+    there = {"a": []}
+
+    def is_looked_at():
+        return any(one is there for one in gc.get_objects())
+
+    async def scenario():
+        async with Gateway(SamplingParams(64)):
+            return is_looked_at()
+
+    assert is_looked_at() and not run(scenario()) and gc.isenabled()
 
 
 def test_conversation_when_answers_stand_as_sampled_then_each_request_is_rendered_once(made, work):
