@@ -13,8 +13,9 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +23,20 @@ from tools.process_group import die_with_parent, end_group, shared_memory
 from tools.toolkit import with_libraries, with_toolkit
 
 HOST = "127.0.0.1"
+PORTS = range(10_000, 22_000)
+"""Below those that SGLang draws for itself (from 22000) and those that Linux gives to connections (from 32768):
+one of these may be taken between the choice of a port and the time at which its user listens.
+"""
+MOST_HELD = 32
+"""Choices that stay known to other processes, by a name in Linux's abstract namespace."""
 POLL_S = 0.5
 # SGLang 0.5.23 takes 9 s over SIGTERM even when idle, and vLLM 0.32 hangs where its engine has died. Both
 # have nothing to save: a short grace, then SIGKILL.
 STOP_GRACE_S = 1.0
 LOG_TAIL_LINES = 30
 SHOW_EVERY_S = 5.0
+
+_held: deque[ExitStack] = deque()
 
 # Loopback must not go through a proxy that the environment names.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -80,20 +89,20 @@ class LocalServerError(RuntimeError):
 
 
 def free_port(row: int = 1) -> int:
-    """The first of so many TCP ports in a row of the loopback on which no process listens now.
-
-    They are drawn below the ports that Linux gives to connections: one of those may be given away between
-    this call and the time at which its user listens.
+    """The first of so many TCP ports in a row of the loopback on which no process listens now, and that this
+    function has lately given to no other process of the machine.
     """
     while True:
-        first = random.SystemRandom().randrange(10000, 32768 - row)
-        try:
-            with ExitStack() as opened:
-                for port in range(first, first + row):
-                    opened.enter_context(socket.socket()).bind((HOST, port))
+        first = random.SystemRandom().randrange(PORTS.start, PORTS.stop - row)
+        with ExitStack() as held, suppress(OSError):
+            for port in range(first, first + row):
+                held.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0megatron_rl_corr port {port}")
+                with socket.socket() as probe:
+                    probe.bind((HOST, port))
+            _held.append(held.pop_all())
+            if len(_held) > MOST_HELD:
+                _held.popleft().close()
             return first
-        except OSError:
-            continue
 
 
 class LocalServer:
