@@ -24,7 +24,7 @@ from tools.toolkit import with_libraries, with_toolkit
 
 HOST = "127.0.0.1"
 PORTS = range(10_000, 22_000)
-"""Below those that SGLang draws for itself (from 22000) and those that Linux gives to connections (from 32768):
+"""Below those that SGLang draws (from 22000) and those that Linux gives to connections (from 32768):
 one of these may be taken between the choice of a port and the time at which its user listens.
 """
 MOST_HELD = 32
