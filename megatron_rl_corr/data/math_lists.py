@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 
 _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt)(?![A-Za-z])")
+_OF_BOTH_SIGNS = re.compile(r"\\pm(?![A-Za-z])")
 _NAME = re.compile(r"\s*[A-Za-z]\w*\s*(?:=|\\in(?![A-Za-z]))")
 
 
@@ -42,6 +43,24 @@ def counted(label: str, answer: str) -> tuple[str, str]:
         ", ".join(f"({one}, {part[: at + 1].count(one)})" for at, one in enumerate(part)) for part in parts
     ]
     return found[0], found[1]
+
+
+def both_signs(latex: str) -> str:
+    r"""The list with both values of an element whose one \pm stands within braces, where math-verify can't
+    read it.
+
+    Example: both_signs(r"\frac{1 \pm 2}{3}") == r"\frac{1 + 2}{3}, \frac{1 - 2}{3}"; 1 \pm 2 stays.
+    """
+    left, right = (r"\{", r"\}") if re.fullmatch(r"\s*\\\{.*\\\}\s*", latex, re.DOTALL) else ("", "")
+    found, values = _split(latex.strip().removeprefix(left).removesuffix(right)) or [latex], []
+    for element in found:
+        signs = list(_OF_BOTH_SIGNS.finditer(element))
+        before = element[: signs[0].start()] if len(signs) == 1 else ""
+        if len(re.findall(r"(?<!\\)\{", before)) > len(re.findall(r"(?<!\\)\}", before)):
+            values += [f"{before}{sign}{element[signs[0].end() :]}" for sign in "+-"]
+        else:
+            values.append(element)
+    return latex if len(values) == len(found) else left + ", ".join(values) + right
 
 
 def _bracket(latex: str) -> str | None:

@@ -165,6 +165,16 @@ RIGHT = {
     "x^2 + 2x + 1": ["(x+1)^2", "x^2+2x+1", "1 + 2x + x²"],
     "2^10": ["1024", "2^{10}", "2**10"],
     r"3 \pm \sqrt{2}": [r"3+\sqrt{2}, 3-\sqrt{2}", "3 ± √2"],
+    # Within a fraction or a root.
+    r"\frac{1 \pm \sqrt{5}}{2}": [
+        r"\frac{1 + \sqrt{5}}{2}, \frac{1 - \sqrt{5}}{2}",
+        r"\frac{1 \pm \sqrt{5}}{2}",
+        r"\frac{1}{2} \pm \frac{\sqrt{5}}{2}",
+        r"x = \frac{1 \pm \sqrt{5}}{2}",
+        r"x = \frac{2 \pm \sqrt{20}}{4}",
+    ],
+    r"\sqrt{2 \pm \sqrt{3}}": [r"\sqrt{2-\sqrt3}, \sqrt{2+\sqrt3}"],
+    r"0, \frac{3 \pm 1}{2}": ["0, 1, 2", r"\{0, \frac{3 \pm 1}{2}\}"],
     r"\log_2 8": ["3", r"\log_{2} 8"],
     "5!": ["120", "5!"],
     "3:2": ["3:2", "3/2"],
@@ -363,6 +373,12 @@ RIGHT = {
 }
 
 WRONG = {
+    r"\frac{1 \pm \sqrt{5}}{2}": [
+        r"\frac{1 + \sqrt{5}}{2}",
+        r"\frac{1 \pm \sqrt{7}}{2}",
+        r"\frac{\pm \sqrt{5}}{2}",
+    ],
+    r"\frac{3 \pm 1}{2}": ["2", "1", "1, 2, 3"],
     # Its ends are not the interval.
     "-4<t<9": (r"\{-4,9\}",),
     r"\{-2,7\}": ("-2<x<7", r"-2 \le x \le 7"),
@@ -571,6 +587,7 @@ WRONG = {
 }
 
 UNREADABLE = [
+    r"\pm \frac{1 \pm \sqrt{5}}{2}",
     "",
     " ",
     "$",
