@@ -329,6 +329,24 @@ def draw_ledger(axes: Axes, series: Series) -> None:
         axes.plot(series.steps[known], 100 * series[name][known], label=term, linewidth=1.4, marker="o")
 
 
+CAUSES = "ledger/as/(.+)/share"
+MOST_CAUSES = 6
+
+
+def draw_causes(axes: Axes, series: Series) -> None:
+    """The changes of the server that explain most at any step; one that explains nothing is at 0."""
+    found = {
+        change: (series[name], np.isfinite(series[name])) for name, change in series.matching(CAUSES).items()
+    }
+    largest = {change: shares[known].max(initial=0.0) for change, (shares, known) in found.items()}
+    for change in sorted(largest, key=lambda one: -largest[one])[:MOST_CAUSES]:
+        shares, known = found[change]
+        axes.plot(
+            series.steps[known], 100 * shares[known].clip(min=0.0), label=change, linewidth=1.4, marker="o"
+        )
+    axes.set_ylim(-3, 103)
+
+
 @dataclass(frozen=True)
 class Panel:
     """One plot: a short name for files, a title, how to read it, the metrics that it needs any of."""
@@ -444,6 +462,14 @@ PANELS = (
         ("ledger/rest/share",),
         LEDGER,
     ),
+    Panel(
+        "ledger_causes",
+        "What the rest looks like, % of its square",
+        "what would be gone if servers computed so; near 100 the cause is found",
+        draw_causes,
+        ("ledger/as_square",),
+        CAUSES,
+    ),
     Panel("lag", "Weight lag, versions", "0 is on-policy", draw_lag, ("weight_lag",)),
     Panel(
         "queue",
@@ -463,6 +489,7 @@ _ON_THE_PAGE_ALONE = (
     "probe",
     "quadrants",
     "ledger",
+    "ledger_causes",
     "queue",
     "eval_reward",
     "eval_pass",

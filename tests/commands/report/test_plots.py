@@ -69,6 +69,24 @@ def test_ledger_when_drawn_then_a_line_in_percent_for_each_term_at_the_steps_tha
     assert all(list(line.get_xdata()) == [1, 3] for line in axes.lines)
 
 
+CAUSES = {"ledger/as_square": 1e-3, "ledger/as/norm_epsilon/1e-05/share": 0.98}
+
+
+def test_causes_when_drawn_then_those_that_explain_most_and_0_for_what_explains_nothing(make_steps):
+    shares = {"norm_epsilon/1e-05": 0.98, "logit_scale": -4.0} | {
+        f"other_{at}": at / 100 for at in range(1, 7)
+    }
+    causes = {f"ledger/as/{name}/share": share for name, share in shares.items()} | {"ledger/as_square": 1e-3}
+    axes = drawn("ledger_causes", [row | (causes if row["step"] % 2 else {}) for row in make_steps(3)])
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert list(lines) == ["norm_epsilon/1e-05", *(f"other_{at}" for at in range(6, 1, -1))]
+    assert lines["norm_epsilon/1e-05"] == [98, 98] and axes.get_ylim()[0] < 0 < 100 < axes.get_ylim()[1]
+    few = [row | {name: causes[name] for name in list(causes)[:2]} for row in make_steps(2)]
+    assert {line.get_label(): list(line.get_ydata()) for line in drawn("ledger_causes", few).lines}[
+        "logit_scale"
+    ] == [0, 0]
+
+
 def test_quadrants_when_drawn_then_a_line_for_each_share_of_the_gradient(make_steps):
     axes = drawn("quadrants", [row | MASSES for row in make_steps(3)])
     assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
@@ -118,7 +136,10 @@ def test_panels_when_several_sets_are_evaluated_at_some_steps_then_a_line_for_ea
 
 
 def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(make_steps):
-    rows = [row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN | MASSES | LEDGER for row in make_steps(5)]
+    rows = [
+        row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN | MASSES | LEDGER | CAUSES
+        for row in make_steps(5)
+    ]
     images = render_panels(rows)
     assert list(images) == [panel.name for panel in PAGE_PANELS]
     for content in images.values():
