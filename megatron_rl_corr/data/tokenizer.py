@@ -55,7 +55,10 @@ class Tokenizer:
         """
         made, how = self._tokenizer, {"add_special_tokens": special_tokens, "verbose": False}
         try:
-            ids = list(made.encode(text, **how))
+            if self._rust is None:
+                ids = list(made.encode(text, **how))
+            else:
+                ids = self._rust.encode_batch_fast([text], add_special_tokens=special_tokens)[0].ids
         except Exception as error:  # tokenizers raises the base class
             raise ValueError(
                 f"the tokenizer of {self._folder} can't encode {text[:100]!r}: {error}"
@@ -95,6 +98,19 @@ class Tokenizer:
         made = copy.deepcopy(self._tokenizer)
         made.encode("", split_special_tokens=True)  # sets the flag, which fails while another thread encodes
         return made
+
+    @cached_property
+    def _rust(self) -> Any:
+        """What transformers asks for the ids of a text, in 0.2 ms of its own; None where it does more."""
+        from transformers import PreTrainedTokenizerFast
+
+        made, kind, usual = self._tokenizer, type(self._tokenizer), PreTrainedTokenizerFast
+        if not isinstance(made, usual) or made.split_special_tokens:
+            return None
+        if kind.encode is not usual.encode or kind._encode_plus is not usual._encode_plus:
+            return None
+        made.encode("")  # nothing is cut or padded from now on, whatever the tokenizer's file says
+        return made.backend_tokenizer
 
     @cached_property
     def _unknown(self) -> int | None:
