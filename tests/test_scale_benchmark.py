@@ -122,6 +122,7 @@ def test_batch_when_a_leader_sends_it_then_each_slice_once_and_few_of_them_are_h
     assert leader["held"] < 45 * tokens + share * (3 * 4 * ROUTES + 16) + 16 * ROWS
 
 
+@long
 def test_batch_when_a_stage_has_neither_embedding_nor_logits_then_it_gets_routes_alone():
     middle = counted_rank(U3 | SHORT, U3["parallel"]["world"] // 16, ROOT, BATCH_WORKER)
     share = middle["tokens_of_replica"] / 2

@@ -19,7 +19,6 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE), str(HERE.parent / "quickstart")]
 
 from arms import ARMS  # noqa: E402
-from calibration_report import write_calibration  # noqa: E402
 from local_run import Example, make_model, train  # noqa: E402
 from run import SAMPLES, keep_settings, study_server, training_command, write_prompts  # noqa: E402
 
@@ -120,6 +119,8 @@ def run(options, out, running):
             status = run_against(dtype, servings, first, options, out, running)
             if status:
                 return status
+    from calibration_report import write_calibration  # it loads torch, which --help needs not
+
     print(write_calibration({one.name: folder_of(out, one.name) / SAMPLES for one in SERVINGS}, out))
     EXAMPLE.say(f"the table and the picture: {out / 'calibration.md'}, calibration.json, calibration.png")
     return 0

@@ -22,7 +22,6 @@ sys.path[:0] = [str(ROOT), str(HERE.parent), str(HERE), str(HERE.parent / "quick
 
 from arms import ARMS, QUICK  # noqa: E402
 from local_run import Example, local_server, make_model, megatron_flags, torchrun, train, wait_ready  # noqa: E402
-from report import write_report  # noqa: E402
 from reward import KINDS  # noqa: E402
 
 from megatron_rl_corr.files import write_atomically  # noqa: E402
@@ -278,6 +277,8 @@ def report(options, out):
                 path = run_folder(out, arm, seed) / FILE_NAME
                 steps = read_metrics(path) if path.exists() else []
                 runs.setdefault(arm.name, {})[seed] = steps, kept["ended_nonfinite"]
+    from report import write_report  # it loads torch, which --help needs not
+
     settings = {name: getattr(options, name) for name in OF_A_RUN}
     print(write_report(runs, settings, out, lambda arm, seed: run_folder(out, ARMS[arm], seed) / SAMPLES))
     EXAMPLE.say(

@@ -63,7 +63,7 @@ def shown(folder, *arguments):
 @pytest.mark.parametrize(
     ("name", "owner"),
     [
-        pytest.param(name, owner, marks=[long] * (at % 3 > 0))
+        pytest.param(name, owner, marks=[long] * (at % 5 > 0))
         for at, (name, owner) in enumerate(zip(FEATURES, feature_options(), strict=True))
     ],
 )

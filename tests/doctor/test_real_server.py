@@ -26,7 +26,7 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
 from tests.faults.drills import drill
 from tests.preloaded import PreloadedServer
-from tests.tiers import in_matrix, matrix
+from tests.tiers import in_matrix, long, matrix
 from tools.cpu import environment, sglang_arguments
 
 pytestmark = matrix
@@ -324,8 +324,12 @@ def examined(servers):
     "moment",
     [
         "the weights are changed, the server samples",
-        "the weights are being put back",
-        *in_matrix("the server is paused", "the weights are being sent", "their name is put back"),
+        *in_matrix(
+            "the weights are being put back",
+            "the server is paused",
+            "the weights are being sent",
+            "their name is put back",
+        ),
     ],
 )
 def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_samples(
@@ -364,6 +368,7 @@ def test_full_when_cancelled_at_any_point_then_the_server_has_its_weights_and_sa
     assert asyncio.run(scenario()) == []
 
 
+@long
 def test_command_when_interrupted_again_and_again_then_130_and_the_server_is_as_before(servers, vocab_size):
     async def state(client):
         (checksum,), (info,) = await client.weights_checker(), await client.model_info()

@@ -18,7 +18,7 @@ import torch
 
 from tests.examples.recipe_inputs import CONFIGS, write_dapo, write_gsm8k, write_model
 from tests.preloaded import run_preloaded
-from tests.tiers import in_matrix, matrix
+from tests.tiers import in_matrix, long, matrix
 from tools.cpu import environment
 from tools.local_server import free_port
 
@@ -109,7 +109,7 @@ class Recipe:
         return run.stdout.splitlines()
 
 
-@pytest.fixture(scope="module", params=SERVERS)
+@pytest.fixture(scope="module", params=["qwen3_30b_a3b", *in_matrix("qwen3_4b")])
 def recipe(request, tmp_path_factory):
     return Recipe(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -124,6 +124,7 @@ def sparse(tmp_path_factory):
     return Recipe(tmp_path_factory.mktemp("sparse"), "qwen3_30b_a3b")
 
 
+@long
 def test_dry_run_as_a_user_starts_it_then_every_parser_takes_the_flags(sparse):
     run = sparse.run("--dry-run", recorded=False)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -145,6 +146,7 @@ def test_training_flags_then_megatron_and_our_checks_take_them_with_data_of_both
     assert "checked, and nothing was started" in checked.stdout and "prompts: 32 rows" in checked.stdout
 
 
+@long
 def test_training_flags_of_two_nodes_then_they_are_checked_for_16_processes(one_recipe):
     checked = one_recipe.check_training(NODES=2)
     assert checked.returncode == 0, checked.stderr[-2000:]
@@ -353,6 +355,7 @@ def test_layout_when_it_does_not_fit_then_the_dry_run_ends_with_the_plan(sparse)
     assert run.returncode == 2 and "NOTHING FITS" in run.stdout and "does not fit" in run.stderr
 
 
+@long
 def test_plan_when_flags_are_added_then_it_counts_them_and_refuses_what_does_not_fit(recipe):
     # One sample of 33792 tokens in place of 5120; the microbatch of the 4B recipe is given apart.
     longer = [
@@ -426,6 +429,7 @@ def test_run_then_servers_start_and_answer_before_training_and_end_after_it(reci
     assert all(not is_open(port + i) for i in range(count))
 
 
+@long
 def test_run_when_sizes_and_threads_are_set_then_the_trainer_has_them_and_else_its_share_of_the_cores(sparse):
     given = {"GROUP_SIZE": 4, "BATCH_SIZE": 64, "RESPONSE_TOKENS": 2048, "PROMPT_TOKENS": 512}
     for threads, expected in ((3, "3"), ("", str(max(len(os.sched_getaffinity(0)) // 4, 1)))):
@@ -500,6 +504,7 @@ def test_run_when_a_server_ends_after_its_answer_then_nothing_trains(sparse):
     assert run.stdout.count("answers") == 2 and sparse.asked("-m", "torch.distributed.run") == []
 
 
+@long
 def test_run_when_setup_laid_a_compiler_down_then_servers_and_trainer_find_it_and_one_that_is_set_is_kept(
     sparse,
 ):

@@ -24,6 +24,7 @@ from megatron_rl_corr.rollout.trace_file import write_trace
 from tests.faults import oracle
 from tests.faults.drills import drill, long
 from tests.faults.mutations import mutated
+from tests.tiers import IN_MATRIX
 
 URL = "http://rollout-3:30000"
 PROMPT, TOKENS, VOCAB_SIZE = [3, 1, 4, 1, 5], 6, 83
@@ -149,8 +150,9 @@ PROMISED = (
 @pytest.mark.parametrize("engine, name", CASES)
 @drill("5,000 mutated answers of real servers", promised=PROMISED)
 def test_answer_when_mutated_then_used_only_if_the_oracle_says_so(engine, name, seen, tmp_path):
-    found = checked(engine, name, 1000, tmp_path)
-    assert found["refused"] > 300 and found["used"] > 20, found
+    count = 1000 if IN_MATRIX else 300
+    found = checked(engine, name, count, tmp_path)
+    assert found["refused"] > 0.3 * count and found["used"] > 0.02 * count, found
     seen(f"{engine} {name}: {dict(found)}")
 
 

@@ -33,7 +33,6 @@ RUNS = {
     # name: (flags, processes, what is blamed from the second batch on, variables)
     "lag": (["--rollout-max-lag", 1], 1, ["staleness"], {}),
     "rounded": (INT4, 1, ["rounding"], {}),
-    "rounded_tp2_ep2": ([*INT4, *TP2_EP2], 2, ["rounding"], {}),
     "own_experts": (
         ["--router-replay", "compare", *TP2_EP2, *FAULTY],
         2,
@@ -41,9 +40,10 @@ RUNS = {
         {"OTHER_EXPERTS": "0.5"},
     ),
     "hot": (FAULTY, 1, ["decode"], {}),
-    "clean_replayed_pp2": (["--router-replay", "R3", *PP2], 2, [], {}),
 }
 IN_MATRIX = {
+    "rounded_tp2_ep2": ([*INT4, *TP2_EP2], 2, ["rounding"], {}),
+    "clean_replayed_pp2": (["--router-replay", "R3", *PP2], 2, [], {}),
     "lag_tp2_ep2": (["--rollout-max-lag", 1, *TP2_EP2], 2, ["staleness"], {}),
     "lag_pp2": (["--rollout-max-lag", 2, *PP2], 2, ["staleness"], {}),
     "rounded_dp2": (INT4, 2, ["rounding"], {}),

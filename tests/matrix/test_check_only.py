@@ -14,11 +14,13 @@ from megatron_rl_corr.models.megatron_flags import model_flags
 from tests.commands.planner.published import QWEN3_4B
 from tests.examples.recipe_inputs import write_gsm8k, write_model
 from tests.matrix.releases import WITH_TRAINING, checkout, chosen, release_environment
+from tests.tiers import long
 
 HERE = Path(__file__).resolve().parent
 RELEASES = [*checkout(), *(release for release in WITH_TRAINING if release in chosen())]
 
 
+@long
 @pytest.mark.parametrize("release", RELEASES)
 def test_check_of_a_command_line_then_it_ends_where_training_would_begin_or_with_what_is_wrong(
     release, tmp_path

@@ -12,6 +12,7 @@ import pytest
 from tests.matrix import releases
 from tests.matrix.releases import OVERLAID, release_environment
 from tests.test_launch import flags, write_inputs
+from tests.tiers import long
 
 HERE = Path(__file__).resolve().parent
 
@@ -53,8 +54,11 @@ def test_launcher_when_core_is_of_one_release_and_training_of_another_then_both_
 
 @pytest.mark.parametrize(
     ("version", "given"),
-    [("0.13.1", None), ("0.21.0rc0", None), ("0.21.0rc0", MEGATRONS_RL)],
-    ids=["older", "newer", "newer, with Megatron's own RL"],
+    [
+        pytest.param("0.13.1", None, id="older"),
+        pytest.param("0.21.0rc0", None, id="newer", marks=long),
+        pytest.param("0.21.0rc0", MEGATRONS_RL, id="newer, with Megatron's own RL", marks=long),
+    ],
 )
 def test_launcher_when_release_is_not_supported_then_the_supported_ones_are_named(tmp_path, version, given):
     core = tmp_path / "tree/megatron/core"

@@ -21,6 +21,7 @@ from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth, scored
 from tests.matrix.patched import unchanged
 from tests.preloaded import PreloadedServer
+from tests.tiers import long
 from tests.weight_sync.test_changes_real_server import Trainer
 from tests.weight_sync.test_push_real_servers import Pushing, model_of, noisy, weights  # noqa: F401
 from tools.cpu import environment, gpu_available, vllm_arguments
@@ -198,6 +199,7 @@ def test_push_when_a_server_goes_back_to_old_weights_then_the_checksums_of_its_m
     assert error.value.url == planted.url and "norm.weight" in str(error.value)
 
 
+@long
 @drill("two exchanged experts in a vLLM server in 16 bits", promised="the first push's probe sees it")
 def test_push_in_16_bits_when_experts_are_exchanged_then_the_text_is_off(
     planted_half,
@@ -326,6 +328,7 @@ def test_push_when_parts_of_a_fused_layer_are_exchanged_on_their_way_then_its_pa
         trainer.push(noisy(weights, seed=10), "new")
 
 
+@long
 def test_pushes_when_embeddings_are_tied_then_samples_are_of_the_new_weights(tmp_path, tiny_moe_dir):
     config = AutoConfig.for_model(
         "qwen3",

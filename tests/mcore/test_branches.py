@@ -11,7 +11,7 @@ from tests import tensor_files
 from tests.mcore.branches_cases import BRANCHES, CASES, REJECTED
 from tests.megatron_forks import run_megatron
 from tests.preloaded import run_preloaded
-from tests.tiers import in_matrix, matrix
+from tests.tiers import in_matrix, long, matrix
 
 pytestmark = matrix
 HERE = Path(__file__).resolve().parent
@@ -116,6 +116,7 @@ def test_replay_when_samples_have_several_sequences_then_every_bit_of_the_run(
         assert {read_batch(path).agent_branches for path in files} == {CASES[case][3]}
 
 
+@long
 @pytest.mark.parametrize("layout", [*in_matrix({"packed": 24}), {"packed": 48, "tp": 2, "ep": 2, "sp": True}])
 def test_step_when_each_sample_has_one_sequence_then_every_bit_of_a_run_without_agents(
     layout, tiny_moe_dir, routed_samples, tmp_path

@@ -85,9 +85,7 @@ EXTRA = {
     2: [{"cp": 2, "hidden": True}, {"tp": 2, "sp": True, "ep": 2, "local": True}],
     4: [
         {"tp": 2, "ep": 2, "etp": 2, "sp": True},
-        {"ep": 4},
-        {"cp": 4},
-        {"tp": 2, "cp": 2, "ep": 2, "sp": True, "hidden": True},
+        *in_matrix({"ep": 4}, {"cp": 4}, {"tp": 2, "cp": 2, "ep": 2, "sp": True, "hidden": True}),
         {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "hidden": True},
         {"cp": 2, "pp": 2, "ep": 2, "local": True},
     ],
@@ -102,9 +100,11 @@ PACKED = {
     4: [
         {"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "recompute": True},
         {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "per_token": True},
-        *in_matrix({"packed": 64, "cp": 2, "pp": 2}),
-        {"packed": 64, "pp": 4},
-        {"packed": 32, "tp": 2, "ep": 2, "etp": 2, "sp": True},
+        *in_matrix(
+            {"packed": 64, "cp": 2, "pp": 2},
+            {"packed": 64, "pp": 4},
+            {"packed": 32, "tp": 2, "ep": 2, "etp": 2, "sp": True},
+        ),
     ],
 }
 """Sequences packed into microbatches of at most so many tokens; a number of microbatches is not
@@ -116,8 +116,11 @@ TRUNCATED = {
     2: [{"cp": 2}, *in_matrix({"pp": 2}, {"tp": 2, "sp": True})],
     4: [
         {"pp": 2, "cp": 2, "recompute": True},
-        {"tp": 2, "cp": 2, "sp": True, "per_token": True},
-        *in_matrix({"tp": 2, "pp": 2, "vpp": 2, "sp": True}, {"cp": 2}),
+        *in_matrix(
+            {"tp": 2, "cp": 2, "sp": True, "per_token": True},
+            {"tp": 2, "pp": 2, "vpp": 2, "sp": True},
+            {"cp": 2},
+        ),
     ],
 }
 """Where samples were drawn from a few ids each: sampling masks go to the last stage, cut for
@@ -129,8 +132,7 @@ CENTERED = {
     2: [
         {"tp": 2, "sp": True},
         {"cp": 2, "per_token": True},
-        {"pp": 2},
-        {"packed": 64},
+        *in_matrix({"pp": 2}, {"packed": 64}),
         {"packed": 64, "cp": 2, "recompute": True},
     ],
 }
@@ -320,7 +322,7 @@ def check_traffic(one, samples):
         assert len(leaders) == dp and sum(leaders) == whole
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [*in_matrix(2), 4])
 def test_corrected_step_of_dense_model_without_sequence_parallel_then_equal_hf_autograd(
     processes, tiny_dense_dir, reference_of
 ):

@@ -21,7 +21,7 @@ from tests import tensor_files
 from tests.mcore.server_weights import load
 from tests.megatron_forks import run_megatron
 from tests.preloaded import PreloadedServer
-from tests.tiers import in_matrix, matrix
+from tests.tiers import in_matrix, long, matrix
 from tools.cpu import environment, sglang_arguments
 
 pytestmark = matrix
@@ -81,6 +81,7 @@ def test_probe_in_every_layout_then_its_logprobs_are_the_servers_and_nothing_is_
             assert all(map(torch.equal, own, logprobs)) and all(map(torch.equal, other, rounded))
 
 
+@long
 @pytest.mark.parametrize("engine_server", ["sglang", *in_matrix("vllm")], indirect=True)
 def test_probe_when_rows_are_long_then_its_own_are_as_short_as_its_texts(
     tiny_moe_dir, engine_server, tmp_path
@@ -100,6 +101,7 @@ def test_probe_when_rows_are_long_then_its_own_are_as_short_as_its_texts(
         assert [len(one) for one in logprobs] == [191] + [63] * 4
 
 
+@pytest.mark.parametrize("engine_server", ["sglang", *in_matrix("vllm")], indirect=True)
 def test_probe_when_one_experts_weights_are_exchanged_at_the_server_then_it_is_named_and_every_rank_ends(
     tiny_moe_dir, engine_server, tmp_path
 ):
@@ -194,6 +196,7 @@ def test_probe_when_a_server_samples_with_other_weights_than_it_scores_with_then
     assert "scores of given tokens are wrong and its samples are right" in other[0], other[0]
 
 
+@long
 @pytest.mark.parametrize(("name", "value"), [("rms_norm_eps", 1e-2), *in_matrix(("rope_theta", 100.0))])
 def test_probe_when_a_server_computes_with_another_setting_then_it_was_so_before_the_first_push(
     name, value, tiny_moe_dir, tmp_path
@@ -218,6 +221,7 @@ def test_probe_when_a_server_computes_with_another_setting_then_it_was_so_before
         assert "before the first push" in message and "model-flags" in message, (spec, message)
 
 
+@pytest.mark.parametrize("engine_server", ["sglang", *in_matrix("vllm")], indirect=True)
 @pytest.mark.parametrize(
     "stale", ["layers.2.mlp.gate.", *in_matrix("layers.1.", "layers.0.self_attn.k_proj.")]
 )

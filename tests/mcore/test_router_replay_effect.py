@@ -23,9 +23,8 @@ HERE = Path(__file__).resolve().parent
 LAYOUTS = {
     1: [{}, {"packed": 64}, *in_matrix({"recompute": True})],
     2: [
-        {"tp": 2, "sp": True},
         {"packed": 48, "pp": 2, "vpp": 2},
-        *in_matrix({"pp": 2}, {"cp": 2}, {"ep": 2}, {"packed": 64, "cp": 2}),
+        *in_matrix({"tp": 2, "sp": True}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {"packed": 64, "cp": 2}),
     ],
 }
 CASES = [(processes, json.dumps(spec)) for processes, specs in LAYOUTS.items() for spec in specs]

@@ -7,6 +7,9 @@ import pytest
 from megatron_rl_corr.rollout.sample_file import read_sampling, read_trajectories
 from tests.mcore.launched import launch, replayed, untimed_steps
 from tests.mcore.test_runs import GROUPED, RUN, SCRIPT, assert_same_weights, replay
+from tests.tiers import long, matrix
+
+pytestmark = matrix
 
 LAYOUT = [*GROUPED, "--tensor-model-parallel-size", 2, "--sequence-parallel"]
 CENTERED = ["--rollout-score-centering", 8]
@@ -54,6 +57,7 @@ def test_run_when_replayed_then_steps_weights_and_files_bit_for_bit(run, tiny_mo
         assert (run / "again/samples" / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@long
 @pytest.mark.parametrize("centered", [(), ("--rollout-score-centering", 4)])
 def test_run_when_replayed_with_fewer_ids_or_without_then_it_runs(centered, run, tiny_moe_dir):
     name = f"with {len(centered)}"

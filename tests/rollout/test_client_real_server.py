@@ -22,6 +22,9 @@ from megatron_rl_corr.rollout import (
     SamplingParams,
 )
 from tests.hf_truth import assert_is_truth, inside, response
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
 
 PROMPTS = [[3, 1, 4], [15, 9, 2, 6, 5], [3, 1, 4, 1]]
 
@@ -185,7 +188,7 @@ def test_generate_when_min_p_then_logprobs_are_renormalised_on_the_ids_that_are_
     assert len(lengths) > 5 and max(lengths) < 60  # min_p decides, not top_k
 
 
-@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("ignore_eos", [False, *in_matrix(True)])
 def test_generate_when_a_stop_text_is_sampled_then_its_ids_end_the_response_and_have_logprobs(
     client, loop, model, tiny_moe_dir, ignore_eos
 ):

@@ -40,6 +40,9 @@ from megatron_rl_corr.rollout import (
 from megatron_rl_corr.rollout.ingest import messages, worker
 from megatron_rl_corr.rollout.ingest.process import _Process
 from tests.stand_in_server import answer, one_token
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
 
 SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 
@@ -158,7 +161,7 @@ async def answers_other_ids(request):
 
 
 @pytest.mark.parametrize(
-    "handler", [refuses, quotes_the_key, answers_too_much, breaks_off, answers_other_ids]
+    "handler", [refuses, answers_other_ids, *in_matrix(quotes_the_key, answers_too_much, breaks_off)]
 )
 def test_error_when_a_server_fails_then_as_in_this_process(faulty, handler):
     command_lines = []
@@ -409,7 +412,7 @@ def test_error_when_it_can_not_be_pickled_then_it_goes_by_its_words():
     assert type(worker._portable(ValueError("simple"), "http://s:1")) is ValueError
 
 
-@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("forked", [False, *in_matrix(True)])
 def test_process_when_this_one_dies_then_it_ends(tmp_path, forked):
     """Also where a process that was forked off, as a data loader's, keeps the connection open."""
     program = tmp_path / "trainer.py"

@@ -28,6 +28,9 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout import SamplingParams
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.server_pool import ServerPool, rotated
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
 
 CODES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.ENETDOWN)
 SAMPLES = [[1]] * 6
@@ -178,7 +181,7 @@ def test_generate_when_only_one_address_is_out_of_reach_then_the_others_are_aske
     assert asyncio.run(scenario()) == ([True] * 12, [])
 
 
-@pytest.mark.parametrize(("spare", "well"), [(24, True), (-2, False)])
+@pytest.mark.parametrize(("spare", "well"), [(24, True), *in_matrix((-2, False))])
 def test_generate_when_descriptors_run_out_then_samples_wait_for_each_other_and_no_server_is_left_out(
     spare, well, faulty
 ):

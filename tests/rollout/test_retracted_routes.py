@@ -27,7 +27,10 @@ from tests import server_load
 from tests.hf_truth import scored
 from tests.preloaded import PreloadedServer
 from tests.rollout.test_in_flight_real_servers import _stacked, push
+from tests.tiers import in_matrix, long, matrix
 from tools.cpu import environment, sglang_arguments
+
+pytestmark = matrix
 
 SHAPE = ExpertShape(num_layers=4, layers=(0, 1, 2, 3), top_k=2, experts=8)
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9], [3, 2], [12, 13, 14], [40, 41, 42, 43]]
@@ -244,6 +247,7 @@ def test_routes_when_a_server_short_of_memory_retracts_then_none_and_those_it_di
     assert counted(made) == (sum(len(one.sent) for one in retracted), 400 * len(retracted))
 
 
+@long
 def test_routes_when_keys_are_kept_over_a_push_and_lost_for_memory_later_then_none_as_the_servers_are_wrong(
     sampled, models
 ):
@@ -260,7 +264,7 @@ def test_routes_when_keys_are_kept_over_a_push_and_lost_for_memory_later_then_no
     assert torch.cat(wrong).any()  # or SGLang keeps them by now, and they need not be dropped
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("told", [True, *in_matrix(False)])
 def test_routes_when_pushes_retract_then_true_from_the_last_of_them_on_where_the_client_knows_that(
     sampled, models, told
 ):
@@ -277,6 +281,7 @@ def test_routes_when_pushes_retract_then_true_from_the_last_of_them_on_where_the
     assert counted(made)[1] == sampled_without
 
 
+@long
 def test_routes_when_a_push_and_want_of_memory_retract_then_none_of_what_was_retracted_twice(sampled, models):
     made = sampled(LONG, pushes=1, pushes_retract=True)
     assert {one.retractions for one in made} == {1, 2}

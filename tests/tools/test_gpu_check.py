@@ -11,12 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.tiers import long, matrix
 from tools.gpu_check import __main__ as command
 from tools.gpu_check import runner
 from tools.gpu_check.outcome import Finding, Outcome
 from tools.gpu_check.parts import ONLY_ON_A_GPU, PARTS, Part
 from tools.gpu_check.runner import FAILED, HOLDS, NOT_RUN, Result
 from tools.gpu_check.table import markdown
+
+pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 PART = Part("made-up", "nowhere.check", "a made-up part", 30)
@@ -186,6 +189,7 @@ ALLOWED = {
 """Torch, what it needs, and this checkout."""
 
 
+@long
 def test_command_when_only_torch_and_triton_are_installed_then_what_needs_more_is_named_and_the_rest_holds(
     tmp_path,
 ):

@@ -10,6 +10,7 @@ import pytest
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.models.names import ARCHITECTURES
 from tests.preloaded import run_preloaded
+from tests.tiers import long, matrix
 from tests.weight_sync.fp8_models import CONFIG, MODELS, make_fp8, make_model
 from tools.cpu import gpu_available
 
@@ -33,9 +34,10 @@ OF_TWO_RANKS = ["qwen3", "qwen2_moe", "qwen3_moe spared", "deepseek_v3", "deepse
 """Every kind of layer, cut in two."""
 SERVED = load_engine("sglang").limits.fp8_models
 
-pytestmark = pytest.mark.skipif(
-    gpu_available(), reason="tools.cpu replaces SGLang's FP8 kernels only without a GPU"
-)
+pytestmark = [
+    matrix,
+    pytest.mark.skipif(gpu_available(), reason="tools.cpu replaces SGLang's FP8 kernels only without a GPU"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +86,7 @@ def test_push_when_in_fp8_then_the_loader_has_what_it_reads_from_a_checkpoint_an
     assert_loaded(pushed[case])
 
 
+@long
 @pytest.mark.parametrize("case", OF_TWO_RANKS)
 def test_push_when_the_server_has_two_ranks_then_each_has_its_part_of_values_and_scales(pushed_to_two, case):
     assert_loaded(pushed_to_two[case])

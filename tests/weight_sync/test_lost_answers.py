@@ -107,10 +107,14 @@ MOMENTS = {
 @pytest.mark.parametrize(
     "moment",
     [
-        "release, HTTP 504",
-        "cache resumed, cut",
         "killed at its weights",
-        *in_matrix("release, cut", "weights resumed, HTTP 502", "killed at its cache"),
+        *in_matrix(
+            "release, HTTP 504",
+            "cache resumed, cut",
+            "release, cut",
+            "weights resumed, HTTP 502",
+            "killed at its cache",
+        ),
     ],
 )
 def test_turn_when_one_of_two_servers_is_lost_in_it_then_the_run_goes_on_with_the_other(

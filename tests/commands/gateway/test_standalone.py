@@ -15,6 +15,9 @@ from megatron_rl_corr.rollout.sample_file import read_batch, read_trajectories
 from tests.rollout.agents.harness_file import ask
 from tests.rollout.agents.model_folder import folder_with_template, write_rows
 from tests.rollout.agents.test_harnesses import FILE
+from tests.tiers import long, matrix
+
+pytestmark = matrix
 
 USER = {"role": "user", "content": "is it wet?"}
 
@@ -79,6 +82,7 @@ def test_gateway_when_strict_then_other_sampling_is_refused(sglang_server_fp32, 
         assert ask(url, "any", [USER], temperature=1.0)["role"] == "assistant"
 
 
+@long
 def test_gateway_when_a_conversation_is_longer_than_the_server_takes_then_the_harness_is_told(
     sglang_server_fp32, model
 ):

@@ -22,7 +22,7 @@ from megatron_rl_corr.rollout.seeds import Draw
 from tests.preloaded import PreloadedServer, run_preloaded
 from tests.rollout.gateway.agents_model import SIMPLE, Servers, fast, templates
 from tests.rollout.gateway.published_templates import FOLDER, PREFIX
-from tests.tiers import in_matrix, matrix
+from tests.tiers import in_matrix, long, matrix
 from tools.cpu import environment, sglang_arguments
 
 pytestmark = matrix
@@ -74,7 +74,7 @@ def loop():
 
 @pytest.fixture(
     scope="module",
-    params=["sglang_server_fp32", "keeping_server", "vllm_server_fp32", *in_matrix("vllm_v2_server_fp32")],
+    params=["keeping_server", "vllm_server_fp32", *in_matrix("sglang_server_fp32", "vllm_v2_server_fp32")],
 )
 def client(request, tiny_moe_dir, loop):
     """Two of these servers return routed experts."""
@@ -320,6 +320,7 @@ async def published_conversation(client, template, sample):
     return talk, await talk.finish()
 
 
+@long
 def test_published_templates_when_a_server_samples_then_every_token_has_the_logprob_of_one_pass(
     byte_client, loop
 ):

@@ -91,8 +91,8 @@ ALWAYS_ANEW = (f"{PREFIX}deepseekv3",)
 
 
 def seeds_of(template):
-    """2,000 conversations over published templates in the matrix, and 400 in all by make test."""
-    few, many = (10, 60) if template in NAMES else (18, 125)
+    """2,000 conversations over published templates in the matrix, and some 200 in all by make test."""
+    few, many = (6, 60) if template in NAMES else (8, 125)
     return [*range(few), *in_matrix(*range(few, many))]
 
 
