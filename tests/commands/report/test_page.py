@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from megatron_rl_corr.commands.report import page
 from megatron_rl_corr.commands.report.page import flatten, write_page
 from megatron_rl_corr.observability.catalogue import GROUPS, grouped, spec_of
 
@@ -44,6 +45,13 @@ def read(path) -> Document:
     return document
 
 
+@pytest.fixture
+def words_alone(monkeypatch):
+    """Curves take most of a page's time; the tests without this look at them."""
+    monkeypatch.setattr(page, "render_panels", lambda rows: {"kl": b"<svg/>"})
+    monkeypatch.setattr(page, "write_overview", lambda rows, path, title: None)
+
+
 def test_page_when_written_then_every_metric_its_meaning_and_the_summary_are_on_it(write_run, make_steps):
     folder = write_run(make_steps(8, **{"my/own": 2.5}))
     path = write_page(folder)
@@ -79,7 +87,7 @@ def test_page_when_written_then_it_loads_nothing_and_leaves_nothing_else_behind(
     assert [file.name for file in folder.parent.iterdir()] == [folder.name]
 
 
-def test_page_when_texts_hold_markup_then_it_is_escaped(write_run, make_steps):
+def test_page_when_texts_hold_markup_then_it_is_escaped(write_run, make_steps, words_alone):
     rows = make_steps(2, **{"<b>metric</b>": 1.0})
     folder = write_run(rows, {"name": "<script>alert(1)</script>", "<i>key</i>": "a & b"})
     content = write_page(folder).read_text()
@@ -89,7 +97,7 @@ def test_page_when_texts_hold_markup_then_it_is_escaped(write_run, make_steps):
         assert text in document.text
 
 
-def test_page_when_there_are_alerts_then_it_says_what_and_what_to_do(write_run, make_steps):
+def test_page_when_there_are_alerts_then_it_says_what_and_what_to_do(write_run, make_steps, words_alone):
     rows = make_steps(4)
     rows[2] |= {"rollout_corr/k3_kl": 0.05, "loss/policy": math.nan}
     text = read(write_page(write_run(rows))).text
@@ -132,7 +140,9 @@ def test_page_when_watched_metrics_are_missing_then_it_says_they_were_not_watche
     assert "stayed in its usual range" not in text
 
 
-def test_page_when_run_json_is_there_then_nested_settings_are_listed_by_dotted_name(write_run, make_steps):
+def test_page_when_run_json_is_there_then_nested_settings_are_listed_by_dotted_name(
+    write_run, make_steps, words_alone
+):
     config = {"rollout_corr": {"rollout_is": "token", "rollout_rs": []}, "lr": 1e-6, "resume": None}
     text = read(write_page(write_run(make_steps(1), config))).text
     assert "\nrollout_corr.rollout_is\ntoken\n" in text and "\nrollout_corr.rollout_rs\n[]\n" in text
