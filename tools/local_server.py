@@ -2,6 +2,7 @@
 all its children.
 """
 
+import errno
 import os
 import random
 import shutil
@@ -15,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,13 +89,22 @@ class LocalServerError(RuntimeError):
     """The server did not start, or has ended."""
 
 
+@contextmanager
+def _in_use_passed_over():
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+
+
 def free_port(row: int = 1) -> int:
     """The first of so many TCP ports in a row of the loopback on which no process listens now, and that this
     function has lately given to no other process of the machine.
     """
     while True:
         first = random.SystemRandom().randrange(PORTS.start, PORTS.stop - row)
-        with ExitStack() as held, suppress(OSError):
+        with ExitStack() as held, _in_use_passed_over():
             for port in range(first, first + row):
                 held.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0megatron_rl_corr port {port}")
                 with socket.socket() as probe:

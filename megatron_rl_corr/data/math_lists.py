@@ -7,7 +7,9 @@ from __future__ import annotations
 import re
 
 _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt)(?![A-Za-z])")
-_OF_BOTH_SIGNS = re.compile(r"\\pm(?![A-Za-z])")
+_BOTH_SIGNS = re.compile(r"\\pm(?![A-Za-z])(?!\s*\})")
+_NO_VALUES = re.compile(r"[<>\[\]]|\\(?:to|lim|cup|cap|in|leq?|geq?|lt|gt|approx|text)(?![A-Za-z])")
+_SET = re.compile(r"\s*\\\{(.*)\\\}\s*", re.DOTALL)
 _NAME = re.compile(r"\s*[A-Za-z]\w*\s*(?:=|\\in(?![A-Za-z]))")
 
 
@@ -49,18 +51,25 @@ def both_signs(latex: str) -> str:
     r"""The list with both values of an element whose one \pm stands within braces, where math-verify can't
     read it.
 
-    Example: both_signs(r"\frac{1 \pm 2}{3}") == r"\frac{1 + 2}{3}, \frac{1 - 2}{3}"; 1 \pm 2 stays.
+    Example: both_signs(r"\frac{1 \pm 2}{3}") == r"\frac{1 + 2}{3}, \frac{1 - 2}{3}". What stands outside
+    braces, and in intervals, limits or several equations, stays.
     """
-    left, right = (r"\{", r"\}") if re.fullmatch(r"\s*\\\{.*\\\}\s*", latex, re.DOTALL) else ("", "")
-    found, values = _split(latex.strip().removeprefix(left).removesuffix(right)) or [latex], []
+    inner = _SET.fullmatch(latex)
+    found = _split(inner[1] if inner else latex)
+    if found is None or latex.count("=") > 1 or _NO_VALUES.search(latex):
+        return latex
+    values = []
     for element in found:
-        signs = list(_OF_BOTH_SIGNS.finditer(element))
+        signs = list(_BOTH_SIGNS.finditer(element))
         before = element[: signs[0].start()] if len(signs) == 1 else ""
-        if len(re.findall(r"(?<!\\)\{", before)) > len(re.findall(r"(?<!\\)\}", before)):
+        opened = len(re.findall(r"(?<!\\)\{", before)) - len(re.findall(r"(?<!\\)\}", before))
+        if opened > 0 and "=" not in element[signs[0].end() :]:
             values += [f"{before}{sign}{element[signs[0].end() :]}" for sign in "+-"]
         else:
             values.append(element)
-    return latex if len(values) == len(found) else left + ", ".join(values) + right
+    if len(values) == len(found):
+        return latex
+    return f"\\{{{', '.join(values)}\\}}" if inner else ", ".join(values)
 
 
 def _bracket(latex: str) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl_corr.data import math_units
 from megatron_rl_corr.data.answers import TAIL, answer_of, last_formula
 from megatron_rl_corr.data.labels import math_texts
-from megatron_rl_corr.data.math_lists import counted, same_kind
+from megatron_rl_corr.data.math_lists import both_signs, counted, same_kind
 from megatron_rl_corr.data.math_names import cases_apart, function_values, without_names
 from megatron_rl_corr.data.math_text import MOST_WORDS, Reading, label_reading, readings
 from megatron_rl_corr.data.reward_input import RewardInput
@@ -54,7 +54,7 @@ class MathReward:
         # Its limits are alarms, which only a main thread can set; ours ends the process.
         how = {"extraction_config": [latex], "extraction_mode": "first_match", "fallback_mode": "no_fallback"}
         self._parse = lambda text: _with_imaginary_unit(
-            parse(f"\\boxed{{{text}}}", parsing_timeout=None, **how)
+            parse(f"\\boxed{{{both_signs(text)}}}", parsing_timeout=None, **how)
         )
         self._verify = lambda right, given: verify(
             right, given, timeout_seconds=None, allow_set_relation_comp=True

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from megatron_rl_corr.data.math_lists import both_signs, elements
+from megatron_rl_corr.data.math_lists import elements
 from megatron_rl_corr.data.math_names import has_several_values
 from megatron_rl_corr.data.math_numbers import percentages, plain_numbers
 from megatron_rl_corr.data.math_signs import plain_signs
@@ -157,9 +157,7 @@ def readings(text: str) -> list[Reading]:
     found, problem = [], None
     for variant, loose in _variants(text):
         try:
-            for one in _read(variant):
-                latex = one.latex and both_signs(one.latex)
-                found.append(replace(one, latex=latex, loose=one.loose or loose))
+            found += [replace(one, loose=one.loose or loose) for one in _read(variant)]
         except Unreadable as error:
             problem = problem or error
     if not found:

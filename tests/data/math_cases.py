@@ -175,6 +175,7 @@ RIGHT = {
     ],
     r"\sqrt{2 \pm \sqrt{3}}": [r"\sqrt{2-\sqrt3}, \sqrt{2+\sqrt3}"],
     r"0, \frac{3 \pm 1}{2}": ["0, 1, 2", r"\{0, \frac{3 \pm 1}{2}\}"],
+    r"1, \frac{3 \pm 1}{2}": ["1, 2"],
     r"\log_2 8": ["3", r"\log_{2} 8"],
     "5!": ["120", "5!"],
     "3:2": ["3:2", "3/2"],
@@ -587,6 +588,15 @@ WRONG = {
 }
 
 UNREADABLE = [
+    r"x=\frac{1\pm 3}{2}, y=2",
+    r"x = \frac{1 \pm 3}{2} = 2, -1",
+    r"x=2, x=\frac{1\pm3}{2}",
+    r"x<\frac{1\pm3}{2}",
+    r"[\frac{1\pm3}{2},5)",
+    r"\lim_{x\to 0^{\pm}} x",
+    r"f(\frac{1\pm3}{2})=0",
+    r"\{1\} \cup \{\frac{1\pm 3}{2}\}",
+    r"x^{\pm}",
     r"\pm \frac{1 \pm \sqrt{5}}{2}",
     "",
     " ",

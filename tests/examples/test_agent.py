@@ -129,7 +129,14 @@ async def sampled(server, model, name, sums, samples):
     return found, counts, pairs
 
 
-@pytest.mark.parametrize("name", ["anthropic", "openai_agents", *in_matrix("langgraph", "pydantic_ai")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[long] * (name in ("langgraph", "pydantic_ai")))
+        for name in AGENTS
+        if name != "smolagents"
+    ],
+)
 def test_harness_when_a_real_server_answers_then_its_conversation_is_exact(server, model, name):
     found, counts, pairs = asyncio.run(sampled(server, model, name, SUMS, 4))
     tokenizer, called = Tokenizer.from_folder(model), 0

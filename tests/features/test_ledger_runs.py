@@ -40,10 +40,10 @@ RUNS = {
         {"OTHER_EXPERTS": "0.5"},
     ),
     "hot": (FAULTY, 1, ["decode"], {}),
+    "clean_replayed_pp2": (["--router-replay", "R3", *PP2], 2, [], {}),
 }
 IN_MATRIX = {
     "rounded_tp2_ep2": ([*INT4, *TP2_EP2], 2, ["rounding"], {}),
-    "clean_replayed_pp2": (["--router-replay", "R3", *PP2], 2, [], {}),
     "lag_tp2_ep2": (["--rollout-max-lag", 1, *TP2_EP2], 2, ["staleness"], {}),
     "lag_pp2": (["--rollout-max-lag", 2, *PP2], 2, ["staleness"], {}),
     "rounded_dp2": (INT4, 2, ["rounding"], {}),

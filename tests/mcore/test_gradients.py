@@ -116,11 +116,8 @@ TRUNCATED = {
     2: [{"cp": 2}, *in_matrix({"pp": 2}, {"tp": 2, "sp": True})],
     4: [
         {"pp": 2, "cp": 2, "recompute": True},
-        *in_matrix(
-            {"tp": 2, "cp": 2, "sp": True, "per_token": True},
-            {"tp": 2, "pp": 2, "vpp": 2, "sp": True},
-            {"cp": 2},
-        ),
+        {"tp": 2, "cp": 2, "sp": True, "per_token": True},
+        *in_matrix({"tp": 2, "pp": 2, "vpp": 2, "sp": True}, {"cp": 2}),
     ],
 }
 """Where samples were drawn from a few ids each: sampling masks go to the last stage, cut for

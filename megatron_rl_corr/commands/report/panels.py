@@ -465,7 +465,7 @@ PANELS = (
     Panel(
         "ledger_causes",
         "What the rest looks like, % of its square",
-        "what would be gone if servers computed so; near 100 the cause is found",
+        "with the routing; what would be gone if servers computed so; near 100 the cause is found",
         draw_causes,
         ("ledger/as_square",),
         CAUSES,

@@ -70,6 +70,11 @@ class TurnTree:
     ) -> AskedTurn:
         """The request of a conversation; its answers go to `add`.
 
+        Args:
+            given: messages, which nobody changes later: the same object is not read again.
+            tools: that the template shows; None: none.
+            variables: of the template.
+
         Raises:
             ValueError: the template can't render it.
         """
