@@ -48,6 +48,14 @@ class Mean(Metric):
         return values[0] / values[1] if values[1] else math.nan
 
 
+class Share(Metric):
+    """The part of what was counted that is of a kind, 0 where nothing was; values = [of the kind, count]."""
+
+    @staticmethod
+    def finish(values: Sequence[float]) -> float:
+        return values[0] / values[1] if values[1] else 0.0
+
+
 class Difference(Metric):
     """A count less another; values = [a, b]."""
 

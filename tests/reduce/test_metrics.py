@@ -25,6 +25,7 @@ from megatron_rl_corr.reduce.metrics import (
     NegativeMean,
     NegativeMin,
     Pearson,
+    Share,
     Std,
     Sum,
 )
@@ -35,6 +36,8 @@ from megatron_rl_corr.reduce.metrics import (
     [
         (Sum, [7.0], 7.0),
         (Mean, [6.0, 4.0], 1.5),
+        (Share, [1.0, 4.0], 0.25),
+        (Share, [0.0, 0.0], 0.0),
         # 1, 1, 4: mean 2, squares 18 / 3 - 4 = 2
         (Std, [6.0, 18.0, 3.0], math.sqrt(2)),
         # 0.1 three times: the difference of the squares is rounding and must not be a negative root

@@ -11,7 +11,7 @@ from megatron_rl_corr.core.metric_spec import MetricSpec, UsualRange, in_group
 from megatron_rl_corr.data.skipped import CAUSES as SKIP_CAUSES
 from megatron_rl_corr.engines.routes import has_routes
 from megatron_rl_corr.engines.trajectory import FinishReason, Trajectory
-from megatron_rl_corr.reduce.metrics import Mean, Metric, Sum
+from megatron_rl_corr.reduce.metrics import Mean, Metric, Share, Sum
 from megatron_rl_corr.rollout import versions
 from megatron_rl_corr.rollout.failures import CAUSES
 from megatron_rl_corr.rollout.queue import Group, Taken
@@ -234,7 +234,7 @@ def collection_metrics(
         "rollout/continuations": Sum(values["continuations"][None]),
         "rollout/missed_stops": Sum(values["missed_stops"][None]),
         "rollout/servers_left_out": Sum(values["left_out"][None]),
-        "rollout/failed_fraction": mean("failed", "ended"),
+        "rollout/failed_fraction": Share(torch.stack([values["failed"], values["ended"]])),
         **{f"rollout/failed/{cause}": Sum(values[f"failed_{cause}"][None]) for cause in CAUSES},
         "rollout/groups_replaced": Sum(values["replaced"][None]),
         **{
@@ -394,7 +394,7 @@ METRICS = (
         MetricSpec(
             "rollout/failed_fraction",
             "samples that failed for good since the batch before; --rollout-max-failed-fraction",
-            "failed samples / samples that ended",
+            "failed samples / samples that ended; 0 if none did",
         ),
         MetricSpec(
             "rollout/failed/",
