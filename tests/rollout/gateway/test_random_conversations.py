@@ -88,11 +88,13 @@ PROVEN = (
 PUBLISHED = [PREFIX + name for name in PROVEN]
 ALWAYS_ANEW = (f"{PREFIX}deepseekv3",)
 """Its prompts end with the beginning of thoughts that it shows in no history."""
+SELDOM = f"{PREFIX}nemotron_3_nano"
+"""Of its first 18 conversations the last one alone has turns that two branches share."""
 
 
 def seeds_of(template):
     """2,000 conversations over published templates in the matrix, and some 200 in all by make test."""
-    few, many = (6, 60) if template in NAMES else (8, 125)
+    few, many = (6, 60) if template in NAMES else (18 if template == SELDOM else 8, 125)
     return [*range(few), *in_matrix(*range(few, many))]
 
 
