@@ -20,7 +20,7 @@ _OF_TEXTS = frozenset(name for name in dir(str) if not name.startswith("_")) - {
 """The two can reach any attribute of what they format."""
 _OF_LOOPS = frozenset(("first", "last", "index", "index0", "revindex", "revindex0", "length"))
 _VALUES = frozenset((bool, int, str))
-"""Of a template's own variables, that nothing is reached from."""
+"""Types of a template's own variables from which nothing can be reached."""
 _FROM_LOOPS = ("_loop_vars", "_block_vars")
 """What compiled templates give to each call, for those that ask for the context."""
 
