@@ -15,11 +15,11 @@ BUDGETS = {
     "config": 2_750,
     "models": 1_870,
     "engines": 5_530,
-    "reduce": 655,
+    "reduce": 660,
     "core": 2_235,
     "logprobs": 1_035,
-    "data": 4_460,
-    "rollout": 7_592,
+    "data": 4_505,
+    "rollout": 7_620,
     "weight_sync": 2_190,
     "doctor": 725,
     "moe": 950,
@@ -27,7 +27,7 @@ BUDGETS = {
     "features": 3_165,
     "observability": 780,
     "integrations": 515,
-    "commands": 3_950,
+    "commands": 3_970,
     "modules": 875,
 }
 """Lines of code that each folder may have; modules: the files beside them.
