@@ -16,7 +16,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,30 +89,26 @@ class LocalServerError(RuntimeError):
     """The server did not start, or has ended."""
 
 
-@contextmanager
-def _in_use_passed_over():
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-
-
 def free_port(row: int = 1) -> int:
     """The first of so many TCP ports in a row of the loopback on which no process listens now, and that this
     function has lately given to no other process of the machine.
     """
     while True:
         first = random.SystemRandom().randrange(PORTS.start, PORTS.stop - row)
-        with ExitStack() as held, _in_use_passed_over():
-            for port in range(first, first + row):
-                held.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0megatron_rl_corr port {port}")
-                with socket.socket() as probe:
-                    probe.bind((HOST, port))
-            _held.append(held.pop_all())
-            if len(_held) > MOST_HELD:
-                _held.popleft().close()
-            return first
+        try:
+            with ExitStack() as held:
+                for port in range(first, first + row):
+                    held.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0megatron_rl_corr port {port}")
+                    with socket.socket() as probe:
+                        probe.bind((HOST, port))
+                _held.append(held.pop_all())
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            continue
+        if len(_held) > MOST_HELD:
+            _held.popleft().close()
+        return first
 
 
 class LocalServer:

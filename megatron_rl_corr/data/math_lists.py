@@ -8,7 +8,7 @@ import re
 
 _RELATION = re.compile(r"[<>]|\\(?:leq?|geq?|lt|gt)(?![A-Za-z])")
 _BOTH_SIGNS = re.compile(r"\\pm(?![A-Za-z])(?!\s*\})")
-_NO_VALUES = re.compile(r"[<>\[\]]|\\(?:to|lim|cup|cap|in|leq?|geq?|lt|gt|approx|text)(?![A-Za-z])")
+_NO_VALUES = re.compile(_RELATION.pattern + r"|[\[\]]|\\(?:to|lim|cup|cap|in|approx|text)(?![A-Za-z])")
 _SET = re.compile(r"\s*\\\{(.*)\\\}\s*", re.DOTALL)
 _NAME = re.compile(r"\s*[A-Za-z]\w*\s*(?:=|\\in(?![A-Za-z]))")
 
@@ -54,9 +54,11 @@ def both_signs(latex: str) -> str:
     Example: both_signs(r"\frac{1 \pm 2}{3}") == r"\frac{1 + 2}{3}, \frac{1 - 2}{3}". What stands outside
     braces, and in intervals, limits or several equations, stays.
     """
+    if not _BOTH_SIGNS.search(latex) or latex.count("=") > 1 or _NO_VALUES.search(latex):
+        return latex
     inner = _SET.fullmatch(latex)
     found = _split(inner[1] if inner else latex)
-    if found is None or latex.count("=") > 1 or _NO_VALUES.search(latex):
+    if found is None:
         return latex
     values = []
     for element in found:

@@ -325,8 +325,13 @@ LEDGER = "ledger/([a-z]+)/share"
 
 def draw_ledger(axes: Axes, series: Series) -> None:
     for name, term in series.matching(LEDGER).items():
-        known = np.isfinite(series[name])
-        axes.plot(series.steps[known], 100 * series[name][known], label=term, linewidth=1.4, marker="o")
+        _plot_share(axes, series.steps, series[name], term)
+
+
+def _plot_share(axes: Axes, steps: np.ndarray, shares: np.ndarray, label: str) -> None:
+    """In percent, at the steps that have one."""
+    known = np.isfinite(shares)
+    axes.plot(steps[known], 100 * shares[known], label=label, linewidth=1.4, marker="o")
 
 
 CAUSES = "ledger/as/(.+)/share"
@@ -335,15 +340,10 @@ MOST_CAUSES = 6
 
 def draw_causes(axes: Axes, series: Series) -> None:
     """The changes of the server that explain most at any step; one that explains nothing is at 0."""
-    found = {
-        change: (series[name], np.isfinite(series[name])) for name, change in series.matching(CAUSES).items()
-    }
-    largest = {change: shares[known].max(initial=0.0) for change, (shares, known) in found.items()}
+    found = {change: series[name].clip(min=0.0) for name, change in series.matching(CAUSES).items()}
+    largest = {change: np.nan_to_num(shares).max() for change, shares in found.items()}
     for change in sorted(largest, key=lambda one: -largest[one])[:MOST_CAUSES]:
-        shares, known = found[change]
-        axes.plot(
-            series.steps[known], 100 * shares[known].clip(min=0.0), label=change, linewidth=1.4, marker="o"
-        )
+        _plot_share(axes, series.steps, found[change], change)
     axes.set_ylim(-3, 103)
 
 

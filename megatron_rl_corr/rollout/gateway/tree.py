@@ -52,6 +52,7 @@ class TurnTree:
         self._messages: dict[bytes, Message] = {}
         """Each message once, though each request brings all of its conversation again."""
         self._again = Again(operator.is_)
+        """Those of the last request, which are known without a look into them."""
         self._tools: dict[str, list[dict[str, Any]]] = {}
         """The lists of tools that differ, likewise, by their JSON text: Python takes 1 and true for equal."""
         self.next_number = 0
