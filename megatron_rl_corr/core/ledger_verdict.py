@@ -6,7 +6,9 @@ features/ledger measures the terms; D = log pi_train - log pi_rollout of a token
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+
+from megatron_rl_corr.core.ledger_places import place_lines
 
 TERMS = ("staleness", "routing", "head", "rounding", "rest", "decode")
 """The steps from the trainer's policy to the sampler's, in their order."""
@@ -48,9 +50,10 @@ CAUSES = {
     "expert_scaling": "no scaling of the experts' sum",
     "expert_bias": "no bias in the choice of experts",
     "logit_scale": "logits times {}",
+    "weights": "the weights of the version before{}",
 }
 """What servers may compute otherwise, by the kind of the suspect that the rest looks like."""
-SIZED = ("norm_epsilon", "rotary_base", "rotary_stretch")
+SIZED = ("norm_epsilon", "rotary_base", "rotary_stretch", "weights")
 """Kinds of which there may be more or less than was tried."""
 SAME = (0.9, 1.1)
 """Factors between which a change is as large as the one that was tried."""
@@ -79,12 +82,13 @@ def blamed_terms(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(found, key=lambda pair: -pair[1])
 
 
-def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = ()) -> str:
+def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = (), urls: Sequence[str] = ()) -> str:
     """The verdict with its evidence.
 
     Args:
         numbers: of the ledger, by their logged names.
         absent: terms that no pass takes; their parts are in the rest.
+        urls: of the servers, in their order; () where they are not known.
     """
     noise, tokens, size = (numbers[f"ledger/{name}"] for name in ("noise", "tokens", "mean_abs"))
     known = [name for name in TERMS if f"ledger/{name}/share" in numbers]
@@ -110,7 +114,8 @@ def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = ()) -> st
             f"parts: {parts}"
         )
     if any(name in UNEXPLAINED for name, _ in blamed):
-        line += "".join(f"; {one}" for one in cause_lines(numbers))
+        told = place_lines(numbers, _name_of_rest(numbers), urls) + cause_lines(numbers)
+        line += "".join(f"; {one}" for one in told)
     if absent:
         line += "; in the rest, as no pass takes them: " + ", ".join(absent)
     return line
@@ -122,20 +127,33 @@ def cause_lines(numbers: Mapping[str, float]) -> list[str]:
     Args:
         numbers: of the ledger, by their logged names.
     """
-    of = "routing and rest" if "ledger/routing/share" in numbers else "the rest"
+    servers = numbers.get("ledger/as_servers", 0)
+    whose = "servers" if not servers else "that server" if servers == 1 else "those servers"
     shares = [name for name in numbers if name.startswith("ledger/as/") and name.endswith("/share")]
     names = [name.removeprefix("ledger/as/").removesuffix("/share") for name in shares]
     lines = []
     for name in sorted(names, key=lambda name: -numbers[f"ledger/as/{name}/share"]):
         share, times = (numbers[f"ledger/as/{name}/{part}"] for part in ("share", "times"))
         kind, _, value = name.partition("/")
-        words = CAUSES.get(kind, f"{kind} {{}}").format(value.replace("_", " ") or f"{times:.3g}")
+        sized = _parts_in_words(value) if kind == "weights" else value.replace("_", " ") or f"{times:.3g}"
+        words = CAUSES.get(kind, f"{kind} {{}}").format(sized)
         is_same = kind not in SIZED or SAME[0] <= times <= SAME[1]
         size = "" if is_same else f", {times:.2g} times as much"
-        lines.append(
-            f"{_percent(share) if share >= 0.005 else '<1 %'} of {of} is as if servers had {words}{size}"
-        )
+        told = _percent(share) if share >= 0.005 else "<1 %"
+        lines.append(f"{told} of {_name_of_rest(numbers)} is as if {whose} had {words}{size}")
     return lines
+
+
+def _name_of_rest(numbers: Mapping[str, float]) -> str:
+    return "routing and rest" if "ledger/routing/share" in numbers else "the rest"
+
+
+def _parts_in_words(parts: str) -> str:
+    """in the embedding and layers 3 to 7, of embedding+layers_3-7."""
+    if parts == "previous":
+        return ""
+    names = [one.replace("_", " ").replace("-", " to ") for one in parts.split("+")]
+    return " in " + " and ".join(name if name.startswith("layer") else f"the {name}" for name in names)
 
 
 def _percent(share: float) -> str:

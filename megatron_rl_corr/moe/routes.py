@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.routes import ExpertShape, has_routes
 from megatron_rl_corr.moe.agreement import RouteAgreement, RoutesRefused, agreement_metrics, judge
 from megatron_rl_corr.moe.scatter import scatter_routed_experts
 from megatron_rl_corr.moe.statistics import COLUMNS, ExpertLog, expert_table, means, summary
@@ -130,6 +130,19 @@ class Routes:
 
         Every rank calls it, where a rule needs it: one all-reduce over tensor ranks that see other tokens,
         and one over the pipeline, which holds other layers.
+        """
+        return None
+
+    @collective
+    def shares_of_ranks(self, places: Tensor, ranks: int) -> Tensor | None:
+        """[N, R] float32: which share of a token's experts, by the servers, each expert-parallel rank holds,
+        over all layers; 0 of a token without routes. None without experts of servers.
+
+        Every rank calls it: one all-reduce over the pipeline, which holds other layers.
+
+        Args:
+            places: [N] int64 among the T.
+            ranks: R.
         """
         return None
 
@@ -274,6 +287,17 @@ class ReplayedRoutes(Routes):
         if layout.pp_size > 1:
             dist.all_reduce(apart, group=layout.pp_group)
         return apart / (len(self.routers.shape.layers) * self.routers.shape.top_k)
+
+    @collective
+    def shares_of_ranks(self, places: Tensor, ranks: int) -> Tensor | None:
+        if self.given is None:
+            return None
+        given, experts = self.given[places], self.routers.shape.experts
+        rank_of = given.long().where(has_routes(given, experts)[..., None], experts) // (experts // ranks)
+        counts = (rank_of[..., None] == torch.arange(ranks, device=given.device)).sum(dim=(1, 2)).float()
+        if self._layout.pp_size > 1:
+            dist.all_reduce(counts, group=self._layout.pp_group)
+        return counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
 
     @collective
     def write_statistics(self, step: int, values: Tensor | None) -> dict[str, Metric]:

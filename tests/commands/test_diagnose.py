@@ -1,6 +1,7 @@
 """`megatron-rl-corr diagnose`: the ledgers of a run, pooled by tokens."""
 
 from megatron_rl_corr import cli
+from megatron_rl_corr.core.ledger_places import DISAGREEMENT
 from megatron_rl_corr.observability.metrics_file import MetricsFile
 
 
@@ -43,6 +44,42 @@ def test_diagnose_when_the_rest_has_causes_then_they_are_weighed_by_its_square(t
     assert "38 % of the rest is as if servers had logits times 0.9; 25 % of the rest" in whole
     assert "25 % of the rest is as if servers had a rotary base of 1e+06" in whole
     assert "50 % of the rest is as if servers had logits times 0.9" in step and "rotary" not in step
+
+
+def test_diagnose_when_a_server_is_named_then_its_share_is_weighed_by_the_square_of_the_rest(
+    tmp_path, capsys
+):
+    # Sums of e^2: 1 and 3. The server has 1 * 0.8 + 3 * 1 = 3.8 of 4.
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    at, as_ = "ledger/at/server", "ledger/as/weights/layer_3"
+    for step, (tokens, share, chance) in enumerate([(100, 0.8, 1e-6), (300, 1.0, 1e-5)], start=1):
+        place = {f"{at}/2/share": share, f"{at}/2/excess": 9.0, f"{at}/2/chance": chance}
+        place |= {f"{at}/1/share": 1 - share, f"{at}/1/excess": 0.1, f"{at}/1/chance": 1.0}
+        cause = {
+            f"{as_}/share": share,
+            f"{as_}/times": 1.0,
+            "ledger/as_servers": 1.0,
+            "ledger/as_square": 0.01,
+        }
+        file.write(ledger(step, tokens, 0.1, rest=1.0) | place | cause | {DISAGREEMENT + "003": 0.3})
+    assert cli.main(["diagnose", str(tmp_path)]) == 0
+    whole, step = capsys.readouterr().out.splitlines()[-2:]
+    assert "95 % of the rest is of samples of server 2 of 2;" in whole and "100 % of the rest" in step
+    old = "95 % of the rest is as if that server had the weights of the version before in layer 3"
+    assert (
+        old in whole and "servers choose other experts from layer 3 on (0 % of tokens before, 30 %" in whole
+    )
+
+
+def test_diagnose_when_a_server_was_named_in_one_ledger_alone_then_causes_are_of_servers(tmp_path, capsys):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    cause = {"ledger/as/weights/previous/share": 1.0, "ledger/as/weights/previous/times": 1.0}
+    cause["ledger/as_square"] = 0.01
+    file.write(ledger(1, 100, 0.1, rest=1.0) | cause | {"ledger/as_servers": 1.0})
+    file.write(ledger(2, 100, 0.1, rest=1.0) | cause)
+    assert cli.main(["diagnose", str(tmp_path)]) == 0
+    whole, _ = capsys.readouterr().out.splitlines()[-2:]
+    assert "100 % of the rest is as if servers had the weights of the version before" in whole
 
 
 def test_diagnose_when_no_step_has_a_ledger_then_the_flag_is_named(tmp_path, capsys):

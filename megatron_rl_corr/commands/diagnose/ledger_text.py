@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_rl_corr.core.ledger_places import DISAGREEMENT
 from megatron_rl_corr.core.ledger_verdict import TERMS, verdict_line
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
 from megatron_rl_corr.tables import readable, text_table
@@ -55,13 +56,14 @@ def _pooled(rows: Sequence[dict]) -> dict[str, float]:
     means by tokens.
     """
     tokens = sum(row["ledger/tokens"] for row in rows)
-    names = {name for row in rows for name in row if name.startswith("ledger/")} - {"ledger/tokens"}
+    kinds = ("ledger/", DISAGREEMENT)
+    names = {name for row in rows for name in row if name.startswith(kinds)} - {"ledger/tokens"}
     found = {"ledger/tokens": tokens, "ledger/noise": max(row["ledger/noise"] for row in rows)}
     squares = sum(row["ledger/tokens"] * row["ledger/mean_square"] for row in rows)
     for name in names - {"ledger/noise"}:
         of_square = name.endswith("/share")
-        if name.startswith("ledger/as/"):
-            found[name] = _pooled_cause(rows, name)
+        if name.startswith(("ledger/as/", "ledger/at/")) or name == "ledger/as_servers":
+            found[name] = _pooled_of_rest(rows, name)
             continue
         total = 0.0
         for row in rows:
@@ -74,15 +76,23 @@ def _pooled(rows: Sequence[dict]) -> dict[str, float]:
     return found
 
 
-def _pooled_cause(rows: Sequence[dict], name: str) -> float:
-    """A cause's share of the square of the rest of all batches, or its times over those that look so."""
+def _pooled_of_rest(rows: Sequence[dict], name: str) -> float:
+    """A share of the square of the rest of all batches; a cause's times over those that look so; a place's
+    excess over the square of the rest; the least chance, times the batches.
+    """
     squares = [row["ledger/tokens"] * row.get("ledger/as_square", 0.0) for row in rows]
-    share = name.removesuffix("/times") + "/share" if name.endswith("/times") else name
-    explained = [square * row.get(share, 0.0) for square, row in zip(squares, rows, strict=True)]
-    if name == share:
-        return sum(explained) / sum(squares) if sum(squares) else math.nan
-    sizes = [one * row.get(name, 0.0) for one, row in zip(explained, rows, strict=True)]
-    return sum(sizes) / sum(explained) if sum(explained) else math.nan
+    values = [row.get(name, math.nan) for row in rows]
+    if name.endswith("/chance"):
+        return min(1.0, len(rows) * min(value for value in values if not math.isnan(value)))
+    if name == "ledger/as_servers":  # absent where all servers were looked at
+        looked = [row.get(name, 0.0) for row in rows if any(one.startswith("ledger/as/") for one in row)]
+        return max(looked) if all(looked) else 0.0
+    if name.endswith("/times"):
+        share = name.removesuffix("/times") + "/share"
+        squares = [square * row.get(share, 0.0) for square, row in zip(squares, rows, strict=True)]
+    known = [(square, one) for square, one in zip(squares, values, strict=True) if math.isfinite(one)]
+    whole = sum(squares if name.endswith("/share") else [square for square, _ in known])
+    return sum(square * one for square, one in known) / whole if whole else math.nan
 
 
 def _percent(share: float) -> str:

@@ -347,6 +347,22 @@ def draw_causes(axes: Axes, series: Series) -> None:
     axes.set_ylim(-3, 103)
 
 
+PLACES = "ledger/at/(.+)/share"
+MOST_PLACES = 8
+
+
+def draw_places(axes: Axes, series: Series) -> None:
+    """The servers, engines and experts' ranks that have most of the rest at any step."""
+    found = {
+        place.replace("_", " ").replace("/", " "): series[name]
+        for name, place in series.matching(PLACES).items()
+    }
+    largest = {place: np.nan_to_num(shares).max() for place, shares in found.items()}
+    for place in sorted(largest, key=lambda one: -largest[one])[:MOST_PLACES]:
+        _plot_share(axes, series.steps, found[place], place)
+    axes.set_ylim(-3, 103)
+
+
 @dataclass(frozen=True)
 class Panel:
     """One plot: a short name for files, a title, how to read it, the metrics that it needs any of."""
@@ -470,6 +486,14 @@ PANELS = (
         ("ledger/as_square",),
         CAUSES,
     ),
+    Panel(
+        "ledger_places",
+        "Where the rest sits, % of its square",
+        "each kind's shares add up to 100; one far above its share of the tokens is where to look",
+        draw_places,
+        ("ledger/at/server/1/share",),
+        PLACES,
+    ),
     Panel("lag", "Weight lag, versions", "0 is on-policy", draw_lag, ("weight_lag",)),
     Panel(
         "queue",
@@ -490,6 +514,7 @@ _ON_THE_PAGE_ALONE = (
     "quadrants",
     "ledger",
     "ledger_causes",
+    "ledger_places",
     "queue",
     "eval_reward",
     "eval_pass",

@@ -4,23 +4,32 @@ e of a token is the part of its D that lies between two ways to compute the same
 --router-replay compare the routing, as another epsilon moves the choice of experts, too. A suspect's pass has
 log p_h, and d = log p - log p_h is what e would be if the suspect were all there is.
 
+Where the changes of the model leave something, old weights are tried: a server may have them in some layers.
+
 e and d must not share the rounding of one pass, or every suspect would look like a quarter of a healthy e in
 16 bits: log p of d is that of a pass of its own, whose norms round otherwise. T' tokens of this rank.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.core.ledger_verdict import LEAST_TOKENS, SAME
-from megatron_rl_corr.features.ledger.suspects import Suspect
+from megatron_rl_corr.features.ledger.old_weights import Node, NodeSums, find_old_parts, name_of
+from megatron_rl_corr.features.ledger.suspects import SIZED, SWITCHED, Suspect
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import communication_device
+
+if TYPE_CHECKING:  # metrics are described without Megatron
+    from megatron_rl_corr.features.ledger.weights import OldParts
 
 MOST = 3
 """Causes that are looked for at a time."""
@@ -59,6 +68,10 @@ class Rest:
     """[T'] bool."""
     slope: Tensor
     """[T'] log p + entropy of the trainer's policy: d log p / d log b of logits times b."""
+
+    def only(self, here: Tensor) -> Rest:
+        """The rest of these tokens, [T'] bool."""
+        return replace(self, e=torch.where(here, self.e, 0.0), valid=self.valid & here)
 
 
 @dataclass(frozen=True)
@@ -106,7 +119,9 @@ class _Tried:
         least, most = self.suspect.sizes
         if not self.products or not least <= self.times <= most:
             return 0.0
-        if not self.explains and self.both * self.both < LEAST_EVIDENCE * self.products:
+        # The best of n has evidence by chance: chi2 above x falls as exp(-x / 2).
+        evidence = LEAST_EVIDENCE + 2 * math.log(self.suspect.best_of)
+        if not self.explains and self.both * self.both < evidence * self.products:
             return 0.0
         return self.both * self.both / (self.own * square)
 
@@ -124,12 +139,20 @@ class CauseSearch:
     """mean |e| that needs no cause."""
     copies: int
     """Ranks that hold each token, which are the tensor-parallel ones."""
+    parts: Node = ()
+    """The model's, whose weights of the version before are tried; () where there are none."""
+    old: OldParts | None = None
     _passes: dict[tuple[frozenset[str], bool], Tensor | None] = field(default_factory=dict)
 
     @collective
     def needs_causes(self, rest: Rest | None) -> bool:
         """True if e is more than noise. rest: None on ranks of other stages."""
         return not self._found((), rest).is_noise
+
+    @collective
+    def square_of(self, rest: Rest | None) -> float:
+        """sum(e^2) over all tokens."""
+        return self._found((), rest).square
 
     @collective
     def causes(self, rest: Rest | None) -> tuple[Cause, ...]:
@@ -143,13 +166,50 @@ class CauseSearch:
         Args:
             rest: None on ranks of other stages.
         """
-        start = best = self._found((), rest)
+        start = self._found((), rest)
+        best = self._best(start)
+        # The whole rest before what is left of it: a wrong cause takes a part of old weights along.
+        for before in (start, best)[: 1 + bool(best.taken)] if self.parts else ():
+            if not best.is_noise:
+                tried = replace(self, suspects=(*self.suspects, self._old_weights(before)))
+                best = min(best, tried._best(start), key=lambda one: one.square)
+        return best.causes
+
+    @collective
+    def _best(self, start: _Found) -> _Found:
+        """The causes that leave least, of several beginnings."""
+        best, whole = start, start.square
         for first, by_pass in self._beginnings(start):
-            found = self._greedy(self._without(start, first, by_pass, start.square), start.square)
+            found = self._greedy(self._without(start, first, by_pass, whole), whole)
             best = min(best, found, key=lambda one: one.square)
             if best.is_noise or len(self._passes) >= MOST_PASSES:
                 break
-        return best.causes
+        return best
+
+    @collective
+    def _old_weights(self, found: _Found) -> Suspect:
+        """The parts of the model that what is left looks most as if they were of the version before."""
+        stale, tried = find_old_parts(self.parts, lambda nodes: self._node_sums(found, nodes))
+        return self._suspect_of(stale, tried)
+
+    def _suspect_of(self, node: Node, tried: int = 1) -> Suspect:
+        sizes = SIZED if node == self.parts else SWITCHED
+        changed = partial(self.old.changed, node)
+        return Suspect(f"weights/{name_of(node, self.parts)}", changed, sizes, tried)
+
+    @collective
+    def _node_sums(self, found: _Found, nodes: Sequence[Node]) -> NodeSums:
+        base = self._pass(found.taken, rounds_otherwise=True)
+        passes = [self._pass((*found.taken, self._suspect_of(node))) for node in nodes]
+        count, sums = len(nodes), []
+        if found.rest is not None:
+            e = found.rest.e
+            d = torch.stack([_line(found.rest, base, one) for one in passes])
+            sums = [*(d @ d.T).flatten(), *(d @ e), *(e - d).abs().sum(dim=1)]
+        values = torch.tensor(self._summed(sums, count * (count + 2)), dtype=torch.float64)
+        gram, both, behind = values.split([count * count, count, count])
+        explains = tuple((behind <= self.noise * found.tokens).tolist())
+        return NodeSums(gram.view(count, count), both, found.square, found.tokens, explains)
 
     @collective
     def _greedy(self, found: _Found, whole: float) -> _Found:
@@ -180,7 +240,7 @@ class CauseSearch:
         if found.rest is not None:
             lines = [_line(found.rest, base, one) for one in passes]
             sums = [one for d in lines for one in _sums(d, found.rest.e)]
-        totals, tried = _summed(sums, 4 * len(left)), []
+        totals, tried = self._summed(sums, 4 * len(left)), []
         for at, (one, d) in enumerate(zip(left, lines, strict=True)):
             both, own, products, behind = totals[4 * at : 4 * at + 4]
             tried.append(_Tried(one, d, both, own, products, behind <= self.noise * found.tokens))
@@ -210,9 +270,18 @@ class CauseSearch:
     def _found(self, taken: tuple[Suspect, ...], rest: Rest | None) -> _Found:
         """What is left, before it is said which causes were taken out."""
         sizes = [] if rest is None else [rest.valid.sum(), rest.e.abs().sum(), rest.e.square().sum()]
-        tokens, size, square = _summed(sizes, 3)
-        is_noise = tokens < LEAST_TOKENS * self.copies or size <= self.noise * tokens
+        tokens, size, square = self._summed(sizes, 3)
+        is_noise = tokens < LEAST_TOKENS or size <= self.noise * tokens
         return _Found((), taken, rest, tokens, square, is_noise)
+
+    @collective
+    def _summed(self, values: Sequence[Tensor], count: int) -> list[float]:
+        """Over all tokens, each counted once. values: [] on ranks that have none."""
+        total = torch.zeros(count, dtype=torch.float64, device=communication_device())
+        if len(values):
+            total.copy_(torch.stack([value.double() for value in values]))
+        dist.all_reduce(total)
+        return (total / self.copies).tolist()
 
 
 def _part(name: str) -> str:
@@ -230,13 +299,3 @@ def _line(rest: Rest, base: Tensor, changed: Tensor | None) -> Tensor:
 def _sums(d: Tensor, e: Tensor) -> list[Tensor]:
     both = d * e
     return [both.sum(), d.square().sum(), both.square().sum(), (e - d).abs().sum()]
-
-
-@collective
-def _summed(values: Sequence[Tensor], count: int) -> list[float]:
-    """Over all ranks; [] on those that have none."""
-    total = torch.zeros(count, dtype=torch.float64, device=communication_device())
-    if values:
-        total.copy_(torch.stack([value.double() for value in values]))
-    dist.all_reduce(total)
-    return total.tolist()

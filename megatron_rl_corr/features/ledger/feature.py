@@ -27,15 +27,32 @@ from megatron_rl_corr.features.ledger.metrics import (
     own_metrics,
     temperature_metrics,
 )
+from megatron_rl_corr.features.ledger.old_weights import parts_of_model
+from megatron_rl_corr.features.ledger.places import (
+    COLUMNS,
+    RestByPlace,
+    engine_table,
+    named_places,
+    routed_table,
+    server_places,
+    server_table,
+)
 from megatron_rl_corr.features.ledger.prefill import ServerPrefill
 from megatron_rl_corr.features.ledger.share import SharePacks, share_packs, third_of, unit_of
 from megatron_rl_corr.features.ledger.suspects import Suspect, rounding_otherwise, suspects_of
-from megatron_rl_corr.features.ledger.weights import KeptWeights, Round, rounded_in_place, rounding_of
+from megatron_rl_corr.features.ledger.weights import (
+    KeptWeights,
+    OldParts,
+    Round,
+    rounded_in_place,
+    rounding_of,
+)
 from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.feature import CorrectedBatch, EndedStep, Feature, RunParts
 from megatron_rl_corr.mcore.forward import LogprobSettings, compute_log_probs
 from megatron_rl_corr.mcore.number_types import trained_type
 from megatron_rl_corr.mcore.serving import WeightPush
+from megatron_rl_corr.models.hybrid import layers_per_block
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import broadcast_made, communication_device
@@ -54,6 +71,18 @@ class _Measured:
     @property
     def number(self) -> int:
         return self.scored.number
+
+
+@dataclass(frozen=True)
+class _Lags:
+    """Versions since each token was sampled."""
+
+    of_tokens: Tensor | None
+    """[T'] int64, on the last stage."""
+    kept: list[int]
+    """Lags of tokens whose weights are known, 0 first."""
+    most: int
+    """The one of these that most tokens have."""
 
 
 @dataclass(frozen=True)
@@ -100,11 +129,14 @@ class LedgerFeature(Feature):
     def open(self, run: RunParts) -> None:
         self._run, self._layout, options = run, run.settings.layout, self.options
         self._trained = trained_type(run.settings.args)
-        if options.max_lag > 0:
-            self._kept = KeptWeights(run.exporter.parameters, options.max_lag)
         self._head = self._float32_head()
-        config = compat.unwrapped(run.model)[0].config
+        chunks = compat.unwrapped(run.model)
+        config = chunks[0].config
         self._suspects = suspects_of(run.settings.args, config, HALF.get(self._trained, torch.float32))
+        self._parts = parts_of_model(config.num_layers // max(map(layers_per_block, chunks)))
+        versions = options.max_lag + bool(self._suspects)  # and the one before the oldest, as a suspect
+        if versions:
+            self._kept = KeptWeights(run.exporter.parameters, versions)
         self._prefill = None
         plain = options.temperature == 1 and not run.collector.sampling.truncated
         if not plain:
@@ -200,7 +232,7 @@ class LedgerFeature(Feature):
     def _needs(self, number: int) -> bool:
         """True if a batch that is measured may have samples of this version when it is an earlier one."""
         interval = self.options.ledger_interval
-        return interval - number % interval <= self.options.max_lag
+        return interval - number % interval <= self._kept.most
 
     @collective
     def _measure(self, scored: CorrectedBatch) -> dict[str, Metric]:
@@ -212,8 +244,11 @@ class LedgerFeature(Feature):
             asked = self._prefill.begin(trajectories, scored.number)  # servers compute meanwhile
         measured = _Measured(scored, share_packs(batch, samples, shape, layout))
         part = measured.packs.batch
+        servers = server_places(trajectories, len(samples), self.options.urls, layout)
+        held = scored.routes.shares_of_ranks(measured.packs.places[:-1], layout.expert_groups.size)
         with forward.gathered(), compat.attention_logits_kept(forward.model):
-            passes = self._run_passes(measured)
+            lags = self._lags(measured)
+            passes = self._run_passes(measured, lags)
             prefill = None if self._prefill is None else self._prefill.finish(asked, trajectories, part)
             terms, valid, rest = {}, None, None
             if passes is not None:
@@ -221,11 +256,16 @@ class LedgerFeature(Feature):
                 valid = part.loss_mask & part.rollout_logprobs.isfinite() & passes.trained.isfinite()
                 e = sum(terms[name] for name in UNEXPLAINED if name in terms)
                 rest = Rest(torch.where(valid, e, 0.0), valid, passes.trained + passes.entropy)
-            causes = self._causes(measured, rest)
+            by_place = None
+            if rest is not None:
+                by_place = RestByPlace(rest, part, servers, self._noise, layout.groups)
+            by_server, blamed = self._by_server(by_place)
+            causes = self._causes(measured, rest, lags, servers, blamed)
         if passes is None:
             return {}
         trained, known = passes.trained, passes.known
-        found = own_metrics(time.perf_counter() - began, self._noise, trained) | cause_metrics(causes, rest)
+        found = own_metrics(time.perf_counter() - began, self._noise, trained)
+        found |= cause_metrics(causes, len(blamed), rest) | by_server | self._by_others(by_place, held)
         if prefill is not None:
             known = known | {"decode": prefill.isfinite()}
             found |= temperature_metrics(
@@ -246,28 +286,58 @@ class LedgerFeature(Feature):
         return sorted(order[: int(most)].tolist())
 
     @collective
-    def _run_passes(self, measured: _Measured) -> _Passes | None:
+    def _by_server(self, by_place: RestByPlace | None) -> tuple[dict[str, Metric], list[int]]:
+        """(sums of the rest by server; those that are named, alike on all ranks): one all-reduce.
+
+        by_place: None on ranks of other stages.
+        """
+        count = len(self.options.urls)
+        if count < 2:
+            return {}, []
+        rows = torch.zeros(count, COLUMNS, dtype=torch.float64, device=communication_device())
+        if by_place is not None:
+            rows = by_place.of_samples(by_place.servers, count)
+        whole = rows.clone()
+        dist.all_reduce(whole)
+        return server_table(rows), named_places((whole / self._layout.shard.tp_size).tolist())
+
+    @collective
+    def _by_others(self, by_place: RestByPlace, held: Tensor | None) -> dict[str, Metric]:
+        """Sums of the rest by engine and by expert-parallel rank, where there are several."""
+        found, part = {}, by_place.part
+        if part.engine_ids is not None:
+            found = engine_table(by_place.of_samples(part.engine_ids, len(part.engines)), part.engines)
+        if held is not None and held.shape[1] > 1:
+            found |= routed_table(by_place.of_experts(held))
+        return found
+
+    @collective
+    def _run_passes(self, measured: _Measured, lags: _Lags) -> _Passes | None:
         """The passes of a measured batch, on the last stage; None on others."""
         trained, entropy = self._policy(measured) or (None, None)
-        lags, versions = self._lags(measured)
+        of_tokens, versions = lags.of_tokens, lags.kept
         passes: dict[str, Tensor] = {}
         for lag in versions:
-            weights = self._kept.in_place(measured.number - lag) if lag else nullcontext()
-            with weights:
+            with self._weights_of(measured.number, lag):
                 found = self._passes_of_weights(measured, is_now=lag == 0)
             if trained is None:
                 continue
             found.setdefault("staleness", trained)
             # With the weights of now also what is of others that are not known any more.
-            here = lags == lag if lag else ~torch.isin(lags, lags.new_tensor(versions[1:]))
+            here = of_tokens == lag if lag else ~torch.isin(of_tokens, of_tokens.new_tensor(versions[1:]))
             for name, value in found.items():
                 passes[name] = torch.where(here, value, passes.get(name, value))
         if trained is None:
             return None
-        if self._kept is None:
+        if not self.options.max_lag:
             passes.pop("staleness")
             return _Passes(trained, entropy, passes, {})
-        return _Passes(trained, entropy, passes, {"staleness": torch.isin(lags, lags.new_tensor(versions))})
+        known = torch.isin(of_tokens, of_tokens.new_tensor(versions))
+        return _Passes(trained, entropy, passes, {"staleness": known})
+
+    def _weights_of(self, number: int, lag: int) -> AbstractContextManager:
+        """Context in which the model has the weights of so many versions before a batch."""
+        return self._kept.in_place(number - lag) if lag else nullcontext()
 
     @collective
     def _passes_of_weights(self, measured: _Measured, *, is_now: bool) -> dict[str, Tensor]:
@@ -288,8 +358,21 @@ class LedgerFeature(Feature):
         return found
 
     @collective
-    def _causes(self, measured: _Measured, rest: Rest | None) -> tuple[Cause, ...]:
-        """What the rest looks like, alike on all ranks. rest: None on ranks of other stages."""
+    def _causes(
+        self,
+        measured: _Measured,
+        rest: Rest | None,
+        lags: _Lags,
+        servers: Tensor,
+        blamed: Sequence[int],
+    ) -> tuple[Cause, ...]:
+        """What the rest looks like, alike on all ranks, of the tokens of the version that most have.
+
+        Args:
+            rest: None on ranks of other stages.
+            servers: [S'] of each sample.
+            blamed: the servers that are named, whose samples alone are looked at then.
+        """
 
         def log_probs(suspects: Sequence[Suspect], rounds_otherwise: bool) -> Tensor | None:
             with ExitStack() as changes:
@@ -297,11 +380,22 @@ class LedgerFeature(Feature):
                     changes.enter_context(changed(measured.scored.forward.model))
                 return self._log_probs(measured, self._head)
 
-        search = CauseSearch(self._suspects, log_probs, self._noise, self._layout.shard.tp_size)
-        if not self._suspects or not search.needs_causes(rest):
+        parts, old = (), None
+        before = measured.number - lags.most - 1
+        if self._kept is not None and before in self._kept:
+            parts, old = self._parts, OldParts(self._kept, before, self._layout, self._round)
+        search = CauseSearch(self._suspects, log_probs, self._noise, self._layout.shard.tp_size, parts, old)
+        whole = here = rest
+        if rest is not None:
+            whole = here = rest.only(lags.of_tokens == lags.most)
+            if blamed:
+                of_samples = torch.isin(servers, servers.new_tensor(blamed))
+                here = whole.only(of_samples[measured.packs.batch.seq_ids])
+        if not self._suspects or not search.needs_causes(here):
             return ()
-        with self._rounded():
-            return search.causes(rest)
+        share = search.square_of(here) / search.square_of(whole)
+        with self._weights_of(measured.number, lags.most), self._rounded():
+            return tuple(replace(one, share=share * one.share) for one in search.causes(here))
 
     @collective
     def _rounded(self) -> AbstractContextManager:
@@ -311,23 +405,20 @@ class LedgerFeature(Feature):
         return rounded_in_place(self._run.exporter.parameters, self._layout, self._round)
 
     @collective
-    def _lags(self, measured: _Measured) -> tuple[Tensor | None, list[int]]:
-        """([T'] versions since each token was sampled, on the last stage; the lags with a pass, 0 first).
-
-        Ranks agree on the passes: one all-reduce, with a lag.
-        """
-        if self._kept is None:
-            zeros = torch.zeros_like(measured.packs.batch.seq_ids)
-            return zeros, [0]
-        part, most = measured.packs.batch, self._kept.most
+    def _lags(self, measured: _Measured) -> _Lags:
+        """Versions since each token was sampled. Ranks agree on them: one all-reduce, with a lag."""
+        part, most = measured.packs.batch, self.options.max_lag
+        if not most:
+            return _Lags(torch.zeros_like(part.seq_ids), [0], 0)
         lags = part.token_lags
         seen = torch.zeros(most + 1, dtype=torch.int64, device=part.seq_ids.device)
         if lags is not None:
-            for lag in range(1, most + 1):
-                seen[lag] = ((lags == lag) & part.loss_mask).any()
-        dist.all_reduce(seen, op=dist.ReduceOp.MAX)
-        kept = [lag for lag in range(1, most + 1) if measured.number - lag in self._kept]
-        return lags, [0, *(lag for lag in kept if seen[lag])]
+            for lag in range(most + 1):
+                seen[lag] = ((lags == lag) & part.loss_mask).sum()
+        dist.all_reduce(seen)
+        tokens = seen.tolist()
+        kept = [lag for lag in range(1, most + 1) if tokens[lag] and measured.number - lag in self._kept]
+        return _Lags(lags, [0, *kept], max([0, *kept], key=tokens.__getitem__))
 
     @collective
     def _log_probs(
@@ -363,7 +454,7 @@ class LedgerFeature(Feature):
         """Print the verdict of a batch that was measured, on the job's last rank."""
         numbers = self._run.reports.numbers
         if self._layout.is_job_reporter and "ledger/tokens" in numbers:
-            line = verdict_line(numbers, self.absent)
+            line = verdict_line(numbers, self.absent, self.options.urls)
             print(f"[rollout] ledger of step {ended.number}: {line}", flush=True)
 
 

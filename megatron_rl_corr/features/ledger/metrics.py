@@ -106,14 +106,16 @@ def own_metrics(seconds: float, noise: float, like: Tensor) -> dict[str, Metric]
     }
 
 
-def cause_metrics(causes: Sequence[Cause], rest: Rest) -> dict[str, Metric]:
-    """What the rest looks like, alike on all ranks."""
+def cause_metrics(causes: Sequence[Cause], servers: int, rest: Rest) -> dict[str, Metric]:
+    """What the rest looks like, alike on all ranks. servers: named ones, whose samples alone were tried."""
     count = rest.valid.sum(dtype=torch.float64)
     numbers = {
         f"ledger/as/{cause.name}/{name}": value
         for cause in causes
         for name, value in (("share", cause.share), ("times", cause.times))
     }
+    if causes and servers:
+        numbers["ledger/as_servers"] = servers
     return {"ledger/as_square": Mean(torch.stack([rest.e.square().sum(), count]))} | {
         name: Max(rest.e.new_full((1,), value)) for name, value in numbers.items()
     }
@@ -192,6 +194,18 @@ METRICS = in_group(
     ),
     MetricSpec(
         "ledger/as_square", "what these shares are of", "mean(e^2), e = routing + rest", only_with=_WITH
+    ),
+    MetricSpec(
+        "ledger/as_servers",
+        "servers that alone compute so; absent where all do",
+        "count",
+        only_with=_WITH,
+    ),
+    MetricSpec(
+        "ledger/at/",
+        "part of the rest's square at a server, an engine or a rank's experts, and chance of it",
+        "share: sum(e^2) here / sum(e^2); excess: mean(e^2) here / elsewhere; chance: Student's t",
+        only_with=_WITH,
     ),
     MetricSpec(
         "ledger/noise",

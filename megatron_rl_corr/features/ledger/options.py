@@ -17,8 +17,8 @@ class LedgerConfig(Options):
     ledger_interval: Annotated[int | None, Positive()] = option(None, metavar="N")
     """In the first batch and every N-th after it, split the log-ratio of a few samples' tokens into parts
     that add up to it: staleness, routing, the output layer's number type, rounding of pushed weights, the
-    server's decoding, the rest. Each part takes a forward pass of these samples. With `max_lag` K each rank
-    keeps its weights of up to K earlier versions in the host's memory.
+    server's decoding, the rest. Each part takes a forward pass of these samples. Each rank keeps its weights
+    of the version before in the host's memory, with `max_lag` K those of up to K + 1.
     """
 
     ledger_share: Annotated[float, Between(0, 1)] = option(1 / 64, metavar="X", needs="ledger_interval")

@@ -46,6 +46,8 @@ class Suspect:
     """changed(model chunks): within, they compute so. None: logits times a factor, which needs no pass."""
     sizes: tuple[float, float] = SWITCHED
     """Least and most of sum(de) / sum(d^2)."""
+    best_of: int = 1
+    """So many were tried to find this one, which then needs more evidence."""
 
 
 LOGIT_SCALE = Suspect("logit_scale", None, (-0.3, 0.3))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megatron_rl_corr.features.ledger.old_weights import EMBEDDING, OUTPUT
 from megatron_rl_corr.mcore.reference.policy import ReferenceWeights
+from megatron_rl_corr.models.hybrid import gpt_name
+from megatron_rl_corr.models.mtp import PREFIX as MTP
+from megatron_rl_corr.models.names import global_name
 from megatron_rl_corr.models.shards import EXPERT_BIAS, LocalParameter
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.layout import Layout
@@ -17,6 +22,22 @@ from megatron_rl_corr.weight_sync.rounding import ROUNDINGS, is_rounded
 
 Round = Callable[[str, Tensor], Tensor]
 """round(Hugging Face name, whole tensor): the tensor as a server has it, in its own number type."""
+
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+
+
+def part_of(parameter: LocalParameter) -> str | None:
+    """The part that a parameter belongs to; None: to layers that predict further tokens."""
+    name = global_name(parameter.local_name, layer_offset=parameter.layer_offset, expert_offset=0)
+    name = gpt_name(name) if parameter.is_hybrid else name
+    if name.startswith(MTP):
+        return None
+    layer = _LAYER.match(name)
+    if layer is not None:
+        return layer[1]
+    # The output layer of tied embeddings is their copy on the last stage.
+    is_embedding = name.startswith("embedding.") or parameter.rule(0).is_copy
+    return EMBEDDING if is_embedding else OUTPUT
 
 
 @dataclass
@@ -46,9 +67,39 @@ class KeptWeights:
         self._kept[version] = oldest
 
     @contextmanager
-    def in_place(self, version: int) -> Iterator[None]:
-        """Within, the model has the weights of this version."""
-        with self._kept[version].in_place():
+    def in_place(self, version: int, only: Sequence[int] | None = None) -> Iterator[None]:
+        """Within, the model has the weights of this version. only: those of these parameters, by number."""
+        with self._kept[version].in_place(only):
+            yield
+
+
+@dataclass(frozen=True)
+class OldParts:
+    """Parts of the model as they were a version before, rounded as a push rounds them.
+
+    Every rank has the same names of parts; one whose stage has no such part changes nothing there.
+    """
+
+    kept: KeptWeights
+    version: int
+    """The one before."""
+    layout: Layout
+    round_weight: Round | None
+
+    @contextmanager
+    @collective
+    def changed(self, parts: Collection[str], chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Within, the model has these parts of that version. Every rank of a tensor-parallel group calls it.
+
+        chunks: not read, as parameters are known: a change of the model is called with them.
+        """
+        parameters = self.kept.parameters
+        only = [at for at, one in enumerate(parameters) if part_of(one) in parts]
+        with ExitStack() as changes:
+            changes.enter_context(self.kept.in_place(self.version, only))
+            if self.round_weight is not None:
+                chosen = [parameters[at] for at in only]
+                changes.enter_context(rounded_in_place(chosen, self.layout, self.round_weight))
             yield
 
 

@@ -87,19 +87,22 @@ class ReferenceWeights:
                 self._kept[i] = _on_host(parameter.tensor)
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def in_place(self, only: Sequence[int] | None = None) -> Iterator[None]:
         """Within, the model has the reference's weights; after, byte for byte its own again,
         whatever was raised.
+
+        Args:
+            only: of these parameters alone, by their numbers.
         """
         assert not self.are_in_place
-        self.are_in_place, exchanged = True, 0
+        self.are_in_place, exchanged = True, []
         try:
-            for i in range(len(self._live)):
+            for i in range(len(self._live)) if only is None else only:
                 self._exchange(i)
-                exchanged += 1
+                exchanged.append(i)
             yield
         finally:
-            for i in reversed(range(exchanged)):
+            for i in reversed(exchanged):
                 self._exchange(i)
             self.are_in_place = False
 

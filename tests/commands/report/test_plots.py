@@ -87,6 +87,20 @@ def test_causes_when_drawn_then_those_that_explain_most_and_0_for_what_explains_
     ] == [0, 0]
 
 
+PLACES = {"ledger/at/server/1/share": 0.2, "ledger/at/server/2/share": 0.8}
+
+
+def test_places_when_drawn_then_those_with_most_of_the_rest_at_the_steps_that_have_one(make_steps):
+    shares = {"server/1": 0.2, "server/2": 0.8, "expert_rank/0": 0.5}
+    places = {f"ledger/at/{name}/share": share for name, share in shares.items()}
+    axes = drawn("ledger_places", [row | (places if row["step"] % 2 else {}) for row in make_steps(3)])
+    lines = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert lines == {"server 2": [80, 80], "expert rank 0": [50, 50], "server 1": [20, 20]}
+    many = {f"ledger/at/server/{at}/share": at / 100 for at in range(1, 21)}
+    axes = drawn("ledger_places", [row | many for row in make_steps(2)])
+    assert [line.get_label() for line in axes.lines] == [f"server {at}" for at in range(20, 12, -1)]
+
+
 def test_quadrants_when_drawn_then_a_line_for_each_share_of_the_gradient(make_steps):
     axes = drawn("quadrants", [row | MASSES for row in make_steps(3)])
     assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
@@ -137,7 +151,7 @@ def test_panels_when_several_sets_are_evaluated_at_some_steps_then_a_line_for_ea
 
 def test_panels_when_rendered_as_svg_then_valid_local_and_the_same_every_time(make_steps):
     rows = [
-        row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN | MASSES | LEDGER | CAUSES
+        row | ({} if row["step"] % 2 else EVALUATED) | BY_TURN | MASSES | LEDGER | CAUSES | PLACES
         for row in make_steps(5)
     ]
     images = render_panels(rows)
