@@ -29,6 +29,8 @@ BLAMED = 0.1
 """A term is named from this share of the mean square on."""
 AS_TEMPERATURE = 0.8
 """Share of the decode term from which on it is said to look like another temperature."""
+SURPLUS_ERRORS = 5.0
+"""Standard errors from which on a surplus of log p + entropy is no chance: 3e-7 of the time."""
 LEAST_TOKENS = 64
 """Fewer tokens blame nothing."""
 WORDS = {
@@ -82,6 +84,35 @@ def blamed_terms(numbers: Mapping[str, float]) -> list[tuple[str, float]]:
     return sorted(found, key=lambda pair: -pair[1])
 
 
+def explained_tv(noise: float) -> float:
+    """The total variation that rounding explains: as sum q |e^D - 1| / 2, half of mean |D|."""
+    return noise / 2
+
+
+def distance_line(numbers: Mapping[str, float]) -> str:
+    """What whole distributions show and sampled tokens do not; "" where that is nothing.
+
+    Args:
+        numbers: of the ledger, by their logged names.
+    """
+    least, noise = numbers.get("ledger/dist/tv_least", 0.0), numbers["ledger/noise"]
+    if not least > explained_tv(noise) or numbers["ledger/dist/label_mean_abs"] > noise:
+        return ""
+    prefix = "ledger/dist/by_id/"
+    parts = {
+        name.removeprefix(prefix): value / least
+        for name, value in numbers.items()
+        if name.startswith(prefix) and value > 0
+    }
+    told = ", ".join(
+        f"{_percent(share)} {'at ids outside of the vocabulary' if one == 'outside' else f'at id {one}'}"
+        for one, share in sorted(parts.items(), key=lambda pair: -pair[1])
+    )
+    return f"the distributions differ by at least TV {least:.2g}, although sampled tokens agree" + (
+        f": {told}" if told else ""
+    )
+
+
 def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = (), urls: Sequence[str] = ()) -> str:
     """The verdict with its evidence.
 
@@ -116,9 +147,40 @@ def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = (), urls:
     if any(name in UNEXPLAINED for name, _ in blamed):
         told = place_lines(numbers, _name_of_rest(numbers), urls) + cause_lines(numbers)
         line += "".join(f"; {one}" for one in told)
+    line += sampling_words(numbers)
+    if distance := distance_line(numbers):
+        line += f"; {distance}"
     if absent:
         line += "; in the rest, as no pass takes them: " + ", ".join(absent)
     return line
+
+
+def sampling_words(numbers: Mapping[str, float]) -> str:
+    """What is said of a sampler that draws otherwise than its log-probs have it; "" of one that does not.
+
+    With g = log p + H(p) of the trainer's policy p and D = log p - log mu of the sampler's,
+    |E_mu[g]| <= sqrt(E[D^2] E[g^2]) at first order in D (Cauchy and Schwarz): what D may explain is not told.
+
+    Args:
+        numbers: of the ledger, by their logged names.
+    """
+    tokens, surplus = numbers["ledger/tokens"], numbers.get("ledger/sampling/surplus", math.nan)
+    if tokens < LEAST_TOKENS or not math.isfinite(surplus):
+        return ""
+    spread = math.sqrt(numbers["ledger/sampling/surplus_square"])
+    error, explained = spread / math.sqrt(tokens), spread * math.sqrt(numbers["ledger/mean_square"])
+    if not abs(surplus) > explained + SURPLUS_ERRORS * error:
+        return ""
+    more, what = (
+        ("more", "top-p, top-k, min-p or a lower temperature")
+        if surplus > 0
+        else ("less", "a higher temperature")
+    )
+    return (
+        f"; sampled tokens are {more} probable than their log-probs have it, by {abs(surplus):.2g} nats each "
+        f"({abs(surplus) / error:.0f} standard errors), as with {what} that the run does not know of: "
+        "megatron-rl-corr doctor"
+    )
 
 
 def cause_lines(numbers: Mapping[str, float]) -> list[str]:

@@ -7,10 +7,16 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.flags import parse
-from megatron_rl_corr.core.ledger_verdict import LEAST_TOKENS, NOISE, blamed_terms, verdict_line
+from megatron_rl_corr.core.ledger_verdict import (
+    LEAST_TOKENS,
+    NOISE,
+    blamed_terms,
+    sampling_words,
+    verdict_line,
+)
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
 from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
-from megatron_rl_corr.features.ledger.metrics import ledger_metrics, temperature_metrics
+from megatron_rl_corr.features.ledger.metrics import ledger_metrics, surplus_metrics, temperature_metrics
 
 REQUIRED = ["--rollout-url", "http://a:1", "--rollout-prompts", "p", "--rollout-hf-checkpoint", "m"]
 REQUIRED += ["--rollout-reward-function", "math"]
@@ -186,3 +192,61 @@ def test_draw_then_each_seed_batch_and_replica_has_its_own():
     draws = [draw_order(100, **one).tolist() for one in which]
     assert len(set(map(tuple, draws))) == 4 and all(sorted(one) == list(range(100)) for one in draws)
     assert draw_order(100, **which[0]).tolist() == draws[0]
+
+
+def drawn(seed, *, tokens=4000, top_p=1.0, heat=1.0, noise=0.0):
+    """(log p + entropy, D) of tokens that a sampler with top-p draws, and gives untruncated log-probs of."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 2 * torch.randn(tokens, 50, generator=generator, dtype=torch.float64)
+    policy = logits.log_softmax(1)
+    server = (logits + noise * torch.randn(tokens, 50, generator=generator, dtype=torch.float64)).log_softmax(
+        1
+    )
+    chances = (server / heat).softmax(1)
+    likeliest, order = chances.sort(dim=1, descending=True)
+    kept = torch.zeros_like(chances).scatter(1, order, (likeliest.cumsum(1) - likeliest < top_p) * likeliest)
+    labels = kept.multinomial(1, generator=generator)
+    slope = policy.gather(1, labels)[:, 0] - (policy.exp() * policy).sum(1)
+    return slope, (policy - server).gather(1, labels)[:, 0]
+
+
+def surplus_of(slope, difference):
+    found = {name: metric.value() for name, metric in surplus_metrics(slope, slope.isfinite()).items()}
+    sizes = {"ledger/tokens": len(slope), "ledger/mean_square": difference.square().mean().item()}
+    return sampling_words(found | sizes)
+
+
+def test_surplus_of_two_tokens_then_the_numbers_by_hand():
+    found = surplus_metrics(torch.tensor([0.5, 7.0, -0.25]), torch.tensor([True, False, True]))
+    assert {name: metric.value() for name, metric in found.items()} == {
+        "ledger/sampling/surplus": 0.125,
+        "ledger/sampling/surplus_square": 0.15625,
+    }
+    numbers = {"ledger/tokens": 100, "ledger/mean_square": 0.01, "ledger/sampling/surplus_square": 4.0}
+    # 0.1 * 2 may be of D, and 5 * 2 / 10 of chance.
+    assert sampling_words(numbers | {"ledger/sampling/surplus": 1.19}) == ""
+    assert "by 1.2 nats each (6 standard errors)" in sampling_words(
+        numbers | {"ledger/sampling/surplus": 1.21}
+    )
+    assert (
+        sampling_words(numbers | {"ledger/sampling/surplus": 1.21, "ledger/tokens": LEAST_TOKENS - 1}) == ""
+    )
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.01, 0.1, 1.0])
+def test_surplus_when_tokens_are_of_their_policy_then_nothing_is_said_with_any_mismatch(noise):
+    assert [seed for seed in range(40) if surplus_of(*drawn(seed, tokens=1000, noise=noise))] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"top_p": 0.9}, "more probable"),
+        ({"heat": 0.8}, "more probable"),
+        ({"heat": 1.25}, "less probable"),
+    ],
+)
+def test_surplus_when_the_sampler_draws_otherwise_then_told_though_log_probs_agree(change, words):
+    for seed in range(20):
+        slope, difference = drawn(seed, **change)
+        assert difference.abs().max() == 0 and words in surplus_of(slope, difference)

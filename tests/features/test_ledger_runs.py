@@ -40,6 +40,7 @@ RUNS = {
         {"OTHER_EXPERTS": "0.5"},
     ),
     "hot": (FAULTY, 1, ["decode"], {}),
+    "narrow": ([], 1, [], {}),
     "clean_replayed_pp2": (["--router-replay", "R3", *PP2], 2, [], {}),
 }
 IN_MATRIX = {
@@ -68,6 +69,15 @@ def heated(path, body):
     return json.dumps(asked).encode()
 
 
+def narrowed(path, body):
+    """Requests for samples with a top-p of which the run does not know."""
+    if path != "/generate":
+        return body
+    asked = json.loads(body)
+    asked["sampling_params"]["top_p"] = 0.5
+    return json.dumps(asked).encode()
+
+
 def half_server(model, folder):
     arguments = [*sglang_arguments(), "--random-seed", "0"]
     return PreloadedServer(
@@ -86,6 +96,7 @@ def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
     with (
         replayed(keeping_server, tiny_moe_dir, folder),
         closing(Door(keeping_server.url, heated)) as hot,
+        closing(Door(keeping_server.url, narrowed)) as narrow,
         ExitStack() as opened,
         ReplayingServer(keeping_server.url) as door,  # of runs with rounded weights alone
     ):
@@ -97,7 +108,8 @@ def runs(keeping_server, tiny_moe_dir, tmp_path_factory):
             door.replay()
             out = folder / name
             out.mkdir()
-            url = {"hot": hot.url, "rounded": door.url}.get(name.split("_")[0], keeping_server.url)
+            urls = {"hot": hot.url, "narrow": narrow.url, "rounded": door.url}
+            url = urls.get(name.split("_")[0], keeping_server.url)
             if name == "half_served":
                 url = opened.enter_context(half_server(tiny_moe_dir, folder)).url
             given = {"processes": processes, "LEDGER": str(out), **variables}
@@ -167,6 +179,14 @@ def test_server_at_another_temperature_then_it_is_said(runs):
     assert steps[-1]["ledger/decode/as_temperature"] == pytest.approx(0.8, abs=0.03)
     assert steps[-1]["ledger/decode/as_temperature_share"] > 0.9
     assert "looks like a sampling temperature of about 0.8, not 1" in out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_server_with_an_unknown_top_p_then_it_is_said_and_of_no_other_run(runs, name):
+    out, _, _ = runs(name)
+    said = [line for line in out.splitlines() if "sampled tokens are" in line]
+    assert len(said) == (2 if name == "narrow" else 0), said
+    assert all("sampled tokens are more probable than their log-probs have it" in line for line in said)
 
 
 @long

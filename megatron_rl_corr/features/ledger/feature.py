@@ -20,11 +20,13 @@ from megatron_rl_corr.core.ledger_verdict import NOISE, UNEXPLAINED, verdict_lin
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Rest
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
+from megatron_rl_corr.features.ledger.distances import ListedTokens, distance_metrics
 from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
 from megatron_rl_corr.features.ledger.metrics import (
     cause_metrics,
     ledger_metrics,
     own_metrics,
+    surplus_metrics,
     temperature_metrics,
 )
 from megatron_rl_corr.features.ledger.old_weights import parts_of_model
@@ -37,7 +39,7 @@ from megatron_rl_corr.features.ledger.places import (
     server_places,
     server_table,
 )
-from megatron_rl_corr.features.ledger.prefill import ServerPrefill
+from megatron_rl_corr.features.ledger.prefill import PrefillScores, ServerPrefill
 from megatron_rl_corr.features.ledger.share import SharePacks, share_packs, third_of, unit_of
 from megatron_rl_corr.features.ledger.suspects import Suspect, rounding_otherwise, suspects_of
 from megatron_rl_corr.features.ledger.weights import (
@@ -55,7 +57,7 @@ from megatron_rl_corr.mcore.serving import WeightPush
 from megatron_rl_corr.models.hybrid import layers_per_block
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
-from megatron_rl_corr.reduce.failure import broadcast_made, communication_device
+from megatron_rl_corr.reduce.failure import StartupError, broadcast_made, communication_device
 from megatron_rl_corr.reduce.metrics import Metric
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -93,6 +95,8 @@ class _Passes:
     """[T'] log-probs of the policy that trains."""
     entropy: Tensor
     """[T'] of its distributions."""
+    listed: Tensor | None
+    """[T', K] log-probs of the ids that the servers list; None: they are not asked to."""
     behind: dict[str, Tensor]
     """Step of the chain -> [T'] log-probs behind it."""
     known: dict[str, Tensor]
@@ -144,9 +148,18 @@ class LedgerFeature(Feature):
         elif options.colocate:
             self.absent["decode"] = "--rollout-colocate: servers have no memory while the trainer computes"
         else:
-            self._prefill = ServerPrefill(run.source, self._layout, run.settings.vocab_size)
+            self._prefill = self._server_prefill()
         if run.settings.args.num_experts and options.router_replay in ("off", "R2"):
             self.absent["routing"] = "servers are asked for their experts with --router-replay compare"
+
+    def _server_prefill(self) -> ServerPrefill:
+        top, vocab_size = self.options.ledger_top or 0, self._run.settings.vocab_size
+        if top > vocab_size:
+            raise ValueError(
+                f"--rollout-ledger-top {top} asks for more ids than the vocabulary has; use at most "
+                f"{vocab_size}"
+            )
+        return ServerPrefill(self._run.source, self._layout, vocab_size, top)
 
     def _float32_head(self) -> LogprobSettings | None:
         """Settings of a pass with a float32 output layer; None where it is so, or can't be."""
@@ -194,15 +207,32 @@ class LedgerFeature(Feature):
         return {}
 
     def _ask_types(self) -> tuple[str, ...]:
-        """The number types of all servers that tell; on rank 0."""
+        """The number types of all servers that tell; on rank 0.
+
+        Raises:
+            StartupError: one lists fewer ids than are asked for.
+        """
         client, loop = self._run.source.client, self._run.source.loop
         try:
             infos = loop.call(client.server_info())
         except RolloutError:
             return ()
         engines = [client.engine_of(url) for url in client.base_urls]
-        pairs = zip(engines, infos, strict=True)
+        pairs = list(zip(engines, infos, strict=True))
+        for url, (engine, info) in zip(client.base_urls, pairs, strict=True):
+            if (self.options.ledger_top or 0) > (most := engine.most_likeliest(info)):
+                raise StartupError(
+                    f"--rollout-ledger-top {self.options.ledger_top}: {url} was started to list at most "
+                    f"{most} ids; ask for fewer, or start it with a larger bound"
+                )
         return tuple(sorted({"fp8" if one.is_quantized(info) else one.dtype(info) for one, info in pairs}))
+
+    @property
+    def _chosen_by_outcome(self) -> bool:
+        """Tokens of the batch are not what a policy draws: truncated, or left out by what came of them."""
+        options = self.options
+        chosen = options.group_filter is not None or options.oversampling > 1
+        return chosen or options.truncated_samples != "train" or self._run.collector.sampling.truncated
 
     @property
     def _noise(self) -> float:
@@ -248,11 +278,15 @@ class LedgerFeature(Feature):
         held = scored.routes.shares_of_ranks(measured.packs.places[:-1], layout.expert_groups.size)
         with forward.gathered(), compat.attention_logits_kept(forward.model):
             lags = self._lags(measured)
-            passes = self._run_passes(measured, lags)
+            behind = self._passes_behind(measured, lags)
             prefill = None if self._prefill is None else self._prefill.finish(asked, trajectories, part)
+            passes = self._with_trained(measured, lags, behind, prefill)
+            scored_by_server = None if prefill is None else prefill.logprobs
             terms, valid, rest = {}, None, None
             if passes is not None:
-                terms = split_log_ratio(passes.trained, passes.behind, prefill, part.rollout_logprobs)
+                terms = split_log_ratio(
+                    passes.trained, passes.behind, scored_by_server, part.rollout_logprobs
+                )
                 valid = part.loss_mask & part.rollout_logprobs.isfinite() & passes.trained.isfinite()
                 e = sum(terms[name] for name in UNEXPLAINED if name in terms)
                 rest = Rest(torch.where(valid, e, 0.0), valid, passes.trained + passes.entropy)
@@ -261,17 +295,19 @@ class LedgerFeature(Feature):
                 by_place = RestByPlace(rest, part, servers, self._noise, layout.groups)
             by_server, blamed = self._by_server(by_place)
             causes = self._causes(measured, rest, lags, servers, blamed)
+        listed = self._listed(passes, prefill, valid)
         if passes is None:
             return {}
         trained, known = passes.trained, passes.known
         found = own_metrics(time.perf_counter() - began, self._noise, trained)
         found |= cause_metrics(causes, len(blamed), rest) | by_server | self._by_others(by_place, held)
+        if not self._chosen_by_outcome:
+            found |= surplus_metrics(trained + passes.entropy, valid)
         if prefill is not None:
-            known = known | {"decode": prefill.isfinite()}
-            found |= temperature_metrics(
-                terms["decode"], trained + passes.entropy, valid & prefill.isfinite()
-            )
-        return ledger_metrics(terms, valid, third_of(part), known) | found
+            is_scored = prefill.logprobs.isfinite()
+            known = known | {"decode": is_scored}
+            found |= temperature_metrics(terms["decode"], trained + passes.entropy, valid & is_scored)
+        return ledger_metrics(terms, valid, third_of(part), known) | found | listed
 
     @collective
     def _drawn(self, scored: CorrectedBatch) -> list[int]:
@@ -312,32 +348,63 @@ class LedgerFeature(Feature):
         return found
 
     @collective
-    def _run_passes(self, measured: _Measured, lags: _Lags) -> _Passes | None:
-        """The passes of a measured batch, on the last stage; None on others."""
-        trained, entropy = self._policy(measured) or (None, None)
-        of_tokens, versions = lags.of_tokens, lags.kept
-        passes: dict[str, Tensor] = {}
-        for lag in versions:
+    def _passes_behind(self, measured: _Measured, lags: _Lags) -> list[dict[str, Tensor | None]]:
+        """The passes behind the policy that trains, which need no answer of the servers.
+
+        Returns:
+            For each lag that is kept: step of the chain -> [T'] log-probs, on the last stage.
+        """
+        found = []
+        for lag in lags.kept:
             with self._weights_of(measured.number, lag):
-                found = self._passes_of_weights(measured, is_now=lag == 0)
-            if trained is None:
-                continue
+                found.append(self._passes_of_weights(measured, is_now=lag == 0))
+        return found
+
+    @collective
+    def _with_trained(
+        self,
+        measured: _Measured,
+        lags: _Lags,
+        behind: Sequence[dict[str, Tensor | None]],
+        prefill: PrefillScores | None,
+    ) -> _Passes | None:
+        """The passes with that of the policy that trains, on the last stage; None on others."""
+        ids = prefill.top_ids if self.options.ledger_top else None
+        policy = self._policy(measured, ids=ids)
+        if policy is None:
+            return None
+        (trained, entropy, *listed), passes = policy, {}
+        of_tokens, versions = lags.of_tokens, lags.kept
+        for lag, found in zip(versions, behind, strict=True):
             found.setdefault("staleness", trained)
             # With the weights of now also what is of others that are not known any more.
             here = of_tokens == lag if lag else ~torch.isin(of_tokens, of_tokens.new_tensor(versions[1:]))
             for name, value in found.items():
                 passes[name] = torch.where(here, value, passes.get(name, value))
-        if trained is None:
-            return None
+        of_ids = listed[0] if listed else None
         if not self.options.max_lag:
             passes.pop("staleness")
-            return _Passes(trained, entropy, passes, {})
-        known = torch.isin(of_tokens, of_tokens.new_tensor(versions))
-        return _Passes(trained, entropy, passes, {"staleness": known})
+            return _Passes(trained, entropy, of_ids, passes, {})
+        known = {"staleness": torch.isin(of_tokens, of_tokens.new_tensor(versions))}
+        return _Passes(trained, entropy, of_ids, passes, known)
 
     def _weights_of(self, number: int, lag: int) -> AbstractContextManager:
         """Context in which the model has the weights of so many versions before a batch."""
         return self._kept.in_place(number - lag) if lag else nullcontext()
+
+    @collective
+    def _listed(
+        self, passes: _Passes | None, prefill: PrefillScores | None, valid: Tensor | None
+    ) -> dict[str, Metric]:
+        """How far the distributions are apart by the servers' lists; {} where none are asked for."""
+        if not self.options.ledger_top:
+            return {}
+        tokens = None
+        if passes is not None:
+            tokens = ListedTokens(
+                prefill.top_ids, prefill.top, passes.listed, passes.trained - prefill.logprobs, valid
+            )
+        return distance_metrics(tokens, self._run.settings.vocab_size, self._noise)
 
     @collective
     def _passes_of_weights(self, measured: _Measured, *, is_now: bool) -> dict[str, Tensor]:
@@ -430,15 +497,21 @@ class LedgerFeature(Feature):
 
     @collective
     def _policy(
-        self, measured: _Measured, settings: LogprobSettings | None = None, *, routed: bool | None = None
-    ) -> tuple[Tensor, Tensor] | None:
-        """Log-probs and entropies, [T'] float32 each, under the weights that the model has; None on stages
-        but the last.
+        self,
+        measured: _Measured,
+        settings: LogprobSettings | None = None,
+        *,
+        routed: bool | None = None,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, ...] | None:
+        """Log-probs and entropies, [T'] float32 each, under the weights that the model has, and with ids
+        their log-probs [T', K]; None on stages but the last.
 
         Args:
             measured: the samples.
             settings: of the log-probs; None: as training has them.
             routed: with the servers' experts; None: as training is.
+            ids: [T', K] int32, distinct for a token.
         """
         scored = measured.scored
         steering: AbstractContextManager = nullcontext()
@@ -446,8 +519,9 @@ class LedgerFeature(Feature):
         if self.options.router_replay == "R3" if routed is None else routed:
             routes, steering = scored.routes, scored.routes.replaying()
         with steering:
+            packs = measured.packs if ids is None else replace(measured.packs, further_ids=ids)
             return compute_log_probs(
-                scored.forward.model, measured.packs, settings or scored.forward.settings, routes=routes
+                scored.forward.model, packs, settings or scored.forward.settings, routes=routes
             )
 
     def end_step(self, ended: EndedStep) -> None:

@@ -97,6 +97,24 @@ def temperature_metrics(decode: Tensor, slope: Tensor, known: Tensor) -> dict[st
     }
 
 
+def surplus_metrics(slope: Tensor, valid: Tensor) -> dict[str, Metric]:
+    """Whether tokens were drawn from the policy that their log-probs are of.
+
+    E_p[log p + H(p)] = 0 at every token, whatever came before. A sampler that leaves out improbable tokens
+    draws more probable ones, though each has the log-prob that it should: top-p shows here, and not in D.
+
+    Args:
+        slope: [N] log p + H, of the policy that trains.
+        valid: [N] bool.
+    """
+    slope = torch.where(valid, slope.double(), 0.0)
+    count = valid.sum(dtype=torch.float64)
+    return {
+        "ledger/sampling/surplus": Mean(torch.stack([slope.sum(), count])),
+        "ledger/sampling/surplus_square": Mean(torch.stack([slope.square().sum(), count])),
+    }
+
+
 def own_metrics(seconds: float, noise: float, like: Tensor) -> dict[str, Metric]:
     """The ledger's own time, and the noise that its verdict is made with. like: a tensor on the device."""
     values = {"seconds": seconds, "noise": noise}
@@ -180,6 +198,13 @@ METRICS = in_group(
         "sum(d g)^2 / (sum(d^2) sum(g^2))",
         only_with=_WITH,
     ),
+    MetricSpec(
+        "ledger/sampling/surplus",
+        "how much more probable sampled tokens are than the policy has them on average; about 0",
+        "mean(g), g = log p + entropy",
+        only_with=_WITH,
+    ),
+    MetricSpec("ledger/sampling/surplus_square", "its spread over tokens", "mean(g^2)", only_with=_WITH),
     MetricSpec(
         "ledger/rest/by_position/",
         "size of the rest in the first, middle and last third of a sequence",
