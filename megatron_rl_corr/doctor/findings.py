@@ -49,6 +49,11 @@ DEFECTS: dict[str, Defect] = {
         "log-probs differ from the model's by far more than the server's precision explains: its weights "
         "differ",
     ),
+    "ids_differ": Defect(
+        "semantic",
+        "single ids have other log-probs than the model's, or ids that it lacks have mass, which sampled "
+        "tokens need not show",
+    ),
     "servers_differ": Defect("semantic", "two servers score the same tokens differently"),
     "vocabulary_differs": Defect("semantic", "the server's vocabulary or tokenizer is not the model's"),
     "dtype_differs": Defect("inference-path", "the server computes in another precision than the trainer"),

@@ -7,9 +7,11 @@ import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import numpy as np
+
 from megatron_rl_corr.doctor.findings import Row
 from megatron_rl_corr.engines.control import ServerControl
-from megatron_rl_corr.engines.errors import RolloutServerError
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample, ServedModel, TokenScores
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -106,20 +108,29 @@ class Probe(ServerControl):
         options = {"likeliest": LIKELIEST, "cache_key": self.client.cache_key} | options
         options["likeliest"] = self._likeliest(options["likeliest"])
         answer = await self.control(self.engine.detailed_sample(ids, sampling, **options))
-        return self.engine.parse_detailed_sample(
+        sample = self.engine.parse_detailed_sample(
             answer, server=self.url, prompt_ids=ids, tokens=tokens, experts=experts
         )
+        if (most := max(sample.output, default=0)) >= self.client.vocab_size:
+            raise RolloutProtocolError(
+                self.url,
+                self.engine.generate_endpoint,
+                f"it sampled id {most}, and the model has {self.client.vocab_size} ids: serve it without "
+                "padding of its vocabulary, or give the --vocab-size that it has",
+            )
+        return sample
 
     def _likeliest(self, count: int) -> int:
         """`count`, or what the vocabulary has beside a sampled id: asked for more, a server may end."""
         return max(1, min(count, self.client.vocab_size - 1))
 
-    async def score(self, prompt: list[int], output: list[int]) -> TokenScores:
+    async def score(self, prompt: list[int], output: list[int], *, likeliest: int = LIKELIEST) -> TokenScores:
         """Log-probs of `output` after `prompt` from one prefill, without any cached key or value.
 
         Args:
             prompt: P ids.
             output: R ids.
+            likeliest: ids that come with each token; fewer where the vocabulary has fewer.
 
         Raises:
             ValueError, RolloutError, UnsupportedByEngine: as for `generate`.
@@ -127,10 +138,24 @@ class Probe(ServerControl):
         vocab_size = self.client.vocab_size
         checked_prompt_ids([*prompt, *output], vocab_size=vocab_size, prompt_index=0)
         request = self.engine.score(
-            prompt, output, likeliest=self._likeliest(LIKELIEST), cache_key=self.client.cache_key
+            prompt, output, likeliest=min(likeliest, vocab_size), cache_key=self.client.cache_key
         )
         answer = await self.control(request)
         return self.engine.parse_scores(answer, server=self.url, output_ids=output, vocab_size=vocab_size)
+
+    async def score_ids(self, prompt: list[int], ids: list[int]) -> np.ndarray:
+        """[I] log-probs of chosen ids as the token after `prompt`.
+
+        Args:
+            prompt: P ids.
+            ids: at most the engine's `most_scored_ids`.
+
+        Raises:
+            ValueError, RolloutError, UnsupportedByEngine: as for `generate`.
+        """
+        checked_prompt_ids([*prompt, *ids], vocab_size=self.client.vocab_size, prompt_index=0)
+        answer = await self.control(self.engine.score_ids(prompt, ids, cache_key=self.client.cache_key))
+        return self.engine.parse_id_scores(answer, server=self.url, ids=ids)
 
 
 # Questions that an engine may not support

@@ -180,6 +180,14 @@ def finite_logprobs(values: list, what: str) -> np.ndarray:
     return logprobs
 
 
+def logprobs_of_ids(values: list, what: str) -> np.ndarray:
+    """[N] float64, -inf for null, as JSON writes it. Raises ValueError for what is no number, or above 0."""
+    logprobs = float64(values, what)
+    if (logprobs > MOST_LOGPROB).any():
+        raise ValueError(f"{what}: {np.nanmax(logprobs):g} is above 0")
+    return np.where(np.isnan(logprobs), -np.inf, logprobs)
+
+
 def float64(values: object, what: str) -> np.ndarray:
     """[N] float64 from a list of numbers or null, which is NaN. what: is said of anything else."""
     try:

@@ -65,6 +65,8 @@ class TokenScores:
     """[R] log-probs of the ids after the prompt, finite."""
     top: np.ndarray
     """[R, K] log-probs of the likeliest ids at their positions, in falling order."""
+    top_ids: np.ndarray
+    """[R, K] the likeliest ids."""
     version: str | None = None
     """The name of the weights that answered; None: the server does not tell."""
 
@@ -125,6 +127,9 @@ class Inspection(Protocol):
 
     renormalises: bool = False
     """Log-probs of a sample under top_p are renormalised on what it kept; False: of the whole vocabulary."""
+
+    most_scored_ids: int = 0
+    """Ids that one `score_ids` may have; 0: there is no such request."""
 
     # Samples and scores
 
@@ -203,6 +208,26 @@ class Inspection(Protocol):
             vocab_size: of the model.
         """
         raise self._unsupported("scores of given tokens")
+
+    def most_likeliest(self, server_info: Mapping[str, Any]) -> int:
+        """The largest K that `score` may ask the server for, beside the vocabulary's size."""
+        return 20
+
+    def score_ids(self, prompt_ids: list[int], ids: list[int], *, cache_key: str | None = None) -> Request:
+        """Ask for log-probs of chosen ids as the next token, at temperature 1, however unlikely they are.
+
+        Args:
+            prompt_ids: P ids, each in the vocabulary.
+            ids: distinct ones, each in the vocabulary, at most `most_scored_ids`.
+            cache_key: as in `detailed_sample`.
+        """
+        raise self._unsupported("log-probs of chosen ids")
+
+    def parse_id_scores(self, answer: Mapping[str, Any], *, server: str, ids: list[int]) -> np.ndarray:
+        """[I] the log-probs in the answer to `score_ids`, in the order of its ids; -inf of one that has no
+        mass. Raises as `parse_detailed_sample`.
+        """
+        raise self._unsupported("log-probs of chosen ids")
 
     def abort_request(self, request_id: str) -> Request:
         """End a running request, which then returns its tokens so far."""

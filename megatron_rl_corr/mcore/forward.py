@@ -99,8 +99,8 @@ def compute_log_probs(
         with_collision: whether to compute the collision probabilities too.
 
     Returns:
-        (log-probs, entropies) and with_collision the collisions, [T] float32 each, on the last pipeline
-        stage; None on the others.
+        (log-probs, entropies) and with_collision the collisions, [T] float32 each, and where microbatches
+        have further ids their log-probs [T, K], on the last pipeline stage; None on the others.
     """
     columns = {"with_entropy": True, "with_collision": with_collision}
     forward_step = make_forward_step(

@@ -149,6 +149,7 @@ DEFAULTS = CLIENT | {
     "group_filter_measured": None,
     "ledger_interval": None,
     "ledger_share": 1 / 64,
+    "ledger_top": None,
     "oversampling": 1.0,
     "events": None,
     "metrics_port": None,

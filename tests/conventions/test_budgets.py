@@ -12,23 +12,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_750,
+    "config": 2_755,
     "models": 1_870,
-    "engines": 5_530,
+    "engines": 5_635,
     "reduce": 660,
-    "core": 2_370,
+    "core": 2_440,
     "logprobs": 1_035,
     "data": 4_505,
-    "rollout": 7_620,
+    "rollout": 7_630,
     "weight_sync": 2_190,
-    "doctor": 725,
+    "doctor": 900,
     "moe": 965,
-    "mcore": 7_625,
-    "features": 3_505,
-    "observability": 780,
+    "mcore": 7_640,
+    "features": 3_760,
+    "observability": 875,
     "integrations": 515,
-    "commands": 3_995,
-    "modules": 875,
+    "commands": 5_100,
+    "modules": 910,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -9,7 +9,7 @@ import runpy
 import time
 from pathlib import Path
 
-from sglang.srt.layers import sampler
+from sglang.srt.layers import logits_processor, sampler
 from sglang.srt.managers import scheduler
 
 
@@ -51,8 +51,23 @@ def plant_in_scheduler(module):
     module.Scheduler.process_batch_result = planted_process_batch_result
 
 
+def plant_in_logits(module):
+    """exchange: logits of the two ids that the file names are exchanged, whatever weights are pushed."""
+    get_logits = module.LogitsProcessor._get_logits
+
+    def planted_get_logits(self, *args, **kwargs):
+        logits = get_logits(self, *args, **kwargs)
+        if planted("exchange"):
+            one, other = map(int, Path(os.environ["PLANTED_DEFECTS"], "exchange").read_text().split())
+            logits[:, [one, other]] = logits[:, [other, one]]
+        return logits
+
+    module.LogitsProcessor._get_logits = planted_get_logits
+
+
 sampler.SGLANG_RETURN_ORIGINAL_LOGPROB = sampler.get_bool_env_var("SGLANG_RETURN_ORIGINAL_LOGPROB")
 if "PLANTED_DEFECTS" in os.environ:
     plant_in_sampler(sampler)
     plant_in_scheduler(scheduler)
+    plant_in_logits(logits_processor)
 runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -30,6 +30,7 @@ RIGHT = [
     "precision",
     "decode and prefill",
     "model difference",
+    "whole vocabulary",
     "tokenizer",
     "pause abort",
     "pause in_place",

@@ -62,7 +62,8 @@ def answer(logprobs, top=None, output=None, top_ids=None, **more):
 
 def scores(logprobs, top=None):
     logprobs = np.array(logprobs, dtype=np.float64)
-    return TokenScores(logprobs, logprobs[:, None] if top is None else np.array(top, dtype=np.float64))
+    top = logprobs[:, None] if top is None else np.array(top, dtype=np.float64)
+    return TokenScores(logprobs, top, np.zeros(top.shape, dtype=np.int64))
 
 
 # Distances

@@ -148,6 +148,7 @@ def test_doctor_when_the_server_is_right_then_every_check_passes_and_nothing_is_
         "decode and prefill",
         "routed experts",
         "model difference",
+        "whole vocabulary",
         "tokenizer",
         "pause abort",
         "pause in_place",

@@ -166,3 +166,49 @@ def test_all_checksums_when_a_rank_has_none_then_protocol_error():
 def test_version_key_when_sorted_then_posts_follow_their_release():
     assert version_key("0.5.6") < version_key("0.5.6.post2") < version_key("0.5.19") < version_key("0.5.23")
     assert version_key("0.5.3rc0") == version_key("0.5.3") and version_key("main") == ()
+
+
+def test_score_ids_then_one_token_at_temperature_1_without_truncation():
+    request = SGLANG.score_ids([1, 2], [7, 3], cache_key="v3")
+    assert (request.method, request.endpoint) == ("POST", "/generate")
+    assert request.json["token_ids_logprob"] == [7, 3] and request.json["extra_key"] == "v3"
+    assert request.json["input_ids"] == [1, 2] and request.json["return_logprob"] is True
+    expected = {"max_new_tokens": 1, "temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    assert expected.items() <= request.json["sampling_params"].items()
+    assert request.max_bytes > SGLANG.score_ids([1, 2], [7]).max_bytes
+
+
+def id_scores(rows):
+    meta = {"finish_reason": {"type": "length"}, "output_token_ids_logprobs": rows}
+    return SGLANG.parse_id_scores({"meta_info": meta}, server="u", ids=[7, 3])
+
+
+def test_parse_id_scores_then_in_the_order_of_the_ids_and_null_has_no_mass():
+    assert id_scores([[[-1.5, 7, None], [None, 3, None]]]).tolist() == [-1.5, -np.inf]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        None,
+        [],
+        [[[-1.5, 3, None], [-2.0, 7, None]]],
+        [[[-1.5, 7, None]]],
+        [[[-1.5, 7, None], [0.5, 3, None]]],
+        [[["-1.5", 7, None], [-1.0, 3, None]]],
+    ],
+)
+def test_parse_id_scores_when_malformed_then_protocol_error(rows):
+    with pytest.raises(RolloutProtocolError, match="log-probs of 2 chosen ids are missing or malformed"):
+        id_scores(rows)
+
+
+def test_parse_scores_then_the_likeliest_ids_beside_their_log_probs():
+    meta = {
+        "finish_reason": {"type": "length"},
+        "input_token_logprobs": [[None, 1, None], [-1.0, 5, None]],
+        "input_top_logprobs": [None, [[-0.5, 4, None], [-1.0, 5, None]]],
+    }
+    scores = SGLANG.parse_scores({"meta_info": meta}, server="u", output_ids=[5], vocab_size=10)
+    assert scores.top.tolist() == [[-0.5, -1.0]] and scores.top_ids.tolist() == [[4, 5]]
+    assert SGLANG.most_likeliest({}) > 10**6

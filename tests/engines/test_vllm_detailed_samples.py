@@ -288,3 +288,11 @@ def test_requests_when_named_then_vllms_endpoints():
     assert VLLM.context_length("u", {"data": [{"max_model_len": 512}]}) == 512
     with pytest.raises(RolloutProtocolError, match="max_model_len"):
         VLLM.context_length("u", {"data": []})
+
+
+def test_most_likeliest_then_what_the_server_was_started_with_and_it_scores_no_chosen_ids():
+    def most(**model):
+        return VLLM.most_likeliest({"vllm_config": {"model_config": model}})
+
+    assert [most(max_logprobs=64), most(), most(max_logprobs=-1) > 10**6] == [64, 20, True]
+    assert VLLM.most_scored_ids == 0

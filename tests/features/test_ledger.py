@@ -15,6 +15,7 @@ from megatron_rl_corr.core.ledger_verdict import (
     verdict_line,
 )
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
+from megatron_rl_corr.features.ledger.distances import ListedTokens, distance_metrics
 from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
 from megatron_rl_corr.features.ledger.metrics import ledger_metrics, surplus_metrics, temperature_metrics
 
@@ -250,3 +251,101 @@ def test_surplus_when_the_sampler_draws_otherwise_then_told_though_log_probs_agr
     for seed in range(20):
         slope, difference = drawn(seed, **change)
         assert difference.abs().max() == 0 and words in surplus_of(slope, difference)
+
+
+def listed(q, p, ids, label, valid):
+    rollout, train = (torch.tensor(one).log() for one in (q, p))
+    return ListedTokens(torch.tensor(ids), rollout, train, values(*label), torch.tensor(valid))
+
+
+def test_distances_of_three_tokens_then_means_over_those_that_count_and_ids_by_name(one_rank):
+    # The first has TV 0.2: 0.05 of either id, 0.1 of what is outside, 0.3 against 0.5; the second none. The
+    # third is not known, as no server scored it. Means are over two.
+    tokens = listed(
+        [[0.5, 0.2], [0.5, 0.2], [0.9, 0.1]],
+        [[0.4, 0.1], [0.5, 0.2], [0.1, 0.9]],
+        [[4, 7], [4, 7], [4, 7]],
+        [0.0, 1e-6, NAN],
+        [True, True, True],
+    )
+    found = {name: metric.value() for name, metric in distance_metrics(tokens, 83, 1e-5).items()}
+    kl = 0.5 * math.log(5 / 4) + 0.2 * math.log(2) + 0.3 * math.log(3 / 5)
+    assert found == pytest.approx(
+        {
+            "ledger/dist/kl": kl / 2,
+            "ledger/dist/kl_max": kl,
+            "ledger/dist/reverse_kl": (0.4 * math.log(4 / 5) + 0.1 * math.log(1 / 2) + 0.5 * math.log(5 / 3))
+            / 2,
+            "ledger/dist/tv_least": (0.1 + 0.1) / 2,
+            "ledger/dist/tv_least_max": 0.2,
+            "ledger/dist/tv_most": (0.1 + 0.4 + 0.3) / 2,
+            "ledger/dist/mass": 0.7,
+            "ledger/dist/label_mean_abs": 5e-7,
+            "ledger/dist/by_id/4": 0.025,
+            "ledger/dist/by_id/7": 0.025,
+        },
+        abs=1e-6,
+    )
+
+
+def test_distances_when_rounding_explains_them_then_no_id_is_named(one_rank):
+    tokens = listed([[0.5, 0.5]], [[0.5 + 1e-6, 0.5 - 1e-6]], [[4, 7]], [1e-6], [True])
+    assert not [name for name in distance_metrics(tokens, 83, 1e-5) if "by_id" in name]
+    assert [name for name in distance_metrics(tokens, 83, 1e-7) if "by_id" in name]
+
+
+def test_distances_when_a_server_lists_ids_that_the_model_lacks_then_they_are_one(one_rank):
+    tokens = listed([[0.6, 0.2, 0.2]], [[1.0, 0.0, 0.0]], [[4, 90, 91]], [0.0], [True])
+    found = {name: metric.value() for name, metric in distance_metrics(tokens, 83, 1e-5).items()}
+    assert found["ledger/dist/by_id/outside"] == pytest.approx(0.2, abs=1e-6)
+    assert found["ledger/dist/by_id/4"] == pytest.approx(0.2, abs=1e-6)
+    assert math.isfinite(found["ledger/dist/kl"])
+
+
+def test_distances_when_no_token_counts_then_none(one_rank):
+    tokens = listed([[0.6, 0.4]], [[0.4, 0.6]], [[4, 7]], [0.0], [False])
+    found = {name: metric.value() for name, metric in distance_metrics(tokens, 83, 1e-5).items()}
+    assert math.isnan(found["ledger/dist/tv_least"]) and "ledger/dist/by_id/4" not in found
+    assert distance_metrics(None, 83, 1e-5) == {}
+
+
+def distances(least, label, **by_id):
+    found = {"ledger/dist/tv_least": least, "ledger/dist/label_mean_abs": label}
+    return found | {f"ledger/dist/by_id/{name.removeprefix('id_')}": value for name, value in by_id.items()}
+
+
+def test_verdict_when_distributions_differ_and_sampled_tokens_do_not_then_it_is_said_with_the_ids():
+    numbers = logged(500, 0.004, rest=(1.0, 0.004)) | distances(0.02, 0.004, id_17=0.012, id_outside=0.006)
+    assert verdict_line(numbers).endswith(
+        "rest 100 %; the distributions differ by at least TV 0.02, although sampled tokens agree: 60 % at id "
+        "17, 30 % at ids outside of the vocabulary"
+    )
+
+
+@pytest.mark.parametrize(("least", "label"), [(0.0074, 0.004), (0.02, 0.016), (NAN, NAN)])
+def test_verdict_when_rounding_explains_it_or_sampled_tokens_show_it_then_nothing_more_is_said(least, label):
+    assert "TV" not in verdict_line(logged(500, 0.004, rest=(1.0, 0.004)) | distances(least, label))
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--rollout-ledger-top", "8"], "--rollout-ledger-top.*--rollout-ledger-interval"),
+        (["--rollout-ledger-top", "0"], "--rollout-ledger-top must be positive, got 0; 64, for example"),
+        (["--rollout-temperature", "0.7"], "--rollout-temperature 0.7: servers score at temperature 1"),
+        (["--rollout-top-k", "20"], "servers score over the whole vocabulary"),
+        (["--rollout-colocate"], "servers have no memory while the trainer computes"),
+        (
+            ["--rollout-linear-logprobs"],
+            "--rollout-linear-logprobs, which gives log-probs of the sampled ids",
+        ),
+    ],
+)
+def test_flags_of_lists_when_they_have_no_effect_then_refused_by_name(flags, words):
+    given = flags if "--rollout-ledger-top" in flags else ["--rollout-ledger-top", "8", *flags]
+    more = [] if words.endswith("interval") else ["--rollout-ledger-interval", "1"]
+    with pytest.raises(ValueError, match=words):
+        parse([*REQUIRED, *given, *more])
+    assert (
+        parse([*REQUIRED, "--rollout-ledger-interval", "1", "--rollout-ledger-top", "8"])[1].ledger_top == 8
+    )

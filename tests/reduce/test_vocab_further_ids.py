@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_rl_corr.core.listed_distances import listed_distances
 from megatron_rl_corr.logprobs.vocab import vocab_parallel_logprobs
 
 INF = float("inf")
@@ -72,6 +73,20 @@ def test_further_ids_when_sharded_then_value_and_gradient_of_the_whole(vocab_ran
     assert merged[:, options.get("vocab_size") or 12 :].count_nonzero() == 0
     if len(merged):
         assert merged[1].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["plain", "temperature", "a rank of padding", "labels out of range"])
+def test_distances_from_shards_then_bounds_of_those_of_the_whole_distributions(vocab_ranks, name, size):
+    inputs, options = vocab_ranks[0]["inputs"]["ids"][name], vocab_ranks[0]["options"]["ids"][name]
+    logits = inputs["logits"].double()[:, : options.get("vocab_size")] / options.get("temperature", 1.0)
+    p, q = logits.softmax(dim=1), (0.9 * logits).softmax(dim=1)
+    tv, kl = (q - p).abs().sum(dim=1) / 2, (q * (q.log() - p.log())).nan_to_num().sum(dim=1)
+    rollout = q.gather(1, inputs["ids"].long()).log()
+    for rank in vocab_ranks:
+        far = listed_distances(rollout.float(), rank["ids"][name, size]["of_ids"])
+        assert (far.least_tv <= tv + 1e-5).all() and (tv <= far.most_tv + 1e-5).all()
+        assert (far.kl <= kl + 1e-5).all() and far.least_tv.max() > 0.01
 
 
 def test_cases_then_all_that_were_run(vocab_ranks):

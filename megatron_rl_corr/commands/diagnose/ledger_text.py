@@ -65,6 +65,9 @@ def _pooled(rows: Sequence[dict]) -> dict[str, float]:
         if name.startswith(("ledger/as/", "ledger/at/")) or name == "ledger/as_servers":
             found[name] = _pooled_of_rest(rows, name)
             continue
+        if name.endswith("_max"):
+            found[name] = max(row.get(name, 0.0) for row in rows)
+            continue
         total = 0.0
         for row in rows:
             # A term that a batch has no pass for is 0 there; so is its share where all D are 0.

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_rl_corr.commands.doctor.vocabulary_check import ask_vocabulary
 from megatron_rl_corr.doctor import distribution
 from megatron_rl_corr.doctor.distances import by_probability, distance
 from megatron_rl_corr.doctor.findings import Row, found
-from megatron_rl_corr.doctor.probe import REFUSED, NotAnswered, Probe, known, unsupported
+from megatron_rl_corr.doctor.probe import REFUSED, NotAnswered, Probe, if_supported, known, unsupported
+from megatron_rl_corr.doctor.vocabulary import CHECK
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.inspection import DetailedSample
 from megatron_rl_corr.engines.routes import ExpertShape
@@ -111,8 +113,12 @@ async def _compare(probe: Probe, half: bool, directory: str, say: Callable[[str]
         np.concatenate([_logprobs(z, a.output) for z, a in zip(logits, plain, strict=False)])
         for logits in (exact, rounded)
     )
+    say("asking for the log-probs of all ids")
+    count, text_of = len(plain), id_texts(directory)
+    whole = await if_supported(ask_vocabulary(probe, half, plain, exact[:count], rounded[:count], text_of))
     return [
         judge_model(measured, reference, noisy, half),
+        unsupported(CHECK, whole) if isinstance(whole, NotAnswered) else whole,
         hypotheses("at temperature 2", answers[-2], exact[-2], distribution.HOT, 1.0),
         hypotheses("at top-p 0.5", answers[-1], exact[-1], 1.0, distribution.TOP_P),
     ]
@@ -164,6 +170,17 @@ def _filtered(logits: torch.Tensor, top_p: float) -> torch.Tensor:
     probabilities, order = torch.softmax(logits, -1).sort(dim=-1, descending=True)
     dropped = (probabilities.cumsum(-1) - probabilities) > top_p
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)
+
+
+def id_texts(directory: str) -> Callable[[int], str]:
+    """A function from an id to the id with its token, or without where the folder has no tokenizer."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError):
+        return str
+    return lambda token: f"{token} {tokenizer.convert_ids_to_tokens(token)!r}"
 
 
 async def _tokenizer(probe: Probe, directory: str) -> Row:

@@ -128,15 +128,43 @@ def parse_scores(
         wrong = [own for own, token in zip(of_ids, output_ids, strict=True) if own != token and token != last]
         if wrong:
             raise ValueError(f"input_token_logprobs are of other ids than were sent: {wrong[:4]}")
-        top, _ = _top(meta["input_top_logprobs"][-count:])
+        top, top_ids = _top(meta["input_top_logprobs"][-count:])
         if len(top) != count:
             raise ValueError(f"input_top_logprobs are of {len(top)} tokens")
         # of the one token that was sampled, in the pass that scored the others
         spans = meta.get("weight_versions")
         version = answers.version_spans(spans, 1)[-1].version if spans else None
-        return TokenScores(answers.finite_logprobs([row[0] for row in rows], ROWS), top, version)
+        logprobs = answers.finite_logprobs([row[0] for row in rows], ROWS)
+        return TokenScores(logprobs, top, top_ids, version)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
+        raise RolloutProtocolError(server, GENERATE, detail) from None
+
+
+def score_ids(prompt_ids: list[int], ids: list[int], *, cache_key: str | None = None) -> Request:
+    """POST /generate for one token with `token_ids_logprob`; arguments as in `Inspection.score_ids`."""
+    body = {
+        "input_ids": prompt_ids,
+        "sampling_params": sampling_fields(SamplingParams(1)),
+        "return_logprob": True,
+        "token_ids_logprob": ids,
+    }
+    if cache_key is not None:
+        body["extra_key"] = cache_key
+    size = answer_size.of_sample(len(prompt_ids), SamplingParams(1))
+    return Request("POST", GENERATE, body, max_bytes=size + answer_size.of_likeliest(1, len(ids)))
+
+
+def parse_id_scores(answer: Mapping[str, Any], *, server: str, ids: list[int]) -> np.ndarray:
+    """The log-probs; arguments and errors as in `Inspection.parse_id_scores`."""
+    meta = _meta(answer, server)
+    try:
+        [rows] = meta["output_token_ids_logprobs"]
+        if answers.token_ids([row[1] for row in rows], "output_token_ids_logprobs").tolist() != ids:
+            raise ValueError("output_token_ids_logprobs are of other ids than were asked for")
+        return answers.logprobs_of_ids([row[0] for row in rows], ROWS)
+    except MALFORMED as error:
+        detail = f"log-probs of {len(ids)} chosen ids are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None
 
 

@@ -107,6 +107,9 @@ class SGLang(Engine):
     def weight_version(self, model_info: Mapping[str, Any]) -> str:
         return str(model_info.get("weight_version"))
 
+    def most_likeliest(self, server_info: Mapping[str, Any]) -> int:
+        return 1 << 30
+
     def dtype(self, server_info: Mapping[str, Any]) -> str:
         return str(server_info.get("dtype"))
 
@@ -137,6 +140,9 @@ class SGLang(Engine):
     parse_detailed_sample = staticmethod(detailed_samples.parse_detailed_sample)
     score = staticmethod(detailed_samples.score)
     parse_scores = staticmethod(detailed_samples.parse_scores)
+    most_scored_ids = 1 << 13
+    score_ids = staticmethod(detailed_samples.score_ids)
+    parse_id_scores = staticmethod(detailed_samples.parse_id_scores)
     abort_request = staticmethod(requests.abort_request)
     tokenize = staticmethod(requests.tokenize)
     tokenized = staticmethod(servers.tokenized)

@@ -18,6 +18,8 @@ REMEDIES = {
     "one_response": "serve with SGLang 0.5.23, or without --enable-deterministic-inference and "
     "--rl-on-policy-target",
     "another_checkpoint": "start the server with the --model-path that --rollout-hf-checkpoint names",
+    "ids_differ": "start the server with the --model-path that --rollout-hf-checkpoint names, without a "
+    "logit processor of its own; where it was sent weights, push them again",
     "servers_differ": "start all servers with one --model-path and one --dtype, and push the weights to all "
     "of them",
     "vocabulary_differs": "start the server with the --model-path and --tokenizer-path that "

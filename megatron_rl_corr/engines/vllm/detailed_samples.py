@@ -110,12 +110,13 @@ def parse_scores(
         rows = answer["prompt_logprobs"][1:][-count:]
         # The id itself always comes, beside the likeliest.
         own = [row[str(token)]["logprob"] for row, token in zip(rows, output_ids, strict=True)]
-        top, _ = _likeliest(
+        top, top_ids = _likeliest(
             [[{"token_id": int(token)} | entry for token, entry in row.items()] for row in rows]
         )
         # of the one token that was sampled, after the scores
         spans = answer["choices"][0].get("weight_versions")
-        return TokenScores(_finite(own), top, answers.version_spans(spans, 1)[-1].version if spans else None)
+        version = answers.version_spans(spans, 1)[-1].version if spans else None
+        return TokenScores(_finite(own), top, top_ids, version)
     except MALFORMED as error:
         detail = f"log-probs of {count} scored tokens are missing or malformed ({error!r})"
         raise RolloutProtocolError(server, GENERATE, detail) from None

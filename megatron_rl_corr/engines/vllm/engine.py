@@ -88,6 +88,8 @@ class VLLM(Engine):
     parse_detailed_sample = staticmethod(detailed_samples.parse_detailed_sample)
     score = staticmethod(detailed_samples.score)
     parse_scores = staticmethod(detailed_samples.parse_scores)
+    # No chosen ids: with `logprob_token_ids` in a batch, 0.32 gives its other requests no likeliest ids.
+    most_likeliest = staticmethod(servers.most_likeliest)
     abort_request = staticmethod(servers.abort_request)
     tokenize = staticmethod(servers.tokenize)
     tokenized = staticmethod(servers.tokenized)

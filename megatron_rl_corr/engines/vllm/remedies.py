@@ -17,6 +17,8 @@ REMEDIES = {
     "one_response": f"serve with {_TESTED}",
     "another_checkpoint": "start the server with the --model that --rollout-hf-checkpoint names; where it "
     "was sent weights, restart it: a broken update leaves wrong ones behind",
+    "ids_differ": "start the server with the --model that --rollout-hf-checkpoint names, without a logits "
+    "processor of its own; where it was sent weights, push them again",
     "servers_differ": "start all servers with one --model and one --dtype, and push the weights to all of "
     "them",
     "vocabulary_differs": "start the server with the --model and --tokenizer that --rollout-hf-checkpoint "

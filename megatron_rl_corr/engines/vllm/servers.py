@@ -121,6 +121,12 @@ def changes_problem(server_info: Mapping[str, Any]) -> str | None:
     return None
 
 
+def most_likeliest(server_info: Mapping[str, Any]) -> int:
+    """Its --max-logprobs, where -1 is no bound; 20, the default, if it does not tell."""
+    most = config_of(server_info, "model_config").get("max_logprobs", 20)
+    return 1 << 30 if most == -1 else int(most)
+
+
 def dtype(server_info: Mapping[str, Any]) -> str:
     """What the server computes in, for instance "bfloat16"."""
     return str(config_of(server_info, "model_config").get("dtype")).removeprefix("torch.")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
+from megatron_rl_corr.config.problems import Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,33 @@ class LedgerConfig(Options):
     """Share of a batch's samples that the ledger takes, whole ones, drawn by --seed; of each replica as many
     as have 1024 tokens at least. A pass of it costs about X / 3 of the training pass.
     """
+
+    ledger_top: Annotated[int | None, Positive("64, for example")] = option(
+        None, metavar="K", needs="ledger_interval"
+    )
+    """Ask servers for the K likeliest ids at each of these tokens too, and bound how far the two
+    distributions are apart: what sampled tokens do not show. Answers have about 30 bytes for each of K ids
+    at each token, prompts included.
+    """
+
+    def check_ledger_top(self) -> None:
+        """ValueError for lists that no server is asked for, or that the trainer has no log-probs of."""
+        if self.ledger_top is None:
+            return
+        refused = {
+            f"`temperature` {self.temperature:g}: servers score at temperature 1": self.temperature != 1,
+            "`top_p`, `top_k` or `min_p`: servers score over the whole vocabulary": (
+                self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+            ),
+            "`colocate`: servers have no memory while the trainer computes": self.colocate,
+            "`linear_logprobs`, which gives log-probs of the sampled ids alone": self.linear_logprobs,
+        }
+        given = [text for text, is_given in refused.items() if is_given]
+        if given:
+            raise Refusal(
+                f"`ledger_top` {self.ledger_top} has no effect with {text}; drop one of them"
+                for text in given
+            )
 
 
 OPTIONS = LedgerConfig

@@ -1,6 +1,7 @@
 """What servers give the tokens that they have sampled, in one prefill of each sample under the same weights.
 
-S' samples of this replica, T' tokens of them on this context-parallel rank.
+S' samples of this replica, T' tokens of them on this context-parallel rank, R tokens of a response, K
+likeliest ids of a token, if they are asked for.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,12 +34,26 @@ IN_FLIGHT = 8
 
 
 @dataclass(frozen=True)
+class PrefillScores:
+    """What one prefill of each sample gives, of T' tokens or of the R of one response."""
+
+    logprobs: Any
+    """[T'] float32, NaN where no server of these weights scored the token."""
+    top: Any
+    """[T', K] float32 log-probs of the likeliest ids; 0 where there are none."""
+    top_ids: Any
+    """[T', K] int32."""
+
+
+@dataclass(frozen=True)
 class ServerPrefill:
     """Asks the servers that have sampled for one prefill of each sample."""
 
     source: SampleSource
     layout: Layout
     vocab_size: int
+    top: int = 0
+    """K, at most the vocabulary's size; 0: none are asked for."""
 
     def begin(self, samples: Sequence[Trajectory], version: int) -> Future | None:
         """Begin to ask, on a data leader; None on others. version: of the trainer's weights."""
@@ -46,37 +62,50 @@ class ServerPrefill:
         return self.source.loop.submit(self._score_all(samples, version))
 
     @collective
-    def finish(self, asked: Future | None, samples: Sequence[Trajectory], part: RolloutBatch) -> Tensor:
-        """[T'] float32: the scores; NaN where there is none, of weights that servers have no more.
+    def finish(
+        self, asked: Future | None, samples: Sequence[Trajectory], part: RolloutBatch
+    ) -> PrefillScores:
+        """The scores, on the device; none are of weights that servers have no more.
 
         Every rank calls it. part: the samples' tokens.
         """
         boundaries = part.cu_seqlens
 
-        def laid_out(scores: list[np.ndarray]) -> Tensor:
-            whole = np.full(boundaries[-1], np.nan, dtype=np.float32)
-            for start, sample, logprobs in zip(boundaries[:-1], samples, scores, strict=True):
+        def laid_out(scores: list[PrefillScores]) -> list[Tensor]:
+            whole = self._unknown(int(boundaries[-1]))
+            for start, sample, own in zip(boundaries[:-1], samples, scores, strict=True):
                 first = start + sample.prompt_ids.numel() - 1
-                whole[first : first + sample.output_ids.numel()] = logprobs
-            return torch.from_numpy(whole)
+                for name, values in vars(whole).items():
+                    values[first : first + sample.output_ids.numel()] = vars(own)[name]
+            return [torch.from_numpy(values) for values in vars(whole).values()]
 
         own = all_reduce_results(asked, laid_out)
-        values = torch.zeros(int(boundaries[-1])) if own is None else own
-        values = values.to(communication_device())
-        broadcast_to_replica([values], self.layout)
-        rank, size = part.cp
-        return (
-            values[zigzag_positions(rank, size, boundaries.tolist(), values.device)] if size > 1 else values
+        if own is None:
+            own = [torch.from_numpy(one) for one in vars(self._unknown(int(boundaries[-1]))).values()]
+        values = [one.to(communication_device()) for one in own]
+        broadcast_to_replica(values if self.top else values[:1], self.layout)
+        (rank, size), device = part.cp, values[0].device
+        if size > 1:
+            places = zigzag_positions(rank, size, boundaries.tolist(), device)
+            values = [one[places] for one in values]
+        return PrefillScores(*values)
+
+    def _unknown(self, tokens: int) -> PrefillScores:
+        """The scores of so many tokens of which none is known."""
+        return PrefillScores(
+            np.full(tokens, np.nan, dtype=np.float32),
+            np.zeros((tokens, self.top), dtype=np.float32),
+            np.zeros((tokens, self.top), dtype=np.int32),
         )
 
-    async def _score_all(self, samples: Sequence[Trajectory], version: int) -> list[np.ndarray]:
+    async def _score_all(self, samples: Sequence[Trajectory], version: int) -> list[PrefillScores]:
         places = asyncio.Semaphore(IN_FLIGHT)
         return await asyncio.gather(*[self._score(sample, version, places) for sample in samples])
 
-    async def _score(self, sample: Trajectory, version: int, places: asyncio.Semaphore) -> np.ndarray:
-        """[R]; NaN of tokens of other weights than the trainer's, and where no answer comes."""
+    async def _score(self, sample: Trajectory, version: int, places: asyncio.Semaphore) -> PrefillScores:
+        """The scores of R tokens; unknown where other weights sampled them, and where no answer comes."""
         lags = versions.token_lags(sample, version).numpy()
-        unknown = np.full(len(lags), np.nan, dtype=np.float32)
+        unknown = self._unknown(len(lags))
         if not len(lags) or (lags > 0).all():
             return unknown
         prompt, output = sample.prompt_ids.tolist(), sample.output_ids.tolist()
@@ -84,7 +113,8 @@ class ServerPrefill:
         try:
             async with places:
                 engine = client.engine_of(sample.server)
-                answer = await client.ask(sample.server, engine.score(prompt, output, likeliest=1))
+                request = engine.score(prompt, output, likeliest=self.top or 1)
+                answer = await client.ask(sample.server, request)
                 scores = engine.parse_scores(
                     answer, server=sample.server, output_ids=output, vocab_size=self.vocab_size
                 )
@@ -93,4 +123,12 @@ class ServerPrefill:
             return unknown
         if scores.version is not None and versions.number(scores.version) != version:
             return unknown
-        return np.where(lags > 0, np.nan, scores.logprobs).astype(np.float32)
+        logprobs = np.where(lags > 0, np.nan, scores.logprobs).astype(np.float32)
+        if not self.top:
+            return replace(unknown, logprobs=logprobs)
+        if scores.top_ids.shape[1] < self.top:
+            told = f"{scores.top_ids.shape[1]} likeliest ids came where {self.top} were asked for"
+            EVENTS.tell("sample_not_scored", told, server=sample.server)
+            return unknown
+        top = np.where(np.isnan(scores.top), -np.inf, scores.top)  # JSON has no infinity, but null
+        return PrefillScores(logprobs, top[:, : self.top], scores.top_ids[:, : self.top])

@@ -23,10 +23,15 @@ class SharePacks(Packs):
 
     places: Tensor | None = None
     """[T' + 1] int64: of the samples' tokens among the batch's T, and behind them T."""
+    further_ids: Tensor | None = None
+    """[T', K] int32: ids whose log-probs are wanted beside the labels'; None: none."""
 
     def microbatches(self, loss_inputs: LossInputs | None = None) -> Iterator[Microbatch]:
         for one in super().microbatches(loss_inputs):
-            yield replace(one, places=self.places[one.places])
+            ids = self.further_ids
+            if ids is not None:  # padding has the place T'
+                ids = torch.cat([ids, ids.new_zeros(1, ids.shape[1])])[one.places.t().reshape(-1)]
+            yield replace(one, places=self.places[one.places], further_ids=ids)
 
 
 @collective

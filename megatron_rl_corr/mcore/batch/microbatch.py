@@ -97,8 +97,10 @@ class Microbatch:
     """The ids that each of the b * L labels was drawn from."""
     packed_seq_params: PackedSeqParams | None = None
     """Where each sequence begins, in a pack; None: sequences are rows."""
+    further_ids: Tensor | None = None
+    """[b * L, K]: ids beside the labels whose log-probs a pass without a loss wants; None: none."""
 
     @property
     def top_ids(self) -> Tensor | None:
-        """[b * L, K]: the ids beside the labels whose log-probs the loss needs; None: none."""
-        return None if self.loss_inputs is None else self.loss_inputs.top_ids
+        """[b * L, K]: the ids beside the labels whose log-probs are wanted; None: none."""
+        return self.further_ids if self.loss_inputs is None else self.loss_inputs.top_ids

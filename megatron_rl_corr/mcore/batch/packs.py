@@ -128,8 +128,8 @@ class Packs:
             yield self._pack(index, samples, loss_inputs)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """A value a token of each pack -> [T], in the batch's order."""
-        whole = parts[0].new_zeros(self.batch.num_tokens)
+        """A value a token of each pack -> [T], in the batch's order; or K values -> [T, K]."""
+        whole = parts[0].new_zeros(self.batch.num_tokens, *parts[0].shape[1:])
         for samples, part in zip(self.samples, parts, strict=True):
             places, _ = self.batch.places_of(samples)
             whole[places] = part[: len(places)]

@@ -203,6 +203,12 @@ def test_generate_when_the_request_failed_then_server_error_and_an_empty_abort_i
     assert got.output == [] and got.logprobs.shape == (0,) and got.top.shape == (0, 0)
 
 
+def test_generate_when_the_vocabulary_has_no_such_id_then_the_error_says_so(faulty):
+    outside = {"output_token_logprobs": rows_of(3, 10)}
+    with pytest.raises(RolloutProtocolError, match="it sampled id 10, and the model has 10 ids: serve it"):
+        ask(faulty, sampled(**outside) | {"output_ids": [3, 10]}, lambda probe: probe.generate([1], 2))
+
+
 def test_score_when_asked_then_the_prompt_is_computed_anew(faulty):
     answer = scored([3, 9])
     got = ask(faulty, answer, lambda probe: probe.score([1, 2], [3, 9]))
