@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     diagnose.add_argument("run_dir", metavar="RUN_DIR", help="folder that holds the run's metrics.jsonl")
     diagnose.set_defaults(run=_diagnose)
 
+    _add_incident(commands)
+
     advise = commands.add_parser("advise", help="say which weights a run, or its samples, ask for")
     advise.add_argument(
         "paths",
@@ -148,6 +150,22 @@ def _add_doctor(commands) -> None:
     add("--timeout", metavar="S", type=float, default=60.0, help="seconds for one request (default 60)")
     add("--api-key-env", metavar="NAME", help="environment variable that holds the servers' (admin) API key")
     doctor.set_defaults(run=_doctor)
+
+
+def _add_incident(commands) -> None:
+    from megatron_rl_corr.commands.incident.arguments import add_arguments
+
+    incident = commands.add_parser(
+        "incident", help="write a folder from which a step of a run can be done again elsewhere"
+    )
+    add_arguments(incident)
+    incident.set_defaults(run=_incident)
+
+
+def _incident(arguments: argparse.Namespace) -> int:
+    from megatron_rl_corr.commands.incident.command import run
+
+    return run(arguments, sys.stdout)
 
 
 def _add_plan(commands) -> None:

@@ -47,9 +47,9 @@ def main(argv: list[str] | None = None) -> int:
     if processes is not None:
         # Before anything is read: Megatron, and our own checks, take the place in the job from these.
         os.environ.update({"WORLD_SIZE": processes, "RANK": "0", "LOCAL_RANK": "0"})
-    install, folder = None, str(Path(script).resolve().parent)
+    install = None
     try:
-        install = plugin.prepare(arguments, for_all_ranks=processes is not None, script_folder=folder)
+        install = plugin.prepare(arguments, for_all_ranks=processes is not None, script=script)
     except plugin.RefusedHere as error:
         return _refuse(error)
     except ValueError as error:

@@ -35,15 +35,14 @@ _begun = False
 """Whether this process has read its command line: a patched Megatron asks for the plugin again."""
 
 
-def prepare(
-    arguments: Sequence[str], *, for_all_ranks: bool = False, script_folder: str | None = None
-) -> Install:
+def prepare(arguments: Sequence[str], *, for_all_ranks: bool = False, script: str | None = None) -> Install:
     """Read a whole command line, and look at what it names, before anything heavy is imported.
 
     Args:
         arguments: the command line.
         for_all_ranks: this process is there for all, and only checks what they would do.
-        script_folder: of the script, where Python does not look for modules yet.
+        script: that the launcher runs, in whose folder Python does not look for modules yet; None: Megatron
+            asks for the plugin itself.
 
     Raises:
         ValueError: lists everything that is wrong, each with its flag and the remedy. Every rank of the
@@ -70,6 +69,7 @@ def prepare(
         if for_all_ranks or rank == _number("LOCAL_RANK", rank):
             from megatron_rl_corr.mcore.checks.early_checks import EarlyChecks
 
+            script_folder = None if script is None else str(Path(script).resolve().parent)
             EarlyChecks(config, options, script_folder, only_checked=for_all_ranks).collect(problems)
 
     folders, on_one_host = _last_ranks_folders(arguments, log_dir), _number("LOCAL_WORLD_SIZE", 1) == ranks
@@ -93,12 +93,37 @@ def prepare(
 
         if os.environ.get("RANK", "0") == "0":
             print(f"[rollout] Transformer Engine: {versions.transformer_engine()}", flush=True)
-        report = StepReport(log_dir, settings, folders)
+        report = StepReport(log_dir, settings, folders, _launch(script, arguments))
         if megatrons_own_rl:
             return megatron_rl_hooks.install(config, report)
         return hooks.install(config, options, report)
 
     return install
+
+
+def _launch(script: str | None, arguments: Sequence[str]) -> Callable[[], dict[str, Any]]:
+    """What makes the record of this start, on the rank that writes it."""
+    from megatron_rl_corr.observability.launch_record import launch_record, variables_of_numbers
+
+    folder, environment = (
+        os.getcwd(),
+        variables_of_numbers(),
+    )  # scripts go elsewhere, and Megatron sets its own
+
+    def made() -> dict[str, Any]:
+        from megatron_rl_corr.mcore import versions
+
+        return launch_record(
+            sys.argv[0] if script is None else script,
+            arguments,
+            folder=folder,
+            environment=environment,
+            launcher=script is not None,
+            megatron=versions.megatron_version,
+            transformer_engine=versions.transformer_engine(),
+        )
+
+    return made
 
 
 class RefusedHere(ValueError):
@@ -164,8 +189,14 @@ def name_flags_in_logs() -> None:
 class StepReport:
     """Writes each step's metrics; opens its files at the first one, as only one rank reports."""
 
-    def __init__(self, log_dir: str | None, settings: dict[str, Any], folders: Mapping[str, str]):
-        self._log_dir, self._settings, self._log = log_dir, settings, None
+    def __init__(
+        self,
+        log_dir: str | None,
+        settings: dict[str, Any],
+        folders: Mapping[str, str],
+        launch: Callable[[], dict[str, Any]],
+    ):
+        self._log_dir, self._settings, self._launch, self._log = log_dir, settings, launch, None
         self._folders = [f"{flag} {folder}" for flag, folder in folders.items() if flag != "--save"]
 
     def __call__(self, metrics: dict[str, float], writer: Any) -> None:
@@ -174,7 +205,8 @@ class StepReport:
 
         try:
             if self._log is None:
-                self._log = RunLog(self._log_dir, self._settings, writer)
+                launch = {"first_step": int(metrics["step"])} | self._launch()
+                self._log = RunLog(self._log_dir, self._settings, writer, launch)
             self._log.write(metrics)
         except OSError as error:
             raise OSError(

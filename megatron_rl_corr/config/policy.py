@@ -27,7 +27,7 @@ class ModelConfig(Options):
     max_first_step_kl: Annotated[float | None, Positive()] = option(None, metavar="X")
     """The run ends if the train-infer KL (k3) of the first step is above X: there the servers sampled with
     the very weights that are trained (default: 1e-4 where both sides are float32, 1e-1 with a quantised
-    server or `push_rounding`, else 1e-2).
+    server or `push_rounding`, else 1e-2). inf in a replay: the step is not judged.
     """
 
     linear_logprobs: bool = False

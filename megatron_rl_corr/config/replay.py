@@ -19,3 +19,16 @@ class ReplayConfig(Options):
     debug the trainer alone: without servers, prompts and rewards, and with nothing pushed. Any parallel
     layout will do; the temperature and what else samples were drawn with must be given as it was.
     """
+
+
+def last_replayed(iteration: int, train_iters: int, exit_interval: int | None) -> int:
+    """The iteration that a replay ends behind: it needs no samples of what --exit-interval leaves out.
+
+    Args:
+        iteration: that it begins at.
+        train_iters: the schedule's.
+        exit_interval: the run ends at a multiple of it; None or 0: only at the schedule's end.
+    """
+    if not exit_interval:
+        return train_iters
+    return min(train_iters, (iteration // exit_interval + 1) * exit_interval)

@@ -294,9 +294,6 @@ class RunConfig(*reversed(TOPICS)):
         """ValueError for options that are given and have no effect where nothing is sampled."""
         if self.replay is None:
             return
-        acts = OF_SCORERS if self.reference_urls else ()
-        acts += ("truncated_samples",) if known(lambda: self.truncated_samples) == "mask" else ()
-        names = [name for topic in IDLE_TOPICS for name in options_of(topic) if name not in acts]
 
         def check(name: str) -> None:
             one = options_of(RunConfig)[name]
@@ -307,4 +304,17 @@ class RunConfig(*reversed(TOPICS)):
                     "asked, nothing is scored or pushed; drop it"
                 )
 
-        check_each(check, (*names, *IDLE_OPTIONS))
+        truncated = known(lambda: self.truncated_samples)
+        check_each(check, idle_in_replay(scored=bool(self.reference_urls), masked=truncated == "mask"))
+
+
+def idle_in_replay(*, scored: bool, masked: bool) -> tuple[str, ...]:
+    """Options that a replay refuses, as they have no effect.
+
+    Args:
+        scored: servers of a reference policy are asked.
+        masked: `truncated_samples` is mask.
+    """
+    acts = (OF_SCORERS if scored else ()) + (("truncated_samples",) if masked else ())
+    names = [name for topic in IDLE_TOPICS for name in options_of(topic) if name not in acts]
+    return (*names, *IDLE_OPTIONS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Mapping, Sequence
 from html.entities import codepoint2name
 from weakref import WeakKeyDictionary
 
@@ -94,3 +95,74 @@ def _in_base64(secret: bytes) -> set[str]:
         if len(part) >= _LEAST_OF_BASE64:
             forms |= {part, part.replace("+", "-").replace("/", "_")}
     return forms
+
+
+_SECRET_NAME = (
+    r"(?:api[-_]?|access[-_]?|private[-_]?)?key|(?:[a-z0-9]+[-_])*secret|password|passwd|credentials?"
+)
+_SECRET_FLAG = re.compile(
+    rf"--?(?:[\w-]+[-_])?(?:{_SECRET_NAME}|(?:api|access|auth|hf|hub|wandb|bearer)[-_]token)|--?token",
+    re.IGNORECASE,
+)
+"""Flags whose value is a secret; those that name a variable end otherwise, as --rollout-api-key-env."""
+_SECRET_VARIABLE = re.compile(r".*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?)", re.IGNORECASE)
+_LEAST_VARIABLE = 8
+"""Characters of a variable's value that may be a secret: shorter ones are switches."""
+_LOOKS_SECRET = (
+    (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),
+    (re.compile(r"(://[^\s?#\"']*\?)[^\s#\"']+"), rf"\1{HIDDEN}"),
+    (re.compile(r"\b((?:Bearer|Basic)\s+)[\w.~+/=-]{6,}", re.IGNORECASE), rf"\1{HIDDEN}"),
+    (
+        re.compile(
+            r"\b(?:sk-[\w-]{12,}|hf_\w{12,}|gh[pousr]_\w{12,}|github_pat_\w{12,}|glpat-[\w-]{12,}"
+            r"|xox[abeprs]-[\w-]{10,}|AKIA[0-9A-Z]{12,}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}(?:\.[\w-]*)?)"
+        ),
+        HIDDEN,
+    ),
+    (
+        re.compile(
+            r"((?:api[-_]?key|access[-_]?key|(?:api|access|auth)[-_]token|secret|password|passwd)"
+            r"[\"']?\s*[=:]\s*[\"']?)[^\s\"',;&]+",
+            re.IGNORECASE,
+        ),
+        rf"\1{HIDDEN}",
+    ),
+)
+"""What a secret looks like where nobody has named it: (pattern, what takes its place)."""
+
+
+def without_lookalikes(text: str, environment: Mapping[str, str]) -> str:
+    """The text with *** where something looks like a secret, for files that are handed on.
+
+    Passwords and queries of addresses, bearer tokens, keys of well-known forms, `password=...`, and values of
+    environment variables whose name says that they are secret.
+
+    Args:
+        text: any.
+        environment: of this process.
+    """
+    text = without_keys(text)
+    for name, value in environment.items():
+        if _SECRET_VARIABLE.fullmatch(name) and len(value) >= _LEAST_VARIABLE and not value.startswith("/"):
+            text = _pattern(value).sub(HIDDEN, text)
+    for pattern, replacement in _LOOKS_SECRET:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def without_secret_words(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """A command line with *** in the place of values of flags that name a secret, and of what looks like one.
+
+    Args:
+        words: of the command line.
+        environment: of this process.
+    """
+    found, hides = [], False
+    for word in words:
+        flag, joined, _ = word.partition("=")
+        if word.startswith("--"):
+            hides = _SECRET_FLAG.fullmatch(flag) is not None
+            found.append(f"{flag}={HIDDEN}" if hides and joined else without_lookalikes(word, environment))
+        else:
+            found.append(HIDDEN if hides else without_lookalikes(word, environment))
+    return found

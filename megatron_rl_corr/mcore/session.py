@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.cross_checks import check_branches
 from megatron_rl_corr.config.problems import Problems
+from megatron_rl_corr.config.replay import last_replayed
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.auto_weights import AutoWeights
 from megatron_rl_corr.data.rewards import Rewards
@@ -275,6 +276,10 @@ def _prepare(
     batches = updates.batches(args.iteration), updates.batches(args.train_iters)
     source = None
     if options.replay is not None:
+        batches = (
+            batches[0],
+            updates.batches(last_replayed(args.iteration, args.train_iters, args.exit_interval)),
+        )
         collector: BatchCollector | None = problems.check(
             "collector",
             lambda: ReplayCollector(

@@ -10,12 +10,14 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import CONFIG_NAME, refuse_link, write_atomically
 from megatron_rl_corr.observability.catalogue import bins_of
 from megatron_rl_corr.observability.console import LiveTable
 from megatron_rl_corr.observability.early_warnings import TrendWatch
+from megatron_rl_corr.observability.launch_record import LAUNCHES, earlier_launches
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, MetricsFile, host_number, read_metrics
 
 HISTOGRAM = "rollout_corr/log10_log_ratio_abs"
@@ -28,10 +30,17 @@ class RunLog:
     """`write(metrics)` once a step. Nothing is written outside log_dir; without one there is only the table.
 
     writer is the trainer's own SummaryWriter; without it, one is opened in log_dir. settings (dataclasses
-    by name) go to run.json, which the report page shows.
+    by name) go to run.json, which the report page shows, and launch with them: `launch_record` with the
+    `first_step` of this start.
     """
 
-    def __init__(self, log_dir: str | None, settings: Mapping[str, object], writer=None):
+    def __init__(
+        self,
+        log_dir: str | None,
+        settings: Mapping[str, object],
+        writer=None,
+        launch: Mapping[str, Any] | None = None,
+    ):
         self._table = LiveTable(stream=sys.stdout)
         self._file = None
         self._watch: TrendWatch | None = None
@@ -41,6 +50,8 @@ class RunLog:
         folder = Path(log_dir)
         self._file = MetricsFile(folder / FILE_NAME)
         plain = {name: dataclasses.asdict(value) for name, value in settings.items()}
+        if launch is not None:
+            plain[LAUNCHES] = [*earlier_launches(folder / CONFIG_NAME, launch["first_step"]), launch]
         write_atomically(folder / CONFIG_NAME, (json.dumps(plain, indent=2) + "\n").encode())
         if writer is None:
             self._writer = open_writer(folder)

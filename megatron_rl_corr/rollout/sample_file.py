@@ -7,7 +7,7 @@ P prompt tokens, R response tokens, N samples, L tokens a row.
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,6 +26,7 @@ from megatron_rl_corr.rollout.sample_columns import (
     samples_of,
     table_of,
 )
+from megatron_rl_corr.rollout.saved_batch import BATCH, SavedBatch, from_metadata
 
 __all__ = [
     "Origin",
@@ -37,42 +38,6 @@ __all__ = [
     "samples_of_rows",
     "write_trajectories",
 ]
-
-
-@dataclass(frozen=True)
-class SavedBatch:
-    """Which samples a file holds: those that one replica trained in one batch of a run.
-
-    Example: SavedBatch(step=9, updates=2, replica=0, replicas=4, group_size=8, packed=True, num_turns=None,
-    hf_checkpoint="/models/qwen") is of the batch whose updates were the steps 9 and 10.
-    """
-
-    step: int
-    """The first step of the batch, from 1."""
-    updates: int
-    """Steps that it made."""
-    replica: int
-    replicas: int
-    """How many files the batch has: one for each data-parallel replica."""
-    group_size: int
-    """Samples of a prompt: episodes, of one row or several."""
-    packed: bool
-    """Samples were dealt out over replicas, and `prompt_index` counts the prompts of all; else
-    those of the replica.
-    """
-    num_turns: int | None
-    """The largest number of turns that a sample may have; None without an environment."""
-    hf_checkpoint: str
-    """The model's Hugging Face folder, which has the tokenizer."""
-    masks_truncated: bool = False
-    """Samples that were cut (finish reason length) are kept out of the loss."""
-    agent_branches: str | None = None
-    """--rollout-agent-branches, where samples are episodes of one row or several; None: each row is one."""
-
-    @property
-    def file_name(self) -> str:
-        """Example: step_000009_replica0.parquet."""
-        return f"step_{self.step:06d}_replica{self.replica}.parquet"
 
 
 def samples_of_rows(
@@ -115,8 +80,6 @@ def samples_of_rows(
 
 SAMPLING = b"megatron_rl_corr.sampling"
 """Key in the file's metadata: the parameters that all responses were sampled with, as JSON."""
-BATCH = b"megatron_rl_corr.batch"
-"""Key in the file's metadata: the SavedBatch, as JSON."""
 TOKENS_PER_GROUP = 1 << 18
 """A row group ends with the response that reaches so many tokens: what a reader holds at a time."""
 
@@ -208,15 +171,7 @@ def read_batch(path: str | os.PathLike) -> SavedBatch | None:
 
 def _from_metadata[Kept](path: str | os.PathLike, key: bytes, kind: type[Kept]) -> Kept | None:
     with _opened(path) as file:
-        kept = file.schema_arrow.metadata.get(key)
-    if kept is None:
-        return None
-    try:
-        return kind(**json.loads(kept))
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path} has a {key.decode()} in its metadata that cannot be read: {error}"
-        ) from error
+        return from_metadata(file.schema_arrow.metadata, key, kind, path)
 
 
 def _groups(samples: Iterable[Sample], tokens_per_group: int) -> Iterator[list[Sample]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl_corr import cli
+from tests.commands.incident.made_run import HandMadeRun
 from tests.conventions.test_floors import FLOORS
 from tests.observability.samples import sample, write_run
 
@@ -169,7 +170,7 @@ def test_command_of_a_page_then_runs(page, command, tmp_path):
 
 
 def run_cli(words: list[str], folder: Path) -> int:
-    """The status of `megatron-rl-corr WORDS`; a report is of a run in `folder`, a ledger too."""
+    """The status of `megatron-rl-corr WORDS`; files of a run are made in `folder`."""
     if words[0] in NEEDS_MORE:
         cli._parser().parse_args(words)
         return 0
@@ -188,6 +189,11 @@ def run_cli(words: list[str], folder: Path) -> int:
         row = {"step": 1} | {f"rollout_corr/{name}": value for name, value in measured.items()}
         (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
         words = ["advise", str(folder)]
+    if words[0] == "incident":
+        made = HandMadeRun(folder, steps=340).write()
+        out = folder / "bundle"
+        assert cli.main(["incident", str(made.log), "--step", "340", "--out", str(out)]) == 0
+        words = ["incident", "--check", str(out), "--replayed", str(made.log)]
     if words[0] == "samples":
         run = write_run(folder / "run", {40: [sample([1, 2], [0.0, 0.1], group=812)]}, folder)
         words = ["samples", str(run), *words[2:]]

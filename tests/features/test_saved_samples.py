@@ -37,7 +37,12 @@ def saved(tmp_path, monkeypatch):
     layout = types.SimpleNamespace(dp_rank=0, dp_size=1, pp_size=1, cp_group=None, is_data_leader=True)
     trajectories = [response(2), response(4)]
     collector = types.SimpleNamespace(
-        trajectories=trajectories, reward_parts=None, origins=None, sampling=None, agent_branches=None
+        trajectories=trajectories,
+        reward_parts=None,
+        origins=None,
+        sampling=None,
+        agent_branches=None,
+        by_lag=True,
     )
     rewards = torch.tensor([1.0, 0.0])
     batch = types.SimpleNamespace(

@@ -58,6 +58,7 @@ class SavedSamplesFeature(Feature):
             hf_checkpoint=str(Path(options.hf_checkpoint).resolve()),
             masks_truncated=options.truncated_samples == "mask",
             agent_branches=run.collector.agent_branches,
+            by_lag=run.collector.by_lag,
         )
         if layout.is_data_leader:
             self._folder.mkdir(parents=True, exist_ok=True)

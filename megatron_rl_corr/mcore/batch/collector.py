@@ -69,7 +69,7 @@ class BatchCollector(ABC):
         self._layout, self._shape, self.agent_branches = layout, shape, agent_branches
         self._groups = self._num_samples // shape.group_size
         self.sampling, self._num_turns = sampling, num_turns
-        self._by_lag = by_lag
+        self.by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Rewarded] | None = None
         """On a data leader the batch's sequences and their rewards, until they are dealt out."""
@@ -176,7 +176,7 @@ class BatchCollector(ABC):
         del batch  # the leader's, whole
         if self._shape.packing is not None and self._layout.dp_size > 1:
             own = replace(own, parted_groups=self._groups * self._layout.dp_size)
-        if not self._by_lag:
+        if not self.by_lag:
             own = replace(own, token_lags=None)
         if self.engines:
             own = replace(own, engine_ids=self._share_engine_ids(sequences), engines=self.engines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import math
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -69,8 +70,8 @@ class ReplayCollector(BatchCollector):
             raise ValueError(
                 f"`replay` {self._folder} has no samples of {len(missing)} of this run's {len(steps)} "
                 f"batches; the first is step_{missing[0]:06d}_replica0.parquet. It has the steps "
-                f"{min(self._files)} to {max(self._files)}; use --train-iters {max(missing[0] - 1, 1)}, "
-                "--load a checkpoint of another step, or another folder"
+                f"{min(self._files)} to {max(self._files)}; use --train-iters {max(missing[0] - 1, 1)} "
+                "or --exit-interval, --load a checkpoint of another step, or another folder"
             )
         batch = whole_batch(self._files[steps[0]]) if steps else None
         super().__init__(
@@ -81,6 +82,7 @@ class ReplayCollector(BatchCollector):
             truncated_samples=options.truncated_samples,
             routes=routes,
             agent_branches=batch and batch.agent_branches,
+            by_lag=batch is not None and batch.by_lag,
         )
         self._origins: dict[int, Origin | None] = {}
         self._reader = concurrent.futures.ThreadPoolExecutor(1, "replay")
@@ -101,8 +103,11 @@ class ReplayCollector(BatchCollector):
         None where no sample of that step is of its own weights, as in the middle of a run that sampled ahead.
 
         Args:
-            given: --rollout-max-first-step-kl; None: that of 16 bits, as there is no server to ask.
+            given: --rollout-max-first-step-kl; None: that of 16 bits, as there is no server to ask; inf: not
+                even a KL that is not a number ends the replay, which may be there to see it again.
         """
+        if given == math.inf:
+            return None
         iteration = self._begin[1]
         on_policy = [self._first is not None and self._first[2] <= 0]
         dist.broadcast_object_list(on_policy, src=0)
