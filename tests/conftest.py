@@ -62,6 +62,16 @@ def forbid_processes():
     multiprocessing.process.BaseProcess.start = lambda self: skip()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector):
+    report = yield
+    if "megatron.core" in sys.modules:  # see sglang_server_fp32
+        raise pytest.UsageError(
+            f"{collector.nodeid} imports Megatron into pytest's own process; give it a process of its own"
+        )
+    return report
+
+
 def pytest_collection_finish(session):
     gc.freeze()  # the collector would walk thousands of tests again and again
     if session.config.getoption("--fast"):

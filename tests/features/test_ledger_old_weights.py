@@ -10,9 +10,8 @@ import torch
 
 from megatron_rl_corr.core.ledger_verdict import cause_lines
 from megatron_rl_corr.features.ledger.causes import CauseSearch, Rest
-from megatron_rl_corr.features.ledger.old_weights import name_of, parts_of_model
+from megatron_rl_corr.features.ledger.old_weights import name_of, part_of, parts_of_model
 from megatron_rl_corr.features.ledger.suspects import LOGIT_SCALE, SIZED, Suspect
-from megatron_rl_corr.features.ledger.weights import part_of
 from megatron_rl_corr.models.shards import LocalParameter
 
 LAYERS = 61

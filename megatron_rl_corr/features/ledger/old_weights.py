@@ -7,16 +7,22 @@ that of the stale ones: of several nodes at a time, regression of e on their d s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.models.hybrid import gpt_name
+from megatron_rl_corr.models.mtp import PREFIX as MTP
+from megatron_rl_corr.models.names import global_name
+from megatron_rl_corr.models.shards import LocalParameter
 from megatron_rl_corr.reduce.collectives import collective
 
 EMBEDDING, OUTPUT = "embedding", "output"
 """The parts of a model beside its decoder layers: the final norm is of the output."""
+_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 Node = tuple[str, ...]
 """Parts of the model in a row, as `parts_of_model` names them."""
 
@@ -65,6 +71,20 @@ class NodeSums:
 def parts_of_model(num_layers: int) -> Node:
     """Names of its parts, from the first to the last: ("embedding", "0", "1", "output")."""
     return (EMBEDDING, *map(str, range(num_layers)), OUTPUT)
+
+
+def part_of(parameter: LocalParameter) -> str | None:
+    """The part that a parameter belongs to; None: to layers that predict further tokens."""
+    name = global_name(parameter.local_name, layer_offset=parameter.layer_offset, expert_offset=0)
+    name = gpt_name(name) if parameter.is_hybrid else name
+    if name.startswith(MTP):
+        return None
+    layer = _LAYER.match(name)
+    if layer is not None:
+        return layer[1]
+    # The output layer of tied embeddings is their copy on the last stage.
+    is_embedding = name.startswith("embedding.") or parameter.rule(0).is_copy
+    return EMBEDDING if is_embedding else OUTPUT
 
 
 @collective

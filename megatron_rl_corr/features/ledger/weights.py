@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -10,11 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron_rl_corr.features.ledger.old_weights import EMBEDDING, OUTPUT
+from megatron_rl_corr.features.ledger.old_weights import part_of
 from megatron_rl_corr.mcore.reference.policy import ReferenceWeights
-from megatron_rl_corr.models.hybrid import gpt_name
-from megatron_rl_corr.models.mtp import PREFIX as MTP
-from megatron_rl_corr.models.names import global_name
 from megatron_rl_corr.models.shards import EXPERT_BIAS, LocalParameter
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.layout import Layout
@@ -22,22 +18,6 @@ from megatron_rl_corr.weight_sync.rounding import ROUNDINGS, is_rounded
 
 Round = Callable[[str, Tensor], Tensor]
 """round(Hugging Face name, whole tensor): the tensor as a server has it, in its own number type."""
-
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-
-
-def part_of(parameter: LocalParameter) -> str | None:
-    """The part that a parameter belongs to; None: to layers that predict further tokens."""
-    name = global_name(parameter.local_name, layer_offset=parameter.layer_offset, expert_offset=0)
-    name = gpt_name(name) if parameter.is_hybrid else name
-    if name.startswith(MTP):
-        return None
-    layer = _LAYER.match(name)
-    if layer is not None:
-        return layer[1]
-    # The output layer of tied embeddings is their copy on the last stage.
-    is_embedding = name.startswith("embedding.") or parameter.rule(0).is_copy
-    return EMBEDDING if is_embedding else OUTPUT
 
 
 @dataclass
