@@ -29,6 +29,8 @@ WRITES = {
     "models/hf_folder.py": "in a new folder beside its place, which may be no link",
     "weight_sync/transports/disk.py": "in a new folder in --rollout-weight-dir, which may be no link",
     "observability/metrics_file.py": "mends the end of a file that is no link",
+    "commands/incident/bundle.py": "in a new folder beside its place, which may be no link",
+    "commands/incident/command.py": "in that folder",
     "cli.py": "opens /dev/null",
 }
 """Modules that open files to write them; others go through `files.py`."""

@@ -15,6 +15,7 @@ from tests.faults.door import Door
 from tests.features.test_ledger_causes_runs import EPSILON, FLAT, positions, server_of, stretched
 from tests.features.test_ledger_places_runs import RUN, Spoiled, exchanged, stale
 from tests.mcore.launched import launch, write_data
+from tests.tiers import long
 
 SCRIPT = Path(__file__).resolve().parents[1] / "features/ledger_pretrain.py"
 EP2 = ["--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1, "--router-replay", "compare"]
@@ -223,6 +224,7 @@ def causes_of(step):
     return sorted(found, key=lambda name: -found[name])
 
 
+@long
 @pytest.mark.parametrize("name", BY_SERVER)
 def test_fault_when_planted_then_it_is_named_and_no_other(name, verdicts):
     fault = ALL[name]
@@ -238,6 +240,7 @@ def test_fault_when_planted_then_it_is_named_and_no_other(name, verdicts):
         assert all(words in line for words in fault.words), line
 
 
+@long
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", CLEAN)
 def test_run_when_nothing_is_planted_then_nothing_is_blamed(name, seed, verdicts):
