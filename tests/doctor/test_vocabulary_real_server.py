@@ -16,11 +16,20 @@ CHECK = "whole vocabulary"
 CASES = {
     # name: (change of the output layer, number type)
     "exchanged": (exchanged(*UNLIKELY), "float32"),
-    "exchanged_half": (exchanged(*UNLIKELY), "bfloat16"),
     "clean": (None, "float32"),
-    "clean_half": (None, "bfloat16"),
-    **dict(in_matrix(("padded", (padded(96, -3.5), "float32")), ("shifted", (shifted(80), "float32")))),
+    **dict(
+        in_matrix(
+            ("exchanged_half", (exchanged(*UNLIKELY), "bfloat16")),
+            ("clean_half", (None, "bfloat16")),
+            ("padded", (padded(96, -3.5), "float32")),
+            ("shifted", (shifted(80), "float32")),
+        )
+    ),
 }
+
+
+EXCHANGED = 3.0
+"""Nats that two ids are apart, at the least: a sampled one differs from the model's by so much."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +56,9 @@ def examined(url, model, capsys):
     """The doctor's rows by name, and its findings."""
     status = cli.main(["doctor", "--url", url, "--model", str(model), "--json"])
     printed = capsys.readouterr()
-    assert status in (0, 1), printed.err
+    told = printed.out + printed.err
+    # Of ids that the model lacks one may be sampled: then a question ends there, and says so.
+    assert status in (0, 1) or (status == 2 and "it sampled id" in told), told
     (server,) = json.loads(printed.out)["servers"]
     return {row["check"]: row for row in server["rows"]}, [one["name"] for one in server["findings"]]
 
@@ -56,17 +67,23 @@ def test_output_layer_that_is_otherwise_then_its_ids_are_named_and_a_right_one_h
     served, model, capsys
 ):
     name, url = served
-    for _ in range(3 if name.startswith("clean") else 1):  # prompts are new ones each time
+    usual = {"model_difference"} if name.endswith("half") else set()
+    # Prompts are new ones each time. An exchanged id is sampled, and seen so, in 1 of 20 examinations.
+    for _ in range(3):
         rows, findings = examined(url, model, capsys)
-        row = rows[CHECK]
-        usual = {"model_difference"} if name.endswith("half") else set()
+        if any("it sampled id" in row["message"] for row in rows.values()):
+            assert name == "padded"
+            continue
+        row, largest = rows[CHECK], rows["model difference"]["numbers"]["max"]
         if name.startswith("clean"):
             assert row["status"] == "ok" and set(findings) <= usual, row
             assert row["numbers"]["ids"] == row["numbers"]["vocabulary"] == 83
+        elif not (name.startswith("exchanged") and largest > EXCHANGED):
+            break
     if name.startswith("exchanged"):
         # Sampled tokens agree: nothing else is found.
         assert set(findings) - usual == {"ids_differ"}
-        assert rows["model difference"]["numbers"]["max"] < (0.5 if usual else 1e-5)
+        assert largest < (0.5 if usual else 1e-5)
         one, other = UNLIKELY
         assert set(row["numbers"]["off"]) == {str(one), str(other)}
         assert f"id {one} 'h' has the log-probs of {other} " in row["message"]
@@ -74,7 +91,7 @@ def test_output_layer_that_is_otherwise_then_its_ids_are_named_and_a_right_one_h
     if name == "shifted":
         assert "ids_differ" in findings and set(row["numbers"]["off"]) == {"80", "81", "82"}
         assert "has the log-probs of 81 " in row["message"]
-    if name == "padded":
+    if name == "padded" and "it sampled id" not in str(rows):
         # They are less likely than most others, so the lists have but a few of them, or none.
         assert findings == ["ids_differ"] and row["numbers"]["off"] == {}, row
         assert "the model lacks" in row["message"] and "of the mass" in row["message"]
