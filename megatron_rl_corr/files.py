@@ -3,6 +3,7 @@ they are needed.
 """
 
 import errno
+import hashlib
 import os
 import re
 import tempfile
@@ -61,6 +62,12 @@ def write_atomically(path: str | os.PathLike, content: bytes, *, mode: int = 0o6
     with atomic_writer(path, mode=mode) as file:
         file.write(content)
     return Path(path)
+
+
+def sha256_of(path: str | os.PathLike) -> str:
+    """SHA-256 of a file of any size, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_writable(folder: str | os.PathLike, option: str) -> None:

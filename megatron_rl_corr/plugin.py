@@ -105,10 +105,8 @@ def _launch(script: str | None, arguments: Sequence[str]) -> Callable[[], dict[s
     """What makes the record of this start, on the rank that writes it."""
     from megatron_rl_corr.observability.launch_record import launch_record, variables_of_numbers
 
-    folder, environment = (
-        os.getcwd(),
-        variables_of_numbers(),
-    )  # scripts go elsewhere, and Megatron sets its own
+    # As they are now: scripts go to another folder, and Megatron sets variables of its own.
+    folder, environment = os.getcwd(), variables_of_numbers()
 
     def made() -> dict[str, Any]:
         from megatron_rl_corr.mcore import versions

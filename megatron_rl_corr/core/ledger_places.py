@@ -13,6 +13,7 @@ from statistics import NormalDist
 CHANCE = 1e-3
 """Chance at which a place is named where places do not differ, of all places of a kind together."""
 LEAST_TOKENS = 64
+"""Fewer tokens blame nothing."""
 LEAST_UNITS = 4
 LEAST_EXCESS = 2.0
 """mean e^2 of a place is so many times that of the others, at least."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_rl_corr.core.ledger_places import place_lines
+from megatron_rl_corr.core.ledger_places import LEAST_TOKENS, place_lines
 
 TERMS = ("staleness", "routing", "head", "rounding", "rest", "decode")
 """The steps from the trainer's policy to the sampler's, in their order."""
@@ -31,8 +31,6 @@ AS_TEMPERATURE = 0.8
 """Share of the decode term from which on it is said to look like another temperature."""
 SURPLUS_ERRORS = 5.0
 """Standard errors from which on a surplus of log p + entropy is no chance: 3e-7 of the time."""
-LEAST_TOKENS = 64
-"""Fewer tokens blame nothing."""
 WORDS = {
     "staleness": "staleness",
     "routing": "routing",
@@ -147,15 +145,13 @@ def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = (), urls:
     if any(name in UNEXPLAINED for name, _ in blamed):
         told = place_lines(numbers, _name_of_rest(numbers), urls) + cause_lines(numbers)
         line += "".join(f"; {one}" for one in told)
-    line += sampling_words(numbers)
-    if distance := distance_line(numbers):
-        line += f"; {distance}"
+    line += "".join(f"; {one}" for one in (sampling_line(numbers), distance_line(numbers)) if one)
     if absent:
         line += "; in the rest, as no pass takes them: " + ", ".join(absent)
     return line
 
 
-def sampling_words(numbers: Mapping[str, float]) -> str:
+def sampling_line(numbers: Mapping[str, float]) -> str:
     """What is said of a sampler that draws otherwise than its log-probs have it; "" of one that does not.
 
     With g = log p + H(p) of the trainer's policy p and D = log p - log mu of the sampler's,
@@ -177,7 +173,7 @@ def sampling_words(numbers: Mapping[str, float]) -> str:
         else ("less", "a higher temperature")
     )
     return (
-        f"; sampled tokens are {more} probable than their log-probs have it, by {abs(surplus):.2g} nats each "
+        f"sampled tokens are {more} probable than their log-probs have it, by {abs(surplus):.2g} nats each "
         f"({abs(surplus) / error:.0f} standard errors), as with {what} that the run does not know of: "
         "megatron-rl-corr doctor"
     )

@@ -4,7 +4,6 @@ can be done again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl_corr.engines.secrets import without_lookalikes, without_secret_words
+from megatron_rl_corr.files import sha256_of
 
 LAUNCHES = "launches"
 """Key of run.json: a record of each start whose steps are in metrics.jsonl."""
@@ -99,7 +99,7 @@ def hashes_of_files(words: Sequence[str], folder: str) -> dict[str, str]:
             path = Path(folder, named)
             shown = named == without_lookalikes(named, os.environ)
             if shown and path.suffix in _HASHED and path.is_file():
-                found[named] = hashlib.sha256(path.read_bytes()).hexdigest()
+                found[named] = sha256_of(path)
     return found
 
 

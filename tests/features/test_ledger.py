@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.flags import parse
+from megatron_rl_corr.core.ledger_places import LEAST_TOKENS
 from megatron_rl_corr.core.ledger_verdict import (
-    LEAST_TOKENS,
     NOISE,
     blamed_terms,
-    sampling_words,
+    sampling_line,
     verdict_line,
 )
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
@@ -214,7 +214,7 @@ def drawn(seed, *, tokens=4000, top_p=1.0, heat=1.0, noise=0.0):
 def surplus_of(slope, difference):
     found = {name: metric.value() for name, metric in surplus_metrics(slope, slope.isfinite()).items()}
     sizes = {"ledger/tokens": len(slope), "ledger/mean_square": difference.square().mean().item()}
-    return sampling_words(found | sizes)
+    return sampling_line(found | sizes)
 
 
 def test_surplus_of_two_tokens_then_the_numbers_by_hand():
@@ -225,13 +225,11 @@ def test_surplus_of_two_tokens_then_the_numbers_by_hand():
     }
     numbers = {"ledger/tokens": 100, "ledger/mean_square": 0.01, "ledger/sampling/surplus_square": 4.0}
     # 0.1 * 2 may be of D, and 5 * 2 / 10 of chance.
-    assert sampling_words(numbers | {"ledger/sampling/surplus": 1.19}) == ""
-    assert "by 1.2 nats each (6 standard errors)" in sampling_words(
+    assert sampling_line(numbers | {"ledger/sampling/surplus": 1.19}) == ""
+    assert "by 1.2 nats each (6 standard errors)" in sampling_line(
         numbers | {"ledger/sampling/surplus": 1.21}
     )
-    assert (
-        sampling_words(numbers | {"ledger/sampling/surplus": 1.21, "ledger/tokens": LEAST_TOKENS - 1}) == ""
-    )
+    assert sampling_line(numbers | {"ledger/sampling/surplus": 1.21, "ledger/tokens": LEAST_TOKENS - 1}) == ""
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.01, 0.1, 1.0])

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tests.faults.door import Door
 from tests.features.test_ledger_causes_runs import EPSILON, PARALLEL, server_of
 from tests.mcore.launched import launch, write_data
-from tests.tiers import IN_MATRIX, in_matrix, matrix
+from tests.tiers import in_matrix, long, matrix
 
 pytestmark = matrix
 
@@ -160,7 +160,7 @@ def test_server_with_old_weights_then_the_ledger_says_in_which_parts(run, name):
             assert "is as if servers had the weights of the version before" in line
 
 
-@pytest.mark.skipif(not IN_MATRIX, reason="make test-matrix runs it")
+@long
 @pytest.mark.parametrize("name", ["one_epsilon", "one_epsilon_ep2", "one_layer"])
 def test_one_of_two_servers_that_differs_then_it_is_named_with_what_it_does(run, name):
     lines, steps = run(name)
@@ -172,7 +172,7 @@ def test_one_of_two_servers_that_differs_then_it_is_named_with_what_it_does(run,
         assert step["ledger/at/server/2/share"] > 0.99
 
 
-@pytest.mark.skipif(not IN_MATRIX, reason="make test-matrix runs it")
+@long
 def test_experts_exchanged_on_one_rank_then_the_layer_is_named_and_no_other_rank(run):
     lines, _ = run("experts")
     for line in lines:
@@ -180,14 +180,14 @@ def test_experts_exchanged_on_one_rank_then_the_layer_is_named_and_no_other_rank
         assert "expert-parallel rank 0" not in line and "weights of the version before" not in line, line
 
 
-@pytest.mark.skipif(not IN_MATRIX, reason="make test-matrix runs it")
+@long
 def test_all_servers_alike_in_another_epsilon_then_no_place_is_named(run):
     lines, steps = run("epsilon")
     assert all(list(causes_of(step)) == ["norm_epsilon/1e-05"] for step in steps), lines
     assert not any("expert-parallel" in line or "server " in line for line in lines), lines
 
 
-@pytest.mark.skipif(not IN_MATRIX, reason="make test-matrix runs it")
+@long
 @pytest.mark.parametrize("name", ["clean", "clean_pp2", "clean_ep2", "clean_half"])
 def test_two_servers_alike_then_nothing_is_blamed(run, name):
     lines, steps = run(name)

@@ -13,7 +13,7 @@ import pytest
 from megatron_rl_corr.core.ledger_verdict import blamed_terms
 from tests.faults.door import Door
 from tests.features.test_ledger_causes_runs import EPSILON, FLAT, positions, server_of, stretched
-from tests.features.test_ledger_places_runs import RUN, Spoiled, exchanged, stale
+from tests.features.test_ledger_places_runs import RUN, Spoiled, causes_of, exchanged, stale
 from tests.mcore.launched import launch, write_data
 from tests.tiers import long
 
@@ -212,16 +212,6 @@ def verdicts(server, tiny_moe_dir, tmp_path):
         return list(zip(lines, steps, strict=True))[late:]
 
     return made
-
-
-def causes_of(step):
-    """Names, the largest share first."""
-    found = {
-        name.removeprefix("ledger/as/").removesuffix("/share"): value
-        for name, value in step.items()
-        if name.startswith("ledger/as/") and name.endswith("/share")
-    }
-    return sorted(found, key=lambda name: -found[name])
 
 
 @long

@@ -57,29 +57,29 @@ async def ask_vocabulary(
     count = min(vocab_size, LISTED, probe.engine.most_likeliest(await probe.info()))
     scores = [await probe.score(one.prompt, one.output, likeliest=count) for one in answers]
     model = Model(*(_log_probs(logits, vocab_size) for logits in (exact, rounded)))
-    comparison = Comparison(model, _listed(scores), half)
+    top, ids = _lists(scores)
+    listed = IdLogprobs(np.repeat(np.arange(len(top)), top.shape[1]), ids.ravel(), top.ravel())
+    comparison = Comparison(model, listed, half)
     prefixes = [[*one.prompt, *one.output[:at]] for one in answers for at in range(len(one.output))]
     seen = await _ask_ids(probe, comparison, prefixes)
-    return judge_vocabulary(comparison, seen, _distances(model, scores), text_of)
+    return judge_vocabulary(comparison, seen, _distances(model, top, ids), text_of)
 
 
 def _log_probs(logits: Sequence[torch.Tensor], vocab_size: int) -> np.ndarray:
     return torch.log_softmax(torch.cat(list(logits))[:, :vocab_size].float(), -1).numpy()
 
 
-def _listed(scores: Sequence[TokenScores]) -> IdLogprobs:
+def _lists(scores: Sequence[TokenScores]) -> tuple[np.ndarray, np.ndarray]:
+    """(log-probs, -inf of an id without mass; ids) of the likeliest at all places, [C, K] each."""
     top, ids = (np.concatenate([vars(one)[name] for one in scores]) for name in ("top", "top_ids"))
-    places = np.repeat(np.arange(len(top)), top.shape[1])
-    return IdLogprobs(places, ids.ravel(), np.where(np.isnan(top), -np.inf, top).ravel())
+    return np.where(np.isnan(top), -np.inf, top), ids
 
 
-def _distances(model: Model, scores: Sequence[TokenScores]) -> dict[str, float]:
+def _distances(model: Model, top: np.ndarray, ids: np.ndarray) -> dict[str, float]:
     """Means over the places: KL(server || model), bounds of the total variation, the listed mass."""
-    top, ids = (np.concatenate([vars(one)[name] for one in scores]) for name in ("top", "top_ids"))
     own = np.pad(model.exact, ((0, 0), (0, 1)), constant_values=-np.inf)  # of ids that the model lacks
-    given = np.where(np.isnan(top), -np.inf, top)
     train = np.take_along_axis(own, np.minimum(ids, own.shape[1] - 1), axis=1)
-    far = listed_distances(torch.from_numpy(given), torch.from_numpy(train))
+    far = listed_distances(torch.from_numpy(top), torch.from_numpy(train))
     return {name: float(vars(far)[name].mean()) for name in ("kl", "least_tv", "most_tv", "mass")}
 
 

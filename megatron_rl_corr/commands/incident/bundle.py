@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from megatron_rl_corr.files import sha256_of
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 """Version of the manifest."""
-_BLOCK = 1 << 20
 
 
 @contextmanager
@@ -102,8 +103,4 @@ def _names(folder: Path) -> list[str]:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from megatron_rl_corr.commands.incident.start_point import StartPoint
 from megatron_rl_corr.config.flags import flags_by_field
 from megatron_rl_corr.core.auto_weights import LEVELS
 from megatron_rl_corr.engines.secrets import without_lookalikes
+from megatron_rl_corr.files import sha256_of
 
 CORRECTION_FILE = "files/correction.yaml"
 """Where the file of --rollout-correction-config is in a bundle."""
@@ -177,7 +177,7 @@ def _check_correction_file(
     """The file of --rollout-correction-config goes with the bundle, where it is as the run has read it."""
     named, flag = given.get("rollout_correction_config"), flags_by_field()["rollout_correction_config"]
     path = None if named is None else run.located(named, launch)
-    if path is None or _hash_of(path) != launch.record["files"].get(named):
+    if path is None or sha256_of(path) != launch.record["files"].get(named):
         return  # changed_files tells it
     text = path.read_text(encoding="utf-8", errors="replace")
     if without_lookalikes(text, environment) == text:
@@ -201,13 +201,9 @@ def changed_files(run: RecordedRun, launch: Launch, words: Sequence[str]) -> lis
             continue
         if path is None or not path.is_file():
             found.append(f"{named}, which the command names, is not there any more")
-        elif _hash_of(path) != sha256:
+        elif sha256_of(path) != sha256:
             found.append(f"{path}, which the command names, has changed since the run was started")
     return found
-
-
-def _hash_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _check_state(launch: Launch, start: StartPoint, found: Findings) -> None:

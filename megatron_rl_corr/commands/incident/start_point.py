@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl_corr.commands.incident.recorded_run import Launch, RecordedRun
+from megatron_rl_corr.files import sha256_of
 
 TRACKER = "latest_checkpointed_iteration.txt"
 CURSOR = "rollout_cursor.json"
@@ -103,4 +103,4 @@ def _described(path: Path) -> dict[str, Any]:
     size = path.stat().st_size
     if size > _HASHED:
         return {"bytes": size}
-    return {"bytes": size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    return {"bytes": size, "sha256": sha256_of(path)}

@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.core.ledger_verdict import LEAST_TOKENS, SAME
+from megatron_rl_corr.core.ledger_places import LEAST_TOKENS
+from megatron_rl_corr.core.ledger_verdict import SAME
 from megatron_rl_corr.features.ledger.old_weights import Node, NodeSums, find_old_parts, name_of
 from megatron_rl_corr.features.ledger.suspects import SIZED, SWITCHED, Suspect
 from megatron_rl_corr.reduce.collectives import collective

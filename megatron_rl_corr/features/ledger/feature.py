@@ -275,7 +275,9 @@ class LedgerFeature(Feature):
         measured = _Measured(scored, share_packs(batch, samples, shape, layout))
         part = measured.packs.batch
         servers = server_places(trajectories, len(samples), self.options.urls, layout)
-        held = scored.routes.shares_of_ranks(measured.packs.places[:-1], layout.expert_groups.size)
+        held, ranks = None, layout.expert_groups.size
+        if ranks > 1:
+            held = scored.routes.shares_of_ranks(measured.packs.places[:-1], ranks)
         with forward.gathered(), compat.attention_logits_kept(forward.model):
             lags = self._lags(measured)
             behind = self._passes_behind(measured, lags)
@@ -343,7 +345,7 @@ class LedgerFeature(Feature):
         found, part = {}, by_place.part
         if part.engine_ids is not None:
             found = engine_table(by_place.of_samples(part.engine_ids, len(part.engines)), part.engines)
-        if held is not None and held.shape[1] > 1:
+        if held is not None:
             found |= routed_table(by_place.of_experts(held))
         return found
 
