@@ -81,8 +81,7 @@ def train_on_schedule(
         arm: one of all_arms, or AUTO.
 
     Returns:
-        The runs; and int64 [steps, B], the level that each step had, len(LEVELS) where it made no update
-        (AUTO alone; else -1).
+        The runs; and int64 [steps, B], the level that each step had (AUTO alone; else -1).
     """
     begun = Begun.of(setting, seeds)
     world, rewards, noise, optimiser = begun.world, begun.rewards, begun.noise, begun.optimiser
@@ -100,11 +99,8 @@ def train_on_schedule(
             )
         if arm == AUTO:
             found = [measured_mismatch(d) for d in log_ratios(world, theta, drawn)]
-            beyond = torch.tensor([one.is_beyond_weights for one in found])
-            level = torch.tensor([LEVELS.index(one.level) for one in weights])
-            levels.append(torch.where(beyond, len(LEVELS), level))
+            levels.append(torch.tensor([LEVELS.index(one.level) for one in weights]))
             gradient = _by_level(world, theta, drawn, noise, now, weights)
-            gradient[beyond] = 0.0
             weights = [one.after(mismatch) for one, mismatch in zip(weights, found, strict=True)]
         else:
             levels.append(torch.full((len(seeds),), -1))
@@ -130,7 +126,8 @@ def _by_level(
     setting: Setting,
     weights: Sequence[AutoWeights],
 ) -> Tensor:
-    """The gradient of each seed with the weights that it has chosen."""
+    """The gradient of each seed with the weights that it has chosen, and with a baseline."""
+    setting = dataclasses.replace(setting, advantage="group_mean")  # batch_mean: a seed's batch is a group
     gradient = torch.zeros_like(theta)
     for one in set(weights):
         mine = torch.tensor([place for place, other in enumerate(weights) if other == one])
@@ -160,13 +157,12 @@ def table_of_auto(found: dict[str, dict[str, tuple[Runs, Tensor]]]) -> str:
                 f"{int((auto >= end - NEAR).sum())} of {len(end)} |"
             )
     lines += ["", "Share of steps and seeds at each level of auto, by phase:", ""]
-    levels = (*LEVELS, "no update")
-    lines += ["| setting | phase | " + " | ".join(levels) + " |", "|---|---|" + "---|" * len(levels)]
+    lines += ["| setting | phase | " + " | ".join(LEVELS) + " |", "|---|---|" + "---|" * len(LEVELS)]
     for setting, arms in found.items():
         begin = 0
         for phase in SCHEDULE:
             part = arms[AUTO][1][begin : begin + phase.steps]
-            shares = [f"{(part == level).double().mean():.2f}" for level in range(len(levels))]
+            shares = [f"{(part == level).double().mean():.2f}" for level in range(len(LEVELS))]
             lines.append(f"| {setting} | {phase.name} | " + " | ".join(shares) + " |")
             begin += phase.steps
     return "\n".join(lines) + "\n"

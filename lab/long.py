@@ -58,8 +58,8 @@ class LongRow:
     """N -> arm -> bias2 + variance / N; doing nothing has 1."""
 
     def chosen(self, batch: int) -> str:
-        """The arm that the rule takes for the next batch, coming from token weights; or no step."""
-        return NO_STEP if self.mismatch.is_beyond_weights else AutoWeights(batch).after(self.mismatch).level
+        """The arm that the rule takes for the next batch, coming from token weights."""
+        return AutoWeights(batch).after(self.mismatch).level
 
 
 def expected_share(theta: Tensor, length: int) -> Tensor:
@@ -122,7 +122,8 @@ def measured(cell: LongCell, responses: int | None = None) -> LongRow:
     contexts, tokens = _draw(log_mu, responses or DRAWN_RESPONSES[cell.length], generator)
     places = torch.arange(cell.length)
     train, rollout = log_p[contexts, tokens], log_mu[places, contexts, tokens]
-    advantages = right_share(tokens, VOCABULARY) - expected_share(theta, cell.length)
+    rewards = right_share(tokens, VOCABULARY)
+    advantages = rewards - rewards.mean()  # as the means of groups and batches are: of what was sampled
     samples = Samples(train, rollout, advantages, places >= cell.length // 2, torch.zeros_like(train))
     truth = gradient(theta, cell.length).flatten()
     errors = {}
@@ -140,8 +141,7 @@ def measured_mismatch(d: Tensor) -> MeasuredMismatch:
     """What a trainer measures of log-ratios [S, T]."""
     products = d.sum(dim=1).exp()
     ess = products.sum() ** 2 / products.square().sum() / len(products)
-    large = (d.abs() > math.log(2)).double().mean()
-    return MeasuredMismatch(ess.item(), products.mean().item(), large.item())
+    return MeasuredMismatch(ess.item(), products.mean().item())
 
 
 def arms_of(batch: int) -> dict[str, RolloutCorrectionConfig]:

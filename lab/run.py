@@ -48,8 +48,8 @@ FIRST_SEED = 1000
 """Seeds from 0 on are for looking around: settings were chosen with them, and results are of others."""
 MAIN_TASK, LONGEST_OF_ALL = "outcome", 6
 """The task and the length up to which all arms are measured; the rest has the arms that are drawn."""
-COMPARED_KINDS, MOST_COMPARED = ("rounding", "tail", "lag"), 2
-"""Kinds of mismatch in which other policies are compared with tables, and policies a cell."""
+COMPARED_KINDS, LONGEST_COMPARED, MOST_COMPARED = ("rounding", "tail", "lag"), 4, 2
+"""Kinds of mismatch and the length up to which others are compared with tables, and policies a cell."""
 COUPLED_BATCH, COUPLED_BATCHES = 64, 400
 COUPLED_CELLS = tuple(Cell(MAIN_TASK, kind, size, 4) for kind, size in (("rounding", 1.0), ("lag", 8)))
 BASELINES = ("group_mean", "grpo", "rloo")
@@ -131,9 +131,11 @@ def show_map(out: Path, rows: list[Row]) -> None:
 
 def make_policies(out: Path, kinds: Iterable[str], lengths: Iterable[int], workers: int) -> None:
     """policies.md: whether the map's order holds for other policies."""
+    kinds = [kind for kind in kinds if kind in COMPARED_KINDS]
+    lengths = [length for length in lengths if length <= LONGEST_COMPARED]
     cells = [
         replace(cell, policy_kind=kind)
-        for cell in cells_of([MAIN_TASK], [kind for kind in kinds if kind in COMPARED_KINDS], lengths)
+        for cell in cells_of([MAIN_TASK], kinds, lengths)
         for kind in POLICY_KINDS
     ]
     rows = [row for _, found in spread(_compared, cells, workers, "policies") for row in found]

@@ -16,3 +16,8 @@ def reward(prompt, output_ids, finish_reason):
     wanted = KINDS[prompt.metadata["kind"]]
     right = sum(token < len(CHARACTERS) and CHARACTERS[token] in wanted for token in output_ids)
     return right / prompt.metadata["wanted_tokens"]
+
+
+def less(prompt, output_ids, finish_reason):
+    """The same less 2: below 0 for every response, so that raw rewards have no baseline that fits."""
+    return reward(prompt, output_ids, finish_reason) - 2.0

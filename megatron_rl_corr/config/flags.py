@@ -319,11 +319,16 @@ def correction_config(given: Mapping[str, Any], unknown: Collection[str] = ()) -
             ],
             config,
         )
-    return config if given.get("correction") is None else _begun_auto(config)
+    if given.get("correction") is None:
+        return config
+    return _begun_auto(config, "batch_mean" if given.get("group_size") == 1 else "group_mean")
 
 
-def _begun_auto(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The correction with the weights that a run which chooses them begins with."""
+def _begun_auto(config: RolloutCorrectionConfig, with_baseline: str) -> RolloutCorrectionConfig:
+    """The correction with the weights that a run which chooses them begins with.
+
+    with_baseline: the advantage in the place of raw, of which bounded weights leave a part.
+    """
     refused = {
         f"drop `rollout_is` {config.rollout_is}, and a preset that has it": config.rollout_is is not None,
         "in bypass mode weights are of each microbatch's policy, for which the rule was not measured; drop "
@@ -335,6 +340,8 @@ def _begun_auto(config: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
     given = [text for text, is_given in refused.items() if is_given]
     if given:
         raise Refusal([f"`correction` auto chooses the weights: {text}" for text in given], config)
+    if config.advantage_kind == "raw":
+        config = dataclasses.replace(config, advantage=with_baseline)
     # the bound that it trains with follows from the size of its batch
     return dataclasses.replace(config, rollout_is="token", rollout_is_upper=2.0)
 

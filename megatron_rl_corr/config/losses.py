@@ -14,6 +14,7 @@ ADVANTAGES = (
     "group_mean",
     "rloo",
     "raw",
+    "batch_mean",
     "reinforce_plus_plus",
     "reinforce_plus_plus_baseline",
     "otb",
@@ -22,7 +23,7 @@ WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
 """Advantages that are divided by their standard deviation over the tokens of the global batch."""
 BY_TOKEN = ("otb",)
 """Advantages of which each token of a response has its own."""
-WITHOUT_GROUPS = ("raw", "reinforce_plus_plus")
+WITHOUT_GROUPS = ("raw", "batch_mean", "reinforce_plus_plus")
 """Advantages that do not compare a response with others of its prompt."""
 KL_TYPES = ("k1", "k2", "k3", "k3+", "unbiased")
 DUAL_CLIP = 3.0

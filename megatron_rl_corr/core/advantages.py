@@ -37,8 +37,8 @@ def group_advantages(
     in the baseline.
 
     group_mean: r - mean. grpo: that over (population std + 1e-6). rloo: r - mean of the other rows; for a row
-    outside the baseline all that count are others. raw: r. A row whose group has no row to compare it with
-    gets 0. reinforce_plus_plus: r `whitened` over the tokens of the global batch;
+    outside the baseline all that count are others. raw: r. batch_mean: r - mean over the global batch. A row
+    with no row to compare it with gets 0. reinforce_plus_plus: r `whitened` over the tokens of the batch;
     reinforce_plus_plus_baseline: r - the mean of its group, whitened.
 
     Where several rows are of one episode, its group counts it once, with the mean reward of those of its rows
@@ -82,6 +82,11 @@ def group_advantages(
         rows = sums_of_episodes(counted, episode_ids)
         own, present = sums_of_episodes(own, episode_ids) / rows.clamp(min=1), (rows > 0).double()
         groups = torch.zeros_like(group_ids).scatter_(0, episode_ids, group_ids)
+
+    if kind == "batch_mean":
+        sums = torch.stack([present.sum(), own.sum()])
+        count, total = (sums if all_reduce_batch is None else all_reduce_batch(sums)).unbind()
+        return torch.where(count > 0, values - total / count.clamp(min=1), 0.0).float()
 
     def group_sum(summed: Tensor) -> Tensor:
         return summed.new_zeros(num_groups).index_add_(0, groups, summed)

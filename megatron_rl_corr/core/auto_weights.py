@@ -2,13 +2,16 @@
 
 The rule, for updates of n sequences with products w of their tokens' ratios rho:
 
-    sequence    min(w, c)     where ESS / n of w is at least 0.3, and the mean of w in 1/2 to 2
+    sequence    min(w, c)     where ESS / n of w is at least 0.5, and the mean of w in 1/2 to 2
     token       min(rho, c)   else
     c           max(2, sqrt(n) / 4)
 
-Sequence weights that were left are taken again at ESS / n of 0.5. A batch of which more than 0.4 of the
-tokens have rho outside 1/2 to 2 makes no update. docs/explanation/laboratory.md measures the rule; caps
-that grow with sqrt(n) are Ionides's (2008, Truncated importance sampling).
+They are taken from ESS / n of 0.8 on, and left below 0.5. docs/explanation/laboratory.md measures the
+rule; caps that grow with sqrt(n) are Ionides's (2008, Truncated importance sampling).
+
+Advantages without a baseline get one: raw becomes group_mean, of groups of 1 batch_mean. A baseline b that is
+off by much adds E_mu[w psi b] to the gradient, which is 0 for w = rho, but not for weights that a bound cuts,
+and it pulls the policy one way for as long as the mismatch lasts.
 """
 
 from __future__ import annotations
@@ -24,14 +27,12 @@ from megatron_rl_corr.core.metric_spec import MetricSpec, in_group
 Level = Literal["token", "sequence"]
 LEVELS: tuple[Level, ...] = ("token", "sequence")
 """By their numbers in auto/level."""
-FEWEST, ENOUGH = 0.3, 0.5
+FEWEST, ENOUGH = 0.5, 0.8
 """ESS / n: sequence weights are left below the first, and taken again from the second on."""
 FURTHEST_MEAN = 2.0
 """E_mu[w] is 1, and the ESS does not see a factor that all w have: where all log-probs are off alike, or
 where products are beyond what their clamp tells apart.
 """
-MOST_LARGE = 0.4
-"""Share of tokens with |D| > ln 2. A share, as one absurd token decides a variance."""
 LEAST_CAP = 2.0
 
 
@@ -39,14 +40,12 @@ LEAST_CAP = 2.0
 class MeasuredMismatch:
     """What the rule needs of a batch, over all its valid tokens, also those that rules reject.
 
-    Example: MeasuredMismatch(ess=0.98, mean_product=1.01, large=0.001)
+    Example: MeasuredMismatch(ess=0.98, mean_product=1.01)
     """
 
     ess: float = math.nan
     """ESS / n of the products; NaN where there is no sequence."""
     mean_product: float = 1.0
-    large: float = 0.0
-    """Share of tokens with |D| > ln 2."""
 
     @classmethod
     def of(cls, numbers: Mapping[str, float]) -> MeasuredMismatch:
@@ -59,12 +58,7 @@ class MeasuredMismatch:
         """
         ess = numbers["rollout_corr/ess_sequences"]
         squares = 1 + numbers["rollout_corr/chi2_seq"]
-        return cls(ess, math.sqrt(max(0.0, ess * squares)), numbers["rollout_corr/log_ratio_large_fraction"])
-
-    @property
-    def is_beyond_weights(self) -> bool:
-        """No weights of these samples were worth a step."""
-        return self.large > MOST_LARGE
+        return cls(ess, math.sqrt(max(0.0, ess * squares)))
 
 
 @dataclass(frozen=True)

@@ -51,10 +51,16 @@ CAUSES = {
     "expert_bias": "no bias in the choice of experts",
     "logit_scale": "logits times {}",
     "weights": "the weights of the version before{}",
+    "fp8_weights": "weights rounded to block-wise FP8{}",
+    "int4_weights": "weights rounded to 4 bits in groups{}",
+    "experts": "others in the places of {}",
+    "routes": "chosen the trainer's {} experts, not those that they report",
 }
 """What servers may compute otherwise, by the kind of the suspect that the rest looks like."""
 SIZED = ("norm_epsilon", "rotary_base", "rotary_stretch", "weights")
 """Kinds of which there may be more or less than was tried."""
+MOST_SCORED = 0.5
+"""Where servers have scored fewer of the tokens, a temperature is told from logits by the run alone."""
 SAME = (0.9, 1.1)
 """Factors between which a change is as large as the one that was tried."""
 
@@ -193,10 +199,14 @@ def cause_lines(numbers: Mapping[str, float]) -> list[str]:
     for name in sorted(names, key=lambda name: -numbers[f"ledger/as/{name}/share"]):
         share, times = (numbers[f"ledger/as/{name}/{part}"] for part in ("share", "times"))
         kind, _, value = name.partition("/")
-        sized = _parts_in_words(value) if kind == "weights" else value.replace("_", " ") or f"{times:.3g}"
+        sized = _PARTS[kind](value) if kind in _PARTS else value.replace("_", " ") or f"{times:.3g}"
         words = CAUSES.get(kind, f"{kind} {{}}").format(sized)
         is_same = kind not in SIZED or SAME[0] <= times <= SAME[1]
         size = "" if is_same else f", {times:.2g} times as much"
+        scored = numbers.get("ledger/decode/known", 0.0)
+        if kind == "logit_scale" and scored < MOST_SCORED:
+            why = ": their weights have moved on" if "ledger/decode/known" in numbers else ""
+            size = f", or sampled at a temperature of {1 / times:.2g}{why}"
         told = _percent(share) if share >= 0.005 else "<1 %"
         lines.append(f"{told} of {_name_of_rest(numbers)} is as if {whose} had {words}{size}")
     return lines
@@ -206,12 +216,26 @@ def _name_of_rest(numbers: Mapping[str, float]) -> str:
     return "routing and rest" if "ledger/routing/share" in numbers else "the rest"
 
 
-def _parts_in_words(parts: str) -> str:
+def _layers_in_words(parts: str) -> str:
     """in the embedding and layers 3 to 7, of embedding+layers_3-7."""
-    if parts == "previous":
-        return ""
+    return "" if parts in ("previous", "all") else f" in {_parts_in_words(parts)}"
+
+
+def _parts_in_words(parts: str) -> str:
     names = [one.replace("_", " ").replace("-", " to ") for one in parts.split("+")]
-    return " in " + " and ".join(name if name.startswith("layer") else f"the {name}" for name in names)
+    return " and ".join(name if name[-1].isdigit() else f"the {name}" for name in names)
+
+
+def _experts_in_words(parts: str) -> str:
+    """experts 5 to 6 of expert-parallel rank 1, of rank_1/experts_5-6."""
+    *rank, some = parts.split("/")
+    if some.startswith("rank_"):
+        return f"the experts of expert-parallel {some.replace('_', ' ')}"
+    return _parts_in_words(some) + "".join(f" of expert-parallel {one.replace('_', ' ')}" for one in rank)
+
+
+_PARTS = dict.fromkeys(("weights", "fp8_weights", "int4_weights"), _layers_in_words)
+_PARTS |= {"experts": _experts_in_words}
 
 
 def _percent(share: float) -> str:

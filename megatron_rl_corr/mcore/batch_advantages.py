@@ -38,8 +38,8 @@ def advantages_of_batch(
     """The advantage of each sequence, [S] float32.
 
     Over dp x cp: one all-reduce of the groups' sums, where groups are parted; one of three numbers for a kind
-    that is whitened; for the user's function one all-gather of four numbers a sample. Without a correction,
-    one all-reduce over cp for the last two.
+    that is whitened, of two for the batch's mean; for the user's function one all-gather of four numbers a
+    sample. Without a correction, one all-reduce over cp for those that count tokens.
 
     Args:
         batch: this rank's tokens.

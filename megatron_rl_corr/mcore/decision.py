@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl_corr.core.auto_weights import MOST_LARGE, MeasuredMismatch
+from megatron_rl_corr.core.auto_weights import MeasuredMismatch
 from megatron_rl_corr.core.ratios import k3
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.layout import Layout
@@ -28,12 +28,6 @@ NO_GRADIENT = (
     "no token of this step has a gradient, as every advantage or weight is 0: no update. If the rewards of "
     "each prompt's samples are equal (rollout/groups_without_spread), the prompts are too easy or too hard, "
     "or the servers gave one sample many times (rollout/duplicate_samples)"
-)
-BEYOND_WEIGHTS = (
-    "--rollout-correction auto: {share:.0%} of the batch's tokens are more than twice as likely on one side "
-    "as on the other, above {most:.0%}: no weights of them are worth a step, and the batch makes no update. "
-    "Find the cause: a lower --rollout-max-lag, --router-replay R3 for MoE, a server's --dtype or sampling "
-    "(megatron-rl-corr doctor), shares by cause (megatron-rl-corr diagnose)"
 )
 
 
@@ -63,7 +57,7 @@ class Decision:
             # The loss makes the correction, of the policy as it is, over the very samples of the update, and
             # there are no rules: with them it counts what they leave.
             counted["ess"] = numbers["rollout_corr/ess_sequences"]
-        if "rollout_corr/log_ratio_large_fraction" in numbers:
+        if "rollout_corr/chi2_seq" in numbers:
             counted["mismatch"] = MeasuredMismatch.of(numbers)
         return cls(**counted)
 
@@ -102,13 +96,6 @@ class Decision:
     def step_scale(self) -> float:
         """VCPO's factor of the update, sqrt(ESS / n)."""
         return math.sqrt(self.ess)
-
-    @property
-    def beyond_weights(self) -> str | None:
-        """Why a run that chooses its weights leaves the batch out; None: it does not."""
-        if not self.mismatch.is_beyond_weights:
-            return None
-        return BEYOND_WEIGHTS.format(share=self.mismatch.large, most=MOST_LARGE)
 
     def print_why_not(self, layout: Layout, left_out: str | None) -> None:
         """Tell the user, on the rank that reports, why no update is made. left_out: of a batch

@@ -325,8 +325,6 @@ class CorrectedStep:
         if self._is_first(iteration):
             all_reduce_failure(self.first_step.judge(decision.first_step_kl))
         left_out = self.updates.too_far(iteration, decision.kl_to_old) if bounded else None
-        if chooses:
-            left_out = decision.beyond_weights
         if decision.makes_update and left_out is None:
             return decision.step_scale if scales else 1.0
         decision.print_why_not(self.layout, left_out)

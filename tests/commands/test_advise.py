@@ -12,8 +12,8 @@ from megatron_rl_corr.observability.metrics_file import MetricsFile
 from megatron_rl_corr.rollout.sample_file import Sample, SavedBatch, write_trajectories
 
 
-def row(step, ess, large=0.0, mean=1.0, **more):
-    found = {"step": step, "rollout_corr/ess_sequences": ess, "rollout_corr/log_ratio_large_fraction": large}
+def row(step, ess, mean=1.0, **more):
+    found = {"step": step, "rollout_corr/ess_sequences": ess}
     found |= {"rollout_corr/chi2_seq": mean**2 / ess - 1, "rollout_corr/sequences": 2048.0}
     return found | more
 
@@ -41,15 +41,14 @@ def sample(number, ratios):
 
 def test_advise_when_a_run_has_metrics_then_its_levels_and_the_flags_of_the_last(tmp_path, capsys):
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    for step, (ess, large) in enumerate([(0.9, 0.0), (0.4, 0.1), (0.2, 0.45), (0.01, 0.1), (0.4, 0.1)], 1):
-        file.write(row(2 * step - 1, ess, large, update=1))
+    for step, ess in enumerate([0.9, 0.6, 0.2, 0.01, 0.6], 1):
+        file.write(row(2 * step - 1, ess, update=1))
         file.write({"step": 2 * step, "update": 2})
     (tmp_path / "run.json").write_text(json.dumps({"rollout": {"updates_per_batch": 2}}))
     lines = advised(capsys, tmp_path)
     assert lines[0] == "5 batches, of steps 1 to 9; behind them: token 3, sequence 2"
-    assert [line.split()[:2] for line in lines[3:-2]] == [["1", "1024"], ["5", "1024"], ["9", "1024"]]
+    assert [line.split()[:2] for line in lines[3:-1]] == [["1", "1024"], ["5", "1024"], ["9", "1024"]]
     assert lines[3].endswith("sequence weights, at most 8") and lines[4].endswith("token weights, at most 8")
-    assert lines[-2].startswith("1 batches would make no update, the first of step 5: more than 40%")
     assert lines[-1].endswith("to keep the last choice: --rollout-is token --rollout-is-threshold 8")
 
 
@@ -65,7 +64,7 @@ def test_advise_when_a_bypass_run_measured_each_update_then_the_first_of_each_ba
 
 def test_advise_when_the_run_chose_then_its_choices_are_compared(tmp_path, capsys):
     file = MetricsFile(tmp_path / "metrics.jsonl")
-    measured = [(0.4, 0), (0.6, 0), (math.nan, 1), (0.9, 1), (0.9, 0)]  # the last began again
+    measured = [(0.4, 0), (0.8, 0), (math.nan, 1), (0.9, 1), (0.9, 0)]  # the last began again
     for step, (ess, level) in enumerate(measured, 1):
         file.write(row(step, ess, **{"auto/level": level}))
     lines = advised(capsys, tmp_path)
@@ -82,7 +81,7 @@ def test_advise_when_given_samples_then_the_numbers_are_theirs(tmp_path, capsys)
         lines = advised(capsys, given)
         assert lines[0].startswith("1 batches, of steps 7 to 7")
         assert lines[3].split()[:4] == ["7", "4", "0.5407", "1.563"]
-        assert lines[3].endswith("sequence weights, at most 2")
+        assert lines[3].endswith("token weights, at most 2")
 
 
 def test_advise_when_a_replicas_file_is_missing_then_refused(tmp_path, capsys):

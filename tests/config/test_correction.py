@@ -717,7 +717,7 @@ def test_flags_when_they_name_the_level_that_yaml_left_out_then_the_files_thresh
         ),
         (
             {"advantage": "gae"},
-            "`advantage` must be one of grpo, group_mean, rloo, raw, reinforce_plus_plus, "
+            "`advantage` must be one of grpo, group_mean, rloo, raw, batch_mean, reinforce_plus_plus, "
             "reinforce_plus_plus_baseline, otb, FILE.py:NAME; got 'gae'",
         ),
         (

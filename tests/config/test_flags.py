@@ -804,6 +804,20 @@ def test_auto_when_given_then_the_run_begins_with_token_weights():
 
 
 @pytest.mark.parametrize(
+    ("flags", "kind"),
+    [
+        ([], "grpo"),
+        (["--rollout-advantage", "rloo"], "rloo"),
+        (["--rollout-advantage", "raw"], "group_mean"),
+        (["--rollout-advantage", "raw", "--rollout-group-size", "1"], "batch_mean"),
+    ],
+)
+def test_auto_when_advantages_have_no_baseline_then_they_get_one(flags, kind):
+    config, _ = parse([*REQUIRED, *flags, "--rollout-correction", "auto"])
+    assert config.advantage_kind == kind
+
+
+@pytest.mark.parametrize(
     ("flags", "told"),
     [
         (

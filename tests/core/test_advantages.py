@@ -82,6 +82,18 @@ def test_raw_when_rows_are_rejected_then_rewards_as_they_are():
     assert advantages.tolist() == [1.0, 3.0, 2.0, 5.0, 6.0] and advantages.dtype == torch.float32
 
 
+@pytest.mark.parametrize("rejected_reward", [6.0, 1e30, NAN])
+def test_batch_mean_when_a_row_is_rejected_then_the_mean_is_of_the_others(rejected_reward):
+    rewards = REWARDS.clone()
+    rewards[4] = rejected_reward
+    kept = torch.tensor([True, False, True, True, False])
+    advantages = group_advantages(rewards, GROUPS, num_groups=2, kind="batch_mean", in_baseline=kept)
+    # (1 + 2 + 5) / 3, of both groups.
+    assert advantages[:4].tolist() == pytest.approx([1 - 8 / 3, 3 - 8 / 3, 2 - 8 / 3, 5 - 8 / 3])
+    none = group_advantages(rewards, GROUPS, num_groups=2, kind="batch_mean", in_baseline=kept & False)
+    assert not none.any()
+
+
 @pytest.mark.parametrize("kind", ["grpo", "group_mean", "rloo"])
 def test_advantages_when_all_rewards_of_a_group_are_equal_then_exactly_0_whatever_their_sum_rounds_to(kind):
     # 0.1 has no exact binary form: a mean in float32 would leave 7e-9 / 1e-6. Float64 holds a
@@ -95,8 +107,8 @@ def test_advantages_when_all_rewards_of_a_group_are_equal_then_exactly_0_whateve
         assert advantages[size] > 0 > advantages[size + 1], "the smallest difference of float32 is one"
 
 
-# Those that are whitened over the batch: tests/reduce/test_advantages.py, over real ranks.
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WHITENED])
+# Those of the whole batch: tests/reduce/test_advantages.py, over real ranks.
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*WHITENED, "batch_mean")])
 def test_advantages_when_a_group_is_parted_and_a_row_rejected_then_those_of_one_process(kind):
     # Group 0 has rows on both ranks, and one of them is rejected; group 1 is on the second alone.
     rewards = torch.tensor([1.0, 0.25, 0.5, float("nan"), 2.0, 3.0])

@@ -51,6 +51,11 @@ def test_rloo_when_an_episode_has_three_sequences_then_the_others_are_episodes()
     assert advantages("rloo") == [2.25, 2.25, 2.25, -2.25, 0.0, 1.0, 3.0, -2.0]
 
 
+def test_batch_mean_when_an_episode_has_three_sequences_then_it_counts_once():
+    # (3 + 0 + 1.5 + 2 + 0) / 5, of both groups
+    assert advantages("batch_mean") == pytest.approx((REWARDS - 1.3).tolist())
+
+
 def test_raw_when_episodes_have_several_sequences_then_each_its_own():
     assert advantages("raw") == REWARDS.tolist()
 

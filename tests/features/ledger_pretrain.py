@@ -2,7 +2,7 @@
 
 Rank R of the last stage writes LEDGER/R.json: of each batch that was measured the terms, D, and whether a
 token is valid, in float64. With OTHER_EXPERTS=x Megatron's routers choose by their scores, plus x for the
-first expert.
+first expert. With SHIFTED_ROUTES=n each token has the servers' experts of the n-th before.
 """
 
 import functools
@@ -11,6 +11,7 @@ import os
 import runpy
 from pathlib import Path
 
+from megatron_rl_corr.engines.sglang import responses
 from megatron_rl_corr.features.ledger import feature
 from megatron_rl_corr.moe.replay import ReplayedRouter
 
@@ -46,10 +47,19 @@ def choosing_otherwise(get_replay_topk, shift):
     return replaced
 
 
+def shifted(decode):
+    def decoded(*given, **named):
+        return decode(*given, **named).roll(int(os.environ["SHIFTED_ROUTES"]), 0)
+
+    return decoded
+
+
 feature.split_log_ratio, feature.ledger_metrics = written(feature.split_log_ratio, feature.ledger_metrics)
 if "OTHER_EXPERTS" in os.environ:
     ReplayedRouter.get_replay_topk = choosing_otherwise(
         ReplayedRouter.get_replay_topk, float(os.environ["OTHER_EXPERTS"])
     )
+if "SHIFTED_ROUTES" in os.environ:
+    responses.decode = shifted(responses.decode)
 folder = Path(__file__).resolve().parents[1] / "matrix"
 runpy.run_path(str(folder / "pretrain_any.py"), run_name="__main__")

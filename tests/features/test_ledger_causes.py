@@ -180,7 +180,7 @@ def test_words_when_the_rest_looks_like_changes_then_each_with_its_share_and_siz
         **{"rotary_base/1e+06": (0.25, 1.01), "norm_epsilon/1e-05": (0.5, 3.0), "logit_scale": (0.1, 0.953)}
     )
     found |= {"ledger/as/router_type/bfloat16/share": 0.05, "ledger/as/router_type/bfloat16/times": 1.0}
-    found |= {"ledger/as/expert_weights/not_normalised/share": 0.04}
+    found |= {"ledger/as/expert_weights/not_normalised/share": 0.04, "ledger/decode/known": 1.0}
     found |= {"ledger/as/expert_weights/not_normalised/times": 0.95}
     assert cause_lines(found) == [
         "50 % of the rest is as if servers had an epsilon of 1e-05 in the norms, 3 times as much",

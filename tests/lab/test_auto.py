@@ -15,26 +15,18 @@ SETTING = AUTO_SETTINGS["baseline off by 2"]
 SEEDS = range(3)
 
 
-def trained(arm, *phases):
-    return train_on_schedule(SETTING, arm, seeds=SEEDS, schedule=phases)
+def trained(arm, *phases, setting=SETTING):
+    return train_on_schedule(setting, arm, seeds=SEEDS, schedule=phases)
 
 
 def test_train_when_nothing_was_measured_yet_then_token_weights_and_then_the_rules():
     phase = Phase("rounding", "rounding", 0.3, steps=1)
     auto, levels = trained(AUTO, phase)
-    fixed, none = trained("token_truncate", phase)
-    assert torch.equal(auto.rewards, fixed.rewards) and levels.tolist() == [[0, 0, 0]]
+    fixed, none = trained("token_truncate", phase, setting=AUTO_SETTINGS["mean of the group"])
+    assert torch.allclose(auto.rewards, fixed.rewards, rtol=1e-6) and levels.tolist() == [[0, 0, 0]]
     assert none.tolist() == [[-1, -1, -1]]
     _, levels = trained(AUTO, Phase("clean", "rounding", 0.0, steps=3))
     assert levels.tolist() == [[0] * 3, [1] * 3, [1] * 3]
-
-
-def test_train_when_most_tokens_are_far_off_then_no_update():
-    runs, levels = trained(AUTO, Phase("wild", "rounding", 6.0, steps=4))
-    stays = levels == 2
-    assert stays.any()
-    assert torch.equal(runs.rewards[1:][stays], runs.rewards[:-1][stays])
-    assert (runs.rewards[1:][~stays] != runs.rewards[:-1][~stays]).all()
 
 
 def test_train_when_a_server_is_stale_then_its_share_of_responses_is_of_older_weights():

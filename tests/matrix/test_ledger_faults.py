@@ -7,10 +7,13 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
+from aiohttp import web
 
 from megatron_rl_corr.core.ledger_verdict import blamed_terms
+from megatron_rl_corr.weight_sync.rounding import is_rounded, round_fp8_blockwise, round_int4_group
 from tests.faults.door import Door
 from tests.features.test_ledger_causes_runs import EPSILON, FLAT, positions, server_of, stretched
 from tests.features.test_ledger_places_runs import RUN, Spoiled, causes_of, exchanged, stale
@@ -40,9 +43,13 @@ class Fault:
     variables: dict = field(default_factory=dict)
 
     def and_also(self, other):
+        terms, causes = self.terms + other.terms, self.causes + other.causes
+        if {"staleness", "decode"} <= set(terms):
+            # No server can score samples of weights that it had before: what it drew at is in the rest.
+            terms, causes = (*terms, "rest"), (*causes, "logit_scale")
         return Fault(
-            self.terms + other.terms,
-            self.causes + other.causes,
+            terms,
+            causes,
             (),
             self.config | other.config,
             self.tensors + other.tensors,
@@ -71,6 +78,18 @@ def louder(factor):
     return Fault(causes=("logit_scale",), tensors=(changed,))
 
 
+def rounded(kind, round_weight, *prefixes):
+    """A server that rounds weights of these prefixes."""
+
+    def changed(now, before):
+        return {
+            name: round_weight(one) if name.startswith(prefixes) and is_rounded(name, one) else one
+            for name, one in now.items()
+        }
+
+    return Fault(causes=(kind,), tensors=(changed,))
+
+
 def sampled(words, terms=(), **sampling):
     return Fault(terms=terms, words=(words,), sampling=sampling)
 
@@ -91,9 +110,21 @@ ALONE = {
     "head_old": old("output", "model.norm.", "lm_head."),
     "loud": louder(1.15),
     "quiet": louder(0.87),
+    "fp8_layer": rounded("fp8_weights/layer_1", round_fp8_blockwise, "model.layers.1."),
+    "fp8_unasked": rounded("fp8_weights/all", round_fp8_blockwise, ""),
+    "int4_layers": rounded("int4_weights/layers_2-3", round_int4_group, "model.layers.2.", "model.layers.3."),
+    "shifted_routes": Fault(
+        causes=("routes/own",),
+        words=("had chosen the trainer's own experts, not those that they report",),
+        flags=(
+            *("--router-replay", "R3", "--router-replay-min-agreement", -1),
+            *("--rollout-ingest-process", "off"),
+        ),
+        variables={"SHIFTED_ROUTES": "3"},
+    ),
     "experts": Fault(
         terms=("routing", "rest"),
-        words=("servers choose other experts from layer 2 on",),
+        causes=("experts/rank_1",),
         tensors=(exchanged,),
         flags=tuple(EP2),
         processes=2,
@@ -171,7 +202,7 @@ def verdicts(server, tiny_moe_dir, tmp_path):
     """verdicts(fault, *flags): [(line, numbers)] of each ledger that a fault can be in."""
     write_data(tmp_path)
 
-    def made(fault, *flags):
+    def made(fault, *flags, door=None):
         def tensors(now, before):
             for changed in fault.tensors:
                 now = changed(now, before)
@@ -187,7 +218,7 @@ def verdicts(server, tiny_moe_dir, tmp_path):
                 return json.dumps(asked).encode()
             return spoiled(path, body)
 
-        with closing(Door(server(fault.config), passed_on)) as door:
+        with closing(door or Door(server(fault.config), passed_on)) as door:
             given = [*RUN, "--rollout-weight-dir", tmp_path / "weights", *fault.flags, *flags]
             (tmp_path / "run").mkdir()
             done = launch(
@@ -218,16 +249,67 @@ def verdicts(server, tiny_moe_dir, tmp_path):
 @pytest.mark.parametrize("name", BY_SERVER)
 def test_fault_when_planted_then_it_is_named_and_no_other(name, verdicts):
     fault = ALL[name]
-    found = verdicts(fault)
-    assert found
+    found, named = verdicts(fault), []
     for line, step in found:
         terms = [term for term, _ in blamed_terms(step)]
         assert bool(terms) == bool(fault.terms) and set(terms) <= set(fault.terms), line
-        causes = causes_of(step)
-        assert set(causes) <= set(fault.causes), line
+        # Some of the rank's experts, or all, are what it holds.
+        causes = {"experts/rank_1" if one.startswith("experts/rank_1") else one for one in causes_of(step)}
+        assert causes <= set(fault.causes), line
         if "rest" in terms and fault.causes:
-            assert causes, line
+            named.append(causes)
         assert all(words in line for words in fault.words), line
+    # What a server has in the places of experts is not known: of 250 tokens one ledger of eight names none.
+    assert (any if name == "experts" else all)(named), [line for line, _ in found]
+    assert found and (named or "+" in name or not fault.causes)
+
+
+class StaleDecoder(Door):
+    """A server whose decoding has the weights of the version before: another one, behind the same door."""
+
+    def __init__(self, target, decoder, folder):
+        self._main, self._decoder = target, decoder
+        self._before = Spoiled(folder, lambda now, before: before)
+        super().__init__(target, self._passed_on)
+
+    def _passed_on(self, path, body):
+        if path in ("/update_weights_from_disk", "/update_weight_version", "/flush_cache"):
+            given = self._before(path, body) if path == "/update_weights_from_disk" else body
+            headers = {"Content-Type": "application/json"}
+            with urlopen(Request(self._decoder + path, given, headers, method="POST"), timeout=60) as answer:
+                answer.read()
+        decodes = path == "/generate" and json.loads(body)["sampling_params"]["max_new_tokens"] > 1
+        self.target = self._decoder if decodes else self._main
+        return body
+
+
+class KeepsPrefixes(Door):
+    """A server that says that it has forgotten its prefixes, and has not."""
+
+    async def _answer(self, request):
+        if request.path == "/flush_cache":
+            return web.Response(text="Cache flushed.")
+        return await super()._answer(request)
+
+
+def blamed_of(verdicts):
+    """[The terms of each verdict] from the second step on, and the lines."""
+    late = verdicts[1:]
+    return [[term for term, _ in blamed_terms(step)] for _, step in late], [line for line, _ in late]
+
+
+@long
+def test_decoding_when_its_weights_are_old_then_decode_is_blamed(server, verdicts, tiny_moe_dir, tmp_path):
+    main = server({})
+    with server_of(tiny_moe_dir, tmp_path, {}) as decoder:
+        terms, lines = blamed_of(verdicts(Fault(), door=StaleDecoder(main, decoder, tmp_path / "before")))
+    assert terms == [["decode"]] * len(lines), lines
+
+
+@long
+def test_prefixes_when_they_are_of_old_weights_then_decode_is_blamed(server, verdicts):
+    terms, lines = blamed_of(verdicts(Fault(), door=KeepsPrefixes(server({}))))
+    assert terms == [["decode"]] * len(lines), lines
 
 
 @long

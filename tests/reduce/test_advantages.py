@@ -59,6 +59,8 @@ def naive(kind, kept):
     whole, made = np.where(kept, lengths, 0), np.zeros(len(rewards))
     if kind == "raw":
         return rewards
+    if kind == "batch_mean":
+        return rewards - rewards[kept].mean()
     if kind == "reinforce_plus_plus":
         return whiten(rewards, whole)
     for group in groups:
@@ -106,5 +108,6 @@ def count_of(kind, *, parted, ranks, cp, rejecting):
     """Collectives that it takes."""
     whitened, global_kind = kind in WHITENED, kind == "own"
     lengths = (whitened or global_kind) and not rejecting and cp > 1
-    table = parted and kind not in ("raw", "reinforce_plus_plus", "own")
-    return int(lengths) + int(table) + int((whitened or global_kind) and ranks > 1)
+    table = parted and kind not in ("raw", "batch_mean", "reinforce_plus_plus", "own")
+    of_batch = whitened or global_kind or kind == "batch_mean"
+    return int(lengths) + int(table) + int(of_batch and ranks > 1)

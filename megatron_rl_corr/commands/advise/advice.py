@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_rl_corr.commands.correct.compare import KeptBatch
 from megatron_rl_corr.commands.samples.saved_samples import SavedRun, run_setting
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
-from megatron_rl_corr.core.auto_weights import LEVELS, MOST_LARGE, AutoWeights, MeasuredMismatch
+from megatron_rl_corr.core.auto_weights import LEVELS, AutoWeights, MeasuredMismatch
 from megatron_rl_corr.files import METRICS_NAME
 from megatron_rl_corr.observability.metrics_file import read_metrics
 from megatron_rl_corr.rollout.sample_file import read_batch
@@ -88,28 +88,22 @@ def _of_samples(saved: SavedRun) -> Iterator[MeasuredBatch]:
 def _lines(batches: Sequence[MeasuredBatch]) -> Iterator[str]:
     weights = AutoWeights(batches[0].sequences)
     counts, last, others = dict.fromkeys(LEVELS, 0), None, 0
-    rows = [("step", "n", "ESS / n", "mean w", "|D| > ln 2", "weights of the next batch")]
+    rows = [("step", "n", "ESS / n", "mean w", "weights of the next batch")]
     for batch in batches:
         others += batch.level is not None and batch.level != LEVELS.index(weights.level)
         found = batch.mismatch
         weights = AutoWeights(batch.sequences, weights.level).after(found)
         counts[weights.level] += 1
         if weights.level != last or batch is batches[-1]:
-            measured = (readable(value) for value in (found.ess, found.mean_product, found.large))
+            measured = (readable(value) for value in (found.ess, found.mean_product))
             rows.append((str(batch.step), str(batch.sequences), *measured, str(weights)))
         last = weights.level
     shares = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
     yield f"{len(batches)} batches, of steps {batches[0].step} to {batches[-1].step}; behind them: {shares}"
     yield "where it changes, and at the end:"
-    yield from text_table(rows, align="rrrrrl")
+    yield from text_table(rows, align="rrrrl")
     if others:
         yield f"the run had other weights in {others} of these steps: it began again in between"
-    beyond = [batch.step for batch in batches if batch.mismatch.is_beyond_weights]
-    if beyond:
-        yield (
-            f"{len(beyond)} batches would make no update, the first of step {beyond[0]}: more than "
-            f"{MOST_LARGE:.0%} of their tokens are more than twice as likely on one side as on the other"
-        )
     config = weights.corrected(RolloutCorrectionConfig())
     fixed = f"--rollout-is {config.rollout_is} --rollout-is-threshold {config.rollout_is_upper:.3g}"
-    yield f"to let the run choose: --rollout-correction auto; to keep the last choice: {fixed}"
+    yield (f"to let the run choose: --rollout-correction auto; to keep the last choice: {fixed}")

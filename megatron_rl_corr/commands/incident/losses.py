@@ -145,11 +145,16 @@ def _check_auto(
         flags["rollout_is_threshold"],
         repr(float(rows[-1]["auto/upper"])),
     ]
+    trained = (run.settings.get("rollout_correction") or {}).get("advantage")
+    if (
+        trained is not None and given.get("advantage") is not None
+    ):  # auto takes another one in the place of raw
+        frozen += [flags["advantage"], trained]
+        found.changes["advantage"] = None
     found.changes["correction"] = frozen
     found.lost.append(
         f"the checkpoint does not say which weights {flags['correction']} auto had: the replay takes those "
-        f"of step {batches[-1].first}, {' '.join(frozen)}; auto/* is not in its metrics, and it makes an "
-        "update of a batch that auto would have left out"
+        f"of step {batches[-1].first}, {' '.join(frozen)}; auto/* is not in its metrics"
     )
     if set(levels) != {levels[-1]}:
         found.lost.append(

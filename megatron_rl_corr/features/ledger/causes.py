@@ -4,7 +4,8 @@ e of a token is the part of its D that lies between two ways to compute the same
 --router-replay compare the routing, as another epsilon moves the choice of experts, too. A suspect's pass has
 log p_h, and d = log p - log p_h is what e would be if the suspect were all there is.
 
-Where the changes of the model leave something, old weights are tried: a server may have them in some layers.
+Where the changes of the model leave something, changes of parts of it are tried: a server may have old
+weights in some layers, or other experts in the places of some.
 
 e and d must not share the rounding of one pass, or every suspect would look like a quarter of a healthy e in
 16 bits: log p of d is that of a pass of its own, whose norms round otherwise. T' tokens of this rank.
@@ -14,9 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,26 +26,23 @@ from torch import Tensor
 
 from megatron_rl_corr.core.ledger_places import LEAST_TOKENS
 from megatron_rl_corr.core.ledger_verdict import SAME
-from megatron_rl_corr.features.ledger.old_weights import Node, NodeSums, find_old_parts, name_of
-from megatron_rl_corr.features.ledger.suspects import SIZED, SWITCHED, Suspect
+from megatron_rl_corr.features.ledger.parts import ALL, Node, NodeSums, find_changed_parts
+from megatron_rl_corr.features.ledger.suspects import LEAST_FIT, SIZED, SWITCHED, Suspect
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import communication_device
-
-if TYPE_CHECKING:  # metrics are described without Megatron
-    from megatron_rl_corr.features.ledger.weights import OldParts
 
 MOST = 3
 """Causes that are looked for at a time."""
 MOST_PASSES = 64
 """Passes after which no further beginning is tried."""
-LEAST_FIT = 0.3
-"""Share of the square of e along a suspect's d from which on it is a cause."""
 LEAST_EVIDENCE = 12.0
 """(sum de)^2 / sum (de)^2 is chi2 of one degree where d and e have nothing to do with each other, however few
 tokens have most of both; above 12 it is 5e-4 of the time.
 """
 ABOUT = (0.5, 2.0)
 """Factors between which it may be, beside another cause."""
+MOST_LEFT, FEW_NOISES = 0.5, 3.0
+"""The very changes leave little: at most this share of sum(e^2), or a mean |e| of a few times the noise."""
 BEGINNINGS = 3
 """Suspects that are tried as the first cause."""
 
@@ -76,6 +75,21 @@ class Rest:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """A change that may be one of some parts of the model alone."""
+
+    parts: Node
+    changed: Callable[[Node, Sequence[Any]], AbstractContextManager]
+    """changed(parts, model chunks): within, these are changed."""
+    name: Callable[[Node], str | None]
+    """name(parts) of a suspect; None: it is none."""
+    whole: tuple[float, float] = ALL
+    """As `find_changed_parts` has it."""
+    least_fit: float = LEAST_FIT
+    """Its suspects', as `Suspect` has it."""
+
+
+@dataclass(frozen=True)
 class _Found:
     """Causes that were taken out one after the other, and what is left behind them."""
 
@@ -88,6 +102,8 @@ class _Found:
     """sum(e^2) of what is left."""
     is_noise: bool
     """What is left needs no cause."""
+    is_small: bool
+    """What is left is a few times as much as noise."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +156,8 @@ class CauseSearch:
     """mean |e| that needs no cause."""
     copies: int
     """Ranks that hold each token, which are the tensor-parallel ones."""
-    parts: Node = ()
-    """The model's, whose weights of the version before are tried; () where there are none."""
-    old: OldParts | None = None
+    divided: Sequence[Divided] = ()
+    """What is tried of parts of the model where the suspects leave something."""
     _passes: dict[tuple[frozenset[str], bool], Tensor | None] = field(default_factory=dict)
 
     @collective
@@ -159,22 +174,30 @@ class CauseSearch:
     def causes(self, rest: Rest | None) -> tuple[Cause, ...]:
         """The causes of a rest that is more than noise, in the order in which they are taken out.
 
-        The suspect whose d has the largest share of the square of e along it, (sum de)^2 / (sum d^2 sum e^2),
-        is a cause from LEAST_FIT on. It is taken out, by its own pass if its size fits and else by its line,
-        and what is left is tried again under it. Where that leaves something, other beginnings are tried, as
-        two changes at a time may look most like a third one; the one that leaves least holds.
+        The suspect whose d has the largest share of the square of e along it, (sum de)^2 / (sum d^2 sum e^2)
+        and its least_fit at least, is a cause. It is taken out, by its own pass if its size fits, else by its
+        line, and what is left is tried again under it. Where that leaves something, other beginnings are
+        tried, as two changes at a time may look most like a third one; the one that leaves least holds.
 
         Args:
             rest: None on ranks of other stages.
         """
         start = self._found((), rest)
         best = self._best(start)
-        # The whole rest before what is left of it: a wrong cause takes a part of old weights along.
-        for before in (start, best)[: 1 + bool(best.taken)] if self.parts else ():
-            if not best.is_noise:
-                tried = replace(self, suspects=(*self.suspects, self._old_weights(before)))
-                best = min(best, tried._best(start), key=lambda one: one.square)
-        return best.causes
+        suspects = list(self.suspects)
+        for divided in self.divided:
+            # The whole rest before what is left of it: a wrong cause takes a part of old weights along.
+            for before in (start, best)[: 1 + bool(best.causes)]:
+                found = None if best.is_noise else self._changed_parts(divided, before)
+                if found is not None and all(one.name != found.name for one in suspects):
+                    suspects.append(found)
+                    again = replace(self, suspects=suspects)._best(start)
+                    best = min(best, again, key=lambda one: one.square)
+        if best.is_small or best.square <= MOST_LEFT * start.square:
+            return best.causes
+        # The cause is none of those that are known whole: what else a server may do looks a little like many.
+        parts = [one for one in suspects if one.least_fit < LEAST_FIT]
+        return replace(self, suspects=parts)._best(start).causes
 
     @collective
     def _best(self, start: _Found) -> _Found:
@@ -188,20 +211,21 @@ class CauseSearch:
         return best
 
     @collective
-    def _old_weights(self, found: _Found) -> Suspect:
-        """The parts of the model that what is left looks most as if they were of the version before."""
-        stale, tried = find_old_parts(self.parts, lambda nodes: self._node_sums(found, nodes))
-        return self._suspect_of(stale, tried)
+    def _changed_parts(self, divided: Divided, found: _Found) -> Suspect | None:
+        """The parts of the model that what is left looks most as if they were changed; None where these are
+        no suspect.
+        """
 
-    def _suspect_of(self, node: Node, tried: int = 1) -> Suspect:
-        sizes = SIZED if node == self.parts else SWITCHED
-        changed = partial(self.old.changed, node)
-        return Suspect(f"weights/{name_of(node, self.parts)}", changed, sizes, tried)
+        def sums_of(nodes: Sequence[Node]) -> NodeSums:
+            return self._node_sums(found, divided, nodes)
+
+        parts, tried = find_changed_parts(divided.parts, sums_of, divided.whole)
+        return None if divided.name(parts) is None else _suspect_of(divided, parts, tried)
 
     @collective
-    def _node_sums(self, found: _Found, nodes: Sequence[Node]) -> NodeSums:
+    def _node_sums(self, found: _Found, divided: Divided, nodes: Sequence[Node]) -> NodeSums:
         base = self._pass(found.taken, rounds_otherwise=True)
-        passes = [self._pass((*found.taken, self._suspect_of(node))) for node in nodes]
+        passes = [self._pass((*found.taken, _suspect_of(divided, node))) for node in nodes]
         count, sums = len(nodes), []
         if found.rest is not None:
             e = found.rest.e
@@ -246,7 +270,7 @@ class CauseSearch:
             both, own, products, behind = totals[4 * at : 4 * at + 4]
             tried.append(_Tried(one, d, both, own, products, behind <= self.noise * found.tokens))
         fits = [(one.fit(found.square), one) for one in tried]
-        return [one for fit, one in sorted(fits, key=lambda pair: -pair[0]) if fit >= LEAST_FIT]
+        return [one for fit, one in sorted(fits, key=lambda pair: -pair[0]) if fit >= one.suspect.least_fit]
 
     @collective
     def _pass(self, suspects: Sequence[Suspect], *, rounds_otherwise: bool = False) -> Tensor | None:
@@ -272,8 +296,9 @@ class CauseSearch:
         """What is left, before it is said which causes were taken out."""
         sizes = [] if rest is None else [rest.valid.sum(), rest.e.abs().sum(), rest.e.square().sum()]
         tokens, size, square = self._summed(sizes, 3)
-        is_noise = tokens < LEAST_TOKENS or size <= self.noise * tokens
-        return _Found((), taken, rest, tokens, square, is_noise)
+        noise = self.noise * tokens
+        is_noise = tokens < LEAST_TOKENS or size <= noise
+        return _Found((), taken, rest, tokens, square, is_noise, size <= FEW_NOISES * noise)
 
     @collective
     def _summed(self, values: Sequence[Tensor], count: int) -> list[float]:
@@ -283,6 +308,12 @@ class CauseSearch:
             total.copy_(torch.stack([value.double() for value in values]))
         dist.all_reduce(total)
         return (total / self.copies).tolist()
+
+
+def _suspect_of(divided: Divided, parts: Node, tried: int = 1) -> Suspect:
+    name = divided.name(parts) or "/".join(parts)  # of a pass that is no suspect
+    sizes = SIZED if parts == divided.parts else SWITCHED
+    return Suspect(name, partial(divided.changed, parts), sizes, tried, divided.least_fit)
 
 
 def _part(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.ledger_verdict import NOISE, UNEXPLAINED, verdict_line
 from megatron_rl_corr.engines.errors import RolloutError
-from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Rest
+from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Divided, Rest
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
 from megatron_rl_corr.features.ledger.distances import ListedTokens, distance_metrics
 from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
@@ -29,7 +29,14 @@ from megatron_rl_corr.features.ledger.metrics import (
     surplus_metrics,
     temperature_metrics,
 )
-from megatron_rl_corr.features.ledger.old_weights import parts_of_model
+from megatron_rl_corr.features.ledger.parts import (
+    ABOUT_ALL,
+    Node,
+    experts_of_model,
+    layers_of_model,
+    name_of_experts,
+    name_of_layers,
+)
 from megatron_rl_corr.features.ledger.places import (
     COLUMNS,
     RestByPlace,
@@ -41,11 +48,19 @@ from megatron_rl_corr.features.ledger.places import (
 )
 from megatron_rl_corr.features.ledger.prefill import PrefillScores, ServerPrefill
 from megatron_rl_corr.features.ledger.share import SharePacks, share_packs, third_of, unit_of
-from megatron_rl_corr.features.ledger.suspects import Suspect, rounding_otherwise, suspects_of
+from megatron_rl_corr.features.ledger.suspects import (
+    LEAST_FIT_OF_PART,
+    OWN_ROUTES,
+    Suspect,
+    rounding_otherwise,
+    suspects_of,
+    without_experts,
+)
 from megatron_rl_corr.features.ledger.weights import (
     KeptWeights,
     OldParts,
     Round,
+    RoundedParts,
     rounded_in_place,
     rounding_of,
 )
@@ -61,6 +76,10 @@ from megatron_rl_corr.reduce.failure import StartupError, broadcast_made, commun
 from megatron_rl_corr.reduce.metrics import Metric
 
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+ROUNDED = {"fp8_weights": "fp8_blockwise", "int4_weights": "int4_group"}
+"""Suspect -> how its weights are rounded, as --rollout-push-rounding has it."""
+MOST_OF_REST = 0.5
+"""Share of the square of routing and rest that the rest has alone, for experts to be tried."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +156,10 @@ class LedgerFeature(Feature):
         chunks = compat.unwrapped(run.model)
         config = chunks[0].config
         self._suspects = suspects_of(run.settings.args, config, HALF.get(self._trained, torch.float32))
-        self._parts = parts_of_model(config.num_layers // max(map(layers_per_block, chunks)))
+        if self._suspects and options.router_replay == "R3":
+            self._suspects.append(OWN_ROUTES)
+        self._layers = layers_of_model(config.num_layers // max(map(layers_per_block, chunks)))
+        self._experts = experts_of_model(config.num_moe_experts or 0)
         versions = options.max_lag + bool(self._suspects)  # and the one before the oldest, as a suspect
         if versions:
             self._kept = KeptWeights(run.exporter.parameters, versions)
@@ -284,7 +306,7 @@ class LedgerFeature(Feature):
             prefill = None if self._prefill is None else self._prefill.finish(asked, trajectories, part)
             passes = self._with_trained(measured, lags, behind, prefill)
             scored_by_server = None if prefill is None else prefill.logprobs
-            terms, valid, rest = {}, None, None
+            terms, valid, rest, routed = {}, None, None, None
             if passes is not None:
                 terms = split_log_ratio(
                     passes.trained, passes.behind, scored_by_server, part.rollout_logprobs
@@ -292,11 +314,12 @@ class LedgerFeature(Feature):
                 valid = part.loss_mask & part.rollout_logprobs.isfinite() & passes.trained.isfinite()
                 e = sum(terms[name] for name in UNEXPLAINED if name in terms)
                 rest = Rest(torch.where(valid, e, 0.0), valid, passes.trained + passes.entropy)
+                routed = replace(rest, e=torch.where(valid, terms["rest"], 0.0))
             by_place = None
             if rest is not None:
                 by_place = RestByPlace(rest, part, servers, self._noise, layout.groups)
             by_server, blamed = self._by_server(by_place)
-            causes = self._causes(measured, rest, lags, servers, blamed)
+            causes = self._causes(measured, rest, routed, lags, servers, blamed)
         listed = self._listed(passes, prefill, valid)
         if passes is None:
             return {}
@@ -431,6 +454,7 @@ class LedgerFeature(Feature):
         self,
         measured: _Measured,
         rest: Rest | None,
+        routed: Rest | None,
         lags: _Lags,
         servers: Tensor,
         blamed: Sequence[int],
@@ -438,7 +462,8 @@ class LedgerFeature(Feature):
         """What the rest looks like, alike on all ranks, of the tokens of the version that most have.
 
         Args:
-            rest: None on ranks of other stages.
+            rest: with the routing's term; None on ranks of other stages.
+            routed: without it.
             servers: [S'] of each sample.
             blamed: the servers that are named, whose samples alone are looked at then.
         """
@@ -447,24 +472,57 @@ class LedgerFeature(Feature):
             with ExitStack() as changes:
                 for changed in [one.changed for one in suspects] + [rounding_otherwise] * rounds_otherwise:
                     changes.enter_context(changed(measured.scored.forward.model))
-                return self._log_probs(measured, self._head)
+                return self._log_probs(measured, self._head, routed=False if OWN_ROUTES in suspects else None)
 
-        parts, old = (), None
-        before = measured.number - lags.most - 1
-        if self._kept is not None and before in self._kept:
-            parts, old = self._parts, OldParts(self._kept, before, self._layout, self._round)
-        search = CauseSearch(self._suspects, log_probs, self._noise, self._layout.shard.tp_size, parts, old)
+        divided = self._old_weights(measured.number - lags.most - 1) + self._rounded_layers()
+        search = CauseSearch(self._suspects, log_probs, self._noise, self._layout.shard.tp_size, divided)
         whole = here = rest
         if rest is not None:
-            whole = here = rest.only(lags.of_tokens == lags.most)
+            looked_at = lags.of_tokens == lags.most
+            whole = here = rest.only(looked_at)
             if blamed:
                 of_samples = torch.isin(servers, servers.new_tensor(blamed))
-                here = whole.only(of_samples[measured.packs.batch.seq_ids])
+                looked_at = looked_at & of_samples[measured.packs.batch.seq_ids]
+            here, routed = rest.only(looked_at), routed.only(looked_at)
         if not self._suspects or not search.needs_causes(here):
             return ()
         share = search.square_of(here) / search.square_of(whole)
+        # Other experts that are chosen look like others in their places: routes are known, and are not it.
+        knows_routes = self._experts and self.options.router_replay in ("compare", "R3")
+        if knows_routes and search.square_of(routed) >= MOST_OF_REST * search.square_of(here):
+            search = replace(search, divided=[*divided, self._other_experts()])
         with self._weights_of(measured.number, lags.most), self._rounded():
             return tuple(replace(one, share=share * one.share) for one in search.causes(here))
+
+    def _old_weights(self, before: int) -> list[Divided]:
+        """Parts of the model with the weights of this version, if they are kept."""
+        layers = self._layers
+        if self._kept is None or before not in self._kept:
+            return []
+        old = OldParts(self._kept, before, self._layout, self._round)
+        return [Divided(layers, old.changed, _named_layers("weights", layers, "previous"))]
+
+    def _rounded_layers(self) -> list[Divided]:
+        """Parts of the model with weights as quantised servers have them, where a push does not round them
+        so.
+        """
+        if "rounding" in self.absent or self._layout.shard.expert_tp_size > 1:
+            return []
+        parameters, layers, found = self._run.exporter.parameters, self._layers, []
+        for name, kind in ROUNDED.items():
+            if kind != self.options.push_rounding:
+                parts = RoundedParts(parameters, self._layout, rounding_of(kind, None))
+                found.append(Divided(layers, parts.changed, _named_layers(name, layers, "all")))
+        return found
+
+    def _other_experts(self) -> Divided:
+        """The model without some of its experts."""
+        experts, ranks = self._experts, self._layout.expert_groups.size
+
+        def name(some: Node) -> str | None:
+            return name_of_experts(some, experts, ranks)
+
+        return Divided(experts, without_experts, name, ABOUT_ALL, LEAST_FIT_OF_PART)
 
     @collective
     def _rounded(self) -> AbstractContextManager:
@@ -532,6 +590,10 @@ class LedgerFeature(Feature):
         if self._layout.is_job_reporter and "ledger/tokens" in numbers:
             line = verdict_line(numbers, self.absent, self.options.urls)
             print(f"[rollout] ledger of step {ended.number}: {line}", flush=True)
+
+
+def _named_layers(kind: str, layers: Node, whole: str) -> Callable[[Node], str]:
+    return lambda changed: f"{kind}/{name_of_layers(changed, layers, whole)}"
 
 
 FEATURE = LedgerFeature

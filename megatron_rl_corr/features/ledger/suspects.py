@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,10 @@ Changed = Callable[[Sequence[nn.Module]], AbstractContextManager]
 
 SIZED, SWITCHED = (0.1, 10.0), (0.5, 2.0)
 """How many times the tried change a cause may be: another value of a setting, and one that is on or off."""
+LEAST_FIT, LEAST_FIT_OF_PART = 0.3, 0.2
+"""Share of the square of e along a suspect's d from which on it is a cause: of the very change, and of one
+that is half of what a server does.
+"""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,13 @@ class Suspect:
     """Least and most of sum(de) / sum(d^2)."""
     best_of: int = 1
     """So many were tried to find this one, which then needs more evidence."""
+    least_fit: float = LEAST_FIT
 
 
 LOGIT_SCALE = Suspect("logit_scale", None, (-0.3, 0.3))
 """d is of first order in the factor, so that a larger one is no evidence."""
+OWN_ROUTES = Suspect("routes/own", lambda chunks: nullcontext())
+"""With R3: the experts that the model itself chooses, in the place of those that servers report."""
 
 
 def suspects_of(args: argparse.Namespace, config: Any, compute_type: torch.dtype) -> list[Suspect]:
@@ -241,6 +248,24 @@ def keys_and_values_as(dtype: torch.dtype) -> Changed:
             yield
 
     return changed
+
+
+@contextmanager
+def without_experts(experts: Sequence[str], chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, these experts of each layer give nothing; the weights of the others stay.
+
+    A server that has others in their places lacks just that, and adds something that is not known.
+    """
+    columns = [int(one) for one in experts]
+
+    def without(router: nn.Module, given: tuple, made: tuple) -> tuple:
+        probs, *further = made
+        return (probs.index_fill(-1, probs.new_tensor(columns, dtype=torch.int64), 0.0), *further)
+
+    with ExitStack() as hooks:
+        for router in filter(is_router, _modules(chunks)):
+            hooks.enter_context(router.register_forward_hook(without))
+        yield
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from megatron_rl_corr.features.ledger.old_weights import part_of
+from megatron_rl_corr.features.ledger.parts import part_of
 from megatron_rl_corr.mcore.reference.policy import ReferenceWeights
 from megatron_rl_corr.models.shards import EXPERT_BIAS, LocalParameter
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
@@ -80,6 +80,26 @@ class OldParts:
             if self.round_weight is not None:
                 chosen = [parameters[at] for at in only]
                 changes.enter_context(rounded_in_place(chosen, self.layout, self.round_weight))
+            yield
+
+
+@dataclass(frozen=True)
+class RoundedParts:
+    """Parts of the model with their weights rounded."""
+
+    parameters: Sequence[LocalParameter]
+    layout: Layout
+    round_weight: Round
+
+    @contextmanager
+    @collective
+    def changed(self, parts: Collection[str], chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Within, these parts are rounded. Every rank of a tensor-parallel group calls it.
+
+        chunks: not read, as parameters are known: a change of the model is called with them.
+        """
+        chosen = [one for one in self.parameters if part_of(one) in parts]
+        with rounded_in_place(chosen, self.layout, self.round_weight):
             yield
 
 

@@ -270,7 +270,8 @@ def test_what_cannot_come_back_then_status_manifest_and_readme_say_it(
 
 @pytest.mark.parametrize("known", [True, False])
 def test_auto_when_the_checkpoint_does_not_know_the_weights_then_the_rows_are_frozen(known, made):
-    made.arguments["--rollout-correction"] = ["auto"]
+    made.arguments |= {"--rollout-correction": ["auto"], "--rollout-advantage": ["raw"]}
+    made.settings |= {"rollout_correction": {"advantage": "batch_mean"}}  # what auto took in its place
     for row in made.rows:
         row |= {"auto/level": 1, "auto/upper": 8.25}
     made.write()
@@ -280,13 +281,14 @@ def test_auto_when_the_checkpoint_does_not_know_the_weights_then_the_rows_are_fr
     command = command_of(manifest)
     assert status == (0 if known else 1)
     if known:
-        assert command["--rollout-correction"] == ["auto"]
+        assert command["--rollout-correction"] == ["auto"] and command["--rollout-advantage"] == ["raw"]
     else:
         assert (
             "--rollout-correction" not in command
             and "--rollout-is sequence" in manifest["cannot_come_back"][0]
         )
         assert command["--rollout-is"] == ["sequence"] and command["--rollout-is-threshold"] == ["8.25"]
+        assert command["--rollout-advantage"] == ["batch_mean"]
 
 
 def test_launches_when_the_command_changed_between_then_it_is_told(made):

@@ -1,5 +1,5 @@
-"""Old weights as what the rest looks like: which parts of the model, found by halves, on passes that are made
-up.
+"""Old weights and other experts as what the rest looks like: which parts of the model, found by halves, on
+passes that are made up.
 """
 
 import math
@@ -9,13 +9,26 @@ import pytest
 import torch
 
 from megatron_rl_corr.core.ledger_verdict import cause_lines
-from megatron_rl_corr.features.ledger.causes import CauseSearch, Rest
-from megatron_rl_corr.features.ledger.old_weights import name_of, part_of, parts_of_model
-from megatron_rl_corr.features.ledger.suspects import LOGIT_SCALE, SIZED, Suspect
+from megatron_rl_corr.features.ledger.causes import CauseSearch, Divided, Rest
+from megatron_rl_corr.features.ledger.parts import (
+    ABOUT_ALL,
+    experts_of_model,
+    layers_of_model,
+    name_of_experts,
+    name_of_layers,
+    part_of,
+)
+from megatron_rl_corr.features.ledger.suspects import (
+    LEAST_FIT_OF_PART,
+    LOGIT_SCALE,
+    SIZED,
+    Suspect,
+    without_experts,
+)
 from megatron_rl_corr.models.shards import LocalParameter
 
 LAYERS = 61
-PARTS = parts_of_model(LAYERS)
+PARTS = layers_of_model(LAYERS)
 OTHER = Suspect("norm_epsilon/1e-05", lambda chunks: None, SIZED)
 
 
@@ -43,9 +56,13 @@ class MadeUp:
         return -1 + self.moved(names) + self.draw(self.noise)
 
     def causes(self, e, noise=1e-5):
-        old = SimpleNamespace(changed=lambda parts, chunks: None)
         suspects = [OTHER, LOGIT_SCALE]
-        search = CauseSearch(suspects, self.log_probs, noise, 1, parts=self.parts, old=old)
+        old = Divided(
+            self.parts,
+            lambda parts, chunks: None,
+            lambda some: f"weights/{name_of_layers(some, self.parts, 'previous')}",
+        )
+        search = CauseSearch(suspects, self.log_probs, noise, 1, [old])
         entropy = torch.rand(self.tokens, generator=self.random, dtype=torch.float64)
         rest = Rest(e, torch.ones(self.tokens, dtype=torch.bool), entropy - 0.5)
         return list(search.causes(rest)) if search.needs_causes(rest) else []
@@ -74,7 +91,7 @@ def test_all_of_the_version_before_then_one_pass_more(one_rank):
 
 
 def test_weights_three_versions_old_then_all_of_them_and_three_times_as_much(one_rank):
-    made_up = MadeUp(parts=parts_of_model(8))
+    made_up = MadeUp(parts=layers_of_model(8))
     [cause] = made_up.causes(3 * made_up.of_old(*made_up.parts) + made_up.draw(0.005))
     assert cause.name == "weights/previous" and cause.times == pytest.approx(3, rel=0.05)
 
@@ -140,6 +157,73 @@ def test_opposite_of_the_last_step_then_none_is_blamed(one_rank, seed):
     assert made_up.causes(-made_up.of_old("17")) == []
 
 
+def experts_search(made_up, ranks):
+    parts = experts_of_model(128)
+    divided = Divided(
+        parts,
+        lambda parts, chunks: None,
+        lambda some: name_of_experts(some, parts, ranks),
+        ABOUT_ALL,
+        LEAST_FIT_OF_PART,
+    )
+    return CauseSearch([OTHER, LOGIT_SCALE], made_up.log_probs, 1e-5, 1, [divided])
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_very_change_that_leaves_most_then_it_is_not_named(one_rank, seed):
+    """e has 0.4 of its square along another epsilon, and the rest is not known."""
+    made_up = MadeUp(seed)
+    other = -made_up.effect[OTHER.name]
+    assert made_up.causes(other + made_up.draw(1.22 * other.std().item())) == []
+    [cause] = made_up.causes(other + made_up.draw(0.5 * other.std().item()))
+    assert cause.name == OTHER.name
+
+
+@pytest.mark.parametrize(
+    ("exchanged", "ranks", "name"),
+    [
+        (range(16, 32), 8, "experts/rank_1"),
+        (range(16, 32), 1, "experts/experts_16-31"),
+        ([77], 8, "experts/rank_4/expert_77"),
+        ([20, 21, 26], 8, "experts/rank_1/experts_20-21+expert_26"),
+    ],
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_experts_in_each_others_places_then_these_are_named(one_rank, exchanged, ranks, name, seed):
+    """e is what they lack, and as much of something unrelated."""
+    made_up = MadeUp(seed, tokens=6000, parts=experts_of_model(128))
+    lacks = made_up.of_old(*map(str, exchanged))
+    rest = Rest(
+        lacks + made_up.draw(lacks.std().item()), torch.ones(made_up.tokens, dtype=torch.bool), lacks * 0
+    )
+    [cause] = experts_search(made_up, ranks).causes(rest)
+    assert cause.name == name and cause.share == pytest.approx(0.5, abs=0.05)
+    assert len(made_up.passes) < 50
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rest_of_all_experts_or_of_none_then_none_is_named(one_rank, seed):
+    made_up = MadeUp(seed, tokens=500, parts=experts_of_model(128))
+    e = made_up.draw(0.1) if seed % 2 else made_up.of_old(*made_up.parts) + made_up.draw(0.1)
+    rest = Rest(e, torch.ones(made_up.tokens, dtype=torch.bool), 0 * e)
+    assert experts_search(made_up, 8).causes(rest) == ()
+
+
+def test_experts_left_out_then_their_weights_are_0_and_the_others_stay():
+    class TopKRouter(torch.nn.Module):
+        gating = None
+
+        def forward(self, hidden):
+            return hidden.clone(), hidden > 0
+
+    router, probs = TopKRouter(), torch.rand(5, 8)
+    with without_experts(("1", "6"), [torch.nn.Sequential(router)]):
+        made, routes = router(probs)
+    assert torch.equal(made[:, [1, 6]], torch.zeros(5, 2)) and torch.equal(routes, probs > 0)
+    assert torch.equal(made[:, [0, 2, 3, 4, 5, 7]], probs[:, [0, 2, 3, 4, 5, 7]])
+    assert torch.equal(router(probs)[0], probs)
+
+
 @pytest.mark.parametrize(
     ("name", "offset", "hybrid", "part"),
     [
@@ -165,4 +249,29 @@ def test_words_then_the_parts_by_their_names():
     assert line("previous") == "weights of the version before"
     assert line("layer_3") == "weights of the version before in layer 3"
     assert line("embedding+layers_3-7") == "weights of the version before in the embedding and layers 3 to 7"
-    assert name_of(("embedding", "3", "4", "9", "output"), PARTS) == "embedding+layers_3-4+layer_9+output"
+    assert (
+        name_of_layers(("embedding", "3", "4", "9", "output"), PARTS, "all")
+        == "embedding+layers_3-4+layer_9+output"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("rank_1", "the experts of expert-parallel rank 1"),
+        ("rank_12/expert_77", "expert 77 of expert-parallel rank 12"),
+        ("experts_4-6+expert_9", "experts 4 to 6 and expert 9"),
+    ],
+)
+def test_words_of_experts_then_with_their_rank(name, words):
+    found = {f"ledger/as/experts/{name}/share": 0.5, f"ledger/as/experts/{name}/times": 1.3}
+    assert cause_lines(found) == [f"50 % of the rest is as if servers had others in the places of {words}"]
+
+
+def test_logits_of_samples_that_no_server_can_score_then_a_temperature_may_be_it_too():
+    found = {"ledger/as/logit_scale/share": 0.9, "ledger/as/logit_scale/times": 0.8}
+    line = "90 % of the rest is as if servers had logits times 0.8"
+    assert cause_lines(found | {"ledger/decode/known": 0.9}) == [line]
+    other = ", or sampled at a temperature of 1.2: their weights have moved on"
+    assert cause_lines(found | {"ledger/decode/known": 0.2}) == [line + other]
+    assert cause_lines(found) == [line + other.removesuffix(": their weights have moved on")]
