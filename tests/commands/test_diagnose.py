@@ -38,7 +38,7 @@ def test_diagnose_when_the_rest_has_causes_then_they_are_weighed_by_its_square(t
     first = ledger(1, 100, 0.1, rest=1.0) | {f"{base}/share": 1.0, f"{base}/times": 1.0}
     last = ledger(2, 300, 0.1, rest=1.0) | {f"{scale}/share": 0.5, f"{scale}/times": 0.9}
     for row in (first, last, ledger(3, 0, 0.1, rest=1.0)):
-        file.write(row | {"ledger/as_square": 0.01})
+        file.write(row | {"ledger/as_square": 0.01, "ledger/decode/known": 1.0})
     assert cli.main(["diagnose", str(tmp_path)]) == 0
     whole, step = capsys.readouterr().out.splitlines()[-2:]
     assert "38 % of the rest is as if servers had logits times 0.9; 25 % of the rest" in whole
