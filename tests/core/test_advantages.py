@@ -30,12 +30,16 @@ def test_grpo_when_computed_by_hand_then_over_the_population_deviation():
     )
 
 
-@pytest.mark.parametrize("rejected_reward", [6.0, 1e30, NAN])
-def test_baseline_when_a_row_is_rejected_then_the_others_do_not_see_it(rejected_reward):
+@pytest.fixture(params=[6.0, 1e30, NAN])
+def rejected(request):
+    """(rewards, the rows that count): the last one, which is not among these, has any reward."""
+    rewards = torch.cat([REWARDS[:4], torch.tensor([request.param])])
+    return rewards, torch.tensor([True, False, True, True, False])
+
+
+def test_baseline_when_a_row_is_rejected_then_the_others_do_not_see_it(rejected):
     # Group 1 is left with 1 and 2: mean 1.5, deviation 0.5. Group 0 with 5 alone: advantage 0.
-    rewards = REWARDS.clone()
-    rewards[4] = rejected_reward
-    kept = torch.tensor([True, False, True, True, False])
+    rewards, kept = rejected
     mean = group_advantages(rewards, GROUPS, num_groups=2, kind="group_mean", in_baseline=kept)
     assert mean[[0, 2, 3]].tolist() == [-0.5, 0.5, 0.0]
     grpo = group_advantages(rewards, GROUPS, num_groups=2, kind="grpo", in_baseline=kept)
@@ -65,11 +69,8 @@ def test_rloo_when_groups_differ_in_size_then_against_the_mean_of_the_others():
     assert advantages.tolist() == [-3.0, -2.0, -1.5, 2.0, 4.5]
 
 
-@pytest.mark.parametrize("rejected_reward", [6.0, 1e30, NAN])
-def test_rloo_when_a_row_is_rejected_then_it_is_nobodys_other(rejected_reward):
-    rewards = REWARDS.clone()
-    rewards[4] = rejected_reward
-    kept = torch.tensor([True, False, True, True, False])
+def test_rloo_when_a_row_is_rejected_then_it_is_nobodys_other(rejected):
+    rewards, kept = rejected
     advantages = group_advantages(rewards, GROUPS, num_groups=2, kind="rloo", in_baseline=kept)
     # Group 1: 1 - 2 and 2 - 1; group 0 has 5 alone, with nothing to compare; the rejected 3
     # is held against 5.
@@ -82,11 +83,8 @@ def test_raw_when_rows_are_rejected_then_rewards_as_they_are():
     assert advantages.tolist() == [1.0, 3.0, 2.0, 5.0, 6.0] and advantages.dtype == torch.float32
 
 
-@pytest.mark.parametrize("rejected_reward", [6.0, 1e30, NAN])
-def test_batch_mean_when_a_row_is_rejected_then_the_mean_is_of_the_others(rejected_reward):
-    rewards = REWARDS.clone()
-    rewards[4] = rejected_reward
-    kept = torch.tensor([True, False, True, True, False])
+def test_batch_mean_when_a_row_is_rejected_then_the_mean_is_of_the_others(rejected):
+    rewards, kept = rejected
     advantages = group_advantages(rewards, GROUPS, num_groups=2, kind="batch_mean", in_baseline=kept)
     # (1 + 2 + 5) / 3, of both groups.
     assert advantages[:4].tolist() == pytest.approx([1 - 8 / 3, 3 - 8 / 3, 2 - 8 / 3, 5 - 8 / 3])

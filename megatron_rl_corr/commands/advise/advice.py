@@ -106,4 +106,4 @@ def _lines(batches: Sequence[MeasuredBatch]) -> Iterator[str]:
         yield f"the run had other weights in {others} of these steps: it began again in between"
     config = weights.corrected(RolloutCorrectionConfig())
     fixed = f"--rollout-is {config.rollout_is} --rollout-is-threshold {config.rollout_is_upper:.3g}"
-    yield (f"to let the run choose: --rollout-correction auto; to keep the last choice: {fixed}")
+    yield f"to let the run choose: --rollout-correction auto; to keep the last choice: {fixed}"

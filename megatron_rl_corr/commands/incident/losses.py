@@ -145,10 +145,9 @@ def _check_auto(
         flags["rollout_is_threshold"],
         repr(float(rows[-1]["auto/upper"])),
     ]
+    # auto takes another one in the place of raw
     trained = (run.settings.get("rollout_correction") or {}).get("advantage")
-    if (
-        trained is not None and given.get("advantage") is not None
-    ):  # auto takes another one in the place of raw
+    if trained is not None and given.get("advantage") is not None:
         frozen += [flags["advantage"], trained]
         found.changes["advantage"] = None
     found.changes["correction"] = frozen

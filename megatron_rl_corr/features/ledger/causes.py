@@ -197,7 +197,7 @@ class CauseSearch:
             return best.causes
         # The cause is none of those that are known whole: what else a server may do looks a little like many.
         parts = [one for one in suspects if one.least_fit < LEAST_FIT]
-        return replace(self, suspects=parts)._best(start).causes
+        return replace(self, suspects=parts)._best(start).causes if parts else ()
 
     @collective
     def _best(self, start: _Found) -> _Found:

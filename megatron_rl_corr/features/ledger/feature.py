@@ -499,7 +499,8 @@ class LedgerFeature(Feature):
         layers = self._layers
         if self._kept is None or before not in self._kept:
             return []
-        old = OldParts(self._kept, before, self._layout, self._round)
+        rounded = None if self._round is None else self._rounded_parts(self._round)
+        old = OldParts(self._kept, before, rounded)
         return [Divided(layers, old.changed, _named_layers("weights", layers, "previous"))]
 
     def _rounded_layers(self) -> list[Divided]:
@@ -508,12 +509,18 @@ class LedgerFeature(Feature):
         """
         if "rounding" in self.absent or self._layout.shard.expert_tp_size > 1:
             return []
-        parameters, layers, found = self._run.exporter.parameters, self._layers, []
-        for name, kind in ROUNDED.items():
-            if kind != self.options.push_rounding:
-                parts = RoundedParts(parameters, self._layout, rounding_of(kind, None))
-                found.append(Divided(layers, parts.changed, _named_layers(name, layers, "all")))
-        return found
+        kinds = {name: kind for name, kind in ROUNDED.items() if kind != self.options.push_rounding}
+        return [
+            Divided(
+                self._layers,
+                self._rounded_parts(rounding_of(kind, None)).changed,
+                _named_layers(name, self._layers, "all"),
+            )
+            for name, kind in kinds.items()
+        ]
+
+    def _rounded_parts(self, round_weight: Round) -> RoundedParts:
+        return RoundedParts(self._run.exporter.parameters, self._layout, round_weight)
 
     def _other_experts(self) -> Divided:
         """The model without some of its experts."""

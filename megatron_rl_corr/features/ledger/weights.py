@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -54,36 +54,6 @@ class KeptWeights:
 
 
 @dataclass(frozen=True)
-class OldParts:
-    """Parts of the model as they were a version before, rounded as a push rounds them.
-
-    Every rank has the same names of parts; one whose stage has no such part changes nothing there.
-    """
-
-    kept: KeptWeights
-    version: int
-    """The one before."""
-    layout: Layout
-    round_weight: Round | None
-
-    @contextmanager
-    @collective
-    def changed(self, parts: Collection[str], chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Within, the model has these parts of that version. Every rank of a tensor-parallel group calls it.
-
-        chunks: not read, as parameters are known: a change of the model is called with them.
-        """
-        parameters = self.kept.parameters
-        only = [at for at, one in enumerate(parameters) if part_of(one) in parts]
-        with ExitStack() as changes:
-            changes.enter_context(self.kept.in_place(self.version, only))
-            if self.round_weight is not None:
-                chosen = [parameters[at] for at in only]
-                changes.enter_context(rounded_in_place(chosen, self.layout, self.round_weight))
-            yield
-
-
-@dataclass(frozen=True)
 class RoundedParts:
     """Parts of the model with their weights rounded."""
 
@@ -100,6 +70,32 @@ class RoundedParts:
         """
         chosen = [one for one in self.parameters if part_of(one) in parts]
         with rounded_in_place(chosen, self.layout, self.round_weight):
+            yield
+
+
+@dataclass(frozen=True)
+class OldParts:
+    """Parts of the model as they were a version before, rounded as a push rounds them.
+
+    Every rank has the same names of parts; one whose stage has no such part changes nothing there.
+    """
+
+    kept: KeptWeights
+    version: int
+    """The one before."""
+    rounded: RoundedParts | None
+    """None: a push rounds nothing."""
+
+    @contextmanager
+    @collective
+    def changed(self, parts: Collection[str], chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Within, the model has these parts of that version. Every rank of a tensor-parallel group calls it.
+
+        chunks: not read, as parameters are known: a change of the model is called with them.
+        """
+        only = [at for at, one in enumerate(self.kept.parameters) if part_of(one) in parts]
+        rounding = nullcontext() if self.rounded is None else self.rounded.changed(parts, chunks)
+        with self.kept.in_place(self.version, only), rounding:
             yield
 
 
