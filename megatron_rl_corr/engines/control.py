@@ -58,6 +58,11 @@ class ServerControl:
         self.base_urls = tuple(base_urls)
         self._update_timeout_s, self._silence_s = update_timeout_s, silence_s
 
+    @property
+    def limits(self) -> dict[str, float | None]:
+        """The arguments that are times."""
+        return {"update_timeout_s": self._update_timeout_s, "silence_s": self._silence_s}
+
     def engine_of(self, url: str) -> Engine:
         """What a server runs."""
         return self.fleet.engine_of(url)
@@ -67,12 +72,11 @@ class ServerControl:
         urls: dict[str, list[str]] = {}
         for url in self.base_urls:
             urls.setdefault(self.fleet.name_of(url), []).append(url)
-        return {
-            name: ServerControl(
-                self.fleet, own, update_timeout_s=self._update_timeout_s, silence_s=self._silence_s
-            )
-            for name, own in urls.items()
-        }
+        return {name: self.over(own) for name, own in urls.items()}
+
+    def over(self, urls: Sequence[str]) -> ServerControl:
+        """Control of some of these servers alone."""
+        return ServerControl(self.fleet, urls, **self.limits)
 
     async def wait_healthy(self, timeout_s: float) -> None:
         """Return once every server can sample.

@@ -174,9 +174,9 @@ class Fleet(Transport):
         """Use these servers: address -> name of the engine there."""
         self.urls, self._name_at = tuple(names), dict(names)
 
-    def add(self, url: str, name: str) -> None:
-        """Use this server too; `name` is of the engine there."""
-        self.use({**self._name_at, url: name})
+    def add(self, names: Mapping[str, str]) -> None:
+        """Use these servers too, as `use`."""
+        self.use({**self._name_at, **names})
 
     async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
         """As `Transport.send`; what a server refuses because it is paused waits here until

@@ -144,7 +144,12 @@ class RolloutClient(ServerControl):
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
         if ingest_process is None:
             ingest_process = experts is not None and engine in OVER_HTTP
-        self._ingest = IngestProcess(fleet, {"urls": fleet.urls, **arguments}) if ingest_process else None
+
+        def made_process(**options: str) -> IngestProcess:  # a function does not show the key that it knows
+            return IngestProcess(fleet, {"urls": fleet.urls, **arguments}, **options)
+
+        self._made_process = made_process
+        self._ingest = made_process() if ingest_process else None
         self._retries = Retries(
             fleet,
             pool,
@@ -216,6 +221,10 @@ class RolloutClient(ServerControl):
         return ServerControl(
             self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s
         )
+
+    def asking_process(self) -> IngestProcess:
+        """A process, not started, that asks these servers; who makes it closes it."""
+        return self._made_process(without="use `weight_transport` disk")
 
     async def versions_for_update(self) -> list[str | None]:
         """As `reported_versions`; servers that are left out because they do not answer cost

@@ -6,6 +6,7 @@ Each rule is a function from source text to what breaks it, and is tried on text
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 from collections.abc import Iterator
@@ -82,6 +83,13 @@ BROAD_EXCEPTIONS = {
 """(file, function): how an error that is caught broadly is raised after all."""
 
 
+@functools.cache
+def parsed(text: str) -> ast.Module:
+    """Ten rules read the same 300 files."""
+    return ast.parse(text)
+
+
+@functools.cache
 def source(module: str) -> str:
     return (ROOT / module).read_text(encoding="utf-8")
 
@@ -106,7 +114,7 @@ def without_types(tree: ast.AST) -> Iterator[ast.AST]:
 
 def imported(text: str, *, for_types: bool = True) -> Iterator[str]:
     """Full names of what is imported, within functions too; for_types: and for type checking."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     for node in ast.walk(tree) if for_types else without_types(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -116,7 +124,7 @@ def imported(text: str, *, for_types: bool = True) -> Iterator[str]:
 
 
 def functions(text: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
@@ -176,7 +184,7 @@ def repeated_classes(texts: dict[str, str]) -> dict[str, list[str]]:
     """Class names that several files define: name -> those files. texts: file -> source."""
     files: dict[str, list[str]] = {}
     for module, text in texts.items():
-        for name in {node.name for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)}:
+        for name in {node.name for node in ast.walk(parsed(text)) if isinstance(node, ast.ClassDef)}:
             files.setdefault(name, []).append(module)
     return {name: where for name, where in files.items() if len(where) > 1}
 
@@ -212,7 +220,7 @@ def wrong_frameworks(module: str, text: str) -> list[str]:
 def host_reads(module: str, text: str) -> list[str]:
     """Calls that wait for the device, in the code that a loss reaches."""
     wrong = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         name = node.func.attr
@@ -226,7 +234,7 @@ def host_reads(module: str, text: str) -> list[str]:
 def broad_excepts(module: str, text: str) -> list[str]:
     """Handlers of everything that do not end by raising."""
     wrong = []
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(text)):
         if not isinstance(node, ast.ExceptHandler):
             continue
         caught = "" if node.type is None else ast.unparse(node.type)
@@ -240,7 +248,7 @@ def broad_excepts(module: str, text: str) -> list[str]:
 
 def unsafe_yaml(module: str, text: str) -> list[str]:
     """Any reading of YAML but by safe_load, or by a loader that this file derives from SafeLoader."""
-    tree = ast.parse(text)
+    tree = parsed(text)
     safe = {"yaml.SafeLoader"} | {
         node.name
         for node in ast.walk(tree)
@@ -264,7 +272,7 @@ def guessed_arguments(module: str, text: str) -> list[str]:
     """getattr(args, "x", default): an argument that does not exist would pass for one that is off."""
     return [
         f"{module}:{node.lineno} {ast.unparse(node)}"
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func) == "getattr"
         and len(node.args) == 3
@@ -297,7 +305,7 @@ def headless(module: str, text: str) -> list[str]:
 
 
 def undocumented(module: str, text: str) -> list[str]:
-    return [] if ast.get_docstring(ast.parse(text)) else [f"{module} does not say what it is"]
+    return [] if ast.get_docstring(parsed(text)) else [f"{module} does not say what it is"]
 
 
 EVERYWHERE = [
@@ -324,7 +332,7 @@ def test_extras_when_training_starts_then_none_is_imported():
         f"{module}:{node.lineno}"
         for module in MODULES
         if place(module) != "commands"
-        for node in ast.parse(source(module)).body
+        for node in parsed(source(module)).body
         if isinstance(node, (ast.Import, ast.ImportFrom))
         if re.search(r"\b(matplotlib|math_verify|sympy)\b", ast.unparse(node))
     ]

@@ -1,7 +1,9 @@
-"""The trainer's side of an ingest process: requests go there, parsed answers come back in shared memory.
+"""The trainer's side of a process that asks servers: requests go there, parsed answers come back in shared
+memory.
 
 One thread sends and another waits for answers; the event loop only hands both on. So the interpreter that
-trains spends some milliseconds on an answer of a hundred megabytes.
+trains spends some milliseconds on an answer of a hundred megabytes, or on a bucket of weights that hundreds
+of servers are told of.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.engines.trajectory import Trajectory
@@ -31,7 +34,7 @@ END_S = 5.0
 MOST_STILLBORN = 3
 """Processes that may end one after the other without a word."""
 REMEDY = "see the log for why it ended; the request is sent again by a new one"
-OPTION = "`ingest_process`"
+WITHOUT = "set `ingest_process` off"
 WORKER = "megatron_rl_corr.rollout.ingest.worker"
 
 logger = logging.getLogger(__name__)
@@ -59,10 +62,11 @@ class IngestProcess:
     Args:
         fleet: knows what runs at each address.
         arguments: of that `Fleet`; the process makes one like it.
+        without: how a user does without it, for the message that it can't start.
     """
 
-    def __init__(self, fleet: Fleet, arguments: Mapping[str, Any]):
-        self._fleet, self._arguments = fleet, dict(arguments)
+    def __init__(self, fleet: Fleet, arguments: Mapping[str, Any], *, without: str = WITHOUT):
+        self._fleet, self._arguments, self._without = fleet, dict(arguments), without
         self._current: _Process | None = None
         self._numbers = itertools.count()
         self._stillborn = 0
@@ -85,18 +89,34 @@ class IngestProcess:
             LocalFault: the process has ended.
             RuntimeError: as `ready`.
         """
+        fields, server_times = await self._ask("ask", url, (url, self._fleet.name_of(url), asked))
+        return ParsedAnswer(Trajectory(prompt_ids=asked.prompt_ids, **fields), server_times)
+
+    async def update_weights_from_distributed(
+        self, control: ServerControl, bucket: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        """`ServerControl.update_weights_from_distributed` with these arguments, from the process.
+
+        Raises:
+            RolloutError: as there; LocalFault: the process has ended.
+            RuntimeError: as `ready`.
+        """
+        names = {url: self._fleet.name_of(url) for url in control.base_urls}
+        return await self._ask("announce", control.base_urls[0], (names, control.limits, bucket))
+
+    async def _ask(self, kind: str, url: str, value: Any) -> Any:
+        """What the process answers. url: named if it ends first."""
         current, number = self._open(), next(self._numbers)
         future: asyncio.Future[Any] = current.loop.create_future()
         current.waiting[number] = url, future
-        current.outbox.put(("ask", number, (url, self._fleet.name_of(url), asked)))
+        current.outbox.put((kind, number, value))
         try:
-            fields, server_times = await future
+            return await future
         except asyncio.CancelledError:
             current.outbox.put(("cancel", number, None))
             raise
         finally:
             current.waiting.pop(number, None)
-        return ParsedAnswer(Trajectory(prompt_ids=asked.prompt_ids, **fields), server_times)
 
     async def close(self) -> None:
         """End the process, and what it was asked."""
@@ -117,8 +137,8 @@ class IngestProcess:
             return self._current
         if self._stillborn == MOST_STILLBORN:
             raise RuntimeError(
-                f"{OPTION}: the process that receives answers has ended {MOST_STILLBORN} times before it "
-                f"could take a request; see its last words in the log, or set {OPTION} off"
+                f"the process that asks the servers has ended {MOST_STILLBORN} times before it "
+                f"could take a request; see its last words in the log, or {self._without}"
             )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
@@ -148,9 +168,9 @@ class IngestProcess:
                 messages.send(current.link, *message)
             # no descriptor or memory; where the process has gone, `_read` sees it
             except Exception as error:  # noqa: BLE001  whatever it is, somebody waits for it
-                if kind == "ask":
-                    known = isinstance(error, OSError)
-                    error = _gone(message[2][0], str(error)) if known else error
+                if kind in ("ask", "announce"):
+                    url, _ = current.waiting.get(number, ("", None))
+                    error = _gone(url, str(error)) if isinstance(error, OSError) else error
                     self._in_loop(current, "error", number, (error, self.waiting_here))
 
     def _read(self, current: _Process) -> None:
@@ -196,7 +216,7 @@ class IngestProcess:
         """The process has ended, by itself if it is still ours."""
         if self._current is current:
             status = current.process.wait()
-            logger.warning("the process that receives answers has ended: %s (status %s)", why, status)
+            logger.warning("the process that asks the servers has ended: %s (status %s)", why, status)
             self._current, self.waiting_here = None, 0
             self._stillborn += not current.has_spoken
         current.started.set()
@@ -206,4 +226,4 @@ class IngestProcess:
 
 
 def _gone(url: str, why: str) -> LocalFault:
-    return LocalFault(url, "", f"the process that receives answers is gone ({why})", REMEDY, sent=True)
+    return LocalFault(url, "", f"the process that asks the servers is gone ({why})", REMEDY, sent=True)

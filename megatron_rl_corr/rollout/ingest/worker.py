@@ -1,4 +1,5 @@
-"""The ingest process: sends requests for samples, and parses their answers, until the trainer's side is gone.
+"""The process that asks servers: sends requests for samples, parses their answers and announces buckets of
+weights, until the trainer's side is gone.
 
 python -m megatron_rl_corr.rollout.ingest.worker DESCRIPTOR PARENT
 """
@@ -13,10 +14,13 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Awaitable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import LocalFault
@@ -74,7 +78,7 @@ class IngestWorker:
             self._ended.set()
             return
         except Exception as error:  # noqa: BLE001  which request it was is not known: all are asked again
-            print(f"the process that receives answers ends: {error}; {REMEDY}", file=sys.stderr, flush=True)
+            print(f"the process that asks the servers ends: {error}; {REMEDY}", file=sys.stderr, flush=True)
             self._ended.set()
             return
         if kind == "freed":
@@ -83,23 +87,39 @@ class IngestWorker:
             if number in self._tasks:
                 self._tasks[number].cancel()
         else:
-            task = asyncio.get_running_loop().create_task(self._answer(number, *value))
+            answer = self._sample if kind == "ask" else self._announce
+            task = asyncio.get_running_loop().create_task(answer(number, *value))
             self._tasks[number] = task
             task.add_done_callback(lambda _: self._tasks.pop(number, None))
 
-    async def _answer(self, number: int, url: str, name: str, asked: SampleRequest) -> None:
-        self._fleet.add(url, name)
-        try:
+    async def _sample(self, number: int, url: str, name: str, asked: SampleRequest) -> None:
+        async def fields_and_times() -> Any:
+            self._fleet.add({url: name})
             answer = await self._ingest.answer(url, asked)
+            # The prompt is there already.
+            fields = {name: value for name, value in vars(answer.part).items() if name != "prompt_ids"}
+            return fields, answer.server_times
+
+        await self._answer(number, url, fields_and_times())
+
+    async def _announce(
+        self, number: int, names: Mapping[str, str], limits: Mapping[str, Any], bucket: Mapping[str, Any]
+    ) -> None:
+        self._fleet.add(names)
+        control = ServerControl(self._fleet, list(names), **limits)
+        await self._answer(number, control.base_urls[0], control.update_weights_from_distributed(**bucket))
+
+    async def _answer(self, number: int, url: str, answer: Awaitable[Any]) -> None:
+        """Hand on what is awaited, or its error. url: of the server that it is of, or the first one."""
+        try:
+            value = await answer
         except asyncio.CancelledError:
             raise
         except Exception as error:  # noqa: BLE001  raised where the answer is waited for
             self._fail(number, _portable(error, url))
             return
-        # The prompt is there already.
-        fields = {name: value for name, value in vars(answer.part).items() if name != "prompt_ids"}
         try:
-            kept = messages.send(self._link, "answer", number, (fields, answer.server_times))
+            kept = messages.send(self._link, "answer", number, value)
         except OSError as error:
             self._fail(number, LocalFault(url, "", str(error), REMEDY, sent=True))
         except Exception as error:  # noqa: BLE001  as above

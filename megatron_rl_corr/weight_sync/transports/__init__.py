@@ -9,6 +9,7 @@ from megatron_rl_corr.files import check_writable
 from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
+from megatron_rl_corr.weight_sync.transports.announcers import Announcers, announcing_processes
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 from megatron_rl_corr.weight_sync.transports.disk import DiskTransport
@@ -63,4 +64,8 @@ def make_transport(
                 f"`weight_address` {address}: no socket can listen there ({error}); name an address of "
                 f"{socket.gethostname()}, which sends weights, or leave it out"
             ) from None
-    return DistributedTransport(client.control, loop, backend=backend, address=address)
+    count = announcing_processes(len(client.base_urls)) if sends else 0
+    processes = [client.asking_process() for _ in range(count)]
+    return DistributedTransport(
+        client.control, loop, backend=backend, address=address, announcers=Announcers(loop, processes)
+    )

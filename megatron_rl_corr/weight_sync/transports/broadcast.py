@@ -22,6 +22,7 @@ from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor
 from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.weight_sync.transports.announcers import Announcers
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport, common_ranks
 from megatron_rl_corr.weight_sync.transports.rendezvous import (
     address_towards,
@@ -51,6 +52,7 @@ class DistributedTransport(WeightTransport):
         loop: the event loop of the client.
         backend: nccl or gloo.
         address: of this host, at which servers meet; None: the one on the route to them.
+        announcers: tell the servers of each bucket; None: this process does.
     """
 
     def __init__(
@@ -60,9 +62,11 @@ class DistributedTransport(WeightTransport):
         *,
         backend: str,
         address: str | None = None,
+        announcers: Announcers | None = None,
     ):
         super().__init__()
         self._control, self._loop, self._backend, self._address = control, loop, backend, address
+        self._announcers = announcers or Announcers(loop)
         self._share = backend == "nccl"
         self._groups: list[UpdateGroup] = []
         self._failed: list[UpdateGroup] = []
@@ -105,6 +109,7 @@ class DistributedTransport(WeightTransport):
         missing = [url for url in self.servers.base_urls if url not in present]
         if not missing:
             return
+        self._announcers.start()
         ranks = common_ranks(self.servers, self._loop.call(self.servers.server_info())).count
         for urls in [missing] if self._share else [[url] for url in missing]:
             try:
@@ -113,6 +118,7 @@ class DistributedTransport(WeightTransport):
                         self._control(urls),
                         self._loop,
                         backend=self._backend,
+                        announcers=self._announcers,
                         ranks_per_server=ranks,
                         address=self._address,
                     )
@@ -132,6 +138,7 @@ class DistributedTransport(WeightTransport):
 
     def close(self):
         self._drop_groups(list(self._groups), self.servers.base_urls if self.servers else ())
+        self._announcers.close()
 
     def _drop_groups(self, groups: Collection[UpdateGroup], present: Collection[str]) -> None:
         """Leave these groups, and let those servers leave them that are present."""
@@ -160,6 +167,7 @@ class UpdateGroup:
         loop: the event loop of the client.
         backend: nccl or gloo.
         ranks_per_server: the same for all servers.
+        announcers: tell the servers of each bucket; None: this process does.
         address: of this host, at which they meet; None: the one on the route to the first server.
         timeout_s: limit of making the group and of one bucket.
 
@@ -175,10 +183,12 @@ class UpdateGroup:
         *,
         backend: str,
         ranks_per_server: int,
+        announcers: Announcers | None = None,
         address: str | None = None,
         timeout_s: float = 300.0,
     ):
-        self._control, self._loop, self._backend, self._timeout_s = control, loop, backend, timeout_s
+        self._control, self._backend, self._timeout_s = control, backend, timeout_s
+        self._announcers = announcers or Announcers(loop)
         self.urls = control.base_urls
         # A server may keep a group's name for ever, even if its trainer has died: never use one twice.
         self.name = f"rollout-corr-{uuid.uuid4().hex[:12]}"
@@ -208,13 +218,14 @@ class UpdateGroup:
     def send(self, bucket: list[NamedTensor]) -> Future:
         """Begin to broadcast a bucket; `wait` with what is returned before the next one."""
         self._bucket = [(name, _as_bytes(tensor.contiguous())) for name, tensor in bucket]
-        receiving = self._loop.submit(
-            self._control.update_weights_from_distributed(
-                [name for name, _ in bucket],
-                [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
-                [list(tensor.shape) for _, tensor in bucket],
-                group_name=self.name,
-            )
+        receiving = self._announcers.announce(
+            self._control,
+            {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+                "group_name": self.name,
+            },
         )
         self._works = []
         try:

@@ -1,0 +1,128 @@
+"""Buckets that processes announce: every server is told once and in order, and what goes wrong is told as
+without them.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack, contextmanager
+
+import psutil
+import pytest
+from aiohttp import web
+
+from megatron_rl_corr.engines.local_faults import LocalFault
+from megatron_rl_corr.rollout import RolloutClient, RolloutServerError
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.ingest.process import MOST_STILLBORN
+from megatron_rl_corr.weight_sync.transports.announcers import Announcers, announcing_processes
+from tests.stand_in_server import serving
+
+SERVERS = 5
+
+
+def bucket(number):
+    return {
+        "names": [f"model.layers.{number}.weight"],
+        "dtypes": ["bfloat16"],
+        "shapes": [[2, 3]],
+        "group_name": "g",
+    }
+
+
+@contextmanager
+def announcing(handle, processes=2, api_key=None):
+    """(announce(number): its future, urls, told): told are (url, body, key) that servers were sent."""
+    told = []
+
+    async def open_servers(stack):
+        async def answer(request):
+            assert request.path == "/update_weights_from_distributed"
+            place = urls.index(f"http://{request.host}")
+            told.append((place, await request.json(), request.headers.get("Authorization")))
+            return await handle(place)
+
+        urls = [await stack.enter_async_context(serving(answer)) for _ in range(SERVERS)]
+        return urls
+
+    with LoopThread("servers") as far, LoopThread() as loop:
+        stack = AsyncExitStack()
+        urls = far.call(open_servers(stack))
+        client = RolloutClient(urls, vocab_size=8, engine="sglang", api_key=api_key, timeout_s=20)
+        made = [client.asking_process() for _ in range(processes)]
+        announcers = Announcers(loop, made)
+        announcers.start()
+        try:
+            yield lambda number: announcers.announce(client.control(urls), bucket(number)), urls, told
+        finally:
+            announcers.close()
+            loop.call(client.close())
+            far.call(stack.aclose())
+
+
+async def well(place):
+    return web.json_response({"success": True, "message": f"server {place}"})
+
+
+def children():
+    return [one for one in psutil.Process().children() if any("ingest.worker" in w for w in one.cmdline())]
+
+
+def test_processes_then_one_for_each_32_servers_up_to_8_and_none_for_up_to_32():
+    found = {servers: announcing_processes(servers) for servers in (1, 32, 33, 64, 65, 256, 257, 4096)}
+    assert found == {1: 0, 32: 0, 33: 2, 64: 2, 65: 3, 256: 8, 257: 8, 4096: 8}
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_buckets_when_announced_then_each_server_is_told_of_each_once_and_in_order(processes):
+    with announcing(well, processes, api_key="a key") as (announce, urls, told):
+        answers = [announce(number).result(60) for number in range(3)]
+        assert len(children()) == processes
+    for found in answers:
+        assert sorted(one["message"] for one in found) == [f"server {i}" for i in range(SERVERS)]
+    for place in range(len(urls)):
+        own = [(body, key) for to, body, key in told if to == place]
+        assert [body["names"] for body, _ in own] == [bucket(number)["names"] for number in range(3)]
+        assert [body["shapes"] for body, _ in own] == [[[2, 3]]] * 3
+        assert {key for _, key in own} == {"Bearer a key"}
+    assert children() == []
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_bucket_when_a_server_refuses_then_its_own_words_at_once_and_others_are_waited_for_no_more(processes):
+    async def hangs_or_refuses(place):
+        if place == 3:
+            return web.json_response({"success": False, "message": "no such tensor"}, status=400)
+        await asyncio.sleep(60)  # the others wait in a broadcast that never comes
+        return await well(place)
+
+    with announcing(hangs_or_refuses, processes) as (announce, urls, told):
+        with pytest.raises(RolloutServerError, match="no such tensor") as error:
+            announce(0).result(60)
+        assert (error.value.url, error.value.status) == (urls[3], 400)
+        assert len(children()) == processes
+
+
+def test_bucket_when_a_process_is_killed_then_that_is_told_and_another_takes_the_next():
+    kills = True
+
+    async def kills_once(place):
+        nonlocal kills
+        if kills and place == 1:
+            kills = False
+            for process in children():
+                process.kill()
+            await asyncio.sleep(60)
+        return await well(place)
+
+    with announcing(kills_once) as (announce, urls, told):
+        with pytest.raises(LocalFault, match="the process that asks the servers is gone"):
+            announce(0).result(60)
+        assert len(announce(1).result(60)) == SERVERS
+
+
+def test_processes_when_they_can_not_start_then_an_error_that_says_what_else_can(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/bin/false")
+    with announcing(well) as (announce, urls, told):
+        for _ in range(MOST_STILLBORN + 1):
+            with pytest.raises((LocalFault, RuntimeError)) as error:
+                announce(0).result(60)
+        assert "or use `weight_transport` disk" in str(error.value) and told == []
