@@ -7,9 +7,9 @@ Each user is a published model, a layout of training ranks and a number of serve
 rank of the job (benchmarks/fake_rank.py): the first rank, the senders of a middle and of the last stage, and
 a rank that sends nothing. What they ask of process groups and servers is counted; the rest of the job
 follows from it, as all middle stages are alike. Seconds are those counts over what is stated: one network
-card for each GPU, a sender that sends through one, servers that take what comes, and the processor's time
-of a request and of converting names, both measured here. Not counted: a server's own time to load, to hash
-and to answer.
+card for each GPU, a sender that sends through one, a core for each process that announces buckets, servers
+that take what comes, and the processor's time of a request and of converting names, both measured here. Not
+counted: a server's own time to load, to hash and to answer.
 
 --beside names folders with other versions of this package, whose counts go into the same table.
 
@@ -99,7 +99,8 @@ def main() -> None:
     )
     options = parser.parse_args()
     columns = ["user", "package", "training ranks", "servers", "GB", "buckets", "requests"]
-    columns += ["sender holds MiB", "other ranks MiB", "CPU ms a request", "sender's interpreter s"]
+    columns += ["sender holds MiB", "other ranks MiB", "CPU ms a request", "processes"]
+    columns += ["CPU ms of the sender a bucket", "sender's interpreter s"]
     columns += [f"paused s at {speed} Gb/s" for speed in GBITS]
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns), flush=True)
     pushes = {}
@@ -217,13 +218,18 @@ def counted_slices(user: dict, rank: int, package: Path) -> dict:
 
 def row(push: dict) -> list[str]:
     """The cells of a push from its bytes on."""
+    announced = push["announced"]
     return [
         f"{push['bytes'] / 1e9:,.0f}",
         f"{push['buckets']:,}",
         f"{push['requests']:,}",
         f"{push['held'] / 2**20:,.0f}",
         f"{push['held_by_others'] / 2**20:,.0f}",
-        f"{1e3 * push['request_s']:.2f}",
+        f"{1e3 * (announced or push)['request_s']:.2f}",
+        str(announced["processes"]) if announced else "0",
+        f"{1e3 * announced['bucket_s']:.1f}"
+        if announced
+        else f"{1e3 * push['request_s'] * push['servers']:.1f}",
         f"{push['interpreter_s']:.1f}",
         *(f"{paused_s(push, speed):.1f}" for speed in GBITS),
     ]
@@ -233,8 +239,18 @@ def paused_s(push: dict, gbits: float) -> float:
     """Seconds from the first server's pause to the last one's resumption, but for the servers' own work."""
     card = gbits / 8 * 1e9
     gather, send = push["gathered"] / card + push["interpreter_s"], push["bytes"] / card
-    asking = push["requests"] * push["request_s"]
-    return asking + (max(gather, send) if push["overlaps"] else gather + send)
+    return asking_s(push) + (max(gather, send) if push["overlaps"] else gather + send)
+
+
+def asking_s(push: dict) -> float:
+    """Seconds of the requests: one after the other, but those of a bucket from all processes at once."""
+    announced = push.get("announced")
+    if not announced:
+        return push["requests"] * push["request_s"]
+    others = push["requests"] - push["buckets"] * push["servers"]
+    share = math.ceil(push["servers"] / announced["processes"])
+    bucket_s = announced["bucket_s"] + share * announced["request_s"]
+    return others * push["request_s"] + push["buckets"] * bucket_s
 
 
 def push_of_changes(push: dict, user: dict, share: float) -> dict:
@@ -252,6 +268,7 @@ def push_of_changes(push: dict, user: dict, share: float) -> dict:
     begin = 2  # the servers are asked what they are, and told which changes come
     return push | {
         "bytes": size,
+        "buckets": buckets + stages,
         "requests": other_requests + user["servers"] * (buckets + stages + begin),
         "gathered": 0,
         "interpreter_s": 0.0,
@@ -286,7 +303,9 @@ def counted_push(user: dict, package: Path) -> dict:
         "gathered": over_stages(gathered),
         "held": max(rank["held"] for rank, _ in played),
         "held_by_others": other["held"],
+        "servers": user["servers"],
         "request_s": first["request_s"],
+        "announced": first.get("announced"),
         "interpreter_s": over_stages(lambda rank: rank["interpreter_s"]),
         "overlaps": first["overlaps"],
     }

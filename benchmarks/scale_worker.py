@@ -21,6 +21,7 @@ warnings.filterwarnings("ignore")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))  # behind the package that is measured, which PYTHONPATH names
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 from aiohttp import web  # noqa: E402
 
@@ -40,8 +41,19 @@ from megatron_rl_corr.weight_sync.update import push_weights  # noqa: E402
 from megatron_rl_corr.weight_sync.verify import PushVerifier  # noqa: E402
 from tests.commands.planner import published  # noqa: E402
 
+try:
+    from megatron_rl_corr.weight_sync.transports import announcers
+except ImportError:  # a version before them
+    announcers = None
+
 TENSORS, ROUNDS = 80, 12
 """Tensors that a bucket announces, and buckets, where the time of a request is taken."""
+BUCKET = {
+    "names": [f"model.layers.7.mlp.experts.{i}.gate_proj.weight" for i in range(TENSORS)],
+    "dtypes": ["bfloat16"] * TENSORS,
+    "shapes": [[1536, 4096]] * TENSORS,
+    "group_name": "g",
+}
 INFO = {
     "version": "0.5.23",
     "tp_size": 8,
@@ -126,6 +138,7 @@ def main() -> None:
         found = push(asked, exporter, planned, counts, loop)
     found["own_bytes"] = sum(parameter.tensor.nbytes for parameter in parameters)
     found["request_s"] = seconds_per_request(asked["servers"]) if exporter.leads else None
+    found["announced"] = announced(asked["servers"]) if exporter.leads else None
     print(json.dumps(found))
 
 
@@ -145,7 +158,9 @@ def push(
     servers = WeightServers(
         client,
         loop,
-        broadcast.DistributedTransport(client.control, loop, backend="nccl"),
+        broadcast.DistributedTransport(
+            client.control, loop, backend="nccl"
+        ),  # counts; the rest is `announced`
         verifiers={"sglang": PushVerifier(load_engine("sglang"), elements)},
     )
     if exporter.num_stages > 1:
@@ -178,16 +193,13 @@ def seconds_per_request(servers: int) -> float:
     """Processor time of this package's client for one request of a bucket, to so many servers at once."""
     ports, process = listening(servers)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
-    names = [f"model.layers.7.mlp.experts.{i}.gate_proj.weight" for i in range(TENSORS)]
 
     async def ask() -> float:
         client = RolloutClient(urls, vocab_size=8, engine="sglang")
         spent = []
         for _ in range(ROUNDS):
             before = time.thread_time()
-            await client.update_weights_from_distributed(
-                names, ["bfloat16"] * TENSORS, [[1536, 4096]] * TENSORS, group_name="g"
-            )
+            await client.update_weights_from_distributed(**BUCKET)
             spent.append((time.thread_time() - before) / servers)
         await client.close()
         return statistics.median(spent)
@@ -197,6 +209,36 @@ def seconds_per_request(servers: int) -> float:
     finally:
         process.kill()
         process.join()
+
+
+def announced(servers: int) -> dict[str, float] | None:
+    """Processor time where processes announce: this one's of a bucket, theirs of a request; or None."""
+    if announcers is None or not (count := announcers.announcing_processes(servers)):
+        return None
+    ports, process = listening(servers)
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    try:
+        with LoopThread() as loop:
+            client = RolloutClient(urls, vocab_size=8, engine="sglang")
+            made = announcers.Announcers(loop, [client.asking_process() for _ in range(count)])
+            for _ in range(3):  # they start, and connect
+                made.announce(client, BUCKET).result()
+            workers = [one for one in psutil.Process().children() if one.pid != process.pid]
+            before = time.process_time(), processor_s(workers)
+            for _ in range(ROUNDS):
+                made.announce(client, BUCKET).result()
+            own, theirs = time.process_time() - before[0], processor_s(workers) - before[1]
+            made.close()
+            loop.call(client.close())
+    finally:
+        process.kill()
+        process.join()
+    return {"processes": count, "bucket_s": own / ROUNDS, "request_s": theirs / ROUNDS / servers}
+
+
+def processor_s(processes: list[psutil.Process]) -> float:
+    """What they have taken so far."""
+    return sum(sum(one.cpu_times()[:2]) for one in processes)
 
 
 def listening(servers: int) -> tuple[list[int], BaseProcess]:

@@ -65,12 +65,20 @@ def test_seconds_when_sending_goes_on_beside_gathering_then_the_longer_of_both()
     assert paused_s(push | {"overlaps": False}, 400) == pytest.approx(4.0)
 
 
+def test_seconds_when_processes_announce_then_a_share_of_the_requests_and_what_the_sender_does_for_each():
+    push = {"bytes": 0, "gathered": 0, "interpreter_s": 0, "overlaps": True}
+    push |= {"buckets": 10, "servers": 256, "requests": 10 * 256 + 100, "request_s": 1e-3}
+    push["announced"] = {"processes": 8, "bucket_s": 2e-3, "request_s": 0.5e-3}
+    # 100 ms of others, and 10 times 2 ms and 32 requests of half a millisecond.
+    assert paused_s(push, 400) == pytest.approx(0.1 + 10 * (0.002 + 0.016))
+
+
 def test_push_of_changes_when_two_percent_changed_then_six_bytes_for_each_and_no_gather_in_the_pause():
     push = {"bytes": 1e12, "buckets": 500, "requests": 256 * 515, "request_s": 1e-4, "overlaps": True}
     changes = push_of_changes(push, U3, 0.02)
     assert changes["bytes"] == pytest.approx(0.06e12)
     # 3.75 GB of each of 16 stages in 2 buckets of 2 GiB, and its end; 15 rounds of any push, 2 of changes.
-    assert changes["requests"] == 256 * (15 + 16 * 2 + 16 + 2)
+    assert changes["requests"] == 256 * (15 + 16 * 2 + 16 + 2) and changes["buckets"] == 16 * 3
     # 1.2 s to send at 400 Gb/s, 1.664 s to ask.
     assert paused_s(changes, 400) == pytest.approx(1.2 + 1.664)
 

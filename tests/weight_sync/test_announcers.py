@@ -102,18 +102,19 @@ def test_bucket_when_a_server_refuses_then_its_own_words_at_once_and_others_are_
 
 
 def test_bucket_when_a_process_is_killed_then_that_is_told_and_another_takes_the_next():
-    kills = True
+    waiting, kills = 0, True
 
-    async def kills_once(place):
-        nonlocal kills
-        if kills and place == 1:
-            kills = False
-            for process in children():
-                process.kill()
+    async def waits_until_it_is_killed(place):
+        nonlocal waiting, kills
+        if kills:
+            waiting += 1
+            if waiting == SERVERS:  # whichever process it is, servers are waiting for it
+                kills = False
+                children()[0].kill()
             await asyncio.sleep(60)
         return await well(place)
 
-    with announcing(kills_once) as (announce, urls, told):
+    with announcing(waits_until_it_is_killed) as (announce, urls, told):
         with pytest.raises(LocalFault, match="the process that asks the servers is gone"):
             announce(0).result(60)
         assert len(announce(1).result(60)) == SERVERS

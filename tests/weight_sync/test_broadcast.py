@@ -167,7 +167,7 @@ def test_transport_when_the_address_is_not_of_this_host_then_refused_with_the_re
     ):
         make_transport("distributed", Server(answers), loop, **common, sends=True)
     # it listens nowhere
-    made = make_transport("distributed", SimpleNamespace(control=None, base_urls=()), loop, **common, sends=False)
+    made = make_transport("distributed", SimpleNamespace(control=None), loop, **common, sends=False)
     assert isinstance(made, DistributedTransport) and made._address == "192.0.2.1"
 
 
