@@ -38,14 +38,16 @@ FLAGS = {
 ADDED: dict[str, dict[str, int]] = {
     "router_replay_effect": {},
     "filtered_mismatch": {"all_reduce 2": 3},
-    "ledger": {"all_reduce 2": 2},
+    "ledger": {"all_reduce 2": 4},
     "samples": {"all_reduce 2": 1},
     "export": {"all_reduce 2": 3},
     "trace": {},
     "push_probe": {"all_reduce 2": 5, "broadcast 2": 1, "broadcast_object_list 2": 2},
     "evaluation": {"all_reduce 2": 2},
 }
-"""On rank 0, in the second of three steps."""
+"""On rank 0, in the second of three steps. The ledger's: how many samples, how many microbatches, the servers'
+scores, whether anything is left.
+"""
 
 
 @pytest.fixture(scope="module")
