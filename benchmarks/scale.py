@@ -9,7 +9,7 @@ a rank that sends nothing. What they ask of process groups and servers is counte
 follows from it, as all middle stages are alike. Seconds are those counts over what is stated: one network
 card for each GPU, a sender that sends through one, a core for each process that announces buckets, servers
 that take what comes, and the processor's time of a request and of converting names, both measured here. Not
-counted: a server's own time to load, to hash and to answer.
+counted: a server's own time to load, to hash and to answer, and what a run does once, as making the groups.
 
 --beside names folders with other versions of this package, whose counts go into the same table.
 
@@ -266,13 +266,17 @@ def push_of_changes(push: dict, user: dict, share: float) -> dict:
     buckets = stages * math.ceil(size / stages / (default_bucket_mib(user["servers"]) * 2**20))
     other_requests = push["requests"] - push["buckets"] * user["servers"]
     begin = 2  # the servers are asked what they are, and told which changes come
-    return push | {
-        "bytes": size,
-        "buckets": buckets + stages,
-        "requests": other_requests + user["servers"] * (buckets + stages + begin),
-        "gathered": 0,
-        "interpreter_s": 0.0,
-    }
+    return (
+        push
+        | push.get("changes", {})
+        | {
+            "bytes": size,
+            "buckets": buckets + stages,
+            "requests": other_requests + user["servers"] * (buckets + stages + begin),
+            "gathered": 0,
+            "interpreter_s": 0.0,
+        }
+    )
 
 
 def counted_push(user: dict, package: Path) -> dict:
@@ -304,8 +308,7 @@ def counted_push(user: dict, package: Path) -> dict:
         "held": max(rank["held"] for rank, _ in played),
         "held_by_others": other["held"],
         "servers": user["servers"],
-        "request_s": first["request_s"],
-        "announced": first.get("announced"),
+        **{name: first[name] for name in ("request_s", "announced", "changes")},
         "interpreter_s": over_stages(lambda rank: rank["interpreter_s"]),
         "overlaps": first["overlaps"],
     }

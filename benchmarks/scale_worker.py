@@ -54,6 +54,14 @@ BUCKET = {
     "shapes": [[1536, 4096]] * TENSORS,
     "group_name": "g",
 }
+"""What a bucket is announced with."""
+CHANGES = {
+    "names": ["n" * 100_000, "values"],
+    "dtypes": ["int32", "bfloat16"],
+    "shapes": [[2**28], [2**28]],
+    "group_name": "g",
+}
+"""The same of changes: a name tells of some thousand tensors."""
 INFO = {
     "version": "0.5.23",
     "tp_size": 8,
@@ -137,8 +145,8 @@ def main() -> None:
         planned = exporter.planned()
         found = push(asked, exporter, planned, counts, loop)
     found["own_bytes"] = sum(parameter.tensor.nbytes for parameter in parameters)
-    found["request_s"] = seconds_per_request(asked["servers"]) if exporter.leads else None
-    found["announced"] = announced(asked["servers"]) if exporter.leads else None
+    if exporter.leads:
+        found |= costs(asked["servers"], BUCKET) | {"changes": costs(asked["servers"], CHANGES)}
     print(json.dumps(found))
 
 
@@ -189,7 +197,12 @@ def bucket_mib(servers: int) -> float:
     return 256.0 if chosen is None else chosen(servers)
 
 
-def seconds_per_request(servers: int) -> float:
+def costs(servers: int, bucket: dict) -> dict:
+    """What it takes to announce a bucket to so many servers, from this process and from others."""
+    return {"request_s": seconds_per_request(servers, bucket), "announced": announced(servers, bucket)}
+
+
+def seconds_per_request(servers: int, bucket: dict) -> float:
     """Processor time of this package's client for one request of a bucket, to so many servers at once."""
     ports, process = listening(servers)
     urls = [f"http://127.0.0.1:{port}" for port in ports]
@@ -199,7 +212,7 @@ def seconds_per_request(servers: int) -> float:
         spent = []
         for _ in range(ROUNDS):
             before = time.thread_time()
-            await client.update_weights_from_distributed(**BUCKET)
+            await client.update_weights_from_distributed(**bucket)
             spent.append((time.thread_time() - before) / servers)
         await client.close()
         return statistics.median(spent)
@@ -211,7 +224,7 @@ def seconds_per_request(servers: int) -> float:
         process.join()
 
 
-def announced(servers: int) -> dict[str, float] | None:
+def announced(servers: int, bucket: dict) -> dict[str, float] | None:
     """Processor time where processes announce: this one's of a bucket, theirs of a request; or None."""
     if announcers is None or not (count := announcers.announcing_processes(servers)):
         return None
@@ -222,11 +235,11 @@ def announced(servers: int) -> dict[str, float] | None:
             client = RolloutClient(urls, vocab_size=8, engine="sglang")
             made = announcers.Announcers(loop, [client.asking_process() for _ in range(count)])
             for _ in range(3):  # they start, and connect
-                made.announce(client, BUCKET).result()
+                made.announce(client, bucket).result()
             workers = [one for one in psutil.Process().children() if one.pid != process.pid]
             before = time.process_time(), processor_s(workers)
             for _ in range(ROUNDS):
-                made.announce(client, BUCKET).result()
+                made.announce(client, bucket).result()
             own, theirs = time.process_time() - before[0], processor_s(workers) - before[1]
             made.close()
             loop.call(client.close())

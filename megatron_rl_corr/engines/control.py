@@ -60,7 +60,7 @@ class ServerControl:
 
     @property
     def limits(self) -> dict[str, float | None]:
-        """The arguments that are times."""
+        """`update_timeout_s` and `silence_s`, for another control like this one."""
         return {"update_timeout_s": self._update_timeout_s, "silence_s": self._silence_s}
 
     def engine_of(self, url: str) -> Engine:

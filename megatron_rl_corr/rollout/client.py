@@ -16,7 +16,7 @@ from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
 from megatron_rl_corr.rollout.health import ServerHealth
-from megatron_rl_corr.rollout.ingest.process import IngestProcess
+from megatron_rl_corr.rollout.ingest.process import AskingProcess
 from megatron_rl_corr.rollout.retries import Retries
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, ServerPool
@@ -144,9 +144,10 @@ class RolloutClient(ServerControl):
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
         if ingest_process is None:
             ingest_process = experts is not None and engine in OVER_HTTP
+        given = {"urls": fleet.urls, **arguments}
 
-        def made_process(**options: str) -> IngestProcess:  # a function does not show the key that it knows
-            return IngestProcess(fleet, {"urls": fleet.urls, **arguments}, **options)
+        def made_process(**options: str) -> AskingProcess:  # a closure, so that no attribute has the API key
+            return AskingProcess(fleet, given, **options)
 
         self._made_process = made_process
         self._ingest = made_process() if ingest_process else None
@@ -222,8 +223,8 @@ class RolloutClient(ServerControl):
             self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s
         )
 
-    def asking_process(self) -> IngestProcess:
-        """A process, not started, that asks these servers; who makes it closes it."""
+    def asking_process(self) -> AskingProcess:
+        """A process, not started, that asks these servers; it ends with this one, or when it is closed."""
         return self._made_process(without="use `weight_transport` disk")
 
     async def versions_for_update(self) -> list[str | None]:

@@ -206,7 +206,7 @@ def test_process_when_it_tells_of_a_fault_then_how_many_wait_there_is_kept(fault
         ingest, loop = client._ingest, asyncio.get_running_loop()
         current = _Process(None, None, loop)
         future = loop.create_future()
-        current.waiting[3] = "u", future
+        current.waiting[3] = "ask", "u", future
         ingest._hand_on(current, "error", 3, (LocalFault("u", "/", "no descriptor", ""), 7))
         with pytest.raises(LocalFault):
             await future

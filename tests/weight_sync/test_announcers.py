@@ -3,6 +3,9 @@ without them.
 """
 
 import asyncio
+import shutil
+import subprocess
+import time
 from contextlib import AsyncExitStack, contextmanager
 
 import psutil
@@ -12,7 +15,6 @@ from aiohttp import web
 from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.rollout import RolloutClient, RolloutServerError
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.rollout.ingest.process import MOST_STILLBORN
 from megatron_rl_corr.weight_sync.transports.announcers import Announcers, announcing_processes
 from tests.stand_in_server import serving
 
@@ -49,7 +51,6 @@ def announcing(handle, processes=2, api_key=None):
         client = RolloutClient(urls, vocab_size=8, engine="sglang", api_key=api_key, timeout_s=20)
         made = [client.asking_process() for _ in range(processes)]
         announcers = Announcers(loop, made)
-        announcers.start()
         try:
             yield lambda number: announcers.announce(client.control(urls), bucket(number)), urls, told
         finally:
@@ -115,15 +116,49 @@ def test_bucket_when_a_process_is_killed_then_that_is_told_and_another_takes_the
         return await well(place)
 
     with announcing(waits_until_it_is_killed) as (announce, urls, told):
-        with pytest.raises(LocalFault, match="the process that asks the servers is gone"):
+        with pytest.raises(LocalFault, match="asks the servers is gone.*or use `weight_transport` disk"):
             announce(0).result(60)
         assert len(announce(1).result(60)) == SERVERS
+
+
+def test_bucket_when_a_process_is_killed_before_it_has_begun_then_another_takes_it():
+    with announcing(well) as (announce, urls, told):
+        wait_for(lambda: len(children()) == 2)
+        children()[0].kill()
+        assert len(announce(0).result(60)) == SERVERS
+    assert children() == []
+
+
+def test_processes_when_closed_before_they_have_begun_then_none_is_left():
+    with announcing(well):
+        wait_for(lambda: len(children()) == 2)
+    assert children() == []
 
 
 def test_processes_when_they_can_not_start_then_an_error_that_says_what_else_can(monkeypatch):
     monkeypatch.setattr("sys.executable", "/bin/false")
     with announcing(well) as (announce, urls, told):
-        for _ in range(MOST_STILLBORN + 1):
-            with pytest.raises((LocalFault, RuntimeError)) as error:
-                announce(0).result(60)
-        assert "or use `weight_transport` disk" in str(error.value) and told == []
+        with pytest.raises(RuntimeError, match="or use `weight_transport` disk"):
+            announce(0).result(60)
+        assert told == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_servers_when_their_router_alone_has_a_certificate_then_processes_announce_to_them(tmp_path):
+    command = "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=router -keyout key -out ca.pem"
+    subprocess.run(command.split(), check=True, capture_output=True, cwd=tmp_path)
+    pem = tmp_path / "ca.pem"
+    with announcing(well, processes=0) as (announce, urls, told), LoopThread() as loop:
+        client = RolloutClient(["https://router"], vocab_size=8, engine="sglang", ca_file=pem)
+        client.use_servers(dict.fromkeys(urls, "sglang"))
+        announcers = Announcers(loop, [client.asking_process()])
+        assert len(announcers.announce(client.control(urls), bucket(0)).result(60)) == SERVERS
+        announcers.close()
+        loop.call(client.close())
+
+
+def wait_for(is_so):
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

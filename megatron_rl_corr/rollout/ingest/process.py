@@ -49,20 +49,23 @@ class _Process:
     loop: asyncio.AbstractEventLoop
     outbox: queue.SimpleQueue = field(default_factory=queue.SimpleQueue)
     """(kind, number, value) to send; None: no more."""
-    waiting: dict[int, tuple[str, asyncio.Future[Any]]] = field(default_factory=dict)
-    """By the number of a request, the server's address and who waits for its answer."""
+    waiting: dict[int, tuple[str, str, asyncio.Future[Any]]] = field(default_factory=dict)
+    """By the number of a request, what it is, the server's address and who waits for its answer."""
     has_spoken: bool = False
     started: asyncio.Event = field(default_factory=asyncio.Event)
     """It has spoken, or ended."""
 
 
-class IngestProcess:
-    """Starts the process with the first request, and another one where it has ended. For one event loop.
+class AskingProcess:
+    """A process beside this one that asks servers: for samples, or to take a bucket of weights.
+
+    It starts with the first request, or at `ready`, and another one where it has ended; it ends with this
+    process at the latest. For one event loop.
 
     Args:
         fleet: knows what runs at each address.
         arguments: of that `Fleet`; the process makes one like it.
-        without: how a user does without it, for the message that it can't start.
+        without: how a user does without it, for the message that it has ended.
     """
 
     def __init__(self, fleet: Fleet, arguments: Mapping[str, Any], *, without: str = WITHOUT):
@@ -92,15 +95,14 @@ class IngestProcess:
         fields, server_times = await self._ask("ask", url, (url, self._fleet.name_of(url), asked))
         return ParsedAnswer(Trajectory(prompt_ids=asked.prompt_ids, **fields), server_times)
 
-    async def update_weights_from_distributed(
-        self, control: ServerControl, bucket: Mapping[str, Any]
-    ) -> list[dict[str, Any]]:
-        """`ServerControl.update_weights_from_distributed` with these arguments, from the process.
+    async def announce(self, control: ServerControl, bucket: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """`control.update_weights_from_distributed(**bucket)`, from the process.
 
         Raises:
-            RolloutError: as there; LocalFault: the process has ended.
+            RolloutError: as there; LocalFault: the process has ended, and some servers may have been told.
             RuntimeError: as `ready`.
         """
+        await self.ready()  # one that ends before has told nobody, and another is started
         names = {url: self._fleet.name_of(url) for url in control.base_urls}
         return await self._ask("announce", control.base_urls[0], (names, control.limits, bucket))
 
@@ -108,7 +110,7 @@ class IngestProcess:
         """What the process answers. url: named if it ends first."""
         current, number = self._open(), next(self._numbers)
         future: asyncio.Future[Any] = current.loop.create_future()
-        current.waiting[number] = url, future
+        current.waiting[number] = kind, url, future
         current.outbox.put((kind, number, value))
         try:
             return await future
@@ -169,8 +171,8 @@ class IngestProcess:
             # no descriptor or memory; where the process has gone, `_read` sees it
             except Exception as error:  # noqa: BLE001  whatever it is, somebody waits for it
                 if kind in ("ask", "announce"):
-                    url, _ = current.waiting.get(number, ("", None))
-                    error = _gone(url, str(error)) if isinstance(error, OSError) else error
+                    _, url, _ = current.waiting.get(number, (kind, "", None))
+                    error = self._gone(kind, url, str(error)) if isinstance(error, OSError) else error
                     self._in_loop(current, "error", number, (error, self.waiting_here))
 
     def _read(self, current: _Process) -> None:
@@ -188,7 +190,7 @@ class IngestProcess:
             finally:
                 current.outbox.put(None)
                 try:
-                    current.process.wait(1)
+                    current.process.wait(END_S)
                 except subprocess.TimeoutExpired:  # only its connection has ended
                     current.process.kill()
                 self._in_loop(current, "lost", 0, why)
@@ -203,7 +205,7 @@ class IngestProcess:
             return
         current.has_spoken, self._stillborn = True, 0
         current.started.set()
-        _, future = current.waiting.get(number, ("", None))
+        *_, future = current.waiting.get(number, (None,))
         if future is None or future.done():  # it was cancelled
             return
         if kind == "error":
@@ -220,10 +222,11 @@ class IngestProcess:
             self._current, self.waiting_here = None, 0
             self._stillborn += not current.has_spoken
         current.started.set()
-        for url, future in current.waiting.values():
+        for kind, url, future in current.waiting.values():
             if not future.done():
-                future.set_exception(_gone(url, why))
+                future.set_exception(self._gone(kind, url, why))
 
-
-def _gone(url: str, why: str) -> LocalFault:
-    return LocalFault(url, "", f"the process that asks the servers is gone ({why})", REMEDY, sent=True)
+    def _gone(self, kind: str, url: str, why: str) -> LocalFault:
+        again = kind == "ask"  # whoever asks for a sample tries again
+        remedy = REMEDY if again else f"see the log for why it ended, or {self._without}"
+        return LocalFault(url, "", f"the process that asks the servers is gone ({why})", remedy, sent=True)

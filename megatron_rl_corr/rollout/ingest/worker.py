@@ -7,6 +7,7 @@ python -m megatron_rl_corr.rollout.ingest.worker DESCRIPTOR PARENT
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import os
 import pickle
@@ -155,7 +156,8 @@ def main() -> None:
     descriptor, parent = map(int, sys.argv[1:])
 
     async def work() -> None:
-        await IngestWorker(socket.socket(fileno=descriptor), parent).run()
+        with contextlib.suppress(EOFError, BrokenPipeError):  # the trainer was gone before this had begun
+            await IngestWorker(socket.socket(fileno=descriptor), parent).run()
 
     asyncio.run(work())
 

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.rollout.blocking import LoopThread
-from megatron_rl_corr.rollout.ingest.process import IngestProcess
+from megatron_rl_corr.rollout.ingest.process import AskingProcess
 
 SERVERS_EACH = 32
 """Servers that a process tells of a bucket in some milliseconds."""
@@ -31,24 +31,21 @@ class Announcers:
 
     Args:
         loop: the event loop of the client.
-        processes: ask the servers, and are not started yet; (): this process announces.
+        processes: announce, and are started here, which takes them seconds; (): this process announces.
     """
 
-    def __init__(self, loop: LoopThread, processes: Sequence[IngestProcess] = ()):
+    def __init__(self, loop: LoopThread, processes: Sequence[AskingProcess] = ()):
         self._loop, self._processes = loop, processes
+        self._starting = [loop.submit(process.ready()) for process in processes]
         self._place: dict[str, int] = {}
         """Address -> its process: a server stays with one, which keeps the connection to it."""
-
-    def start(self) -> None:
-        """Begin to start the processes, which takes seconds: before the first bucket is there."""
-        for process in self._processes:
-            self._loop.submit(process.ready())
 
     def announce(self, control: ServerControl, bucket: dict[str, Any]) -> Future[list[dict[str, Any]]]:
         """Begin `control.update_weights_from_distributed` with these arguments.
 
         Returns:
-            Its answers, in the order of the shares; or the first failure, which cancels the others.
+            Its answers, in the order of the shares; or the first failure, which cancels the others. That of a
+            process that can't start is a RuntimeError.
         """
         if not self._processes:
             return self._loop.submit(control.update_weights_from_distributed(**bucket))
@@ -60,15 +57,16 @@ class Announcers:
             place = self._place.setdefault(url, len(self._place) % len(self._processes))
             shares.setdefault(place, []).append(url)
         answers = await all_or_first_failure(
-            [
-                self._processes[place].update_weights_from_distributed(control.over(urls), bucket)
-                for place, urls in shares.items()
-            ]
+            [self._processes[place].announce(control.over(urls), bucket) for place, urls in shares.items()]
         )
         return [answer for share in answers for answer in share]
 
     def close(self) -> None:
         """End the processes."""
+        if not self._processes:
+            return
+        for starting in self._starting:
+            starting.cancel()
 
         async def all_closed() -> None:
             await asyncio.gather(*(process.close() for process in self._processes))

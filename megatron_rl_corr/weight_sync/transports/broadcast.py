@@ -109,7 +109,6 @@ class DistributedTransport(WeightTransport):
         missing = [url for url in self.servers.base_urls if url not in present]
         if not missing:
             return
-        self._announcers.start()
         ranks = common_ranks(self.servers, self._loop.call(self.servers.server_info())).count
         for urls in [missing] if self._share else [[url] for url in missing]:
             try:
