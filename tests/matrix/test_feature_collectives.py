@@ -45,7 +45,7 @@ ADDED: dict[str, dict[str, int]] = {
     "push_probe": {"all_reduce 2": 5, "broadcast 2": 1, "broadcast_object_list 2": 2},
     "evaluation": {"all_reduce 2": 2},
 }
-"""On rank 0, in the second of three steps. The ledger's: how many samples, how many microbatches, the scores of
+"""On rank 0, in the second of three steps. The ledger's: how many samples, how many microbatches, scores of
 servers, whether anything is left.
 """
 
