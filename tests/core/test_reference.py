@@ -142,7 +142,7 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
             assert found[name] == pytest.approx(value, rel=1e-6, abs=floor, nan_ok=True), name
 
 
-@settings(max_examples=3000 if IN_MATRIX else 800, deadline=None, derandomize=True, database=None)
+@settings(max_examples=3000 if IN_MATRIX else 400, deadline=None, derandomize=True, database=None)
 @given(batches(), configs(), st.booleans())
 def test_correction_when_configured_at_random_then_the_naive_one(batch, config, with_turns):
     with_turns = with_turns or looks_at_turns(config)
