@@ -6,6 +6,7 @@ asked of the network, and `HeldBytes` how much it held at once.
 """
 
 import math
+import time
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -278,11 +279,15 @@ def counted(
 
 
 class HeldBytes(TorchDispatchMode):
-    """The bytes of all tensors that were made within and are still there: the most at any moment."""
+    """The bytes of all tensors that were made within and are still there: the most at any moment.
+
+    `spent_s` is the processor's time of the operations themselves, which a rank's device would do.
+    """
 
     def __init__(self):
         super().__init__()
         self.now = self.most = 0
+        self.spent_s = 0.0
         self._seen: dict[int, weakref.finalize] = {}
 
     def __enter__(self):
@@ -300,6 +305,12 @@ class HeldBytes(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        before = time.thread_time()
+        found = self._counted(func, args, kwargs)
+        self.spent_s += time.thread_time() - before
+        return found
+
+    def _counted(self, func, args, kwargs):
         found = func(*args, **(kwargs or {}))
         made = found if isinstance(found, list | tuple) else [found]
         given = {id(x.untyped_storage()) for x in args if isinstance(x, torch.Tensor)}

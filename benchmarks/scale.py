@@ -9,7 +9,8 @@ a rank that sends nothing. What they ask of process groups and servers is counte
 follows from it, as all middle stages are alike. Seconds are those counts over what is stated: one network
 card for each GPU, a sender that sends through one, a core for each process that announces buckets, servers
 that take what comes, and the processor's time of a request and of converting names, both measured here. Not
-counted: a server's own time to load, to hash and to answer, and what a run does once, as making the groups.
+counted: a server's own time to load, to hash and to answer, and what a run does once, as making the
+groups, and the launches of a sender's operations on its GPU.
 
 --beside names folders with other versions of this package, whose counts go into the same table.
 

@@ -185,7 +185,7 @@ def push(
         "requests": transport.asked,
         "request_bytes": transport.bytes,
         "held": held.most,
-        "interpreter_s": time.thread_time() - before,
+        "interpreter_s": time.thread_time() - before - held.spent_s,
         "overlaps": hasattr(broadcast.DistributedTransport, "finish"),
         "groups": counts.table(),
     }
