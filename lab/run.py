@@ -138,6 +138,12 @@ def make_policies(out: Path, kinds: Iterable[str], lengths: Iterable[int], worke
         for cell in cells_of([MAIN_TASK], kinds, lengths)
         for kind in POLICY_KINDS
     ]
+    if not cells:
+        print(
+            f"policies: nothing to compare; it has the kinds {', '.join(COMPARED_KINDS)} and lengths up to "
+            f"{LONGEST_COMPARED} alone"
+        )
+        return
     rows = [row for _, found in spread(_compared, cells, workers, "policies") for row in found]
     write_atomically(out / "policies.md", table_of_policies(means_of(rows)).encode())
 

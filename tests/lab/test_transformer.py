@@ -65,6 +65,12 @@ def test_policies_when_compared_then_agreement_is_counted(tmp_path):
     assert all(f"| {kind} | rounding |" in text for kind in POLICY_KINDS)
 
 
+@pytest.mark.parametrize(("kinds", "lengths"), [(["rounding"], [6, 8]), (["top_p"], [1, 2])])
+def test_policies_when_no_cell_is_left_then_that_is_said_and_no_empty_table(kinds, lengths, tmp_path, capsys):
+    make_policies(tmp_path, kinds, lengths, workers=1)
+    assert "nothing to compare" in capsys.readouterr().out and not list(tmp_path.iterdir())
+
+
 def test_policies_when_errors_are_made_up_then_the_table_tells_them():
     arms = {arm: Moments(0.0, 1.0, 1.0) for arm in all_arms()}
     better = arms | {"token_truncate": Moments(0.0, 0.5, 1.0)}
