@@ -129,6 +129,10 @@ def show_map(out: Path, rows: list[Row]) -> None:
         draw_laws(rows, out / "laws.svg")
 
 
+def _tell_nothing(part: str, has: str) -> None:
+    print(f"{part}: nothing of what was asked for, and no file; it has {has}")
+
+
 def make_policies(out: Path, kinds: Iterable[str], lengths: Iterable[int], workers: int) -> None:
     """policies.md: whether the map's order holds for other policies."""
     kinds = [kind for kind in kinds if kind in COMPARED_KINDS]
@@ -139,9 +143,8 @@ def make_policies(out: Path, kinds: Iterable[str], lengths: Iterable[int], worke
         for kind in POLICY_KINDS
     ]
     if not cells:
-        print(
-            f"policies: nothing to compare; it has the kinds {', '.join(COMPARED_KINDS)} and lengths up to "
-            f"{LONGEST_COMPARED} alone"
+        _tell_nothing(
+            "policies", f"the kinds {', '.join(COMPARED_KINDS)}, and lengths up to {LONGEST_COMPARED}"
         )
         return
     rows = [row for _, found in spread(_compared, cells, workers, "policies") for row in found]
@@ -208,6 +211,9 @@ def make_training(
     from lab.pictures import draw_trainings
 
     jobs = [(setting, arm) for setting in settings for arm in arms]
+    if not jobs:
+        _tell_nothing("training", f"the kinds {', '.join(sorted({setting.kind for setting in SETTINGS}))}")
+        return
     longest_first = sorted(jobs, key=lambda job: -job[0].steps * job[0].batch)
     found = dict(spread(partial(_trained, seeds=seeds), longest_first, workers, "training"))
     runs: dict[str, dict[str, Runs]] = {}
@@ -235,6 +241,9 @@ def make_training(
 def make_long(out: Path, kinds: Iterable[str], workers: int) -> None:
     """long.md: the levels of weights on responses of 16 to 256 tokens."""
     cells = long_cells(kinds)
+    if not cells:
+        _tell_nothing("long", f"the kinds {', '.join(sorted({cell.kind for cell in long_cells(KINDS)}))}")
+        return
     found = dict(spread(measured, cells, workers, "long"))
     write_atomically(out / "long.md", table_of_long(found[cell] for cell in cells).encode())
 

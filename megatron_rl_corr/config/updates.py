@@ -37,9 +37,9 @@ class UpdatesConfig(Options):
 
     correction: Literal["auto"] | None = None
     """auto: the run chooses the importance weights of each batch from what it measured on the one before:
-    min(w, c) of whole sequences where their effective sample size is 0.8 of them or more, else of tokens;
-    c = max(2, sqrt(n) / 4), n the samples of an update. `advantage` raw becomes group_mean, of
-    groups of 1 batch_mean. auto/level says what it chose. In the place of `rollout_is`.
+    min(w, c) of whole sequences once their effective sample size is 0.8 of them or more and until it is
+    below 0.5, else of tokens; c = max(2, sqrt(n) / 4), n the samples of an update. `advantage` raw becomes
+    group_mean, of groups of 1 batch_mean. auto/level says what it chose. In the place of `rollout_is`.
     """
 
     def check(self) -> None:

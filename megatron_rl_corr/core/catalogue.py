@@ -370,6 +370,7 @@ DIRECTIONS = in_group(
             f"rollout_corr/quadrant/{name}_mass",
             f"share of the gradient that moves tokens {where} the servers' policy, of {signs}",
             "sum of |c w A| of kept tokens with these signs / that of all kept",
+            may_be_nan=True,  # without a gradient
         )
         for name, signs, where in _QUADRANTS
     ),

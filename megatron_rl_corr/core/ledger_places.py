@@ -32,6 +32,20 @@ MANY = 0.1
 """Share of tokens whose routes differ that says something where no layer is before."""
 
 
+def pooled_chance(chances: Sequence[float]) -> float:
+    """The chance of a place over several ledgers: twice the lesser of the least one times their number, and
+    Fisher's of all of them, P(X > -2 sum log p) with X of chi^2 and 2 n degrees of freedom.
+
+    The least one finds a place that a single ledger shows, Fisher's one that each shows a little.
+    """
+    count, half = len(chances), -sum(math.log(max(chance, 1e-300)) for chance in chances)
+    term = total = math.exp(-half)
+    for at in range(1, count):
+        term *= half / at
+        total += term
+    return min(1.0, 2 * min(count * min(chances), total)) if count > 1 else chances[0]
+
+
 def t_chance(t: float, freedom: float) -> float:
     """P(T > t) of Student's T, by Wallace's approximation to the normal one."""
     if freedom < 1 or math.isnan(t):

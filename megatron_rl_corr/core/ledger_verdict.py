@@ -128,13 +128,15 @@ def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = (), urls:
     noise, tokens, size = (numbers[f"ledger/{name}"] for name in ("noise", "tokens", "mean_abs"))
     known = [name for name in TERMS if f"ledger/{name}/share" in numbers]
     evidence = f"{tokens:.0f} tokens, mean |D| {size:.2g}"
-    parts = ", ".join(f"{name} {_percent(numbers[f'ledger/{name}/share'])}" for name in known)
+    parts = ", ".join(f"{name} {_part(numbers, name)}" for name in known)
     blamed = blamed_terms(numbers)
     if not tokens:
         return "mismatch: no token with log-probs of both sides"
+    if math.isnan(size):
+        return f"mismatch: not known, as a log-prob is no number; {tokens:.0f} tokens"
     if blamed:
         told = ", ".join(
-            f"{_percent(share)} {WORDS[name]} (mean {numbers[f'ledger/{name}/mean_abs']:.2g})"
+            f"{_percent(share)} {WORDS[name]} (mean size {numbers[f'ledger/{name}/mean_abs']:.2g})"
             for name, share in blamed
         )
         line = f"mismatch: {told}; {evidence}, all parts: {parts}"
@@ -155,6 +157,12 @@ def verdict_line(numbers: Mapping[str, float], absent: Iterable[str] = (), urls:
     if absent:
         line += "; in the rest, as no pass takes them: " + ", ".join(absent)
     return line
+
+
+def _part(numbers: Mapping[str, float], name: str) -> str:
+    """A term's share in words; - where no token has it: servers have scored none of these weights."""
+    unknown = numbers.get(f"ledger/{name}/known", 1.0) == 0
+    return "-" if unknown else _percent(numbers[f"ledger/{name}/share"])
 
 
 def sampling_line(numbers: Mapping[str, float]) -> str:
@@ -239,4 +247,4 @@ _PARTS |= {"experts": _experts_in_words}
 
 
 def _percent(share: float) -> str:
-    return "-" if math.isnan(share) else f"{100 * share:.0f} %"
+    return "-" if math.isnan(share) else f"{round(100 * share)} %"

@@ -79,6 +79,8 @@ class MetricSpec:
     """
     column: Column | None = None
     """Its column in the console, for a metric that is printed at every step."""
+    may_be_nan: bool = False
+    """NaN where there is nothing of what it measures, which is no alert."""
     compared: bool = False
     """True if `megatron-rl-corr correct` shows it when it compares corrections."""
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_rl_corr.core.metric_spec import UsualRange
-from megatron_rl_corr.observability.catalogue import label_of, ordered, usual_range
+from megatron_rl_corr.observability.catalogue import label_of, ordered, spec_of, usual_range
 from megatron_rl_corr.tables import readable
 
 ENDS = 5
@@ -98,7 +98,12 @@ def find_alerts(rows: Sequence[dict]) -> list[Alert]:
 
 
 def is_alert(name: str, value: float) -> bool:
-    """True for a value outside the metric's usual range, and for any that is not finite."""
+    """True for a value outside the metric's usual range, and for any that is not finite, but NaN where the
+    catalogue says that it means nothing was there.
+    """
+    spec = spec_of(name)
+    if math.isnan(value) and spec is not None and spec.may_be_nan:
+        return False
     usual = usual_range(name)
     return not math.isfinite(value) or (usual is not None and usual.excludes(value))
 

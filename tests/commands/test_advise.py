@@ -46,8 +46,8 @@ def test_advise_when_a_run_has_metrics_then_its_levels_and_the_flags_of_the_last
         file.write({"step": 2 * step, "update": 2})
     (tmp_path / "run.json").write_text(json.dumps({"rollout": {"updates_per_batch": 2}}))
     lines = advised(capsys, tmp_path)
-    assert lines[0] == "5 batches, of steps 1 to 9; behind them: token 3, sequence 2"
-    assert [line.split()[:2] for line in lines[3:-1]] == [["1", "1024"], ["5", "1024"], ["9", "1024"]]
+    assert lines[0] == "5 batches, of steps 1 to 9; chosen for the next one: token 3, sequence 2"
+    assert [line.split()[:2] for line in lines[3:-2]] == [["1", "1024"], ["5", "1024"], ["9", "1024"]]
     assert lines[3].endswith("sequence weights, at most 8") and lines[4].endswith("token weights, at most 8")
     assert lines[-1].endswith("to keep the last choice: --rollout-is token --rollout-is-threshold 8")
 
@@ -68,7 +68,7 @@ def test_advise_when_the_run_chose_then_its_choices_are_compared(tmp_path, capsy
     for step, (ess, level) in enumerate(measured, 1):
         file.write(row(step, ess, **{"auto/level": level}))
     lines = advised(capsys, tmp_path)
-    assert lines[0].endswith("behind them: token 1, sequence 3")
+    assert lines[0].endswith("chosen for the next one: token 1, sequence 3")
     assert "the run had other weights in 1 of these steps: it began again in between" in lines
 
 
@@ -79,9 +79,31 @@ def test_advise_when_given_samples_then_the_numbers_are_theirs(tmp_path, capsys)
     write_trajectories(path, [sample(place, one) for place, one in enumerate(ratios)])
     for given in (path, tmp_path):
         lines = advised(capsys, given)
-        assert lines[0].startswith("1 batches, of steps 7 to 7")
+        assert lines[0].startswith("1 batch, of steps 7 to 7")
         assert lines[3].split()[:4] == ["7", "4", "0.5407", "1.563"]
         assert lines[3].endswith("token weights, at most 2")
+
+
+def test_advise_when_a_batch_of_samples_made_several_updates_then_n_is_of_one(tmp_path, capsys):
+    path = tmp_path / "step_000007_replica0.parquet"
+    batch = SavedBatch(7, 2, 0, 1, 1, True, None, "/m")
+    write_trajectories(path, [sample(place, [1.0]) for place in range(8)], batch=batch)
+    assert advised(capsys, path)[3].split()[:2] == ["7", "4"]
+
+
+def test_advise_when_the_run_has_an_advantage_then_the_flags_keep_it(tmp_path, capsys):
+    MetricsFile(tmp_path / "metrics.jsonl").write(row(1, 0.9, update=1))
+    settings = {"rollout_correction": {"advantage": "group_mean"}}
+    (tmp_path / "run.json").write_text(json.dumps(settings))
+    lines = advised(capsys, tmp_path)
+    assert lines[-1].endswith(" --rollout-advantage group_mean") and "no fixed flags" not in lines[-2]
+
+
+def test_advise_when_a_row_lacks_the_number_of_sequences_then_it_is_left_out(tmp_path, capsys):
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({name: value for name, value in row(1, 0.9).items() if name != "rollout_corr/sequences"})
+    file.write(row(2, 0.9))
+    assert advised(capsys, tmp_path)[0].startswith("1 batch, of steps 2 to 2")
 
 
 def test_advise_when_a_replicas_file_is_missing_then_refused(tmp_path, capsys):

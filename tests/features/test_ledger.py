@@ -132,8 +132,8 @@ def test_blame_when_the_mismatch_is_more_than_rounding_then_the_terms_that_carry
     assert blamed_terms(numbers) == [("staleness", 0.7), ("routing", 0.25)]
     line = verdict_line(numbers, ["decode"])
     assert line == (
-        "mismatch: 70 % staleness (mean 0.08), 25 % routing (mean 0.03); 500 tokens, mean |D| 0.1, all "
-        "parts: staleness 70 %, routing 25 %, rest 5 %; in the rest, as no pass takes them: decode"
+        "mismatch: 70 % staleness (mean size 0.08), 25 % routing (mean size 0.03); 500 tokens, mean |D| 0.1, "
+        "all parts: staleness 70 %, routing 25 %, rest 5 %; in the rest, as no pass takes them: decode"
     )
 
 
@@ -142,7 +142,7 @@ def test_blame_when_the_mismatch_is_more_than_rounding_then_the_terms_that_carry
     [
         (500, NOISE["bfloat16"], "no more than rounding (mean |D| up to 0.015), nothing is blamed"),
         (LEAST_TOKENS - 1, 1.0, "too few tokens for a verdict"),
-        (500, NAN, "nothing is blamed"),
+        (500, NAN, "not known, as a log-prob is no number"),
         (0, NAN, "no token with log-probs of both sides"),
     ],
 )

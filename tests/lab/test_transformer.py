@@ -68,7 +68,9 @@ def test_policies_when_compared_then_agreement_is_counted(tmp_path):
 @pytest.mark.parametrize(("kinds", "lengths"), [(["rounding"], [6, 8]), (["top_p"], [1, 2])])
 def test_policies_when_no_cell_is_left_then_that_is_said_and_no_empty_table(kinds, lengths, tmp_path, capsys):
     make_policies(tmp_path, kinds, lengths, workers=1)
-    assert "nothing to compare" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert "policies: nothing of what was asked for" in capsys.readouterr().out and not list(
+        tmp_path.iterdir()
+    )
 
 
 def test_policies_when_errors_are_made_up_then_the_table_tells_them():

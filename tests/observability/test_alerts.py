@@ -2,7 +2,10 @@
 
 import math
 
+import pytest
+
 from megatron_rl_corr.observability.alerts import Summary, alert_steps, find_alerts, metric_names, summarise
+from megatron_rl_corr.observability.catalogue import spec_of
 
 
 def test_summarise_when_eight_steps_then_means_over_the_first_and_last_five(make_steps):
@@ -51,6 +54,18 @@ def test_find_alerts_when_values_are_nan_then_found_for_metrics_with_and_without
         "my/own was inf at worst, on 1 of 1 steps, first at step 3: "
         "a number overflowed, or there was no value to average.",
     ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ledger/decode/as_temperature", "ledger/dist/tv_least", "rollout_corr/quadrant/good_above_mass"],
+)
+def test_find_alerts_when_nothing_of_a_metrics_kind_was_there_then_none_but_infinite_is_one(make_steps, name):
+    rows = make_steps(2)
+    rows[1][name] = math.nan
+    assert spec_of(name) is not None and find_alerts(rows) == [] and alert_steps(rows) == []
+    rows[1][name] = math.inf
+    assert alert_steps(rows) == [2]
 
 
 def test_metric_names_when_some_are_unknown_then_they_come_last():

@@ -47,7 +47,8 @@ def advice(paths: Sequence[str]) -> str:
     batches = list(_of_run(folder) if of_run else _of_samples(SavedRun.find(paths)))
     if not batches:
         raise ValueError(f"{paths[0]}: no step has sequences whose mismatch was measured")
-    return "\n".join(_lines(batches))
+    advantage = run_setting(folder, "advantage", "rollout_correction") if of_run else None
+    return "\n".join(_lines(batches, advantage))
 
 
 def _of_run(folder: Path) -> Iterator[MeasuredBatch]:
@@ -56,12 +57,12 @@ def _of_run(folder: Path) -> Iterator[MeasuredBatch]:
         if row.get("update", 1) != 1:
             continue
         try:
-            mismatch = MeasuredMismatch.of(row)
+            mismatch, sequences = MeasuredMismatch.of(row), row["rollout_corr/sequences"]
         except KeyError:  # an older version's, or a step that was left out
             continue
         if not math.isnan(mismatch.ess):
-            sequences = max(1, round(row["rollout_corr/sequences"] / updates))
-            yield MeasuredBatch(row["step"], sequences, mismatch, row.get("auto/level"))
+            own = max(1, round(sequences / updates))
+            yield MeasuredBatch(row["step"], own, mismatch, row.get("auto/level"))
 
 
 def _updates_of_batch(folder: Path) -> int:
@@ -82,10 +83,11 @@ def _of_samples(saved: SavedRun) -> Iterator[MeasuredBatch]:
         batch = KeptBatch.of(saved.samples(step))
         numbers = batch.metrics(RolloutCorrectionConfig())
         if "rollout_corr/ess_sequences" in numbers:  # a token is valid
-            yield MeasuredBatch(step, batch.num_sequences, MeasuredMismatch.of(numbers))
+            sequences = max(1, round(batch.num_sequences / (1 if known is None else known.updates)))
+            yield MeasuredBatch(step, sequences, MeasuredMismatch.of(numbers))
 
 
-def _lines(batches: Sequence[MeasuredBatch]) -> Iterator[str]:
+def _lines(batches: Sequence[MeasuredBatch], advantage: str | None) -> Iterator[str]:
     weights = AutoWeights(batches[0].sequences)
     counts, last, others = dict.fromkeys(LEVELS, 0), None, 0
     rows = [("step", "n", "ESS / n", "mean w", "weights of the next batch")]
@@ -99,11 +101,18 @@ def _lines(batches: Sequence[MeasuredBatch]) -> Iterator[str]:
             rows.append((str(batch.step), str(batch.sequences), *measured, str(weights)))
         last = weights.level
     shares = ", ".join(f"{name} {count}" for name, count in counts.items() if count)
-    yield f"{len(batches)} batches, of steps {batches[0].step} to {batches[-1].step}; behind them: {shares}"
+    yield (
+        f"{len(batches)} {'batch' if len(batches) == 1 else 'batches'}, of steps {batches[0].step} to "
+        f"{batches[-1].step}; chosen for the next one: {shares}"
+    )
     yield "where it changes, and at the end:"
     yield from text_table(rows, align="rrrrl")
     if others:
         yield f"the run had other weights in {others} of these steps: it began again in between"
     config = weights.corrected(RolloutCorrectionConfig())
-    fixed = f"--rollout-is {config.rollout_is} --rollout-is-threshold {config.rollout_is_upper:.3g}"
+    fixed = f"--rollout-is {config.rollout_is} --rollout-is-threshold {config.rollout_is_upper:.6g}"
+    if advantage is not None:
+        fixed += f" --rollout-advantage {advantage}"
+    if counts[weights.level] < len(batches):
+        yield "no fixed flags do what these batches asked for: the last choice is for the policy of now alone"
     yield f"to let the run choose: --rollout-correction auto; to keep the last choice: {fixed}"

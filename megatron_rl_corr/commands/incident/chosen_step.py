@@ -9,11 +9,12 @@ from typing import Any
 from megatron_rl_corr.core.ledger_verdict import verdict_line
 from megatron_rl_corr.observability.alerts import alert_steps, find_alerts
 
-KL = "rollout_corr/k3_kl"
+KL, NO_UPDATE = "rollout_corr/k3_kl", "skipped"
 
 
 def choose_step(rows: Sequence[dict[str, Any]]) -> tuple[int, str]:
-    """(step, why): the last one with an alert, else that of the largest k3_kl.
+    """(step, why): the last one with an alert other than that of no update, which a solved task has at its
+    end; else the last one with any, else that of the largest k3_kl.
 
     Args:
         rows: of the run.
@@ -21,7 +22,8 @@ def choose_step(rows: Sequence[dict[str, Any]]) -> tuple[int, str]:
     Raises:
         ValueError: there is neither.
     """
-    alerts = alert_steps(rows)
+    alerts = alert_steps([{k: v for k, v in row.items() if k != NO_UPDATE} for row in rows])
+    alerts = alerts or alert_steps(rows)
     if alerts:
         names = ", ".join(alert.metric for alert in find_alerts([_row(rows, alerts[-1])]))
         return alerts[-1], f"the last step with an alert: {names}"

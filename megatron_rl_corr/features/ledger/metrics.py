@@ -191,12 +191,14 @@ METRICS = in_group(
         "the temperature that a server would have sampled with, if the decode term were that alone",
         "1 / (1 - sum(d g) / sum(g^2)) with d the term, g = log p + entropy",
         only_with=_WITH,
+        may_be_nan=True,  # where servers have scored nothing
     ),
     MetricSpec(
         "ledger/decode/as_temperature_share",
         "how much of the decode term such a temperature explains",
         "sum(d g)^2 / (sum(d^2) sum(g^2))",
         only_with=_WITH,
+        may_be_nan=True,  # where servers have scored nothing
     ),
     MetricSpec(
         "ledger/sampling/surplus",

@@ -96,6 +96,9 @@ def test_readme_when_a_shell_reads_its_command_then_words_are_whole(made, tmp_pa
         ({}, 6, f"no step has an alert, and its {KL} 0.0006 is the largest"),
         ({3: {KL: 5.0}, 2: {KL: 6.0}}, 3, f"the last step with an alert: {KL}"),
         ({4: {"grad_norm": float("nan")}}, 4, "the last step with an alert: grad_norm"),
+        # A solved task makes no update at its end.
+        ({3: {KL: 5.0}, 4: {"skipped": 1.0}}, 3, f"the last step with an alert: {KL}"),
+        ({4: {"skipped": 1.0}}, 4, "the last step with an alert: skipped"),
     ],
 )
 def test_step_when_not_given_then_the_last_alert_or_the_largest_kl(changes, step, why, made):
