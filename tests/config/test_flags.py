@@ -832,7 +832,7 @@ def test_auto_when_advantages_have_no_baseline_then_they_get_one(flags, kind):
         ),
         (
             ("--rollout-is-threshold", "2"),
-            "--rollout-is-threshold 2 has no effect with --rollout-correction auto, which bounds them itself; drop it",
+            "--rollout-is-threshold 2 has no effect with --rollout-correction auto, which bounds them itself",
         ),
         (
             ("--rollout-bypass-mode",),
