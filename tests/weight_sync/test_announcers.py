@@ -21,6 +21,13 @@ from tests.stand_in_server import serving
 SERVERS = 5
 
 
+@pytest.fixture(autouse=True)
+def not_fast(request):
+    """A process that is not allowed is waited for in vain: it is started on the loop's thread."""
+    if request.config.getoption("--fast"):
+        pytest.skip("starts a process; make test runs it")
+
+
 def bucket(number):
     return {
         "names": [f"model.layers.{number}.weight"],
