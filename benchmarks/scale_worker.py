@@ -11,8 +11,9 @@ import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
 from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,9 +167,7 @@ def push(
     servers = WeightServers(
         client,
         loop,
-        broadcast.DistributedTransport(
-            client.control, loop, backend="nccl"
-        ),  # counts; the rest is `announced`
+        broadcast.DistributedTransport(client.control, loop, backend="nccl"),
         verifiers={"sglang": PushVerifier(load_engine("sglang"), elements)},
     )
     if exporter.num_stages > 1:
@@ -204,10 +203,8 @@ def costs(servers: int, bucket: dict) -> dict:
 
 def seconds_per_request(servers: int, bucket: dict) -> float:
     """Processor time of this package's client for one request of a bucket, to so many servers at once."""
-    ports, process = listening(servers)
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
 
-    async def ask() -> float:
+    async def ask(urls: list[str]) -> float:
         client = RolloutClient(urls, vocab_size=8, engine="sglang")
         spent = []
         for _ in range(ROUNDS):
@@ -217,35 +214,27 @@ def seconds_per_request(servers: int, bucket: dict) -> float:
         await client.close()
         return statistics.median(spent)
 
-    try:
-        return asyncio.run(ask())
-    finally:
-        process.kill()
-        process.join()
+    with listening(servers) as urls:
+        return asyncio.run(ask(urls))
 
 
 def announced(servers: int, bucket: dict) -> dict[str, float] | None:
     """Processor time where processes announce: this one's of a bucket, theirs of a request; or None."""
     if announcers is None or not (count := announcers.announcing_processes(servers)):
         return None
-    ports, process = listening(servers)
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    try:
-        with LoopThread() as loop:
-            client = RolloutClient(urls, vocab_size=8, engine="sglang")
-            made = announcers.Announcers(loop, [client.asking_process() for _ in range(count)])
-            for _ in range(3):  # they start, and connect
-                made.announce(client, bucket).result()
-            workers = [one for one in psutil.Process().children() if one.pid != process.pid]
-            before = time.process_time(), processor_s(workers)
-            for _ in range(ROUNDS):
-                made.announce(client, bucket).result()
-            own, theirs = time.process_time() - before[0], processor_s(workers) - before[1]
-            made.close()
-            loop.call(client.close())
-    finally:
-        process.kill()
-        process.join()
+    with listening(servers) as urls, LoopThread() as loop:
+        others = set(psutil.Process().children())
+        client = RolloutClient(urls, vocab_size=8, engine="sglang")
+        made = announcers.Announcers(loop, [client.asking_process() for _ in range(count)])
+        for _ in range(3):  # they start, and connect
+            made.announce(client, bucket).result()
+        workers = [one for one in psutil.Process().children() if one not in others]
+        before = time.process_time(), processor_s(workers)
+        for _ in range(ROUNDS):
+            made.announce(client, bucket).result()
+        own, theirs = time.process_time() - before[0], processor_s(workers) - before[1]
+        made.close()
+        loop.call(client.close())
     return {"processes": count, "bucket_s": own / ROUNDS, "request_s": theirs / ROUNDS / servers}
 
 
@@ -254,12 +243,17 @@ def processor_s(processes: list[psutil.Process]) -> float:
     return sum(sum(one.cpu_times()[:2]) for one in processes)
 
 
-def listening(servers: int) -> tuple[list[int], BaseProcess]:
-    """(ports, their process) of so many servers that answer any request well."""
+@contextmanager
+def listening(servers: int) -> Iterator[list[str]]:
+    """The addresses of so many servers that answer any request well, in a process of their own."""
     ports: SimpleQueue = get_context("fork").SimpleQueue()
     process = get_context("fork").Process(target=_listen, args=(ports, servers), daemon=True)
     process.start()
-    return ports.get(), process
+    try:
+        yield [f"http://127.0.0.1:{port}" for port in ports.get()]
+    finally:
+        process.kill()
+        process.join()
 
 
 def _listen(ports: SimpleQueue, servers: int) -> None:

@@ -312,17 +312,11 @@ def correction_config(given: Mapping[str, Any], unknown: Collection[str] = ()) -
         check_values(RolloutCorrectionConfig, in_our_words(settings), problems)
         raise Refusal(problems.found) from error
     if config.rollout_is is None and settings.get("rollout_is_threshold") is not None:
-        chosen = given.get("correction") is not None
-        why, remedy = (
-            ("with `correction` auto, which bounds them itself", "")
-            if chosen
-            else (
-                "without weights",
-                "add `rollout_is` token, or ",
-            )
-        )
+        why = "without weights; add `rollout_is` token, or drop it"
+        if given.get("correction") is not None:
+            why = "with `correction` auto, which bounds them itself; drop it"
         threshold = settings["rollout_is_threshold"]
-        raise Refusal([f"`rollout_is_threshold` {threshold} has no effect {why}; {remedy}drop it"], config)
+        raise Refusal([f"`rollout_is_threshold` {threshold} has no effect {why}"], config)
     if given.get("correction") is None:
         return config
     return _begun_auto(config, "batch_mean" if given.get("group_size") == 1 else "group_mean")

@@ -101,11 +101,10 @@ class LossSettings(KLPenalties):
     advantage: Annotated[str | None, KnownOrOwn(ADVANTAGES)] = option(None, metavar="NAME|FILE.py:NAME")
     """grpo: (r - mean) / (std + 1e-6), group_mean: r - mean, rloo: r - mean of the others, over the
     group's samples that were not rejected; raw: r; batch_mean: r - the mean of the global batch;
-    reinforce_plus_plus: (r - mean) / std over the tokens
-    of the global batch, reinforce_plus_plus_baseline: the same of r - the group's mean; otb: r - the
-    optimal baseline of each token's position, the group's rewards weighed by gradient so far
-    (arXiv:2602.07078); or FILE.py:NAME or package.module:NAME of your own function. Default: the loss's
-    own, grpo for ppo_clip.
+    reinforce_plus_plus: (r - mean) / std over the tokens of the global batch,
+    reinforce_plus_plus_baseline: the same of r - the group's mean; otb: r - the optimal baseline of each
+    token's position, the group's rewards weighed by gradient so far (arXiv:2602.07078); or FILE.py:NAME or
+    package.module:NAME of your own function. Default: the loss's own, grpo for ppo_clip.
     """
 
     def check_clip_low(self) -> None:

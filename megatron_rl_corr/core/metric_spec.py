@@ -9,6 +9,7 @@ importable without Megatron.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_rl_corr.tables import readable
 
@@ -85,6 +86,6 @@ class MetricSpec:
     """True if `megatron-rl-corr correct` shows it when it compares corrections."""
 
 
-def in_group(group: str, *specs: MetricSpec) -> tuple[MetricSpec, ...]:
-    """The metrics under one heading."""
-    return tuple(replace(spec, group=group) for spec in specs)
+def in_group(group: str, *specs: MetricSpec, **of_all: Any) -> tuple[MetricSpec, ...]:
+    """The metrics under one heading. of_all: what else they have in common, fields of `MetricSpec`."""
+    return tuple(replace(spec, group=group, **of_all) for spec in specs)

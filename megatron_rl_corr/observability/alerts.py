@@ -102,10 +102,9 @@ def is_alert(name: str, value: float) -> bool:
     catalogue says that it means nothing was there.
     """
     spec = spec_of(name)
-    if math.isnan(value) and spec is not None and spec.may_be_nan:
-        return False
-    usual = usual_range(name)
-    return not math.isfinite(value) or (usual is not None and usual.excludes(value))
+    if not math.isfinite(value):
+        return not (math.isnan(value) and spec is not None and spec.may_be_nan)
+    return spec is not None and spec.usual is not None and spec.usual.excludes(value)
 
 
 def alert_steps(rows: Sequence[dict]) -> list[int]:

@@ -39,6 +39,7 @@ from megatron_rl_corr.rollout import (
 )
 from megatron_rl_corr.rollout.ingest import messages, worker
 from megatron_rl_corr.rollout.ingest.process import _Process
+from tests.asking_processes import asking_processes
 from tests.stand_in_server import answer, one_token
 from tests.tiers import in_matrix, matrix
 
@@ -103,16 +104,12 @@ def test_message_when_the_other_side_is_gone_then_eof(link):
         messages.send(theirs, "ask", 0, None)
 
 
-def children():
-    return [one for one in psutil.Process().children() if "ingest.worker" in " ".join(one.cmdline())]
-
-
 def ingesting(faulty, scenario, *handlers, **options):
     """The scenario's result; no process is left behind."""
     try:
         return faulty.run(scenario, *handlers, **(options | {"ingest_process": True}))
     finally:
-        assert children() == []
+        assert asking_processes() == []
 
 
 def test_samples_when_parsed_elsewhere_then_those_of_this_process(faulty):
@@ -169,7 +166,7 @@ def test_error_when_a_server_fails_then_as_in_this_process(faulty, handler):
     async def scenario(client):
         with pytest.raises(Exception) as error:
             await client.generate([[1]], SamplingParams(1))
-        command_lines.extend(str(one.cmdline()) for one in children())
+        command_lines.extend(str(one.cmdline()) for one in asking_processes())
         return f"{type(error.value).__name__}: {error.value}", error.value.__notes__
 
     def without_port(told):
@@ -304,7 +301,7 @@ def test_process_when_it_is_killed_then_the_samples_are_asked_again_by_another(f
         body = await request.json()
         asked.append(body["input_ids"])
         if len(asked) == 1:
-            [process] = children()
+            [process] = asking_processes()
             process.kill()
             await asyncio.sleep(1)
         return one_token(len(body["input_ids"]))
@@ -351,7 +348,7 @@ def test_process_when_a_signal_ends_the_group_then_it_goes_on_until_the_trainer_
         if request.path != "/generate":
             return web.Response(status=404)
         asked.append(1)
-        [process] = children()
+        [process] = asking_processes()
         for number in (signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
         await asyncio.sleep(0.5)
@@ -556,7 +553,7 @@ def test_routes_when_of_a_real_server_then_those_that_this_process_reads(keeping
             return await client.generate([prompt], SamplingParams(6, ignore_eos=True), samples_per_prompt=8)
 
     there, here = asyncio.run(sampled(True)), asyncio.run(sampled(False))
-    assert children() == []
+    assert asking_processes() == []
     for one in there:
         assert one.routed_experts.shape == (len(prompt) + 5, 4, 2) and one.routed_experts.dtype == torch.uint8
         assert len(one.output_ids) == 6 and one.rollout_logprobs.isfinite().all()

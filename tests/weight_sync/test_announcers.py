@@ -8,7 +8,6 @@ import subprocess
 import time
 from contextlib import AsyncExitStack, contextmanager
 
-import psutil
 import pytest
 from aiohttp import web
 
@@ -16,6 +15,7 @@ from megatron_rl_corr.engines.local_faults import LocalFault
 from megatron_rl_corr.rollout import RolloutClient, RolloutServerError
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.weight_sync.transports.announcers import Announcers, announcing_processes
+from tests.asking_processes import asking_processes
 from tests.stand_in_server import serving
 
 SERVERS = 5
@@ -70,10 +70,6 @@ async def well(place):
     return web.json_response({"success": True, "message": f"server {place}"})
 
 
-def children():
-    return [one for one in psutil.Process().children() if any("ingest.worker" in w for w in one.cmdline())]
-
-
 def test_processes_then_one_for_each_32_servers_up_to_8_and_none_for_up_to_32():
     found = {servers: announcing_processes(servers) for servers in (1, 32, 33, 64, 65, 256, 257, 4096)}
     assert found == {1: 0, 32: 0, 33: 2, 64: 2, 65: 3, 256: 8, 257: 8, 4096: 8}
@@ -83,7 +79,7 @@ def test_processes_then_one_for_each_32_servers_up_to_8_and_none_for_up_to_32():
 def test_buckets_when_announced_then_each_server_is_told_of_each_once_and_in_order(processes):
     with announcing(well, processes, api_key="a key") as (announce, urls, told):
         answers = [announce(number).result(60) for number in range(3)]
-        assert len(children()) == processes
+        assert len(asking_processes()) == processes
     for found in answers:
         assert sorted(one["message"] for one in found) == [f"server {i}" for i in range(SERVERS)]
     for place in range(len(urls)):
@@ -91,7 +87,7 @@ def test_buckets_when_announced_then_each_server_is_told_of_each_once_and_in_ord
         assert [body["names"] for body, _ in own] == [bucket(number)["names"] for number in range(3)]
         assert [body["shapes"] for body, _ in own] == [[[2, 3]]] * 3
         assert {key for _, key in own} == {"Bearer a key"}
-    assert children() == []
+    assert asking_processes() == []
 
 
 @pytest.mark.parametrize("processes", [0, 2])
@@ -106,7 +102,7 @@ def test_bucket_when_a_server_refuses_then_its_own_words_at_once_and_others_are_
         with pytest.raises(RolloutServerError, match="no such tensor") as error:
             announce(0).result(60)
         assert (error.value.url, error.value.status) == (urls[3], 400)
-        assert len(children()) == processes
+        assert len(asking_processes()) == processes
 
 
 def test_bucket_when_a_process_is_killed_then_that_is_told_and_another_takes_the_next():
@@ -118,7 +114,7 @@ def test_bucket_when_a_process_is_killed_then_that_is_told_and_another_takes_the
             waiting += 1
             if waiting == SERVERS:  # whichever process it is, servers are waiting for it
                 kills = False
-                children()[0].kill()
+                asking_processes()[0].kill()
             await asyncio.sleep(60)
         return await well(place)
 
@@ -130,16 +126,16 @@ def test_bucket_when_a_process_is_killed_then_that_is_told_and_another_takes_the
 
 def test_bucket_when_a_process_is_killed_before_it_has_begun_then_another_takes_it():
     with announcing(well) as (announce, urls, told):
-        wait_for(lambda: len(children()) == 2)
-        children()[0].kill()
+        wait_for(lambda: len(asking_processes()) == 2)
+        asking_processes()[0].kill()
         assert len(announce(0).result(60)) == SERVERS
-    assert children() == []
+    assert asking_processes() == []
 
 
 def test_processes_when_closed_before_they_have_begun_then_none_is_left():
     with announcing(well):
-        wait_for(lambda: len(children()) == 2)
-    assert children() == []
+        wait_for(lambda: len(asking_processes()) == 2)
+    assert asking_processes() == []
 
 
 def test_processes_when_they_can_not_start_then_an_error_that_says_what_else_can(monkeypatch):

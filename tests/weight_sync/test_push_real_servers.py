@@ -15,6 +15,7 @@ from megatron_rl_corr.models.hf_folder import copy_model_files
 from megatron_rl_corr.rollout import RolloutProtocolError, RolloutServerError, SamplingParams
 from megatron_rl_corr.weight_sync import transports
 from megatron_rl_corr.weight_sync.rounding import is_rounded, round_fp8_blockwise
+from tests.asking_processes import asking_processes
 from tests.faults.drills import drill
 from tests.hf_truth import assert_is_truth
 from tests.server_load import wait_until_sampling
@@ -309,13 +310,9 @@ def test_push_when_only_one_of_two_servers_misses_a_tensor_then_it_is_named(
     assert error.value.url == victim.server.url
 
 
-@drill("SIGKILL of a server in the middle of a push", promised="the others have all weights, and sample")
-def test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_weights_and_sample(
-    pushing, weights, victim, monkeypatch
-):
-    trainer = pushing("tensor", victim.server.url)
+def push_with_a_death(trainer, victim, new, monkeypatch):
+    """Push version 2 to two servers, the second of which is killed at the third bucket: the other has all."""
     survivor = trainer.client.base_urls[0]
-    trainer.push(weights, "1")
     send, sent = trainer.transport.send, []
 
     def killing(bucket):
@@ -325,10 +322,19 @@ def test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_wei
         send(bucket)
 
     monkeypatch.setattr(trainer.transport, "send", killing)
-    trainer.push(noisy(weights, seed=6), "2")
+    trainer.push(new, "2")
     assert trainer.compared == len(trainer.parameters()) and len(sent) > 5  # again from the first bucket
     samples = trainer.loop.call(trainer.client.generate([PROMPT] * 8, SAMPLING), timeout=60)
     assert {(t.server, t.oldest_version) for t in samples} == {(survivor, "2")}
+
+
+@drill("SIGKILL of a server in the middle of a push", promised="the others have all weights, and sample")
+def test_push_when_a_server_is_killed_in_the_middle_then_the_others_have_all_weights_and_sample(
+    pushing, weights, victim, monkeypatch
+):
+    trainer = pushing("tensor", victim.server.url)
+    trainer.push(weights, "1")
+    push_with_a_death(trainer, victim, noisy(weights, seed=6), monkeypatch)
 
 
 def test_push_when_processes_announce_then_all_is_verified_and_a_server_that_is_killed_is_left_out(
@@ -336,23 +342,9 @@ def test_push_when_processes_announce_then_all_is_verified_and_a_server_that_is_
 ):
     monkeypatch.setattr(transports, "announcing_processes", lambda servers: servers)
     trainer = pushing("distributed", victim.server.url)
-    survivor = trainer.client.base_urls[0]
     trainer.push(noisy(weights, seed=14), "1")
     assert trainer.compared == len(trainer.parameters())
     samples = trainer.loop.call(trainer.client.generate([PROMPT] * 8, SAMPLING), timeout=60)
     assert {t.oldest_version for t in samples} == {"1"} and len({t.server for t in samples}) == 2
-    asking = [one for one in psutil.Process().children() if any("ingest.worker" in w for w in one.cmdline())]
-    assert len(asking) == 2
-    send, sent = trainer.transport.send, []
-
-    def killing(bucket):
-        sent.append(bucket)
-        if len(sent) == 3:
-            victim.kill()
-        send(bucket)
-
-    monkeypatch.setattr(trainer.transport, "send", killing)
-    trainer.push(noisy(weights, seed=15), "2")
-    assert trainer.compared == len(trainer.parameters()) and len(sent) > 5  # again from the first bucket
-    samples = trainer.loop.call(trainer.client.generate([PROMPT] * 8, SAMPLING), timeout=60)
-    assert {(t.server, t.oldest_version) for t in samples} == {(survivor, "2")}
+    assert len(asking_processes()) == 2
+    push_with_a_death(trainer, victim, noisy(weights, seed=15), monkeypatch)

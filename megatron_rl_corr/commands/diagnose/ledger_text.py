@@ -21,8 +21,7 @@ def diagnosis(run_dir: str) -> str:
         run_dir: the folder of --rollout-log-dir.
 
     Raises:
-        ValueError: no step of the run has a ledger.
-        OSError: there is no metrics file.
+        ValueError: there is no metrics file, or no step has a ledger.
     """
     path = Path(run_dir) / FILE_NAME
     if not path.is_file():
@@ -83,7 +82,7 @@ def _weighed(rows: Sequence[dict], name: str) -> list[tuple[float, float]]:
     found = []
     for row in rows:
         # A term that a batch has no pass for is 0 there; so is its share where all D are 0.
-        value = row.get(name, 0.0 if of_term else math.nan)
+        value = row.get(name, math.nan)
         if of_term and math.isnan(value):
             value = 0.0
         weight = row["ledger/tokens"] * (row["ledger/mean_square"] if name.endswith("/share") else 1.0)

@@ -90,62 +90,45 @@ def distance_metrics(tokens: ListedTokens | None, vocab_size: int, noise: float)
     return found
 
 
-_WITH = "--rollout-ledger-top"
 METRICS = in_group(
     "Ledger",
     MetricSpec(
         "ledger/dist/kl",
         "divergence of the server's whole distribution from the trainer's, at least",
         "mean of a lower bound of KL(rollout || train)",
-        only_with=_WITH,
-        may_be_nan=True,
     ),
     MetricSpec(
         "ledger/dist/reverse_kl",
         "the same the other way round",
         "mean of a lower bound of KL(train || rollout)",
-        only_with=_WITH,
-        may_be_nan=True,
     ),
-    MetricSpec(
-        "ledger/dist/kl_max", "the largest at a token", "max of that of kl", only_with=_WITH, may_be_nan=True
-    ),
+    MetricSpec("ledger/dist/kl_max", "the largest at a token", "max of that of kl"),
     MetricSpec(
         "ledger/dist/tv_least",
         "total variation of the two distributions, at least",
         "mean(sum_K |q - p| / 2 + |q_o - p_o| / 2), q_o and p_o outside of the list",
-        only_with=_WITH,
-        may_be_nan=True,
     ),
-    MetricSpec(
-        "ledger/dist/tv_least_max", "the largest at a token", "max of that", only_with=_WITH, may_be_nan=True
-    ),
+    MetricSpec("ledger/dist/tv_least_max", "the largest at a token", "max of that"),
     MetricSpec(
         "ledger/dist/tv_most",
         "total variation, at most",
         "mean(sum_K |q - p| / 2 + (q_o + p_o) / 2)",
-        only_with=_WITH,
-        may_be_nan=True,
     ),
     MetricSpec(
         "ledger/dist/mass",
         "share of the server's distribution that its list has",
         "mean(sum_K q)",
-        only_with=_WITH,
-        may_be_nan=True,
     ),
     MetricSpec(
         "ledger/dist/label_mean_abs",
         "disagreement on the sampled tokens alone, in the same two passes",
         "mean |log p - log q|",
-        only_with=_WITH,
-        may_be_nan=True,
     ),
     MetricSpec(
         "ledger/dist/by_id/",
         "the ids with most of the distance, if it is beyond rounding; outside: none of the model",
         "sum |q - p| / 2 of the id / tokens",
-        only_with=_WITH,
-        may_be_nan=True,
     ),
+    only_with="--rollout-ledger-top",
+    may_be_nan=True,  # where servers have scored nothing
 )
