@@ -20,6 +20,10 @@ Part = tuple[int, int]
 _EXPERT = re.compile(
     r"(?P<layer>.*\.experts)\.(?P<expert>\d+)\.(?P<kind>gate_proj|up_proj|down_proj|w[123])\.weight"
 )
+_STACK = re.compile(
+    r"(?P<layer>.*\.experts)(?:\.(?P<expert>\d+))?\.(?P<kind>gate_up_proj|down_proj)(?P<bias>_bias)?"
+)
+"""gpt-oss: a tensor for all experts of a layer, inputs x outputs; with a number, as `single_experts` calls one."""
 _LATENT = re.compile(r"(?P<module>.*)\.(?P<kind>q_a_proj|kv_a_proj_with_mqa)\.weight")
 _STACKED = re.compile(r"(?P<module>.*)\.(?P<kind>q|k|v|gate|up)_proj\.(?P<what>weight|bias)")
 _PLACE = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
@@ -49,12 +53,26 @@ def server_parameter(name: str) -> tuple[str, Part]:
     if match := _EXPERT.fullmatch(name):
         stack, place = _EXPERT_STACK[match["kind"]]
         return f"{match['layer']}.{stack}", (int(match["expert"]), place)
+    if match := _STACK.fullmatch(name):
+        stack = "w13" if match["kind"] == "gate_up_proj" else "w2"
+        return f"{match['layer']}.{stack}_weight{match['bias'] or ''}", (int(match["expert"] or 0), 0)
     if match := _LATENT.fullmatch(name):
         return f"{match['module']}.fused_qkv_a_proj_with_mqa.weight", (-1, _LATENT_PLACE[match["kind"]])
     if match := _STACKED.fullmatch(name):
         stack = "qkv_proj" if match["kind"] in "qkv" else "gate_up_proj"
         return f"{match['module']}.{stack}.{match['what']}", (-1, _PLACE[match["kind"]])
     return name, (-1, 0)
+
+
+def single_experts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A tensor that stacks the experts of a layer as servers hold each of them, outputs x inputs; any other
+    tensor as it is.
+    """
+    match = _STACK.fullmatch(name)
+    if match is None:
+        return [(name, tensor)]
+    of_expert = f"{match['layer']}.{{}}.{match['kind']}{match['bias'] or ''}"
+    return [(of_expert.format(number), row.movedim(0, -1)) for number, row in enumerate(tensor)]
 
 
 def held_in(parameter: str, held: Container[str]) -> str:

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from megatron_rl_corr.models.layouts import (
     GatedUp,
     GroupedQKV,
+    InterleavedGateUp,
     Replicated,
     RowsOrWhole,
     Sharded,
     TensorLayout,
+    Transposed,
     Vocabulary,
 )
 
@@ -42,6 +44,8 @@ class ParameterRow(NamedTuple):
     """Names of all tensors that a server fuses into one parameter and drops unless one request
     brings them all.
     """
+    stacked: int = 0
+    """Experts whose tensors one Hugging Face tensor stacks, this one as its row {E}; 0: each has its own."""
 
 
 class KeptTensors(NamedTuple):
@@ -52,6 +56,7 @@ class KeptTensors(NamedTuple):
     reason: str
 
 
+KINDS = ("weight", "bias")
 LAYER, HF_LAYER = r"decoder\.layers\.(?P<L>\d+)\.", "model.layers.{L}."
 ATTENTION, HF_ATTENTION = LAYER + r"self_attention\.", HF_LAYER + "self_attn."
 MLP, HF_MLP = LAYER + r"mlp\.", HF_LAYER + "mlp."
@@ -83,6 +88,10 @@ def is_tied(config: Config) -> bool:
     return bool(config.get("tie_word_embeddings", False))
 
 
+WINDOWED = ("gpt_oss",)
+"""Families of which every other layer, from the first on, attends within a window."""
+WINDOWED_TYPES = ("sliding_attention", "full_attention")
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """config.json's names of the number of experts of a layer."""
 
@@ -103,6 +112,14 @@ def expert_layers(config: Config) -> tuple[int, ...]:
         for layer in range(config["num_hidden_layers"])
         if layer >= first and layer not in dense and (layer + 1) % step == 0
     )
+
+
+def window_layers(config: Config) -> tuple[int, ...]:
+    """Numbers of the layers that attend within a window, from 0; none for a family that has no such layers."""
+    if config.get("model_type") not in WINDOWED:
+        return ()
+    kinds = config.get("layer_types") or [WINDOWED_TYPES[i % 2] for i in range(config["num_hidden_layers"])]
+    return tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED_TYPES[0])
 
 
 def kept_as_loaded(config: Config) -> list[KeptTensors]:
@@ -159,6 +176,18 @@ def grouped_attention(config: Config) -> list[ParameterRow]:
 def qkv_bias(config: Config) -> list[ParameterRow]:
     """Biases of queries, keys and values."""
     return [ParameterRow(ATTENTION + r"linear_qkv\.bias", _qkv(config), _qkv_names("bias"))]
+
+
+def output_bias(config: Config) -> list[ParameterRow]:
+    """The bias of the projection behind attention: added once, so that every rank has all of it."""
+    return [ParameterRow(ATTENTION + r"linear_proj\.bias", Replicated(), (HF_ATTENTION + "o_proj.bias",))]
+
+
+def sinks(config: Config) -> list[ParameterRow]:
+    """One learned score for each query head, which takes part in the softmax and has no value."""
+    return [
+        ParameterRow(ATTENTION + r"core_attention\.softmax_offset", Sharded(0), (HF_ATTENTION + "sinks",))
+    ]
 
 
 def qk_norms(config: Config) -> list[ParameterRow]:
@@ -224,6 +253,23 @@ def mixtral_experts(config: Config) -> list[ParameterRow]:
     return _experts(HF_LAYER + "block_sparse_moe.", "w1", "w3", "w2")
 
 
+def stacked_experts(config: Config) -> list[ParameterRow]:
+    """Router and routed experts of gpt-oss: all have biases, and one tensor holds all experts of a layer."""
+    megatron, hf, every = MLP + r"experts\.", HF_MLP + "experts.", config["num_local_experts"]
+    rows = [ParameterRow(MLP + rf"router\.{kind}", Replicated(), (HF_MLP + f"router.{kind}",)) for kind in KINDS]
+    layouts = {
+        ("linear_fc1", "weight"): (InterleavedGateUp(), "gate_up_proj"),
+        ("linear_fc1", "bias"): (InterleavedGateUp(), "gate_up_proj_bias"),
+        ("linear_fc2", "weight"): (Transposed(), "down_proj"),
+        ("linear_fc2", "bias"): (Replicated(), "down_proj_bias"),
+    }
+    for (linear, kind), (layout, name) in layouts.items():
+        # one module per expert, or grouped, where linear_fc1.weight7 belongs to expert 7
+        for pattern in (rf"local_experts\.(?P<E>\d+)\.{linear}\.{kind}", rf"{linear}\.{kind}(?P<E>\d+)"):
+            rows.append(ParameterRow(megatron + pattern, layout, (hf + name,), stacked=every))
+    return rows
+
+
 def router_bias(config: Config) -> list[ParameterRow]:
     """The float32 bias that balances experts without an auxiliary loss: a buffer in Megatron."""
     return [
@@ -261,6 +307,7 @@ FAMILIES: dict[str, tuple[Part, ...]] = {
         router_bias,
         shared_experts,
     ),
+    "gpt_oss": (norms, grouped_attention, qkv_bias, output_bias, sinks, stacked_experts),
     "kimi_k2": DEEPSEEK_V3,
     "llama": (norms, grouped_attention, dense_mlp),
     "mixtral": (norms, grouped_attention, mixtral_experts),
@@ -283,10 +330,6 @@ PARTS_BY_SETTING: dict[tuple[str, Part], str] = {
 """Parts that only some models of a family have -> the key of config.json that says so."""
 
 UNPROVEN = {
-    "gpt_oss": (
-        "its experts lie in one tensor for all of a layer, with gate and up taking turns, and as published "
-        "in MXFP4, and weights are loaded and sent expert by expert in 16 bits"
-    ),
     "qwen3_next": (
         "three of four layers are gated delta nets, which Megatron-core 0.19 does not make without "
         "flash-linear-attention, and its names and cuts of them are not proven against the checkpoint's"

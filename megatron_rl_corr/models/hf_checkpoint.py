@@ -106,6 +106,11 @@ class HFCheckpoint:
         with self._reading(name) as file:
             return file.get_tensor(name)
 
+    def row(self, name: str, number: int) -> Tensor:
+        """Read one row of a tensor, along its first dimension. Raises ValueError as `tensor`."""
+        with self._reading(name) as file:
+            return file.get_slice(name)[number]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """That of one tensor, which is not read. Raises ValueError as `tensor`."""
         with self._reading(name) as file:

@@ -124,6 +124,38 @@ class GatedUp:
 
 
 @dataclass(frozen=True)
+class InterleavedGateUp:
+    """One Hugging Face tensor, input x output, in whose outputs gate and up take turns.
+
+    Example, R = 1, gate rows g0, g1 and up rows u0, u1 of a weight: [g0, g1, u0, u1] is the
+    parameter, [g0, u0, g1, u1] transposed is the Hugging Face tensor. A bias is not transposed.
+    """
+
+    replicated = False
+
+    def merge(self, shards):
+        gate, up = GatedUp().merge(shards)
+        return [_take_turns(gate, up).movedim(0, -1).contiguous()]
+
+    def split(self, tensors, rank, size):
+        outputs = tensors[0].movedim(-1, 0)
+        return GatedUp().split([outputs[::2], outputs[1::2]], rank, size)
+
+
+@dataclass(frozen=True)
+class Transposed:
+    """One Hugging Face tensor, input x output, whose input is split over ranks: a row-parallel weight."""
+
+    replicated = False
+
+    def merge(self, shards):
+        return [_cat(shards, dim=1).t().contiguous()]
+
+    def split(self, tensors, rank, size):
+        return _cut(tensors[0].t(), 1, rank, size)
+
+
+@dataclass(frozen=True)
 class GroupedQKV:
     """Three Hugging Face tensors q, k, v, interleaved by query group; the groups are split over ranks.
 
@@ -169,6 +201,13 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
         rows = sum(tensor.shape[0] for tensor in tensors)
         return first.as_strided((rows, *first.shape[1:]), first.stride())
     return torch.cat(list(tensors), dim=dim)
+
+
+def _take_turns(first: Tensor, second: Tensor) -> Tensor:
+    """Rows of both, one of each in turn."""
+    import torch
+
+    return torch.stack([first, second], dim=1).flatten(0, 1)
 
 
 def _adjacent(tensors: Sequence[Tensor]) -> bool:

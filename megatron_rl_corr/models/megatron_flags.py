@@ -10,17 +10,18 @@ from argparse import ArgumentParser
 from megatron_rl_corr.models.architectures import (
     Config,
     expert_layers,
-    experts,
     gated_shared_expert,
     is_tied,
     latent_attention,
-    mixtral_experts,
     num_experts,
+    output_bias,
     parts_of,
     qk_norms,
     qkv_bias,
     router_bias,
     shared_experts,
+    stacked_experts,
+    window_layers,
 )
 from megatron_rl_corr.models.rope import ADDED, rope_flags
 from megatron_rl_corr.models.settings import (
@@ -33,12 +34,8 @@ from megatron_rl_corr.models.settings import (
 )
 
 ALWAYS = [
-    "--position-embedding-type",
-    "rope",
     "--normalization",
     "RMSNorm",
-    "--swiglu",
-    "--disable-bias-linear",
     "--attention-dropout",
     "0",
     "--hidden-dropout",
@@ -97,16 +94,17 @@ def flags_despite_settings(config: Config) -> list[str]:
         "--norm-epsilon",
         config["rms_norm_eps"],
         *ALWAYS,
+        *(_gpt_oss(config) if stacked_experts in parts else ["--swiglu", "--disable-bias-linear"]),
     ]
     if not is_tied(config):
         flags.append("--untie-embeddings-and-output-weights")
-    if qkv_bias in parts:
+    if qkv_bias in parts and output_bias not in parts:
         flags.append("--add-qkv-bias")
     if qk_norms in parts or latent_attention in parts:
         flags.append("--qk-layernorm")
     flags += _latent_attention(config) if latent_attention in parts else _grouped_attention(config)
     flags += rope_flags(config, DEFAULTS[kind], latent=latent_attention in parts)
-    if experts in parts or mixtral_experts in parts:
+    if num_experts(config) is not None:
         flags += [*_experts(config), *_router(config, biased=router_bias in parts), *_dense_layers(config)]
     if shared_experts in parts and config["n_shared_experts"]:
         width = config["n_shared_experts"] * config["moe_intermediate_size"]
@@ -118,6 +116,26 @@ def flags_despite_settings(config: Config) -> list[str]:
             "--moe-shared-expert-gate",
         ]
     return [str(flag) for flag in flags]
+
+
+def _gpt_oss(config: Config) -> list:
+    """Biases of all linear layers, a clamped activation, sinks, and windows."""
+    within = window_layers(config)
+    pattern = [int(layer in within) for layer in range(config["num_hidden_layers"])]
+    return [
+        "--quick-geglu",
+        "--glu-linear-offset",
+        "1.0",
+        "--activation-func-clamp-value",
+        config["swiglu_limit"],
+        "--softmax-type",
+        "learnable",
+        "--window-size",
+        f"{config['sliding_window'] - 1},0",  # Megatron counts the tokens before a query
+        "--window-attn-skip-freq",
+        f"[{','.join(map(str, pattern))}]",
+        "--no-bias-dropout-fusion",  # Megatron's grouped experts refuse it beside biases
+    ]
 
 
 def _grouped_attention(config: Config) -> list:

@@ -35,6 +35,12 @@ class ParameterRule:
     """Loaded but never sent: the last pipeline stage's copy of a tied embedding."""
     sent_with: tuple[str, ...] = ()
     """Names of all tensors that must reach a server in one request with these; empty if there are none."""
+    row: int | None = None
+    """The expert's number, where one Hugging Face tensor stacks all experts of a layer: this is that row
+    of it.
+    """
+    rows: int = 0
+    """Experts in that tensor."""
 
 
 class NameTable:
@@ -125,7 +131,10 @@ class NameTable:
                     tuple(template.format(**numbers) for template in templates)
                     for templates in (row.hf_names, row.sent_with)
                 )
-                return ParameterRule(row.layout, names, "E" in numbers, row.is_copy, together)
+                expert = int(numbers["E"]) if row.stacked else None
+                return ParameterRule(
+                    row.layout, names, "E" in numbers, row.is_copy, together, expert, row.stacked
+                )
         raise ValueError(
             f"Megatron's parameter {name} does not exist in the checkpoint's architecture; do the model "
             "flags (--num-experts, --qk-layernorm, --disable-bias-linear, --mtp-num-layers, ...) describe "
@@ -133,7 +142,7 @@ class NameTable:
         )
 
 
-_EXPERT_NUMBER = re.compile(r"(local_experts\.|linear_fc[12]\.weight)(\d+)")
+_EXPERT_NUMBER = re.compile(r"(local_experts\.|linear_fc[12]\.(?:weight|bias))(\d+)")
 _LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)")
 
 

@@ -147,7 +147,9 @@ def rope_flags(config: Mapping[str, Any], defaults: Mapping[str, Any], *, latent
         ValueError: Megatron has no flag for a setting.
     """
     rope = rope_settings(config, defaults)
-    kind, flags = rope["rope_type"], ["--rotary-base", int(rope["rope_theta"])]
+    kind = rope["rope_type"]
+    positions = "yarn" if kind == "yarn" and not latent else "rope"
+    flags = ["--position-embedding-type", positions, "--rotary-base", int(rope["rope_theta"])]
     if "partial_rotary_factor" in defaults:
         flags += ["--rotary-percent", rope["partial_rotary_factor"]]
     if kind == "default":
@@ -167,10 +169,39 @@ def rope_flags(config: Mapping[str, Any], defaults: Mapping[str, Any], *, latent
             *_magnitudes(rope),
             *_betas(rope),
         ]
+    if kind == "yarn" and "partial_rotary_factor" not in defaults:  # Megatron's YaRN rotates whole heads
+        return [*flags, *_yarn(rope)]
     raise ValueError(
         f"config.json: rope_type {kind!r} is not supported for this architecture; use a model with rope_type "
-        f"{'default or yarn' if latent else 'default or llama3'}"
+        f"{_supported(defaults, latent=latent)}"
     )
+
+
+def _supported(defaults: Mapping[str, Any], *, latent: bool) -> str:
+    if latent:
+        return "default or yarn"
+    return "default or llama3" if "partial_rotary_factor" in defaults else "default, llama3 or yarn"
+
+
+def _yarn(rope: Mapping[str, Any]) -> list:
+    """YaRN without latent attention: cosines and sines times 0.1 ln(factor) + 1, by Megatron's default too."""
+    given = [key for key in ("mscale", "mscale_all_dim", "attention_factor") if rope.get(key) is not None]
+    if given:
+        raise ValueError(
+            f"config.json: {given[0]} is {rope[given[0]]}, which servers and transformers read otherwise "
+            "where attention is not latent; use a model without it"
+        )
+    flags = [
+        "--rotary-scaling-factor",
+        rope["factor"],
+        "--yarn-original-max-position-embeddings",
+        rope["original_max_position_embeddings"],
+        "--yarn-beta-fast",
+        rope.get("beta_fast", 32),
+        "--yarn-beta-slow",
+        rope.get("beta_slow", 1),
+    ]
+    return flags if rope.get("truncate", True) else [*flags, "--no-yarn-correction-range-round-to-int"]
 
 
 def _one_table(config: Mapping[str, Any]) -> dict[str, Any]:

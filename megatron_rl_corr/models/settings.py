@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from megatron_rl_corr.models.architectures import CODE_OF, EXPERTS, Config, num_experts, parts_of
+from megatron_rl_corr.models.architectures import (
+    CODE_OF,
+    EXPERTS,
+    WINDOWED,
+    WINDOWED_TYPES,
+    Config,
+    num_experts,
+    parts_of,
+)
 from megatron_rl_corr.models.rope import is_number, rope_problems, rope_settings
 
 _QWEN = {
@@ -91,6 +99,24 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
     },
+    "gpt_oss": {
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_theta": 150000.0,
+        "sliding_window": 128,
+        "layer_types": None,
+        "swiglu_limit": 7.0,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+    },
     "llama": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -151,13 +177,14 @@ config.json lacks the key has none.
 ALIASES: dict[str, dict[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     "glm4_moe": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    "gpt_oss": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
 }
 """Other names that transformers has for keys of DEFAULTS."""
 
 COUNTS = ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers")
-NUMBERS = ("rms_norm_eps", "routed_scaling_factor")
+NUMBERS = ("rms_norm_eps", "routed_scaling_factor", "swiglu_limit")
 SWITCHES = (
     "tie_word_embeddings",
     "norm_topk_prob",
@@ -166,7 +193,7 @@ SWITCHES = (
     "qkv_bias",
     "use_sliding_window",
 )
-ELSEWHERE = ("sliding_window", "mlp_only_layers")
+ELSEWHERE = ("sliding_window", "mlp_only_layers", "layer_types")
 """Keys of DEFAULTS with a check of their own. All that are in no list are sizes: whole numbers from 1 on."""
 NULLS = ("head_dim", "num_key_value_heads", "n_shared_experts", "q_lora_rank")
 """Sizes and counts that may be null: the hidden size over the heads, as many as heads, 0; no
@@ -182,8 +209,12 @@ FOLLOWS = {
     "head_dim": "qk_rope_head_dim",
     "qk_head_dim": "qk_nope_head_dim and qk_rope_head_dim",
     "num_key_value_heads": "num_attention_heads",
+    "experts_per_token": "num_experts_per_tok",
+    "initial_context_length": "original_max_position_embeddings of the rotary settings",
 }
-"""Keys that transformers writes of latent attention -> those that it makes them from."""
+"""Keys that say again what others do: of latent attention, as transformers writes them, and of published
+gpt-oss -> those others.
+"""
 
 
 class Only(NamedTuple):
@@ -226,6 +257,11 @@ ONLY: dict[str, dict[str, Only]] = {
         ),
     },
     "glm4_moe": SIGMOID,
+    "gpt_oss": {
+        "attention_bias": HAS_BIAS,
+        "swiglu_alpha": Only((1.702,), "Megatron's --quick-geglu has 1.702 without a flag for it"),
+        "hidden_act_alpha": Only((1.702,), "Megatron's --quick-geglu has 1.702 without a flag for it"),
+    },
     "qwen2": {"attention_bias": HAS_BIAS, "qkv_bias": HAS_BIAS},
     "qwen2_moe": {"attention_bias": HAS_BIAS},
     "qwen3": {"use_qk_norm": Only((True,), "this family has norms of queries and keys")},
@@ -239,6 +275,7 @@ ONLY: dict[str, dict[str, Only]] = {
 MODEL_CLASS = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -411,7 +448,7 @@ def computed(config: Config) -> dict[str, Any]:
         if (
             key not in left_out
             and why_harmless(key, config) is None
-            and not (key == "layer_types" and not _layer_types(value, filled["num_hidden_layers"]))
+            and not (key == "layer_types" and not _layer_types(value, filled))
         ):
             found[key] = only[key].values[0] if key in only and _is_one_of(value, only[key].values) else value
     hidden, heads = filled["hidden_size"], filled["num_attention_heads"]
@@ -464,7 +501,7 @@ def not_trained(config: Config) -> list[str]:
                 key, value, Only(([MODEL_CLASS[kind]], [], None), "servers choose their model by it")
             )
         elif key == "layer_types":
-            lines += _layer_types(value, filled["num_hidden_layers"])
+            lines += _layer_types(value, filled)
         elif key not in ("model_type", "sliding_window", *used) and why_harmless(key, config) is None:
             lines.append(
                 f"config.json: {_shown(key, value)} is no setting of {config['model_type']} that is known "
@@ -492,6 +529,15 @@ def _only(kind: str) -> dict[str, Only]:
 
 def _derived(kind: str, filled: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Keys of FOLLOWS, for latent attention -> the values that they can have."""
+    if kind == "gpt_oss":
+        try:
+            first = rope_settings(filled, DEFAULTS[kind]).get("original_max_position_embeddings")
+        except ValueError:  # which rope_problems says
+            first = filled.get("initial_context_length")
+        return {
+            "experts_per_token": (filled["num_experts_per_tok"], None),
+            "initial_context_length": (first, None),
+        }
     if kind != "deepseek_v3":
         return {}
     rope, nope, heads = (
@@ -571,7 +617,14 @@ def _why_no_window(key: str, filled: Mapping[str, Any], defaults: Mapping[str, A
 
 
 def _window(filled: Mapping[str, Any]) -> list[str]:
-    """A line for attention within a window that is smaller than the longest text."""
+    """A line for attention within a window that is smaller than the longest text, or for a window that is not
+    one.
+    """
+    if filled["model_type"] in WINDOWED:
+        if _is_whole(filled["sliding_window"]) and filled["sliding_window"] > 1:
+            return []
+        shown = _shown("sliding_window", filled["sliding_window"])
+        return [f"config.json: {shown} must be a whole number from 2 on; correct it"]
     window, longest = filled.get("sliding_window"), filled["max_position_embeddings"]
     if (
         window is None
@@ -588,15 +641,23 @@ def _window(filled: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _layer_types(value: Any, layers: Any) -> list[str]:
+def _layer_types(value: Any, filled: Mapping[str, Any]) -> list[str]:
+    """A line for kinds of attention that are not the family's."""
+    kinds, layers = ("full_attention",), filled["num_hidden_layers"]
+    words = "full_attention for each layer"
+    if filled["model_type"] in WINDOWED:
+        # as servers have it: vLLM does not read the key
+        kinds, words = WINDOWED_TYPES, "sliding_attention and full_attention in turn, the first sliding,"
     if value is None or (
-        isinstance(value, list) and value == ["full_attention"] * len(value) and len(value) == layers
+        isinstance(value, list)
+        and value == [kinds[i % len(kinds)] for i in range(len(value))]
+        and len(value) == layers
     ):
         return []
     return [
-        f"config.json: {_shown('layer_types', value)} must be full_attention for each layer "
-        f"(num_hidden_layers {layers}): attention within a window, or of another kind, is not supported; use "
-        "a model with full attention"
+        f"config.json: {_shown('layer_types', value)} must be {words} "
+        f"(num_hidden_layers {layers}): attention of another kind is not supported; use "
+        f"a model with {'these' if len(kinds) > 1 else 'full attention'}"
     ]
 
 

@@ -116,7 +116,7 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
         rank, size = (
             (ranks.expert_tp_rank, ranks.expert_tp_size) if rule.is_expert else (ranks.tp_rank, ranks.tp_size)
         )
-        whole = [checkpoint.tensor(name) for name in rule.hf_names]
+        whole = [_read(checkpoint, name, rule) for name in rule.hf_names]
         _check_shapes(parameter, rule, whole, size, checkpoint)
         shard = rule.layout.split(whole, rank, size)
         if shard.shape != parameter.tensor.shape:
@@ -132,6 +132,18 @@ def load_shards(parameters: Sequence[LocalParameter], checkpoint: HFCheckpoint, 
     _check_all_used(parameters, checkpoint, ranks)
     if any(parameter.local_name.startswith(MTP) for parameter in parameters):
         _check_shared(parameters[0].table, checkpoint)
+
+
+def _read(checkpoint: HFCheckpoint, name: str, rule: ParameterRule) -> Tensor:
+    """A tensor of the checkpoint, or this expert's row of it."""
+    if rule.row is None:
+        return checkpoint.tensor(name)
+    if (found := checkpoint.shape(name)[0]) != rule.rows:
+        raise ValueError(
+            f"{checkpoint.file_of(name)}: {name} stacks {found} experts, and config.json has {rule.rows}; "
+            "correct the config.json, or name the folder whose weights that file describes"
+        )
+    return checkpoint.row(name, rule.row)
 
 
 def _check_shared(table: NameTable, checkpoint: HFCheckpoint) -> None:

@@ -2,7 +2,8 @@
 names, in buckets.
 
 Only the sender receives: beside its own shards it holds the buckets that are under way and at most one
-parameter more, or GATHERED_BYTES of its expert-parallel siblings. Other ranks hold their own shards.
+parameter more, or GATHERED_BYTES of its expert-parallel siblings; and where one Hugging Face tensor stacks
+all experts of a layer, those of one layer. Other ranks hold their own shards.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ class StageExporter:
             gather: in the place of `gather_shards`.
         """
         waiting: dict[tuple[str, ...], list[NamedTensor]] = {}
-        for rule, named in self._tensors(after_parameter, only, gather or gather_shards):
+        for rule, named in whole_stacks(self._tensors(after_parameter, only, gather or gather_shards)):
             if not rule.sent_with:
                 yield [named]
                 continue
@@ -146,7 +147,8 @@ class StageExporter:
                 rules = [(rule, 1 if rule.layout.replicated else len(self._tp.parts[0].ranks))]
             for one, size in rules:
                 merged = zip(one.hf_names, one.layout.merge([shard] * size), strict=True)
-                shapes |= {name: list(tensor.shape) for name, tensor in merged}
+                stack = [] if one.row is None else [one.rows]
+                shapes |= {name: [*stack, *tensor.shape] for name, tensor in merged}
         self._planned = shapes
         return shapes
 
@@ -200,6 +202,29 @@ class StageExporter:
         if rule.layout.replicated:  # every rank has all of it
             return self._alone if self.sends else None
         return self._tp
+
+
+def whole_stacks(
+    tensors: Iterable[tuple[ParameterRule, NamedTensor]],
+) -> Iterator[tuple[ParameterRule, NamedTensor]]:
+    """These tensors, with those of single experts that one Hugging Face tensor stacks put together.
+
+    A stack comes when its last row has; until then the sender holds it, of as many experts as a layer has.
+    """
+    waiting: dict[str, tuple[Tensor, set[int]]] = {}
+    for rule, (name, tensor) in tensors:
+        if rule.row is None:
+            yield rule, (name, tensor)
+            continue
+        if name not in waiting:
+            waiting[name] = tensor.new_empty(rule.rows, *tensor.shape), set()
+        stack, there = waiting[name]
+        stack[rule.row].copy_(tensor)
+        there.add(rule.row)
+        if len(there) == rule.rows:
+            del waiting[name]
+            yield rule, (name, stack)
+    assert not waiting, f"some experts only of {list(waiting)}"
 
 
 class Part(NamedTuple):

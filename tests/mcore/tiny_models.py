@@ -65,6 +65,15 @@ YARN = {
     "beta_slow": 1,
     "original_max_position_embeddings": 4096,
 }
+YARN_OF_GPT_OSS = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
 
 MODELS = {
     "llama": {"head_dim": 8, "rope_parameters": LLAMA3, "max_position_embeddings": 65536},
@@ -76,6 +85,22 @@ MODELS = {
     ),
     "qwen2_moe sparse": dict(**EXPERTS, shared_expert_intermediate_size=40, norm_topk_prob=False),
     "qwen3 tied": {"head_dim": 16, "tie_word_embeddings": True},
+    "qwen3 yarn": {
+        "head_dim": 16,
+        "rope_parameters": YARN_OF_GPT_OSS | {"factor": 4.0, "truncate": True},
+        "max_position_embeddings": 16384,
+    },
+    # Its first and third layers see 12 tokens.
+    "gpt_oss": {
+        "head_dim": 16,
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "swiglu_limit": 1.5,
+        "rope_parameters": YARN_OF_GPT_OSS,
+        "max_position_embeddings": 131072,
+    },
     "qwen3_moe": dict(**EXPERTS, head_dim=16, norm_topk_prob=True),
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "deepseek_v3": dict(

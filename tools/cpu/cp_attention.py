@@ -1,4 +1,5 @@
-"""Causal attention over context-parallel ranks and packed sequences, for Megatron's local spec and for tests.
+"""Causal attention over context-parallel ranks and packed sequences, within a window and with sinks, for
+Megatron's local spec and for tests.
 
 Local tokens t (of T = cp * t), batch b, heads h, key-value heads g, head size d.
 
@@ -16,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_rl_corr.reduce.context import zigzag_positions
+from tools.cpu.attention import attend, within
 
 
 class _AllGatherTokens(torch.autograd.Function):
@@ -56,6 +58,11 @@ class ContextParallelAttention(MegatronModule):
         self.group = pg_collection.cp if pg_collection else parallel_state.get_context_parallel_group()
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window, self.softmax_offset = _window(config, layer_number), None
+        if getattr(config, "softmax_type", "vanilla") == "learnable":  # before 0.15 there are no sinks
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+            config.init_method(self.softmax_offset)
 
     def forward(
         self,
@@ -76,18 +83,19 @@ class ContextParallelAttention(MegatronModule):
         if size > 1:
             key, value = _AllGatherTokens.apply(key, self.group), _AllGatherTokens.apply(value, self.group)
         boundaries = _boundaries(packed_seq_params) if packed else [0, size * tokens]
-        if size == 1:  # a sequence by itself, as no other is seen
+        if size == 1 and self.window is None and self.softmax_offset is None:
+            # a sequence by itself, as no other is seen
             parts = [
                 self._causal(query[a:b], key[a:b], value[a:b]) for a, b in itertools.pairwise(boundaries)
             ]
             out = torch.cat(parts)
             return out.squeeze(1) if packed else out
-        out = scaled_dot_product_attention(
+        out = attend(
             *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),
-            attn_mask=self._visible(boundaries),
+            self._visible(boundaries),
+            sinks=self.softmax_offset,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.scale,
-            enable_gqa=query.shape[2] != key.shape[2],
         )
         out = out.permute(2, 0, 1, 3).flatten(2)
         return out.squeeze(1) if packed else out
@@ -110,7 +118,20 @@ class ContextParallelAttention(MegatronModule):
         keys = torch.cat([zigzag_positions(r, size, boundaries) for r in range(size)])
         sequence = torch.bucketize(torch.arange(boundaries[-1]), torch.tensor(boundaries[1:]), right=True)
         same = sequence[queries][:, None] == sequence[keys][None, :]
-        return same & (keys[None, :] <= queries[:, None])
+        visible = same & (keys[None, :] <= queries[:, None])
+        return visible if self.window is None else visible & within(self.window, queries, keys)
+
+
+def _window(config, layer_number: int) -> int | None:
+    """Positions before its own that a query of this layer sees; None: all. Layers count from 1."""
+    if not config.window_size:
+        return None
+    skip = getattr(config, "window_attn_skip_freq", None)  # before 0.15 all layers have a window
+    if isinstance(skip, int):
+        full = layer_number % skip == 0
+    else:
+        full = skip is not None and not skip[layer_number - 1]
+    return None if full else config.window_size[0]
 
 
 def _boundaries(packed_seq_params) -> list[int]:

@@ -6,7 +6,7 @@ import multiprocessing
 import torch
 from torch import Tensor
 
-from tools.cpu import sglang_fp8, sglang_memory
+from tools.cpu import sglang_fp8, sglang_memory, sglang_sinks
 from tools.cpu.replacement import Replacement
 from tools.cpu.torch_gloo import ONE_DEVICE
 
@@ -109,4 +109,5 @@ LATE = [
     ),
     *sglang_fp8.LATE,
     *sglang_memory.LATE,
+    *sglang_sinks.LATE,
 ]

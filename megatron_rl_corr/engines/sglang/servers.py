@@ -13,6 +13,7 @@ from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums,
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.sglang.changes_loader import LOADER
+from megatron_rl_corr.engines.stacked_parameters import single_experts
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums, ServerRanks
 from megatron_rl_corr.models.block_fp8 import dequantise_blockwise
@@ -196,9 +197,10 @@ def hashed(bucket: Sequence[NamedTensor]) -> list[NamedTensor]:
     """
     scales = {name.removesuffix(SCALE): tensor for name, tensor in bucket if name.endswith(SCALE)}
     return [
-        (name, dequantise_blockwise(tensor, scales[name], torch.bfloat16) if name in scales else tensor)
+        (part, dequantise_blockwise(one, scales[name], torch.bfloat16) if name in scales else one)
         for name, tensor in bucket
         if not name.endswith(SCALE)
+        for part, one in single_experts(name, tensor)
     ]
 
 

@@ -9,8 +9,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-
+from tools.cpu.attention import attend, within
 from transformer_engine.pytorch.attention.positions import positions_of_rank
 from transformer_engine.pytorch.distributed import Exchange, gather_along_first_dim, size_of
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule, refuse_on_a_cpu
@@ -55,12 +54,15 @@ class DotProductAttention(TransformerEngineBaseModule):
     ):
         super().__init__(name)
         refuse_on_a_cpu(
-            window_size=window_size not in (None, (-1, -1), (-1, 0)),
+            window_size=window_size is not None and window_size[1] not in (-1, 0),
             softcap=softcap,
-            softmax_type=softmax_type != "vanilla",
+            softmax_type=softmax_type == "off-by-one",
             return_max_logit=return_max_logit,
         )
         self._join(tp_group, tp_size)
+        self.window_size, self.softmax_offset = window_size, None
+        if softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size))
         self.qkv_format, self.attn_mask_type, self.layer_number = qkv_format, attn_mask_type, layer_number
         self.attention_dropout, self.get_rng_state_tracker = attention_dropout, get_rng_state_tracker
         self.set_context_parallel_group(cp_group, cp_global_ranks, cp_stream, cp_comm_type)
@@ -126,12 +128,12 @@ class DotProductAttention(TransformerEngineBaseModule):
             self.get_rng_state_tracker().fork() if dropped and self.get_rng_state_tracker else nullcontext()
         )
         with states:
-            out = scaled_dot_product_attention(
+            out = attend(
                 *(x.permute(1, 2, 0, 3) for x in (q, k, v)),
-                attn_mask=visible | ~real[:, None],  # a row that sees nothing would be NaN
+                visible | ~real[:, None],  # a row that sees nothing would be NaN
+                sinks=self.softmax_offset,
                 dropout_p=dropped,
                 scale=self.softmax_scale,
-                enable_gqa=q.shape[2] != k.shape[2],
             )
         out = torch.where(real[:, None], out, 0.0).permute(2, 0, 1, 3).flatten(2)
         return out[:, 0] if packed else out
@@ -151,6 +153,8 @@ class DotProductAttention(TransformerEngineBaseModule):
         visible = (sequence[own][:, None] == sequence[all_]) & real[all_]
         if causal:
             visible &= all_ <= own[:, None]
+        if self.window_size is not None and self.window_size[0] >= 0:
+            visible &= within(self.window_size[0], own, all_)
         # What lies behind the last sequence belongs to none.
         behind = queries - len(own)
         assert not behind or size == 1, "positions behind the last sequence, under context parallelism"
