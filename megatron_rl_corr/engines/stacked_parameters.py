@@ -23,7 +23,7 @@ _EXPERT = re.compile(
 _STACK = re.compile(
     r"(?P<layer>.*\.experts)(?:\.(?P<expert>\d+))?\.(?P<kind>gate_up_proj|down_proj)(?P<bias>_bias)?"
 )
-"""gpt-oss: a tensor for all experts of a layer, inputs x outputs; with a number, as `single_experts` calls one."""
+"""gpt-oss: a tensor for all experts of a layer, inputs x outputs. With a number: `single_experts`' own."""
 _LATENT = re.compile(r"(?P<module>.*)\.(?P<kind>q_a_proj|kv_a_proj_with_mqa)\.weight")
 _STACKED = re.compile(r"(?P<module>.*)\.(?P<kind>q|k|v|gate|up)_proj\.(?P<what>weight|bias)")
 _PLACE = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}

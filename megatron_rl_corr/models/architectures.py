@@ -115,7 +115,7 @@ def expert_layers(config: Config) -> tuple[int, ...]:
 
 
 def window_layers(config: Config) -> tuple[int, ...]:
-    """Numbers of the layers that attend within a window, from 0; none for a family that has no such layers."""
+    """Numbers of the layers that attend within a window, from 0; none for a family without such layers."""
     if config.get("model_type") not in WINDOWED:
         return ()
     kinds = config.get("layer_types") or [WINDOWED_TYPES[i % 2] for i in range(config["num_hidden_layers"])]
@@ -256,7 +256,9 @@ def mixtral_experts(config: Config) -> list[ParameterRow]:
 def stacked_experts(config: Config) -> list[ParameterRow]:
     """Router and routed experts of gpt-oss: all have biases, and one tensor holds all experts of a layer."""
     megatron, hf, every = MLP + r"experts\.", HF_MLP + "experts.", config["num_local_experts"]
-    rows = [ParameterRow(MLP + rf"router\.{kind}", Replicated(), (HF_MLP + f"router.{kind}",)) for kind in KINDS]
+    rows = [
+        ParameterRow(MLP + rf"router\.{kind}", Replicated(), (HF_MLP + f"router.{kind}",)) for kind in KINDS
+    ]
     layouts = {
         ("linear_fc1", "weight"): (InterleavedGateUp(), "gate_up_proj"),
         ("linear_fc1", "bias"): (InterleavedGateUp(), "gate_up_proj_bias"),
@@ -356,6 +358,11 @@ def parts_of(config: Config) -> tuple[Part, ...]:
         part for (family, part), key in PARTS_BY_SETTING.items() if family == kind and not config.get(key)
     }
     return tuple(part for part in FAMILIES[kind] if part not in switched_off)
+
+
+def has_stacked_experts(config: Config) -> bool:
+    """True if one Hugging Face tensor holds all experts of a layer."""
+    return stacked_experts in FAMILIES.get(str(config.get("model_type")), ())
 
 
 def _qkv(config: Config) -> GroupedQKV:

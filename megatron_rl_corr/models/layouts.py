@@ -198,8 +198,9 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
 
     if dim == 0 and _adjacent(tensors):
         first = tensors[0]
-        rows = sum(tensor.shape[0] for tensor in tensors)
-        return first.as_strided((rows, *first.shape[1:]), first.stride())
+        # not with its own strides: of a dimension of size 1 they may be any
+        whole = first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))
+        return whole.view(-1, *first.shape[1:])
     return torch.cat(list(tensors), dim=dim)
 
 

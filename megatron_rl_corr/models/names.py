@@ -60,7 +60,7 @@ class NameTable:
         if hf_config.get("quantization_config"):
             raise ValueError(
                 "config.json: quantization_config is set, and quantised weights are not loaded; name the "
-                "model in bfloat16 here, which servers may serve in FP8, or convert the checkpoint"
+                "model in bfloat16 here, which servers may serve in block-wise FP8, or convert the checkpoint"
             )
         if padded_vocab_size < hf_config["vocab_size"]:
             raise ValueError(

@@ -51,12 +51,13 @@ def rope_settings(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 
     Args:
         config: the model's config.json, with its sizes.
-        defaults: transformers' rope_theta of the family, and its partial_rotary_factor where it has one.
+        defaults: transformers' rope_theta of the family, and its partial_rotary_factor and rope_parameters
+            where it has some.
 
     Raises:
         ValueError: its tables contradict each other, or are none.
     """
-    found = _one_table(config)
+    found = _one_table(config, defaults)
     kind = found.pop("rope_type")
     for key, default in (
         ("rope_theta", defaults["rope_theta"]),
@@ -184,7 +185,7 @@ def _supported(defaults: Mapping[str, Any], *, latent: bool) -> str:
 
 
 def _yarn(rope: Mapping[str, Any]) -> list:
-    """YaRN without latent attention: cosines and sines times 0.1 ln(factor) + 1, by Megatron's default too."""
+    """YaRN without latent attention: cosines and sines times 0.1 ln(factor) + 1, Megatron's default."""
     given = [key for key in ("mscale", "mscale_all_dim", "attention_factor") if rope.get(key) is not None]
     if given:
         raise ValueError(
@@ -204,8 +205,8 @@ def _yarn(rope: Mapping[str, Any]) -> list:
     return flags if rope.get("truncate", True) else [*flags, "--no-yarn-correction-range-round-to-int"]
 
 
-def _one_table(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The table that is there, with its kind as rope_type; nulls are left out."""
+def _one_table(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """The table that is there, with its kind as rope_type, else the family's; nulls are left out."""
     found = []
     for name in _TABLES:
         table = config.get(name)
@@ -238,7 +239,7 @@ def _one_table(config: Mapping[str, Any]) -> dict[str, Any]:
                 "config.json: rope_scaling and rope_parameters differ, and transformers takes the first of "
                 "the two; take one of them out"
             )
-    return dict(found[0]) if found else {"rope_type": "default"}
+    return dict(found[0] if found else defaults.get("rope_parameters", {"rope_type": "default"}))
 
 
 def _magnitudes(rope: Mapping[str, Any]) -> list:

@@ -9,6 +9,7 @@ tests/models/test_settings.py compares them.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megatron_rl_corr.models.architectures import (
@@ -111,6 +112,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
         "rope_theta": 150000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+            "rope_theta": 150000.0,
+        },
         "sliding_window": 128,
         "layer_types": None,
         "swiglu_limit": 7.0,
@@ -530,9 +540,10 @@ def _only(kind: str) -> dict[str, Only]:
 def _derived(kind: str, filled: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Keys of FOLLOWS, for latent attention -> the values that they can have."""
     if kind == "gpt_oss":
-        try:
+        first = None
+        with suppress(ValueError):  # which rope_problems says
             first = rope_settings(filled, DEFAULTS[kind]).get("original_max_position_embeddings")
-        except ValueError:  # which rope_problems says
+        if first is None:
             first = filled.get("initial_context_length")
         return {
             "experts_per_token": (filled["num_experts_per_tok"], None),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_rl_corr.engines.stacked_parameters import possible_layouts, server_parameter
+from megatron_rl_corr.engines.stacked_parameters import possible_layouts, server_parameter, single_experts
 
 
 @pytest.mark.parametrize(
@@ -86,3 +86,30 @@ def test_layouts_of_a_vocabulary_when_its_size_is_no_multiple_of_64_then_padded_
 def test_layouts_when_a_dimension_does_not_divide_then_it_is_not_cut():
     (whole, by_row) = possible_layouts({(-1, 0): torch.ones(4, 3)}, rank=0, size=2)
     assert whole.shape == (4, 3) and by_row.shape == (2, 3)
+
+
+def test_stack_of_experts_when_hashed_then_each_as_a_server_holds_it():
+    stack = torch.arange(24.0).view(2, 3, 4)  # experts x inputs x outputs
+    prefix = "model.layers.1.mlp.experts."
+    parts = {}
+    for name, tensor in single_experts(prefix + "gate_up_proj", stack):
+        parameter, part = server_parameter(name)
+        assert parameter == server_parameter(prefix + "gate_up_proj")[0] == prefix + "w13_weight"
+        parts[part] = tensor
+    [whole] = possible_layouts(parts, rank=0, size=1)
+    assert torch.equal(whole, stack.transpose(1, 2))
+    # row-parallel: inputs are cut
+    down = {
+        server_parameter(name)[1]: one for name, one in single_experts(prefix + "down_proj", stack[:, :2])
+    }
+    assert any(
+        torch.equal(one, stack[:, 1:2].transpose(1, 2)) for one in possible_layouts(down, rank=1, size=2)
+    )
+    biases = single_experts(prefix + "down_proj_bias", stack[:, 0])
+    assert [server_parameter(name) for name, _ in biases] == [
+        (prefix + "w2_weight_bias", (0, 0)),
+        (prefix + "w2_weight_bias", (1, 0)),
+    ]
+    assert torch.equal(biases[1][1], stack[1, 0])
+    for other in ("model.layers.1.mlp.down_proj.weight", prefix + "3.down_proj.weight"):
+        assert single_experts(other, stack) == [(other, stack)]

@@ -5,7 +5,16 @@ each row belongs.
 import pytest
 import torch
 
-from megatron_rl_corr.models.layouts import GatedUp, GroupedQKV, Replicated, RowsOrWhole, Sharded, Vocabulary
+from megatron_rl_corr.models.layouts import (
+    GatedUp,
+    GroupedQKV,
+    InterleavedGateUp,
+    Replicated,
+    RowsOrWhole,
+    Sharded,
+    Transposed,
+    Vocabulary,
+)
 
 
 def rows(*values: float, columns: int = 2) -> torch.Tensor:
@@ -72,6 +81,23 @@ def test_gated_up_when_cut_then_each_rank_has_its_part_of_both_halves():
     assert torch.equal(second, rows(2, 3, 102, 103))
     merged = GatedUp().merge([first, second])
     assert torch.equal(merged[0], gate) and torch.equal(merged[1], up)
+
+
+def test_interleaved_gate_up_when_cut_then_each_rank_has_its_part_of_both():
+    # inputs x outputs: gates are even columns, ups odd ones
+    stacked = torch.tensor([[0.0, 100, 1, 101, 2, 102, 3, 103], [10, 110, 11, 111, 12, 112, 13, 113]])
+    first, second = (InterleavedGateUp().split([stacked], rank, 2) for rank in range(2))
+    assert first.tolist() == [[0, 10], [1, 11], [100, 110], [101, 111]]
+    assert second.tolist() == [[2, 12], [3, 13], [102, 112], [103, 113]]
+    assert_inverse(InterleavedGateUp(), [stacked], 2)
+    assert InterleavedGateUp().split([stacked[0]], 1, 2).tolist() == [2, 3, 102, 103]
+    assert_inverse(InterleavedGateUp(), [stacked[0]], 4)
+
+
+def test_transposed_when_cut_then_along_the_inputs_which_are_rows_of_the_checkpoint():
+    stacked = rows(0, 1, 2, 3)
+    assert Transposed().split([stacked], 1, 2).tolist() == [[2, 3], [2.5, 3.5]]
+    assert_inverse(Transposed(), [stacked], 2)
 
 
 def test_sharded_when_row_parallel_then_cut_along_columns():

@@ -8,6 +8,7 @@ from argparse import ArgumentParser
 import pytest
 
 from megatron_rl_corr.models.megatron_flags import add_missing_flags, model_flags
+from tests.models.published_configs import GPT_OSS_20B
 
 LLAMA = {
     "model_type": "llama",
@@ -196,6 +197,54 @@ def test_flags_of_deepseek_v3_then_latent_attention_yarn_sigmoid_scores_groups_a
     assert flags.items() >= expected.items() and "--group-query-attention" not in flags
 
 
+def test_flags_of_gpt_oss_then_biases_sinks_windows_a_clamped_activation_and_yarn():
+    flags = options(GPT_OSS_20B)
+    expected = {
+        "--quick-geglu": "",
+        "--glu-linear-offset": "1.0",
+        "--activation-func-clamp-value": "7.0",
+        "--softmax-type": "learnable",
+        "--window-size": "127,0",
+        "--window-attn-skip-freq": f"[{','.join(['1,0'] * 12)}]",
+        "--no-bias-dropout-fusion": "",
+        "--position-embedding-type": "yarn",
+        "--rotary-base": "150000",
+        "--rotary-scaling-factor": "32.0",
+        "--yarn-original-max-position-embeddings": "4096",
+        "--yarn-beta-fast": "32.0",
+        "--yarn-beta-slow": "1.0",
+        "--no-yarn-correction-range-round-to-int": "",
+        "--num-experts": "32",
+        "--moe-router-topk": "4",
+        "--moe-ffn-hidden-size": "2880",
+    }
+    assert flags.items() >= expected.items()
+    other_families = {"--swiglu", "--disable-bias-linear", "--add-qkv-bias", "--moe-router-pre-softmax"}
+    assert not flags.keys() & {*other_families, "--rope-type", "--mscale"}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sliding_window": None}, "sliding_window null must be a whole number from 2 on"),
+        ({"sliding_window": 1}, "sliding_window 1 must be a whole number from 2 on"),
+        ({"layer_types": ["full_attention"] * 24}, "sliding_attention and full_attention in turn"),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 12}, "the first sliding"),
+        ({"num_hidden_layers": 22}, "(num_hidden_layers 22)"),
+        ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5 is not what the flags train"),
+        ({"attention_bias": False}, "attention_bias false is not what the flags train"),
+        ({"experts_per_token": 2}, "it follows from num_experts_per_tok"),
+        ({"initial_context_length": 8192}, "it follows from original_max_position_embeddings"),
+        ({"swiglu_limit": 0}, "swiglu_limit 0 must be a number above 0"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_type 'linear' is not supported"),
+    ],
+)
+def test_flags_of_gpt_oss_when_a_setting_is_another_then_refused_by_name(change, words):
+    with pytest.raises(ValueError) as raised:
+        model_flags(GPT_OSS_20B | change)
+    assert words in str(raised.value)
+
+
 @pytest.mark.parametrize(
     "scaling",
     [
@@ -288,10 +337,6 @@ def test_flags_of_glm_4_5_then_half_of_each_head_is_rotated_and_biases_and_norms
         ),
         (GLM | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
         (GLM | {"norm_topk_prob": False}, "config.json: norm_topk_prob is false"),
-        (
-            LLAMA | {"model_type": "gpt_oss"},
-            "config.json: model_type 'gpt_oss' is not supported: its experts lie in",
-        ),
         (
             LLAMA | {"model_type": "qwen3_next"},
             "config.json: model_type 'qwen3_next' is not supported: three of four",

@@ -4,7 +4,16 @@ expert numbers too.
 
 import pytest
 
-from megatron_rl_corr.models.layouts import GatedUp, GroupedQKV, Replicated, RowsOrWhole, Sharded, Vocabulary
+from megatron_rl_corr.models.layouts import (
+    GatedUp,
+    GroupedQKV,
+    InterleavedGateUp,
+    Replicated,
+    RowsOrWhole,
+    Sharded,
+    Transposed,
+    Vocabulary,
+)
 from megatron_rl_corr.models.names import ARCHITECTURES, NameTable, global_name
 
 CONFIG = {
@@ -73,6 +82,24 @@ def test_find_when_an_experts_then_its_own_names_from_either_spec(name):
     down = TABLE.find(LAYER + "mlp.experts." + name.format(2))
     assert (down.layout, down.hf_names) == (Sharded(1), (expert + "down_proj.weight",))
     assert up.is_expert and down.is_expert
+
+
+@pytest.mark.parametrize("kind", ["weight", "bias"])
+@pytest.mark.parametrize("name", ["local_experts.17.linear_fc{}.{}", "linear_fc{}.{}17"])
+def test_find_when_one_tensor_stacks_the_experts_then_its_row(name, kind):
+    config = CONFIG | {"model_type": "gpt_oss", "num_local_experts": 32}
+    table, suffix = NameTable(config, padded_vocab_size=1024), "_bias" if kind == "bias" else ""
+    for number, hf, layout in (
+        (1, "gate_up_proj", InterleavedGateUp()),
+        (2, "down_proj", Replicated() if kind == "bias" else Transposed()),
+    ):
+        rule = table.find(LAYER + "mlp.experts." + name.format(number, kind))
+        assert (rule.layout, rule.hf_names) == (layout, (f"{HF}mlp.experts.{hf}{suffix}",))
+        assert (rule.is_expert, rule.row, rule.rows) == (True, 17, 32)
+    local = LAYER + "mlp.experts." + name.format(1, kind).replace("17", "1")
+    assert global_name(local, layer_offset=0, expert_offset=16) == LAYER + "mlp.experts." + name.format(
+        1, kind
+    )
 
 
 def test_find_when_head_dim_is_not_given_then_hidden_size_over_heads():
@@ -291,17 +318,9 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
         (
             {"model_type": "gpt2"},
             1024,
-            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, kimi_k2, "
-            "llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe); use a model of one of these, or add its "
-            "row to FAMILIES in megatron_rl_corr/models/architectures.py",
-        ),
-        (
-            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
-            1024,
-            "config.json: model_type 'gpt_oss' is not supported: its experts lie in one tensor for all of a "
-            "layer, with gate and up taking turns, and as published in MXFP4, and weights are loaded and "
-            f"sent expert by expert in 16 bits (supported: {', '.join(ARCHITECTURES)}); use a model of one "
-            "of these",
+            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, gpt_oss, "
+            "kimi_k2, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe); use a model of one of these, or "
+            "add its row to FAMILIES in megatron_rl_corr/models/architectures.py",
         ),
         (
             {"model_type": "qwen3_next"},
@@ -315,7 +334,7 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
             {"quantization_config": {"quant_method": "fp8"}},
             1024,
             "config.json: quantization_config is set, and quantised weights are not loaded; name the model "
-            "in bfloat16 here, which servers may serve in FP8, or convert the checkpoint",
+            "in bfloat16 here, which servers may serve in block-wise FP8, or convert the checkpoint",
         ),
         (
             {"model_type": "deepseek_v3", "q_lora_rank": None},

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from megatron_rl_corr.models.architectures import CODE_OF, FAMILIES
+from megatron_rl_corr.models.architectures import CODE_OF, FAMILIES, WINDOWED
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.names import NameTable
@@ -25,6 +25,7 @@ from megatron_rl_corr.models.settings import (
 from tests.models.published_configs import (
     DEEPSEEK_V3,
     GLM_4_5,
+    GPT_OSS_20B,
     KIMI_K2,
     LLAMA_3_1_8B,
     MIXTRAL_8X7B,
@@ -104,6 +105,8 @@ SAME = {
     ("mlp_only_layers", None),
     ("partial_rotary_factor", None),
     ("architectures", None),
+    ("experts_per_token", None),
+    ("initial_context_length", None),
     ("architectures", "[]"),
     ("layer_types", None),
     ("rope_scaling", "{}"),
@@ -145,8 +148,10 @@ def test_defaults_then_those_of_transformers_and_every_key_of_it_has_a_place(kin
             assert written["rope_parameters"]["rope_theta"] == value
         elif key == "partial_rotary_factor":
             assert written["rope_parameters"][key] == value
-        elif key == "sliding_window":
+        elif key == "sliding_window" and kind not in WINDOWED:
             assert not named.get(key), "off, as use_sliding_window is"
+        elif key == "layer_types":  # None: as transformers writes them
+            assert model_flags(written) == model_flags(written | {key: value})
         elif key == "mlp_only_layers":
             assert named[key] == list(value)
         elif value is None and key in NULLS:
@@ -434,6 +439,17 @@ YARN, LLAMA3 = DEEPSEEK_V3["rope_scaling"], LLAMA_3_1_8B["rope_scaling"]
         (DEEPSEEK_V3, YARN | {"factor": "40"}, "factor '40' must be a number above 0"),
         (
             QWEN3_8B,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+            None,
+        ),
+        (QWEN3_8B, {"rope_type": "yarn", "factor": 4.0, "mscale": 0.5}, "mscale is 0.5, which servers and"),
+        (
+            GPT_OSS_20B,
+            GPT_OSS_20B["rope_scaling"] | {"attention_factor": 1.2},
+            "attention_factor is 1.2, which servers and",
+        ),
+        (
+            GLM_4_5,
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
             "rope_type 'yarn' is not supported for this architecture",
         ),

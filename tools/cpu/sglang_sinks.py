@@ -51,7 +51,9 @@ def _exempt(original):
     return is_so
 
 
-_WHY = "gpt-oss is refused with torch_native for want of sinks, but for an engine that brings its own attention"
+_WHY = (
+    "gpt-oss is refused with torch_native for want of sinks, but for an engine that brings its own attention"
+)
 LATE = [
     Replacement(BACKEND, "TorchNativeAttnBackend.forward_extend", _with_sinks, "it takes no sinks"),
     Replacement(BACKEND, "TorchNativeAttnBackend.forward_decode", _with_sinks, "it takes no sinks"),

@@ -25,11 +25,11 @@ from megatron_rl_corr.models.hf_folder import FILE_BYTES, UnfinishedFolder
 from megatron_rl_corr.models.hybrid import gpt_name
 from megatron_rl_corr.models.layouts import RowsOrWhole
 from megatron_rl_corr.models.names import NameTable, ParameterRule
-from megatron_rl_corr.weight_sync.export import buckets
+from megatron_rl_corr.weight_sync.export import buckets, whole_stacks
 
 TRACKER = "latest_checkpointed_iteration.txt"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)")
-_EXPERT = re.compile(r"\.mlp\.experts\.experts\.(linear_fc[12]\.weight)$")
+_EXPERT = re.compile(r"\.mlp\.experts\.experts\.(linear_fc[12]\.(?:weight|bias))$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
@@ -174,7 +174,8 @@ def export_checkpoint(
     folder = UnfinishedFolder(out, {"exported_from": str(checkpoint.folder)})
     folder.begin()
     written = 0
-    for number, bucket in enumerate(buckets(_units(checkpoint, source, parameters), FILE_BYTES)):
+    units = ([named] for _, named in whole_stacks(_tensors(checkpoint, source, parameters)))
+    for number, bucket in enumerate(buckets(units, FILE_BYTES)):
         folder.write(f"model-{number:05d}", bucket)
         written += sum(tensor.nbytes for _, tensor in bucket)
         progress(written, checkpoint.nbytes)
@@ -200,9 +201,9 @@ def _parameters(checkpoint: MegatronCheckpoint, source: HFCheckpoint) -> dict[st
     return {name: table.find(gpt) for name, gpt in known.items()}
 
 
-def _units(
+def _tensors(
     checkpoint: MegatronCheckpoint, source: HFCheckpoint, parameters: dict[str, ParameterRule]
-) -> Iterator[list[NamedTensor]]:
+) -> Iterator[tuple[ParameterRule, NamedTensor]]:
     for name, rule in parameters.items():
         if rule.is_copy:
             continue
@@ -214,11 +215,12 @@ def _units(
             raise ValueError(
                 f"{name} of {checkpoint.folder} is not of the model {source.path}: {error}"
             ) from error
+        stack = () if rule.row is None else (rule.rows,)
         for hf_name, merged in unit:
             # Models of one family may differ in their sizes alone.
-            if (shape := source.shape(hf_name)) != merged.shape:
+            if (shape := source.shape(hf_name)) != (*stack, *merged.shape):
                 raise ValueError(
-                    f"{checkpoint.folder} has {hf_name} of shape {tuple(merged.shape)} and {source.path} of "
-                    f"{shape}: did training begin with that model?"
+                    f"{checkpoint.folder} has {hf_name} of shape {(*stack, *merged.shape)} and {source.path} "
+                    f"of {shape}: did training begin with that model?"
                 )
-        yield unit
+            yield rule, (hf_name, merged)

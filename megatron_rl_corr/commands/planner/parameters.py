@@ -163,6 +163,21 @@ def _experts(config: Config) -> LayerParameters:
     return LayerParameters(whole=experts * hidden, routed=experts * 3 * hidden * expert_size(config))
 
 
+def _stacked_experts(config: Config) -> LayerParameters:
+    """As `_experts`, with a bias of each output and of the router."""
+    experts, hidden = parts.num_experts(config), config["hidden_size"]
+    biases = experts * (2 * expert_size(config) + hidden)
+    return _experts(config) + LayerParameters(whole=experts, routed=biases)
+
+
+def _output_bias(config: Config) -> LayerParameters:
+    return LayerParameters(whole=config["hidden_size"])
+
+
+def _sinks(config: Config) -> LayerParameters:
+    return LayerParameters(split=config["num_attention_heads"])
+
+
 def _router_bias(config: Config) -> LayerParameters:
     return LayerParameters(whole=parts.num_experts(config))
 
@@ -179,11 +194,14 @@ PARTS: dict[Callable, Callable[[Config], LayerParameters]] = {
     parts.norms: _norms,
     parts.grouped_attention: _grouped_attention,
     parts.qkv_bias: _qkv_bias,
+    parts.output_bias: _output_bias,
+    parts.sinks: _sinks,
     parts.qk_norms: _qk_norms,
     parts.latent_attention: _latent_attention,
     parts.dense_mlp: _dense_mlp,
     parts.experts: _experts,
     parts.mixtral_experts: _experts,
+    parts.stacked_experts: _stacked_experts,
     parts.router_bias: _router_bias,
     parts.shared_experts: _shared_experts,
     parts.gated_shared_expert: _gated_shared_expert,
@@ -192,6 +210,7 @@ PARTS: dict[Callable, Callable[[Config], LayerParameters]] = {
 ONLY_WITH_EXPERTS = {
     parts.experts,
     parts.mixtral_experts,
+    parts.stacked_experts,
     parts.router_bias,
     parts.shared_experts,
     parts.gated_shared_expert,

@@ -26,7 +26,10 @@ from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.models.megatron_flags import add_missing_flags, flags_despite_settings
 from megatron_rl_corr.models.settings import not_trained
 
-MADE_BY_FLAGS = {"activation_func": "--swiglu", "gated_linear_unit": "--swiglu"}
+MADE_BY_FLAGS = {
+    "activation_func": "--swiglu or --quick-geglu",
+    "gated_linear_unit": "--swiglu or --quick-geglu",
+}
 """Fields of Megatron's configuration that no flag has the name of -> the flag that makes them
 for these models.
 """
@@ -189,6 +192,8 @@ def _other_positions(chunk: nn.Module, args: argparse.Namespace, config: Any) ->
             f"{chunk.position_embedding_type}; hand the flag on to its GPTModel"
         ]
     # latent attention has it from config
+    if args.position_embedding_type == "yarn" and not args.multi_latent_attention:
+        return _other_yarn(chunk, args, config)
     if args.position_embedding_type != "rope" or args.multi_latent_attention:
         return []
     expected = RotaryEmbedding(
@@ -211,6 +216,26 @@ def _other_positions(chunk: nn.Module, args: argparse.Namespace, config: Any) ->
         "rotary_percent, rope_scaling (--use-rope-scaling), rope_scaling_factor and "
         "seq_len_interpolation_factor (--rotary-seq-len-interpolation-factor) on to its GPTModel; "
         "Megatron's pretrain_gpt.py leaves out the last two"
+    ]
+
+
+def _other_yarn(chunk: nn.Module, args: argparse.Namespace, config: Any) -> list[str]:
+    """Lines for YaRN's numbers where GPTModel has others than the arguments make."""
+    expected = {
+        "rotary_base": args.rotary_base,
+        "scaling_factor": config.yarn_rotary_scaling_factor,
+        "original_max_position_embeddings": config.yarn_original_max_position_embeddings,
+        "beta_fast": config.yarn_beta_fast,
+        "beta_slow": config.yarn_beta_slow,
+        "mscale": config.yarn_mscale,
+        "mscale_all_dim": config.yarn_mscale_all_dim,
+        "correction_range_round_to_int": config.yarn_correction_range_round_to_int,
+    }
+    return [
+        f"the script's model has YaRN's {name} {found}, and its flags say {value}; hand rotary_base on to "
+        "its GPTModel, and make its configuration by Megatron's core_transformer_config_from_args"
+        for name, value in expected.items()
+        if (found := getattr(chunk.rotary_pos_emb, name)) != value
     ]
 
 

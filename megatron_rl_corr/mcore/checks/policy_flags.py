@@ -169,6 +169,10 @@ COMPARED = (
     "--mscale-all-dim",
     "--beta-fast",
     "--beta-slow",
+    "--yarn-original-max-position-embeddings",
+    "--yarn-beta-fast",
+    "--yarn-beta-slow",
+    "--no-yarn-correction-range-round-to-int",
     "--num-experts",
     "--moe-layer-freq",
     "--moe-ffn-hidden-size",
@@ -225,6 +229,28 @@ def _hybrid_layers(args: argparse.Namespace) -> list[int] | None:
     return None if pattern is None else expert_layers(pattern)
 
 
+def _window_layers(args: argparse.Namespace) -> list[int] | None:
+    """1 for each layer that attends within a window, 0 for one that sees all; None without a window."""
+    skip = args.window_attn_skip_freq
+    if args.window_size is None:
+        return None
+    if isinstance(skip, list):
+        return skip
+    return [int(skip is None or layer % skip != 0) for layer in range(1, args.num_layers + 1)]
+
+
+def _of_yarn(name: str, default: float) -> Callable[[argparse.Namespace], Any]:
+    """The value of an argument of YaRN outside of latent attention; None elsewhere: it has no effect."""
+
+    def value(args: argparse.Namespace) -> Any:
+        if args.position_embedding_type != "yarn" or args.multi_latent_attention:
+            return None
+        given = getattr(args, name)
+        return default if given is None else given
+
+    return value
+
+
 def _dense_size(args: argparse.Namespace) -> int | None:
     layers = _expert_layers(args)
     return None if layers is not None and all(layers) else args.ffn_hidden_size
@@ -246,6 +272,11 @@ EFFECTIVE: dict[str, Callable[[argparse.Namespace], Any]] = {
     "--moe-layer-freq": _expert_layers,
     "--moe-ffn-hidden-size": lambda args: args.moe_ffn_hidden_size if args.num_experts else None,
     "--moe-router-topk-scaling-factor": lambda args: args.moe_router_topk_scaling_factor or 1.0,
+    "--window-attn-skip-freq": _window_layers,
+    "--yarn-original-max-position-embeddings": _of_yarn("yarn_original_max_position_embeddings", 4096),
+    "--yarn-beta-fast": _of_yarn("yarn_beta_fast", 32.0),
+    "--yarn-beta-slow": _of_yarn("yarn_beta_slow", 1.0),
+    "--no-yarn-correction-range-round-to-int": _of_yarn("yarn_correction_range_round_to_int", True),
     "--rope-type": lambda args: args.rope_type or ("yarn" if args.multi_latent_attention else "rope"),
 }
 """What Megatron makes of a flag, with others and with its default; elsewhere it is the flag's value."""
@@ -459,10 +490,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "--relative-attention-num-buckets",
         "--relative-attention-max-distance",
         "--mrope-section",
-        "--yarn-original-max-position-embeddings",
-        "--yarn-beta-fast",
-        "--yarn-beta-slow",
-        "--yarn-correction-range-round-to-int",
         "--linear-attention-freq",
         "--linear-conv-kernel-dim",
         "--linear-key-head-dim",

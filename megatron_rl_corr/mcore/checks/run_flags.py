@@ -16,6 +16,8 @@ from megatron_rl_corr.mcore.checks.packed_flags import check_packed
 from megatron_rl_corr.mcore.checks.policy_check import check_policy
 from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.feature import feature_classes, number_of_steps
+from megatron_rl_corr.models.architectures import has_stacked_experts
+from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.moe.routers import check_router_replay
 
 
@@ -29,6 +31,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         check_context_parallel,
         compat.check_expert_layout,
         check_latent_attention,
+        check_stacked_experts,
         _check_packed_if,
         check_per_token_loss,
         check_updates,
@@ -176,6 +179,26 @@ def check_latent_attention(args: argparse.Namespace) -> None:
             f"{ranks}: Megatron does not sum the positional key's gradient over the ranks; use "
             "--transformer-impl transformer_engine, or --tensor-model-parallel-size 1"
         )
+
+
+def check_stacked_experts(args: argparse.Namespace) -> None:
+    """ValueError for pushes that are not proven where one tensor of the checkpoint has a layer's experts."""
+    path = Path(args.rollout_hf_checkpoint)
+    if not (path / "config.json").is_file() or not has_stacked_experts(read_config(path)):
+        return
+    why = f"in {path} one tensor stacks all experts of a layer"
+    problems = Problems()
+    if args.rollout_push_rounding != "none":
+        problems.add(
+            f"--rollout-push-rounding {args.rollout_push_rounding}: {why}, with inputs before outputs, and "
+            "no server quantises such experts in these blocks; leave it out"
+        )
+    if args.rollout_push == "delta":
+        problems.add(
+            f"--rollout-push delta: {why}, and pushes of what changed in such tensors are not proven; use "
+            "full"
+        )
+    problems.raise_all()
 
 
 def _updates_of_batch(args: argparse.Namespace) -> tuple[int, str]:

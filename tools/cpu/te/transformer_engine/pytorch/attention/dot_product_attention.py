@@ -9,6 +9,7 @@ from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+
 from tools.cpu.attention import attend, within
 from transformer_engine.pytorch.attention.positions import positions_of_rank
 from transformer_engine.pytorch.distributed import Exchange, gather_along_first_dim, size_of
