@@ -135,6 +135,7 @@ def _gpt_oss(config: Config) -> list:
         "--window-attn-skip-freq",
         f"[{','.join(map(str, pattern))}]",
         "--no-bias-dropout-fusion",  # Megatron's grouped experts refuse it beside biases
+        "--no-bias-gelu-fusion",  # fused, an expert by itself is clamped before its bias is added
     ]
 
 

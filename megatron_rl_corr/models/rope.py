@@ -201,6 +201,7 @@ def _yarn(rope: Mapping[str, Any]) -> list:
         rope.get("beta_fast", 32),
         "--yarn-beta-slow",
         rope.get("beta_slow", 1),
+        "--no-rope-fusion",  # fused, packed sequences would lose that factor
     ]
     return flags if rope.get("truncate", True) else [*flags, "--no-yarn-correction-range-round-to-int"]
 

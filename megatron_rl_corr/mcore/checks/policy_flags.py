@@ -268,6 +268,7 @@ EFFECTIVE: dict[str, Callable[[argparse.Namespace], Any]] = {
     "--spec": lambda args: args.spec if _hybrid_layers(args) is None else None,
     "--num-query-groups": _query_groups,
     "--kv-channels": _head_size,
+    "--add-qkv-bias": lambda args: args.add_qkv_bias or args.add_bias_linear,
     "--ffn-hidden-size": _dense_size,
     "--moe-layer-freq": _expert_layers,
     "--moe-ffn-hidden-size": lambda args: args.moe_ffn_hidden_size if args.num_experts else None,

@@ -31,6 +31,8 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         check_context_parallel,
         compat.check_expert_layout,
         check_latent_attention,
+        check_fused_yarn,
+        check_fused_clamp,
         check_stacked_experts,
         _check_packed_if,
         check_per_token_loss,
@@ -178,6 +180,32 @@ def check_latent_attention(args: argparse.Namespace) -> None:
             "--transformer-impl local with --multi-latent-attention and --tensor-model-parallel-size "
             f"{ranks}: Megatron does not sum the positional key's gradient over the ranks; use "
             "--transformer-impl transformer_engine, or --tensor-model-parallel-size 1"
+        )
+
+
+def check_fused_yarn(args: argparse.Namespace) -> None:
+    """ValueError for YaRN in Megatron's fused rotary embedding of packed sequences, which leaves out the
+    factor of cosines and sines.
+    """
+    is_yarn = args.position_embedding_type == "yarn" and not args.multi_latent_attention
+    if is_yarn and args.apply_rope_fusion and not args.rollout_pad_sequences:
+        raise ValueError(
+            "--position-embedding-type yarn: Megatron's fused rotary embedding leaves YaRN's factor of "
+            "cosines and sines out of packed sequences, and says nothing; give --no-rope-fusion"
+        )
+
+
+def check_fused_clamp(args: argparse.Namespace) -> None:
+    """ValueError for a clamped activation in Megatron's fused kernel, which clamps before it adds the bias.
+
+    Grouped experts come with their biases added.
+    """
+    is_clamped = args.quick_geglu and args.activation_func_clamp_value is not None and args.add_bias_linear
+    if is_clamped and args.bias_gelu_fusion and not args.moe_grouped_gemm:
+        raise ValueError(
+            f"--activation-func-clamp-value {args.activation_func_clamp_value}: where experts are not "
+            "grouped, Megatron's fused activation clamps before it adds the bias, and the model after it; "
+            "give --no-bias-gelu-fusion or --moe-grouped-gemm"
         )
 
 
