@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import mark_left
+
 BY_TEST = "examples/test_quickstart.py"
 BY_PARAMETER = "matrix/test_patched_tree.py"
 DURATIONS = Path(__file__).with_name("durations.json")
@@ -37,6 +39,7 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith("matrix/"):
             item.add_marker("matrix")
+    mark_left(items)
     seconds = json.loads(DURATIONS.read_text(encoding="utf-8"))
     items[:] = [items[place] for place in longest_first([item.nodeid for item in items], seconds)]
 

@@ -37,6 +37,7 @@ MARK = "TEST_QUICKSTART_OUT"
 STEPS = 28
 LEARNS_FASTER = ["--", "--lr", "4e-3"]
 """Twice the quickstart's rate: the reward rises as far in two thirds of the steps."""
+FEW = 5
 
 
 class Quickstart:
@@ -140,16 +141,25 @@ def assert_no_mismatch(samples, ties=1):
     assert len(apart) <= ties, [log_ratios(sample).abs().max().item() for sample in apart]
 
 
-def test_quickstart_then_reward_is_learned_and_the_mismatch_is_seen(tmp_path):
+@long
+def test_quickstart_then_reward_is_learned(tmp_path):
     with Quickstart(tmp_path / "run", "--steps", str(STEPS), *LEARNS_FASTER) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
+    assert_learned(read_metrics(quickstart.out / "metrics.jsonl"))
+    assert_sampled_and_drawn(quickstart, [quickstart.out])
+
+
+def test_quickstart_of_a_few_steps_then_the_mismatch_is_seen_and_drawn(tmp_path):
+    with Quickstart(tmp_path / "run", "--steps", str(FEW)) as quickstart:
+        assert quickstart.finish() == 0, quickstart.text
     steps = read_metrics(quickstart.out / "metrics.jsonl")
-    assert_learned(steps)
+    assert len(steps) == FEW
+    assert_mismatch_seen(steps)
     # What is logged is explained, and what is explained is logged.
     assert {name for name in steps[0] if spec_of(name) is None} == set()
     always = {name for name, spec in catalogue().items() if not spec.only_with and not name.endswith("/")}
     assert always - set(steps[0]) == set()
-    assert_sampled_and_drawn(quickstart, [quickstart.out])
+    assert_sampled_and_drawn(quickstart, [quickstart.out], FEW)
 
 
 def assert_learned(steps):
@@ -157,33 +167,37 @@ def assert_learned(steps):
     assert len(steps) == STEPS
     assert sum(rewards[:5]) / 5 < 0.35
     assert sum(rewards[-5:]) / 5 >= 0.8
+    assert any(step["rollout_corr/kept_fraction"] < 1 for step in steps)
+    assert_mismatch_seen(steps)
+
+
+def assert_mismatch_seen(steps):
     for number, step in enumerate(steps, start=1):
         assert step["weight_version"] == number and step["weight_lag"] == 0
         assert step["rollout_corr/k3_kl"] > 1e-7 and step["rollout_corr/log_ratio_abs_max"] > 1e-3
         assert 0 < step["rollout_corr/kept_fraction"] <= 1 and step["skipped"] == 0
-    assert any(step["rollout_corr/kept_fraction"] < 1 for step in steps)
     assert all(
         step["rollout/groups_running"] == 0 == step["rollout/mixed_version_fraction"] for step in steps
     )
 
 
-def assert_sampled_and_drawn(quickstart, runs):
-    """What the server was asked for by trainings of STEPS steps, and what each of them
+def assert_sampled_and_drawn(quickstart, runs, steps=STEPS):
+    """What the server was asked for by trainings of so many steps, and what each of them
     leaves in its folder.
     """
-    # Every sample was requested over HTTP: 28 steps of 64, and 17 to check the server first. One push before
+    # Every sample was requested over HTTP: each step's 64, and 17 to check the server first. One push before
     # the first step, one after each; the probe's 5 texts are scored after every push, and before the first,
     # and one response is sampled and scored. A further round has 8 texts and 8 such responses.
     log = (quickstart.out / "server.log").read_text()
-    further = log.count("POST /generate HTTP/1.1") - len(runs) * (STEPS * 64 + 17 + (STEPS + 1) * 7 + 5)
+    further = log.count("POST /generate HTTP/1.1") - len(runs) * (steps * 64 + 17 + (steps + 1) * 7 + 5)
     assert further >= 0 and further % 24 == 0, further
-    assert log.count("POST /update_weights_from_distributed") >= len(runs) * (STEPS + 1)
-    assert log.count("POST /end_weight_update") == len(runs) * (STEPS + 1)
+    assert log.count("POST /update_weights_from_distributed") >= len(runs) * (steps + 1)
+    assert log.count("POST /end_weight_update") == len(runs) * (steps + 1)
     for run in runs:
         assert f"the run, drawn: {run / 'report.html'}" in quickstart.text
         assert (run / "report.html").stat().st_size > 50_000
         assert list((run / "tensorboard").glob("events.out.tfevents.*"))
-    assert quickstart.text.count("[rl-corr]") >= len(runs) * STEPS
+    assert quickstart.text.count("[rl-corr]") >= len(runs) * steps
     assert left_of(quickstart.out) == []
 
 

@@ -11,9 +11,13 @@ import torch
 
 from tests import tensor_files
 from tests.megatron_forks import run_megatron
+from tests.tiers import in_matrix, matrix
+
+pytestmark = matrix
 
 HERE = Path(__file__).resolve().parent
-LAYOUTS = [{"ep": 2}, {"cp": 2}, {"pp": 2}]
+LAYOUTS = [{"ep": 2}, *in_matrix({"cp": 2}, {"pp": 2})]
+ALL = range(1 + len(LAYOUTS))
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,7 @@ def assert_same(gradients, expected, tolerance):
         assert error < tolerance, (name, error)
 
 
-@pytest.mark.parametrize("at", range(3), ids=map(json.dumps, LAYOUTS))
+@pytest.mark.parametrize("at", range(len(LAYOUTS)), ids=map(json.dumps, LAYOUTS))
 @pytest.mark.parametrize(
     ("rows", "left"), [("one microbatch", range(4, 16)), ("one rank", range(8)), ("all", ())]
 )
@@ -85,7 +89,7 @@ def test_step_when_all_of_a_part_is_rejected_then_gradients_are_those_of_one_pro
         assert {"loss/policy", "loss/clip_fraction"} <= of_nothing
 
 
-@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+@pytest.mark.parametrize("at", ALL, ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_moe_auxiliary_losses_when_half_is_rejected_then_their_gradients_stay_in_both_normalisations(
     results, at
 ):
@@ -103,7 +107,7 @@ SKIPPED = ("rejected", "rejected in the loss", "no log-probs", "equal rewards", 
 
 
 @pytest.mark.parametrize("case", [*SKIPPED, "leaving"])
-@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+@pytest.mark.parametrize("at", ALL, ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_step_when_it_makes_no_update_then_weights_moments_and_balancing_biases_stay(results, at, case):
     for rank in results[at]:
         (before, trained, after), _, _ = rank["skipped"][case]
@@ -116,7 +120,7 @@ def test_step_when_it_makes_no_update_then_weights_moments_and_balancing_biases_
 
 
 @pytest.mark.parametrize("case", SKIPPED)
-@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+@pytest.mark.parametrize("at", ALL, ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_step_when_it_makes_no_update_then_it_is_reported_as_skipped_and_the_same_weights_are_pushed(
     results, at, case
 ):
@@ -136,7 +140,7 @@ def test_step_when_it_makes_no_update_then_it_is_reported_as_skipped_and_the_sam
     assert told - told_then == {"grad_norm"} and told_then <= told
 
 
-@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+@pytest.mark.parametrize("at", ALL, ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_step_when_megatron_leaves_before_its_update_then_nothing_is_pushed_or_reported(results, at):
     for rank in results[at]:
         _, reports, leaving = rank["skipped"]["leaving"]
@@ -148,7 +152,7 @@ def test_step_when_megatron_leaves_before_its_update_then_nothing_is_pushed_or_r
 @pytest.mark.parametrize(
     "fault", ["dropout", "shift", "shift of cut ones", "checkpoint", "nan", "no own token"]
 )
-@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+@pytest.mark.parametrize("at", ALL, ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_first_step_when_what_is_trained_is_not_what_was_sampled_then_all_ranks_end_before_an_update(
     results, at, fault, how
 ):
@@ -162,7 +166,7 @@ def test_first_step_when_what_is_trained_is_not_what_was_sampled_then_all_ranks_
 
 
 @pytest.mark.parametrize("how", ["scored", "in the loss"])
-@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+@pytest.mark.parametrize("at", ALL, ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_first_step_when_own_samples_agree_then_it_is_taken_whatever_older_or_few_ones_say(results, at, how):
     for fault in ("right", "other tokens are old", "few tokens are absurd"):
         assert [rank["first"][fault, how] for rank in results[at]] == [(None, 1, [6])] * len(results[at])
@@ -170,7 +174,7 @@ def test_first_step_when_own_samples_agree_then_it_is_taken_whatever_older_or_fe
     assert [rank["first"]["all are cut", how] for rank in results[at]] == [(None, 0, [6])] * len(results[at])
 
 
-@pytest.mark.parametrize("at", range(4), ids=map(json.dumps, [{}, *LAYOUTS]))
+@pytest.mark.parametrize("at", ALL, ids=map(json.dumps, [{}, *LAYOUTS]))
 def test_ratio_when_training_mode_is_another_policy_than_the_scoring_passs_then_it_is_1_all_the_same(
     results, at
 ):

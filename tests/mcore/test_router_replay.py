@@ -20,16 +20,18 @@ HERE = Path(__file__).resolve().parent
 LAYERS, TOP_K, EXPERTS, SAMPLES, ROWS = 4, 2, 8, 16, 2
 REFUSED = ("shift", "layers", "other")
 TWO = [
-    {"pp": 2, "runs": ["R3", "R2", "layers"]},
-    {"tp": 2, "sp": True, "runs": ["R3", "shift"]},
     {"cp": 2, "runs": ["R3", "bypass", "shift"]},
-    {"ep": 2, "runs": ["R3", "R2", "other", "off"]},
+    *in_matrix(
+        {"pp": 2, "runs": ["R3", "R2", "layers"]},
+        {"tp": 2, "sp": True, "runs": ["R3", "shift"]},
+        {"ep": 2, "runs": ["R3", "R2", "other", "off"]},
+    ),
 ]
 FOUR = [
     {"tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3", "recompute", "R2 recompute"]},
-    {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "runs": ["R3", "recompute", "shift"]},
-    {"pp": 4, "runs": ["R3"]},
     *in_matrix(
+        {"cp": 2, "pp": 2, "vpp": 2, "ep": 2, "runs": ["R3", "recompute", "shift"]},
+        {"pp": 4, "runs": ["R3"]},
         {"tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "bias"]},
         {"tp": 2, "ep": 2, "etp": 2, "sp": True, "runs": ["R3"]},
         {"ep": 4, "runs": ["R3", "off"]},
@@ -39,11 +41,15 @@ PACKED = {
     1: [{"packed": 64, "runs": ["R3", "recompute", "bypass", "R2", "off", "shift", "other"]}],
     2: [
         {"packed": 64, "cp": 2, "runs": ["R3", "R2"]},
-        {"packed": 48, "pp": 2, "vpp": 2, "runs": ["recompute"]},
-        {"packed": 64, "tp": 2, "sp": True, "runs": ["R2", "R2 updates", "shift"]},
+        *in_matrix(
+            {"packed": 48, "pp": 2, "vpp": 2, "runs": ["recompute"]},
+            {"packed": 64, "tp": 2, "sp": True, "runs": ["R2", "R2 updates", "shift"]},
+        ),
     ],
     4: [
-        {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "R2 recompute", "off"]},
+        *in_matrix(
+            {"packed": 64, "tp": 2, "cp": 2, "ep": 2, "sp": True, "runs": ["R3", "R2 recompute", "off"]}
+        ),
         *in_matrix({"packed": 64, "tp": 2, "pp": 2, "ep": 2, "sp": True, "runs": ["R3"]}),
     ],
 }

@@ -30,9 +30,10 @@ LAYOUTS = {
     1: [{"losses": ["ppo_clip", "ppo_clip adam", BYPASS]}, {"packed": 64, "losses": ["ppo_clip", BYPASS]}],
     2: [
         {"cp": 2, "losses": ["ppo_clip"]},
-        {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]},
         *in_matrix(
-            {"ep": 2, "losses": ["ppo_clip"]}, {"tp": 2, "ep": 2, "sp": True, "losses": ["ppo_clip adam"]}
+            {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]},
+            {"ep": 2, "losses": ["ppo_clip"]},
+            {"tp": 2, "ep": 2, "sp": True, "losses": ["ppo_clip adam"]},
         ),
     ],
 }

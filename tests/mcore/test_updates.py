@@ -32,14 +32,20 @@ HERE = Path(__file__).resolve().parent
 ALL = ["ppo_clip", "gspo", "cispo", "dppo_tv", "dppo_kl", "sapo", "dro", BYPASS, TRUNCATED, WHOLE]
 LAYOUTS = {
     1: [
-        {"losses": ["ppo_clip", *REJECTING, *in_matrix(*ALL[1:])], "ends": 0.02, "replays": ["R2", "R3"]},
-        {"packed": 64, "losses": [*ALL, OTB, SAT]},
+        {
+            "losses": ["ppo_clip", "ppo_clip kept", *in_matrix(*REJECTING, *ALL[1:])],
+            "ends": 0.02,
+            "replays": ["R2", "R3"],
+        },
+        {"packed": 64, "losses": [BYPASS, "gspo", OTB, *in_matrix(*ALL, SAT)]},
     ],
     2: [
-        {"ep": 2, "losses": ["ppo_clip", "ppo_clip kept", OTB, SAT]},
-        {"cp": 2, "losses": ["gspo", "sapo", "gspo kept", OTB, SAT]},
-        {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]},
-        *in_matrix({"pp": 2, "vpp": 2, "losses": ["ppo_clip", TRUNCATED]}),
+        {"cp": 2, "losses": ["gspo", SAT, *in_matrix("sapo", "gspo kept", OTB)]},
+        *in_matrix(
+            {"ep": 2, "losses": ["ppo_clip", "ppo_clip kept", OTB, SAT]},
+            {"pp": 2, "vpp": 2, "packed": 64, "losses": [BYPASS]},
+            {"pp": 2, "vpp": 2, "losses": ["ppo_clip", TRUNCATED]},
+        ),
     ],
     4: [
         {
@@ -48,7 +54,7 @@ LAYOUTS = {
             "ep": 2,
             "sp": True,
             "packed": 64,
-            "losses": ["ppo_clip", "gspo", OTB, SAT],
+            "losses": ["ppo_clip", OTB, *in_matrix("gspo", SAT)],
             "ends": 0.02,
         },
         *in_matrix({"tp": 2, "pp": 2, "ep": 2, "sp": True, "losses": ["gspo", "cispo", "dro"]}),
@@ -58,8 +64,13 @@ RUNS = [
     (size, at, loss)
     for size, layouts in LAYOUTS.items()
     for at, one in enumerate(layouts)
-    for loss in one["losses"]
+    for loss in dict.fromkeys(one["losses"])
 ]
+
+
+def replicas_of(processes, at):
+    """Data-parallel replicas of a layout."""
+    return 2 if LAYOUTS[processes][at].get("ep") == processes else 1
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +82,9 @@ def reference(tiny_moe_dir, hf_reference):
 def expected(tiny_moe_dir, reference, tmp_path_factory):
     """What updates_reference.py saved."""
     out = tmp_path_factory.mktemp("updates") / "expected.pt"
-    made = run_preloaded([HERE / "updates_reference.py", tiny_moe_dir, reference, out])
+    cases = {(loss, replicas_of(size, at)) for size, at, loss in RUNS} | {("ppo_clip", 1)}
+    words = [json.dumps(case) for case in sorted(cases)]
+    made = run_preloaded([HERE / "updates_reference.py", tiny_moe_dir, reference, out, *words])
     assert made.returncode == 0, made.stderr
     return tensor_files.load(out)
 
@@ -96,7 +109,7 @@ def test_updates_of_a_batch_when_the_policy_moves_then_they_are_those_of_plain_d
     results, expected, processes, at, loss
 ):
     ranks = results[processes][at]
-    replicas = 2 if LAYOUTS[processes][at].get("ep") == processes else 1
+    replicas = replicas_of(processes, at)
     wanted = expected[loss, replicas]
     reports, count = ranks[-1][loss][0], parts_of(loss) * EPOCHS
     assert [report["update"] for report in reports] == [*range(1, count + 1)]

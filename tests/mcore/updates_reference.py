@@ -1,10 +1,11 @@
 """Several updates of one batch by Hugging Face autograd in float64 and plain gradient descent, one
 sample at a time.
 
-Shares no code with the package. python updates_reference.py MODEL_DIR REFERENCE.pt OUT.pt  saves, of each
-loss, the metrics of every update and the weights after the last one.
+Shares no code with the package. python updates_reference.py MODEL_DIR REFERENCE.pt OUT.pt '["gspo", 2]' ...
+saves, of each loss and number of replicas, the metrics of every update and the weights after the last one.
 """
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -29,7 +30,6 @@ from updates_cases import (
     SOFT,
     TRUNCATED,
     WEIGHT,
-    WHOLE,
     near,
     parts_of,
     sample_part,
@@ -155,16 +155,14 @@ def trained(case, model_dir, samples, replicas):
     return {"steps": steps, "weights": hf_named(weights)}
 
 
-def main(model_dir, reference, out):
+def main(model_dir, reference, out, *cases):
     torch.set_default_dtype(torch.float64)
     made = torch.load(reference, weights_only=True)
     samples, few = near(made["samples"]), near(made["truncated"]["samples"])
     tensor_files.save(
         {
             (case, replicas): trained(case, model_dir, few if case == TRUNCATED else samples, replicas)
-            for case in (*CLIP, *SOFT, *REJECTING, BYPASS, TRUNCATED, WHOLE, OTB, SAT)
-            for replicas in (1, 2)
-            if replicas == 1 or case in (*CLIP, *SOFT, *REJECTING, OTB, SAT)
+            for case, replicas in map(json.loads, cases)
         },
         out,
     )
