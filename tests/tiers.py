@@ -55,7 +55,7 @@ LEFT: dict[str, tuple[str, ...]] = {
         *(f"test_terms_of_each_token_*[[]{case}]" for case in ("rounded", "narrow", "hot", "lag")),
     ),
     "features/test_ledger_places_runs.py": ("test_server_with_old_weights_*",),
-    "features/test_ledger_distances_runs.py": ("*_tp2_ep2]", "test_list_without_the_ids_*"),
+    "features/test_ledger_distances_runs.py": ("*[[]*_tp2_ep2]", "test_list_without_the_ids_*"),
     "reduce/test_collectives_benchmark.py": WHOLE,
     # many ranks at once
     "test_scale_benchmark.py": (
@@ -135,7 +135,7 @@ LEFT: dict[str, tuple[str, ...]] = {
     "tools/test_import_hook.py": ("test_megatron_when_hook_is_absent_*",),
     "logprobs/test_compiled.py": ("test_stats_when_compiled_*[[]torch.bfloat16-*", "test_combine_*[[]8-5]"),
     "core/test_no_host_sync.py": ("test_step_when_tensors_hold_no_data_then_it_runs*",),
-    "core/test_kernel_count.py": ("test_correction_when_of_a_preset_*-False]",),
+    "core/test_kernel_count.py": ("test_correction_when_of_a_preset_*[[]*-False]",),
     "commands/report/test_plots.py": ("test_panels_when_rendered_as_svg_*", "test_overview_when_the_title_*"),
     "commands/report/test_page.py": ("test_page_when_a_trend_warns_*", "test_page_when_nothing_warns_*"),
     "examples/test_study.py": ("test_run_whose_first_gradient_*", "test_runs_whose_first_gradients_*"),

@@ -12,22 +12,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_765,
-    "models": 1_870,
-    "engines": 5_625,
+    "config": 2_755,
+    "models": 2_040,
+    "engines": 5_640,
     "reduce": 660,
     "core": 2_460,
     "logprobs": 1_035,
     "data": 4_505,
     "rollout": 7_660,
-    "weight_sync": 2_245,
+    "weight_sync": 2_260,
     "doctor": 900,
     "moe": 965,
-    "mcore": 7_615,
-    "features": 3_870,
+    "mcore": 7_695,
+    "features": 3_850,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_085,
+    "commands": 5_100,
     "modules": 910,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -16,7 +16,7 @@ class Flip(NamedTuple):
     both: str = ""
 
 
-DENSE, MOE, SHARED, LATENT = "llama", "qwen3_moe", "qwen2_moe", "deepseek_v3"
+DENSE, MOE, SHARED, LATENT, YARN = "llama", "qwen3_moe", "qwen2_moe", "deepseek_v3", "qwen3 yarn"
 
 COMPARED = {
     "--num-layers": Flip(DENSE, "--num-layers 3"),
@@ -61,6 +61,10 @@ COMPARED = {
     "--mscale-all-dim": Flip(LATENT, "--mscale-all-dim 0.5"),
     "--beta-fast": Flip(LATENT, "--beta-fast 1"),
     "--beta-slow": Flip(LATENT, "--beta-slow 32"),
+    "--yarn-original-max-position-embeddings": Flip(YARN, "--yarn-original-max-position-embeddings 16"),
+    "--yarn-beta-fast": Flip(YARN, "--yarn-beta-fast 300"),
+    "--yarn-beta-slow": Flip(YARN, "--yarn-beta-slow 20"),
+    "--no-yarn-correction-range-round-to-int": Flip(YARN, "--no-yarn-correction-range-round-to-int"),
     "--num-experts": Flip(MOE, "--num-experts 6"),
     "--moe-layer-freq": Flip(SHARED, "--moe-layer-freq [1,0,0,1]"),
     "--moe-ffn-hidden-size": Flip(MOE, "--moe-ffn-hidden-size 16"),
@@ -158,11 +162,6 @@ IGNORED = {
         "--disable-mamba-mem-eff-path --mamba-training-ssm-states-dtype fp32",
     ),
     "--is-hybrid-model": Flip(DENSE, "--is-hybrid-model"),
-    "--yarn-beta-fast": Flip(
-        DENSE,
-        "--yarn-beta-fast 3 --yarn-beta-slow 2 --yarn-original-max-position-embeddings 16 "
-        "--yarn-correction-range-round-to-int",
-    ),
     "--mrope-section": Flip(DENSE, "--mrope-section 1 1 2"),
 }
 """A flip of each ignored flag that can be run without a GPU on one rank; the words may flip

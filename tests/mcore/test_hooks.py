@@ -559,6 +559,9 @@ def flags(interval, prompts=("held_out.jsonl",), **run):
         calculate_per_token_loss=False,
         multi_latent_attention=False,
         transformer_impl="local",
+        position_embedding_type="rope",
+        quick_geglu=False,
+        rollout_hf_checkpoint="no such folder",
     )
 
 

@@ -200,10 +200,11 @@ def check_fused_clamp(args: argparse.Namespace) -> None:
 
     Grouped experts come with their biases added.
     """
-    is_clamped = args.quick_geglu and args.activation_func_clamp_value is not None and args.add_bias_linear
+    clamp = vars(args).get("activation_func_clamp_value")  # from 0.15 on
+    is_clamped = args.quick_geglu and clamp is not None and args.add_bias_linear
     if is_clamped and args.bias_gelu_fusion and not args.moe_grouped_gemm:
         raise ValueError(
-            f"--activation-func-clamp-value {args.activation_func_clamp_value}: where experts are not "
+            f"--activation-func-clamp-value {clamp}: where experts are not "
             "grouped, Megatron's fused activation clamps before it adds the bias, and the model after it; "
             "give --no-bias-gelu-fusion or --moe-grouped-gemm"
         )
