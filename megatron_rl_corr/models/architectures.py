@@ -309,6 +309,7 @@ FAMILIES: dict[str, tuple[Part, ...]] = {
         router_bias,
         shared_experts,
     ),
+    "glm4_moe_lite": DEEPSEEK_V3,
     "gpt_oss": (norms, grouped_attention, qkv_bias, output_bias, sinks, stacked_experts),
     "kimi_k2": DEEPSEEK_V3,
     "llama": (norms, grouped_attention, dense_mlp),
@@ -331,11 +332,22 @@ PARTS_BY_SETTING: dict[tuple[str, Part], str] = {
 }
 """Parts that only some models of a family have -> the key of config.json that says so."""
 
+_DELTA_NETS = (
+    "three of four layers are gated delta nets, which Megatron-core 0.19 does not make without "
+    "flash-linear-attention, and its names and cuts of them are not proven against the checkpoint's"
+)
+_SPARSE = "its attention takes the keys that an indexer chooses, and what servers chose is not replayed"
 UNPROVEN = {
-    "qwen3_next": (
-        "three of four layers are gated delta nets, which Megatron-core 0.19 does not make without "
-        "flash-linear-attention, and its names and cuts of them are not proven against the checkpoint's"
-    ),
+    "deepseek_v32": _SPARSE,
+    "glm_moe_dsa": _SPARSE,
+    "kimi_linear": "most of its layers are delta nets, which Megatron-core 0.19 does not make",
+    "minimax_m2": "its norms of queries and keys are over all heads together, and Megatron's over each head",
+    "nemotron_h": "most of its layers are of Mamba, whose weights have no table here",
+    "qwen3_5": _DELTA_NETS,
+    "qwen3_5_moe": _DELTA_NETS,
+    "qwen3_5_moe_text": _DELTA_NETS,
+    "qwen3_5_text": _DELTA_NETS,
+    "qwen3_next": _DELTA_NETS,
 }
 """Architectures that are known and refused, by `model_type` -> why."""
 

@@ -100,6 +100,32 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
         "num_nextn_predict_layers": 0,
     },
+    "glm4_moe_lite": {
+        "vocab_size": 154880,
+        "hidden_size": 2048,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 47,
+        "num_attention_heads": 20,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+        "moe_intermediate_size": 1536,
+        "n_shared_experts": 1,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 4,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.8,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 768,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 192,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 256,
+        "num_nextn_predict_layers": 0,
+    },
     "gpt_oss": {
         "vocab_size": 201088,
         "hidden_size": 2880,
@@ -187,6 +213,7 @@ config.json lacks the key has none.
 ALIASES: dict[str, dict[str, str]] = {
     "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     "glm4_moe": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
+    "glm4_moe_lite": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
     "gpt_oss": {"num_experts": "num_local_experts"},
     "mixtral": {"num_experts": "num_local_experts"},
     "qwen3_moe": {"num_local_experts": "num_experts"},
@@ -219,6 +246,7 @@ FOLLOWS = {
     "head_dim": "qk_rope_head_dim",
     "qk_head_dim": "qk_nope_head_dim and qk_rope_head_dim",
     "num_key_value_heads": "num_attention_heads",
+    "mlp_layer_types": "first_k_dense_replace",
     "experts_per_token": "num_experts_per_tok",
     "initial_context_length": "original_max_position_embeddings of the rotary settings",
 }
@@ -259,13 +287,14 @@ ONLY_ALL: dict[str, Only] = {
     "add_cross_attention": Only((False, None), "only decoders are trained"),
     "pruned_heads": Only(({}, [], None), "heads are trained all"),
 }
+LATENT = SIGMOID | {
+    "rope_interleave": Only(
+        (True,), "Megatron's latent attention rotates neighbouring numbers, and has no flag for halves"
+    ),
+}
 ONLY: dict[str, dict[str, Only]] = {
-    "deepseek_v3": SIGMOID
-    | {
-        "rope_interleave": Only(
-            (True,), "Megatron's latent attention rotates neighbouring numbers, and has no flag for halves"
-        ),
-    },
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
     "glm4_moe": SIGMOID,
     "gpt_oss": {
         "attention_bias": HAS_BIAS,
@@ -285,6 +314,7 @@ ONLY: dict[str, dict[str, Only]] = {
 MODEL_CLASS = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -549,14 +579,18 @@ def _derived(kind: str, filled: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]
             "experts_per_token": (filled["num_experts_per_tok"], None),
             "initial_context_length": (first, None),
         }
-    if kind != "deepseek_v3":
+    if "kv_lora_rank" not in DEFAULTS[kind]:
         return {}
     rope, nope, heads = (
         filled.get(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "num_attention_heads")
     )
     if not all(_is_whole(size) for size in (rope, nope, heads)):
         return {"head_dim": (), "qk_head_dim": (), "num_key_value_heads": ()}
-    return {"head_dim": (rope, None), "qk_head_dim": (rope + nope,), "num_key_value_heads": (heads, None)}
+    found = {"head_dim": (rope, None), "qk_head_dim": (rope + nope,), "num_key_value_heads": (heads, None)}
+    dense, layers = filled["first_k_dense_replace"], filled["num_hidden_layers"]
+    if kind == "glm4_moe_lite" and _is_whole(dense) and _is_whole(layers):
+        found["mlp_layer_types"] = (["dense"] * dense + ["sparse"] * (layers - dense), None)
+    return found
 
 
 def _two_names(kind: str, config: Config) -> list[str]:

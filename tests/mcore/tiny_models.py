@@ -127,6 +127,18 @@ MODELS = {
         max_position_embeddings=131072,
         **PUBLISHED,
     ),
+    # As GLM-4.7-Flash is published.
+    "glm4_moe_lite": dict(
+        LATENT,
+        q_lora_rank=16,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        **PUBLISHED,
+    ),
     # GLM-4.5 has norms of queries and keys, GLM-4.5-Air has none; both have biases.
     "glm4_moe": dict(GLM, use_qk_norm=True, routed_scaling_factor=2.5, first_k_dense_replace=3),
     "glm4_moe air": dict(GLM, use_qk_norm=False, first_k_dense_replace=1),

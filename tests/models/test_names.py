@@ -318,9 +318,9 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
         (
             {"model_type": "gpt2"},
             1024,
-            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, gpt_oss, "
-            "kimi_k2, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe); use a model of one of these, or "
-            "add its row to FAMILIES in megatron_rl_corr/models/architectures.py",
+            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, "
+            "glm4_moe_lite, gpt_oss, kimi_k2, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe); use a "
+            "model of one of these, or add its row to FAMILIES in megatron_rl_corr/models/architectures.py",
         ),
         (
             {"model_type": "qwen3_next"},

@@ -107,6 +107,7 @@ SAME = {
     ("architectures", None),
     ("experts_per_token", None),
     ("initial_context_length", None),
+    ("mlp_layer_types", None),
     ("architectures", "[]"),
     ("layer_types", None),
     ("rope_scaling", "{}"),
@@ -160,6 +161,8 @@ def test_defaults_then_those_of_transformers_and_every_key_of_it_has_a_place(kin
                 "head_dim": written["hidden_size"] // written["num_attention_heads"],
             }
             assert named.get(key) in (None, heads[key])
+        elif key == "first_k_dense_replace" and "mlp_layer_types" in written:  # transformers writes that one
+            assert written["mlp_layer_types"][: value + 1] == ["dense"] * value + ["sparse"]
         elif key == "num_nextn_predict_layers":
             assert value == 0  # of a checkpoint whose config.json has no such key: it has no such layers
         else:
