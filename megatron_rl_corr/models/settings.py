@@ -246,7 +246,7 @@ FOLLOWS = {
     "head_dim": "qk_rope_head_dim",
     "qk_head_dim": "qk_nope_head_dim and qk_rope_head_dim",
     "num_key_value_heads": "num_attention_heads",
-    "mlp_layer_types": "first_k_dense_replace",
+    "mlp_layer_types": "first_k_dense_replace and num_hidden_layers",
     "experts_per_token": "num_experts_per_tok",
     "initial_context_length": "original_max_position_embeddings of the rotary settings",
 }

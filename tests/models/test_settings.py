@@ -177,6 +177,7 @@ def test_defaults_then_those_of_transformers_and_every_key_of_it_has_a_place(kin
         "rope_parameters",
         "head_dim",
         "qk_head_dim",
+        "mlp_layer_types",
         "num_key_value_heads",
     }
     assert [key for key in named if key not in placed and why_harmless(key, written) is None] == []
