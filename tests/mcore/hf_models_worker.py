@@ -18,9 +18,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from layout_worker import whole_gradients
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -228,6 +234,41 @@ def check_exchange(model, layout, parameters, tokens, logits):
             tensor.copy_(value)
 
 
+def gradients(model, layout, parameters, reference):
+    """{Hugging Face name: the whole gradient} of this stage, on its sender; as tiny_models.save_gradients."""
+    shard = layout.tp_group.rank(), layout.tp_group.size()
+    rows = reference["pull"].shape[-1]
+    model.config.finalize_model_grads_func = finalize_model_grads
+    wrapped = DistributedDataParallel(
+        model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model.train()
+    )
+
+    def forward_step(iterator, model):
+        number, row = next(iterator)
+        positions = torch.arange(LENGTH)[None]
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+
+        def loss(logits):
+            own = logits.shape[-1]
+            pull = torch.nn.functional.pad(reference["pull"][number], (0, own * shard[1] - rows))
+            pulled = (logits[0] * pull[:, shard[0] * own : (shard[0] + 1) * own]).sum()
+            return pulled, {"pulled": pulled.detach()}
+
+        return model(row, positions, mask), loss
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=enumerate(reference["tokens"].split(1)),
+        model=[wrapped],
+        num_microbatches=ROWS,
+        seq_length=LENGTH,
+        micro_batch_size=1,
+        forward_only=False,
+    )
+    trained = [one for one in parameters if one.tensor.requires_grad]
+    return whole_gradients(trained, layout)
+
+
 def replay(model, layout, reference):
     """The logits where the routers take transformers' experts (R3), which must be those that they
     choose themselves.
@@ -281,6 +322,9 @@ def compare(path):
     saved.mkdir(exist_ok=True)
     dist_checkpointing.save(model.sharded_state_dict(), str(saved))
     with_routes = replay(model, layout, reference) if "routes" in reference else None
+    found = gradients(model, layout, parameters, reference)
+    if exporter.sends:
+        save_file(found, folder / f"gradients-{dist.get_world_size()}-{layout.pp_rank}.safetensors")
     return [
         None if found is None else (found - reference["logits"]).abs().max().item()
         for found in (logits, with_routes)

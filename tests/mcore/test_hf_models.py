@@ -108,6 +108,23 @@ def test_exported_weights_when_on_one_rank_or_tp2_pp2_ep2_then_the_checkpoints_b
             )
 
 
+def test_gradients_when_on_one_rank_and_on_tp2_pp2_ep2_then_those_of_hugging_face_in_float64(
+    differences, models
+):
+    processes, _ = differences
+    for folder in models:
+        found = {}
+        for stage in range(1 if processes == 1 else 2):
+            found |= load_file(folder / f"sent/gradients-{processes}-{stage}.safetensors")
+        expected = load_file(folder / "gradients/model.safetensors")
+        # a balancing bias has none
+        expected = {name: one for name, one in expected.items() if not name.endswith("correction_bias")}
+        assert found.keys() == expected.keys(), folder.name
+        for name, gradient in expected.items():
+            error = (found[name].double() - gradient).norm()
+            assert error < 2e-5 * gradient.norm() + 1e-6, (folder.name, name, error / gradient.norm())
+
+
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_rounded_weights_when_on_one_rank_and_on_tp2_pp2_ep2_then_every_tensor_is_rounded_as_a_whole(
     differences, models, rounding

@@ -2,6 +2,7 @@
 test_hf_models.py.
 """
 
+import copy
 import json
 from pathlib import Path
 
@@ -161,9 +162,22 @@ def keep_routes(model) -> list[torch.Tensor]:
     return routes
 
 
+def save_gradients(model, tokens, pull, folder: Path) -> None:
+    """The gradients of the mean over rows of (logits * pull).sum(), in float64 and under the checkpoint's
+    names; zeros where a parameter has none.
+    """
+    model = copy.deepcopy(model).double()
+    model.config._experts_implementation = "eager"  # the grouped kernel takes no float64
+    ((model(tokens).logits * pull).sum() / len(tokens)).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    model.save_pretrained(folder)
+
+
 def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
-    """The model of MODELS, in Hugging Face format, and reference.pt: tokens, logits, and routes
-    [T, M, K] if any.
+    """The model of MODELS, in Hugging Face format, its gradients in a folder there, and reference.pt: tokens,
+    logits, what pulls at these, and routes [T, M, K] if any.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -183,7 +197,9 @@ def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
         routes = keep_routes(model)
         logits = model(tokens).logits
     model.save_pretrained(folder)
-    reference = {"tokens": tokens, "logits": logits}
+    pull = torch.randn(logits.shape, generator=generator)
+    save_gradients(model, tokens, pull, folder / "gradients")
+    reference = {"tokens": tokens, "logits": logits, "pull": pull}
     if routes:
         reference["routes"] = torch.stack(routes, dim=1).view(ROWS * LENGTH, len(routes), -1)
     torch.save(reference, folder / "reference.pt")
