@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     diagnose.set_defaults(run=_diagnose)
 
     _add_incident(commands)
+    _add_accept(commands)
 
     advise = commands.add_parser("advise", help="say which weights a run, or its samples, ask for")
     advise.add_argument(
@@ -166,6 +167,22 @@ def _incident(arguments: argparse.Namespace) -> int:
     from megatron_rl_corr.commands.incident.command import run
 
     return run(arguments, sys.stdout)
+
+
+def _add_accept(commands) -> None:
+    from megatron_rl_corr.commands.accept.arguments import add_arguments
+
+    accept = commands.add_parser(
+        "accept", help="try a run's model at learning rate 0: is what is trained what is sampled?"
+    )
+    add_arguments(accept)
+    accept.set_defaults(run=_accept)
+
+
+def _accept(arguments: argparse.Namespace) -> int:
+    from megatron_rl_corr.commands.accept.command import run
+
+    return run(arguments)
 
 
 def _add_plan(commands) -> None:

@@ -49,21 +49,51 @@ def launch(
     script,
     *flags,
     processes,
+    package=None,
+    **settings,
+):
+    """The ended run, whose log and checkpoints are in folder/name. settings: of `run_command`, and variables
+    of its environment.
+
+    package: the folder of a copy of megatron_rl_corr that runs in place of this one.
+    """
+    own = {key: settings.pop(key) for key in COMMAND_SETTINGS & settings.keys()}
+    command = run_command(folder, name, model, url, script, *flags, processes=processes, **own)
+    variables = settings | run_environment()
+    if package is None:
+        return run_preloaded(forking(command)[1:], env=variables)
+    variables["PYTHONPATH"] = f"{package}{os.pathsep}{variables['PYTHONPATH']}"
+    return subprocess.run(command, env=variables, cwd=package, capture_output=True, text=True, timeout=300)
+
+
+def run_environment():
+    """Variables of a run without a GPU."""
+    return release_environment(OVERLAID[-1]) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+COMMAND_SETTINGS = {"mixed", "checks", "tokens", "torchrun", "rewarded", "correction"}
+
+
+def run_command(
+    folder,
+    name,
+    model,
+    url,
+    script,
+    *flags,
+    processes,
     mixed=False,
     checks="off",
     tokens=8,
     torchrun=None,
-    package=None,
     rewarded=True,
     correction=("--rollout-correction-preset", "decoupled_token_is"),
-    **variables,
 ):
-    """The ended run, whose log and checkpoints are in folder/name. variables: of its environment, too.
+    """The words of a run's command.
 
     url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a
     row too long. checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags,
-    beside the processes. package: the folder of a copy of megatron_rl_corr that runs in place of this one.
-    rewarded: by the reward in the folder. correction: flags.
+    beside the processes. rewarded: by the reward in the folder. correction: flags.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     urls = [url] if isinstance(url, str) else url
@@ -100,7 +130,7 @@ def launch(
         0.1,
     ]
     torchrun = torchrun or ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    command = [
+    return [
         sys.executable,
         "-m",
         "torch.distributed.run",
@@ -111,11 +141,6 @@ def launch(
         "megatron_rl_corr.launch",
         *map(str, [script, *cpu_flags(model), *flags, *ours]),
     ]
-    variables |= release_environment(OVERLAID[-1]) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    if package is None:
-        return run_preloaded(forking(command)[1:], env=variables)
-    variables["PYTHONPATH"] = f"{package}{os.pathsep}{variables['PYTHONPATH']}"
-    return subprocess.run(command, env=variables, cwd=package, capture_output=True, text=True, timeout=300)
 
 
 def checksums(url):

@@ -1,0 +1,86 @@
+"""The command: runs the trials one after the other, judges them, writes a page and its numbers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from pathlib import Path
+
+from megatron_rl_corr.commands.accept.judgement import BARS, Row, explanation, judge
+from megatron_rl_corr.commands.accept.trial import read_rows, run_trial, trial_command, trials
+from megatron_rl_corr.tables import text_table
+
+PAGE, NUMBERS = "accept.md", "accept.json"
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Status 0 if the model is accepted, 1 if it is not.
+
+    Raises:
+        ValueError: the command names no servers or no checkpoint, or `--out` is there already.
+    """
+    words, out = arguments.run_command, Path(arguments.out)
+    if arguments.steps < 4:
+        raise ValueError(f"--steps {arguments.steps} must be 4 at least: a ledger is made in each quarter")
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"--out {out} is there and not empty: name a new folder")
+    names, kind = trials(words), arguments.bar or ("bfloat16" if "--bf16" in words else "float32")
+    out.mkdir(parents=True, exist_ok=True)
+    rows: list[Row] = []
+    notes: list[str] = []
+    for number, name in enumerate(names, start=1):
+        folder = out / name
+        command = trial_command(words, name, folder, steps=arguments.steps, has_experts=len(names) > 1)
+        print(f"trial {number} of {len(names)}, {name}: {shlex.join(command)}", flush=True)
+        status, last = run_trial(command, out / f"{name}.log")
+        steps = list(read_rows(folder))
+        rows += judge(name, steps, arguments.steps, BARS[kind], alone=len(names) == 1)
+        rows.append(Row(name, "exit status", str(status), "0", status == 0))
+        if status != 0:
+            notes += [f"{name} ended with status {status}; its last lines, of {out / f'{name}.log'}:", *last]
+        verdict = explanation(steps)
+        if verdict:
+            notes.append(f"{name}: {verdict}")
+    accepted = all(row.passed for row in rows)
+    table = _table(rows)
+    print("\n".join([*table, *notes, _outcome(accepted, kind)]))
+    _write(out, rows, notes, accepted, kind, shlex.join(words))
+    return 0 if accepted else 1
+
+
+def _table(rows: list[Row]) -> list[str]:
+    cells = [(row.trial, row.what, row.found, row.bar, "ok" if row.passed else "FAILED") for row in rows]
+    return text_table([("trial", "what", "found", "must be", ""), *cells])
+
+
+def _outcome(accepted: bool, kind: str) -> str:
+    words = "accepted" if accepted else "not accepted"
+    return f"{words} in {kind}"
+
+
+def _line(row: Row) -> str:
+    cells = row.trial, row.what, row.found, row.bar, "ok" if row.passed else "**failed**"
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _write(out: Path, rows: list[Row], notes: list[str], accepted: bool, kind: str, command: str) -> None:
+    lines = [
+        f"# {_outcome(accepted, kind)}",
+        "",
+        f"`{command}`",
+        "",
+        "| trial | what | found | must be | |",
+        "|---|---|---|---|---|",
+        *map(_line, rows),
+        "",
+        *(f"    {note}" for note in notes),
+    ]
+    (out / PAGE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    numbers = {
+        "accepted": accepted,
+        "bar": {"of": kind, **BARS[kind]._asdict()},
+        "rows": [vars(row) for row in rows],
+        "notes": notes,
+    }
+    (out / NUMBERS).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,115 @@
+"""What a trial's numbers must be for a model to be accepted, and what they were."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from megatron_rl_corr.commands.accept.trial import REPLAYED
+from megatron_rl_corr.core.ledger_verdict import verdict_line
+from megatron_rl_corr.tables import readable
+
+LEDGER = {"ledger/mean_square", "ledger/mean_abs", "ledger/noise"}
+
+
+class Bar(NamedTuple):
+    """The largest mismatch of an accepted model, in one number type."""
+
+    d_max: float
+    """Largest |D| of a token; of the trial with the servers' experts, if the model has some."""
+    k3: float
+    """Mean k3 of any step there."""
+    own_k3: float
+    """The same where the trainer's routers choose: near ties go the other way."""
+    disagreement: float
+    """Largest share of a layer's tokens for which the trainer would choose other experts."""
+
+
+BARS = {
+    # measured on the tiny models of every family: 2e-5; a tie of routers apart
+    "float32": Bar(1e-4, 1e-8, 1e-3, 0.01),
+    # the corrections' presets take single tokens of |D| 2 for harmless, and a mean k3 of 1e-3 is usual
+    "bfloat16": Bar(2.0, 1e-3, 1e-2, 0.1),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the page. Example: Row("replayed", "largest |D|", "3.1e-05", "at most 0.0001", True)."""
+
+    trial: str
+    what: str
+    found: str
+    bar: str
+    passed: bool
+
+
+def judge(
+    trial: str, steps: Sequence[Mapping[str, float]], wanted: int, bar: Bar, *, alone: bool
+) -> list[Row]:
+    """The rows of one trial.
+
+    Args:
+        trial: OWN or REPLAYED of `trial`.
+        steps: the metrics of each step that it made.
+        wanted: steps that it was to make.
+        bar: of the number type.
+        alone: it is the only trial, of a model without experts, and is held to the narrow bar.
+    """
+    rows = [Row(trial, "steps", str(len(steps)), str(wanted), len(steps) == wanted)]
+    if not steps:
+        return rows
+    narrow = alone or trial == REPLAYED
+    rows.append(
+        _most(trial, "mean k3 of a step", steps, "rollout_corr/k3_kl", bar.k3 if narrow else bar.own_k3)
+    )
+    if narrow:
+        rows.append(
+            _most(trial, "largest |D| of a token", steps, "rollout_corr/log_ratio_abs_max", bar.d_max)
+        )
+    exact = [step["rollout_corr/exact_fraction"] for step in steps if "rollout_corr/exact_fraction" in step]
+    if exact:
+        rows.append(Row(trial, "tokens with D = 0", f"{sum(exact) / len(exact):.1%}", "-", True))
+    bits = [step["rollout/probe_bits"] for step in steps if "rollout/probe_bits" in step]
+    if bits:
+        rows.append(
+            Row(trial, "evidence of other weights, bits", readable(max(bits)), "below 20", max(bits) < 20)
+        )
+    versions = [step.get("weight_version") for step in steps]
+    pushed = versions == list(range(versions[0] or 0, (versions[0] or 0) + len(steps)))
+    rows.append(
+        Row(trial, "pushes taken and verified", f"{len(steps)}" if pushed else "not all", "all", pushed)
+    )
+    layers = _by_layer(steps)
+    if layers:
+        worst = max(layers, key=lambda layer: layers[layer])
+        shown = f"{layers[worst]:.2%} (layer {worst})"
+        bound = f"at most {bar.disagreement:.0%}"
+        passed = layers[worst] <= bar.disagreement
+        rows.append(Row(trial, "most tokens of a layer to other experts", shown, bound, passed))
+    return rows
+
+
+def explanation(steps: Sequence[Mapping[str, float]]) -> str:
+    """The ledger's verdict on the last step that has one; "" where none has."""
+    ledgers = [step for step in steps if step.get("ledger/tokens", 0) > 0 and step.keys() >= LEDGER]
+    return verdict_line(ledgers[-1]) if ledgers else ""
+
+
+def _most(trial: str, what: str, steps: Sequence[Mapping[str, float]], name: str, most: float) -> Row:
+    values = [step.get(name, math.nan) for step in steps]
+    found = math.nan if any(map(math.isnan, values)) else max(values)
+    return Row(trial, what, readable(found), f"at most {readable(most)}", found <= most)
+
+
+def _by_layer(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Layer -> the largest disagreement of its routers in a step."""
+    prefix, found = "router_replay/disagreement/", {}
+    for step in steps:
+        for name, value in step.items():
+            if name.startswith(prefix):
+                layer = name.removeprefix(prefix)
+                found[layer] = max(value, found.get(layer, 0.0))
+    return found

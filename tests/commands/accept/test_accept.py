@@ -1,0 +1,150 @@
+"""The trials of a model, their commands, and what their numbers must be."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_rl_corr.cli import main
+from megatron_rl_corr.commands.accept.arguments import NUMBER_TYPES
+from megatron_rl_corr.commands.accept.judgement import BARS, judge
+from megatron_rl_corr.commands.accept.trial import OWN, REPLAYED, trial_command, trials
+from tests.models.published_configs import GPT_OSS_20B, QWEN3_8B
+
+STEP = {
+    "rollout_corr/k3_kl": 2e-10,
+    "rollout_corr/log_ratio_abs_max": 3e-5,
+    "rollout_corr/exact_fraction": 0.25,
+    "rollout/probe_bits": 0.0,
+    "router_replay/disagreement/0": 0.0,
+    "router_replay/disagreement/1": 0.001,
+}
+FAKE = Path(__file__).with_name("fake_run.py")
+"""Writes what a trial would log: the numbers of a file."""
+
+
+def folder_of(config, path):
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def steps(count=4, **changes):
+    return [STEP | {"step": n, "weight_version": n} | changes for n in range(1, count + 1)]
+
+
+def failed(rows):
+    return [row.what for row in rows if not row.passed]
+
+
+def test_trials_of_a_model_then_with_replay_only_where_it_has_experts(tmp_path):
+    for config, expected in ((QWEN3_8B, (OWN,)), (GPT_OSS_20B, (OWN, REPLAYED))):
+        folder = folder_of(config, tmp_path / config["model_type"])
+        words = ["torchrun", "train.py", "--rollout-url", "http://a", "--rollout-hf-checkpoint", str(folder)]
+        assert trials(words) == expected
+        with pytest.raises(ValueError, match="--rollout-replay"):
+            trials([*words, "--rollout-replay", "samples"])
+    for left_out in ("--rollout-url", "--rollout-hf-checkpoint"):
+        with pytest.raises(ValueError, match=f"the command has no {left_out}"):
+            trials([word for word in words if word != left_out])
+
+
+def test_command_of_a_trial_then_the_runs_at_learning_rate_0_without_what_it_saves():
+    run = "torchrun -m launch t.py --lr 1e-6 --bf16 --save ckpt --rollout-eval-prompts a b "
+    run += (
+        "--lr-decay-style constant "
+        "--router-replay=R2 --rollout-url http://a http://b --moe-router-enable-expert-bias --train-iters=9"
+    )
+    command = trial_command(run.split(), REPLAYED, Path("out"), steps=40, has_experts=True)
+    assert " ".join(command) == (
+        "torchrun -m launch t.py --bf16 --lr-decay-style constant --rollout-url http://a http://b "
+        "--moe-router-enable-expert-bias --lr 0 --min-lr 0 --weight-decay 0 --train-iters 40 "
+        "--eval-iters 0 --eval-interval 40 --rollout-log-dir out --rollout-ledger-interval 10 "
+        "--router-replay R3 --moe-router-bias-update-rate 0"
+    )
+    own = trial_command(run.split(), OWN, Path("out"), steps=40, has_experts=True)
+    assert own[own.index("--router-replay") + 1] == "compare"
+    assert "--router-replay" not in trial_command(run.split(), OWN, Path("out"), steps=4, has_experts=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({}, []),
+        ({"rollout_corr/k3_kl": 2e-8}, ["mean k3 of a step"]),
+        ({"rollout_corr/k3_kl": float("nan")}, ["mean k3 of a step"]),
+        ({"rollout_corr/k3_kl": None}, ["mean k3 of a step"]),
+        ({"rollout_corr/log_ratio_abs_max": 2e-4}, ["largest |D| of a token"]),
+        ({"rollout/probe_bits": 20.0}, ["evidence of other weights, bits"]),
+        ({"weight_version": 1}, ["pushes taken and verified"]),
+        ({"router_replay/disagreement/1": 0.02}, ["most tokens of a layer to other experts"]),
+    ],
+)
+def test_trial_when_one_number_is_too_large_then_that_row_fails(changes, what):
+    made = [{name: one for name, one in step.items() if one is not None} for step in steps(**changes)]
+    rows = judge(REPLAYED, [steps(1)[0], *made[1:]], 4, BARS["float32"], alone=False)
+    assert failed(rows) == what
+
+
+def test_trial_of_the_trainers_own_experts_then_a_wide_bar_and_a_model_without_some_the_narrow_one():
+    bar, near = BARS["float32"], steps(**{"rollout_corr/k3_kl": 1e-5, "rollout_corr/log_ratio_abs_max": 0.2})
+    assert failed(judge(OWN, near, 4, bar, alone=False)) == []
+    assert failed(judge(OWN, near, 4, bar, alone=True)) == ["mean k3 of a step", "largest |D| of a token"]
+    assert failed(judge(OWN, steps(3), 4, bar, alone=True)) == ["steps"]
+    assert failed(judge(OWN, [], 4, bar, alone=True)) == ["steps"]
+    [shown] = [row.found for row in judge(OWN, steps(), 4, bar, alone=False) if "layer" in row.what]
+    assert shown == "0.10% (layer 1)"
+    assert sorted(BARS) == sorted(NUMBER_TYPES)
+
+
+def accept(tmp_path, name, rows, *options, status=0):
+    folder, numbers = tmp_path / "model", tmp_path / f"{name}.json"
+    if not folder.exists():
+        folder_of(GPT_OSS_20B, folder)
+    numbers.write_text(json.dumps(rows))
+    words = [
+        sys.executable,
+        FAKE,
+        numbers,
+        status,
+        "--rollout-url",
+        "http://a",
+        "--rollout-hf-checkpoint",
+        folder,
+    ]
+    return main(["accept", "--out", str(tmp_path / name), "--steps", "4", *options, "--", *map(str, words)])
+
+
+def test_command_when_both_trials_are_right_then_accepted_and_a_page(tmp_path, capsys):
+    assert accept(tmp_path, "right", steps()) == 0
+    page = (tmp_path / "right/accept.md").read_text()
+    assert page.startswith("# accepted in float32\n") and "**failed**" not in page
+    numbers = json.loads((tmp_path / "right/accept.json").read_text())
+    assert numbers["accepted"] and {row["trial"] for row in numbers["rows"]} == {OWN, REPLAYED}
+    printed = capsys.readouterr().out
+    assert "trial 2 of 2, replayed: " in printed and printed.endswith("accepted in float32\n")
+    assert (tmp_path / "right/own.log").read_text() == "a step\n" * 4
+
+
+def test_command_when_a_trial_is_wrong_or_ends_then_not_accepted_with_the_reason(tmp_path, capsys):
+    far = steps(**{"rollout_corr/log_ratio_abs_max": 0.5})
+    assert accept(tmp_path, "far", far) == 1
+    assert "| replayed | largest \\|D\\| of a token | 0.5 | at most 1.00e-04 | **failed** |" in (
+        (tmp_path / "far/accept.md").read_text()
+    )
+    assert accept(tmp_path, "wide", far, "--bar", "bfloat16") == 0
+    assert accept(tmp_path, "ended", steps(2), status=3) == 1
+    printed = capsys.readouterr().out
+    assert "own ended with status 3; its last lines" in printed and printed.endswith(
+        "not accepted in float32\n"
+    )
+
+
+def test_command_when_it_can_not_begin_then_status_2_and_what_to_do(tmp_path, capsys):
+    accept(tmp_path, "there", steps())
+    assert accept(tmp_path, "there", steps()) == 2 and "is there and not empty" in capsys.readouterr().err
+    assert main(["accept", "--out", str(tmp_path / "x"), "--steps", "3", "--", "a"]) == 2
+    assert "--steps 3 must be 4 at least" in capsys.readouterr().err
+    assert main(["accept", "--out", str(tmp_path / "x"), "--", "a"]) == 2
+    assert "the command has no --rollout-url" in capsys.readouterr().err
