@@ -21,7 +21,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (RO
 IN_ORDER = ["docs/guides/own_fork.md"]
 """Pages whose commands need each other's results: a test of their own runs them in their order."""
 PROGRAMS = r"make|torchrun|python|\.venv/bin/python|(?:\.venv/bin/)?megatron-rl-corr"
-NEEDS_MORE = ("doctor", "correct", "model-flags", "patch", "export", "rollout", "plan", "gateway")
+NEEDS_MORE = ("accept", "doctor", "correct", "model-flags", "patch", "export", "rollout", "plan", "gateway")
 """Subcommands that need a live server, kept samples or a model: tested elsewhere, here their
 flags are parsed.
 """

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl_corr.commands.accept.judgement import BARS, Row, explanation, judge
 from megatron_rl_corr.commands.accept.trial import read_rows, run_trial, trial_command, trials
+from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.tables import text_table
 
 PAGE, NUMBERS = "accept.md", "accept.json"
@@ -76,11 +77,11 @@ def _write(out: Path, rows: list[Row], notes: list[str], accepted: bool, kind: s
         "",
         *(f"    {note}" for note in notes),
     ]
-    (out / PAGE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    write_atomically(out / PAGE, ("\n".join(lines) + "\n").encode())
     numbers = {
         "accepted": accepted,
         "bar": {"of": kind, **BARS[kind]._asdict()},
         "rows": [vars(row) for row in rows],
         "notes": notes,
     }
-    (out / NUMBERS).write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    write_atomically(out / NUMBERS, (json.dumps(numbers, indent=1) + "\n").encode())

@@ -85,7 +85,7 @@ def judge(
     layers = _by_layer(steps)
     if layers:
         worst = max(layers, key=lambda layer: layers[layer])
-        shown = f"{layers[worst]:.2%} (layer {worst})"
+        shown = f"{layers[worst]:.2%} ({worst})"
         bound = f"at most {bar.disagreement:.0%}"
         passed = layers[worst] <= bar.disagreement
         rows.append(Row(trial, "most tokens of a layer to other experts", shown, bound, passed))

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_rl_corr.files import open_to_append
 from megatron_rl_corr.models.architectures import num_experts
 from megatron_rl_corr.models.hf_checkpoint import read_model
 
@@ -100,7 +101,7 @@ def run_trial(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
     last: list[str] = []
     said: list[str] = []
     with (
-        log.open("w", encoding="utf-8") as file,
+        open_to_append(log, encoding="utf-8") as file,
         subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
         ) as process,

@@ -17,8 +17,8 @@ STEP = {
     "rollout_corr/log_ratio_abs_max": 3e-5,
     "rollout_corr/exact_fraction": 0.25,
     "rollout/probe_bits": 0.0,
-    "router_replay/disagreement/0": 0.0,
-    "router_replay/disagreement/1": 0.001,
+    "router_replay/disagreement/layer_001": 0.0,
+    "router_replay/disagreement/layer_002": 0.001,
 }
 FAKE = Path(__file__).with_name("fake_run.py")
 """Writes what a trial would log: the numbers of a file."""
@@ -78,7 +78,7 @@ def test_command_of_a_trial_then_the_runs_at_learning_rate_0_without_what_it_sav
         ({"rollout_corr/log_ratio_abs_max": 2e-4}, ["largest |D| of a token"]),
         ({"rollout/probe_bits": 20.0}, ["evidence of other weights, bits"]),
         ({"weight_version": 1}, ["pushes taken and verified"]),
-        ({"router_replay/disagreement/1": 0.02}, ["most tokens of a layer to other experts"]),
+        ({"router_replay/disagreement/layer_002": 0.02}, ["most tokens of a layer to other experts"]),
     ],
 )
 def test_trial_when_one_number_is_too_large_then_that_row_fails(changes, what):
@@ -94,7 +94,7 @@ def test_trial_of_the_trainers_own_experts_then_a_wide_bar_and_a_model_without_s
     assert failed(judge(OWN, steps(3), 4, bar, alone=True)) == ["steps"]
     assert failed(judge(OWN, [], 4, bar, alone=True)) == ["steps"]
     [shown] = [row.found for row in judge(OWN, steps(), 4, bar, alone=False) if "layer" in row.what]
-    assert shown == "0.10% (layer 1)"
+    assert shown == "0.10% (layer_002)"
     assert sorted(BARS) == sorted(NUMBER_TYPES)
 
 
