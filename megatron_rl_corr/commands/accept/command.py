@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl_corr.commands.accept.judgement import BARS, Row, explanation, judge
 from megatron_rl_corr.commands.accept.trial import read_rows, run_trial, trial_command, trials
+from megatron_rl_corr.engines.secrets import without_secret_words
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.tables import text_table
 
@@ -33,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     for number, name in enumerate(names, start=1):
         folder = out / name
         command = trial_command(words, name, folder, steps=arguments.steps, has_experts=len(names) > 1)
-        print(f"trial {number} of {len(names)}, {name}: {shlex.join(command)}", flush=True)
+        print(f"trial {number} of {len(names)}, {name}: {_shown(command)}", flush=True)
         status, last = run_trial(command, out / f"{name}.log")
         steps = list(read_rows(folder))
         rows += judge(name, steps, arguments.steps, BARS[kind], alone=len(names) == 1)
@@ -46,8 +49,13 @@ def run(arguments: argparse.Namespace) -> int:
     accepted = all(row.passed for row in rows)
     table = _table(rows)
     print("\n".join([*table, *notes, _outcome(accepted, kind)]))
-    _write(out, rows, notes, accepted, kind, shlex.join(words))
+    _write(out, rows, notes, accepted, kind, _shown(words))
     return 0 if accepted else 1
+
+
+def _shown(words: Sequence[str]) -> str:
+    """The command as a line, with *** in the place of what is secret."""
+    return shlex.join(without_secret_words(words, os.environ))
 
 
 def _table(rows: list[Row]) -> list[str]:
