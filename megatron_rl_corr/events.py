@@ -7,6 +7,7 @@ whole among the processes of one host. Among hosts a shared one may not, so each
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -15,6 +16,8 @@ import stat
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +61,9 @@ KINDS = {
 LONGEST_REASON = 2000
 """Characters: an error may quote a traceback of the user's code."""
 WRITE_S = 0.01
-"""A line that another rank writes is whole by then, and no half one."""
+"""A line that another rank writes is whole by then, and no half one, where files have no locks."""
+LOCK_S, TRY_S = 1.0, 0.001
+"""How long a line waits for another rank's, and how often it looks."""
 YEAR_10000 = 253402300800
 """Seconds since 1970: later times have no date."""
 
@@ -129,9 +134,10 @@ class Events:
         """One write, or lines of other ranks might come between. A full disk costs the line, not the run."""
         try:
             self._follow()
-            if self._ends_in_half_a_line():
-                line = b"\n" + line  # which that half would swallow
-            written = os.write(self._file, line)
+            with _locked(self._file):
+                if self._ends_in_half_a_line():
+                    line = b"\n" + line  # which that half would swallow
+                written = os.write(self._file, line)
             error = "the disk is full" if written < len(line) else None
         except OSError as failure:
             error = failure.strerror or str(failure)
@@ -166,6 +172,30 @@ class Events:
             anew = _opened(self._path)
             os.close(self._file)
             self._file = anew
+
+
+@contextmanager
+def _locked(file: int) -> Iterator[None]:
+    """Within, no other rank of this host writes to the file: it would see half of this one's line.
+
+    Without the lock after LOCK_S, as where a rank is stopped, and on a file system that has none.
+    """
+    held, until = False, time.monotonic() + LOCK_S
+    while not held:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = True
+        except BlockingIOError:
+            if time.monotonic() > until:
+                break
+            time.sleep(TRY_S)
+        except OSError:
+            break
+    try:
+        yield
+    finally:
+        if held:
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _opened(path: str) -> int:

@@ -117,7 +117,10 @@ def test_model_flags_of_a_folder_then_one_line_that_a_shell_can_split(tmp_path):
 def test_model_flags_when_there_is_no_such_model_then_status_2_and_what_is_supported(run_here, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     result = run_here("model-flags", str(tmp_path))
-    assert result.returncode == 2 and "supported: deepseek_v3, glm4_moe, kimi_k2, llama" in result.stderr
+    assert (
+        result.returncode == 2
+        and "supported: deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, llama" in result.stderr
+    )
 
 
 def test_report_when_the_folder_holds_a_run_then_one_line_says_where_the_page_is(tmp_path):

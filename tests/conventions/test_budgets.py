@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
     "config": 2_755,
-    "models": 2_040,
+    "models": 2_085,
     "engines": 5_640,
     "reduce": 660,
     "core": 2_460,
@@ -27,8 +27,8 @@ BUDGETS = {
     "features": 3_850,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_100,
-    "modules": 910,
+    "commands": 5_350,
+    "modules": 945,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

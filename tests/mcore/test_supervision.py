@@ -4,6 +4,7 @@ Megatron is needed.
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_rl_corr.config.flags import parse
 from megatron_rl_corr.config.supervision import SupervisionConfig
-from megatron_rl_corr.events import EVENTS, KINDS, read_events
+from megatron_rl_corr.events import EVENTS, KINDS, Events, read_events
 from megatron_rl_corr.mcore import endpoint as endpoint_module
 from megatron_rl_corr.mcore import supervision as supervision_module
 from megatron_rl_corr.mcore.endpoint import MOST_CONNECTIONS, Endpoint
@@ -289,6 +290,30 @@ def test_flags_when_given_then_off_by_default_loopback_by_default_and_an_address
             ValueError, match="--rollout-metrics-address must name .*, got '.*; drop it .*0.0.0.0"
         ):
             parse([*required, "--rollout-metrics-port", "9100", "--rollout-metrics-address", blank])
+
+
+def test_event_when_another_rank_is_amid_a_line_then_it_waits_for_the_rest(tmp_path, monkeypatch):
+    path, events, order = tmp_path / "events", Events(), []
+    events.open(path)
+    with path.open("ab", buffering=0) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        other.write(b'{"rank": 1, ')
+
+        def rest(seconds):
+            order.append(seconds)
+            if len(order) == 20:  # far beyond WRITE_S
+                other.write(b'"n": 0}\n')
+                fcntl.flock(other, fcntl.LOCK_UN)
+
+        monkeypatch.setattr("megatron_rl_corr.events.time.sleep", rest)
+        events.tell("request_retried", "x")
+        assert len(order) == 20
+        fcntl.flock(other, fcntl.LOCK_EX)  # of a rank that was stopped: nobody waits for ever
+        monkeypatch.setattr("megatron_rl_corr.events.LOCK_S", 0.0)
+        events.tell("request_retried", "y")
+    events.close()
+    told = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [event.get("reason") for event in told] == [None, "x", "y"]
 
 
 @drill("two ranks tell events at once", promised="each line of the file is whole")

@@ -157,6 +157,7 @@ print(
     assert report["said"].startswith("sgl_kernel.some.module.some_kernel needs a GPU")
     listed = [target for target, _ in replacements("sglang")]
     fp8 = "sglang.srt.layers.quantization.fp8"
+    native = "sglang.srt.layers.attention.torch_native_backend"
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     assert [target for target in listed if target.startswith(fp8)] == [
         f"{fp8}.Fp8LinearMethod.process_weights_after_loading_block_quant",
@@ -178,6 +179,11 @@ print(
         f"{updater}.release_memory_occupation",
         f"{updater}.resume_memory_occupation",
         "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+        f"{native}.TorchNativeAttnBackend.forward_extend",
+        f"{native}.TorchNativeAttnBackend.forward_decode",
+        f"{native}.scaled_dot_product_attention",
+        "sglang.srt.arg_groups.model_hook.is_mps",
+        "sglang.srt.arg_groups.model_hook.use_mlx",
     ]
 
 

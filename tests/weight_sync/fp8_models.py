@@ -86,6 +86,24 @@ MODELS = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
+    "glm4_moe_lite": WIDE
+    | {
+        "num_key_value_heads": 8,
+        "q_lora_rank": 128,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 256,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "rope_parameters": YARN,
+    },
     # 128 divides neither the 192 rows of kv_a_proj_with_mqa nor the 320 of the stack that it ends.
     **dict.fromkeys(
         ("deepseek_v3", "kimi_k2"),

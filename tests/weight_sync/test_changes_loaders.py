@@ -47,7 +47,7 @@ def of_two(folders):
 
 
 def test_models_of_this_test_then_every_architecture():
-    assert set(MODELS) == set(ARCHITECTURES)
+    assert set(MODELS) | {"gpt_oss"} == set(ARCHITECTURES)  # gpt-oss is refused
 
 
 @pytest.mark.parametrize("kind", MODELS)

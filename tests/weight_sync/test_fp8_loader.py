@@ -76,7 +76,7 @@ def pushed_to_two(folders):
 
 
 def test_models_of_this_test_then_every_architecture():
-    assert set(MODELS) == set(ARCHITECTURES) == {*SERVED, "llama"}
+    assert set(MODELS) == set(ARCHITECTURES) - {"gpt_oss"} == {*SERVED, "llama"}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "llama"])

@@ -176,7 +176,7 @@ ROUNDED = {
 """Modules of all architectures, as quantised checkpoints have them: every one is in one of the two."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [one for one in FAMILIES if one != "gpt_oss"])  # which is refused
 def test_names_of_every_architecture_then_linear_layers_are_rounded_and_the_others_spared(family):
     rows = [
         *ends(CONFIG, 96),

@@ -59,7 +59,7 @@ class ContextParallelAttention(MegatronModule):
         self.scale = 1.0 / math.sqrt(config.kv_channels) if softmax_scale is None else softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window, self.softmax_offset = _window(config, layer_number), None
-        if getattr(config, "softmax_type", "vanilla") == "learnable":  # before 0.15 there are no sinks
+        if vars(config).get("softmax_type") == "learnable":  # before 0.15 there are no sinks
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
             config.init_method(self.softmax_offset)
@@ -126,7 +126,7 @@ def _window(config, layer_number: int) -> int | None:
     """Positions before its own that a query of this layer sees; None: all. Layers count from 1."""
     if not config.window_size:
         return None
-    skip = getattr(config, "window_attn_skip_freq", None)  # before 0.15 all layers have a window
+    skip = vars(config).get("window_attn_skip_freq")  # before 0.15 all layers have a window
     if isinstance(skip, int):
         full = layer_number % skip == 0
     else:

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl_corr.commands.accept.judgement import BARS, Row, explanation, judge
+from megatron_rl_corr.commands.accept.judgement import BARS, TrialNumber, explanation, judge
 from megatron_rl_corr.commands.accept.trial import read_rows, run_trial, trial_command, trials
 from megatron_rl_corr.engines.secrets import without_secret_words
 from megatron_rl_corr.files import write_atomically
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--out {out} is there and not empty: name a new folder")
     names, kind = trials(words), arguments.bar or ("bfloat16" if "--bf16" in words else "float32")
     out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
+    rows: list[TrialNumber] = []
     notes: list[str] = []
     for number, name in enumerate(names, start=1):
         folder = out / name
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         status, last = run_trial(command, out / f"{name}.log")
         steps = list(read_rows(folder))
         rows += judge(name, steps, arguments.steps, BARS[kind], alone=len(names) == 1)
-        rows.append(Row(name, "exit status", str(status), "0", status == 0))
+        rows.append(TrialNumber(name, "exit status", str(status), "0", status == 0))
         if status != 0:
             notes += [f"{name} ended with status {status}; its last lines, of {out / f'{name}.log'}:", *last]
         verdict = explanation(steps)
@@ -58,7 +58,7 @@ def _shown(words: Sequence[str]) -> str:
     return shlex.join(without_secret_words(words, os.environ))
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _table(rows: list[TrialNumber]) -> list[str]:
     cells = [(row.trial, row.what, row.found, row.bar, "ok" if row.passed else "FAILED") for row in rows]
     return text_table([("trial", "what", "found", "must be", ""), *cells])
 
@@ -68,12 +68,14 @@ def _outcome(accepted: bool, kind: str) -> str:
     return f"{words} in {kind}"
 
 
-def _line(row: Row) -> str:
+def _line(row: TrialNumber) -> str:
     cells = row.trial, row.what, row.found, row.bar, "ok" if row.passed else "**failed**"
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _write(out: Path, rows: list[Row], notes: list[str], accepted: bool, kind: str, command: str) -> None:
+def _write(
+    out: Path, rows: list[TrialNumber], notes: list[str], accepted: bool, kind: str, command: str
+) -> None:
     lines = [
         f"# {_outcome(accepted, kind)}",
         "",

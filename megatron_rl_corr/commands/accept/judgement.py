@@ -36,8 +36,8 @@ BARS = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the page. Example: Row("replayed", "largest |D|", "3.1e-05", "at most 0.0001", True)."""
+class TrialNumber:
+    """One line of the page. Example: TrialNumber("replayed", "largest |D|", "3.1e-05", "at most 0.0001", True)."""
 
     trial: str
     what: str
@@ -48,7 +48,7 @@ class Row:
 
 def judge(
     trial: str, steps: Sequence[Mapping[str, float]], wanted: int, bar: Bar, *, alone: bool
-) -> list[Row]:
+) -> list[TrialNumber]:
     """The rows of one trial.
 
     Args:
@@ -58,7 +58,7 @@ def judge(
         bar: of the number type.
         alone: it is the only trial, of a model without experts, and is held to the narrow bar.
     """
-    rows = [Row(trial, "steps", str(len(steps)), str(wanted), len(steps) == wanted)]
+    rows = [TrialNumber(trial, "steps", str(len(steps)), str(wanted), len(steps) == wanted)]
     if not steps:
         return rows
     narrow = alone or trial == REPLAYED
@@ -71,16 +71,20 @@ def judge(
         )
     exact = [step["rollout_corr/exact_fraction"] for step in steps if "rollout_corr/exact_fraction" in step]
     if exact:
-        rows.append(Row(trial, "tokens with D = 0", f"{sum(exact) / len(exact):.1%}", "-", True))
+        rows.append(TrialNumber(trial, "tokens with D = 0", f"{sum(exact) / len(exact):.1%}", "-", True))
     bits = [step["rollout/probe_bits"] for step in steps if "rollout/probe_bits" in step]
     if bits:
         rows.append(
-            Row(trial, "evidence of other weights, bits", readable(max(bits)), "below 20", max(bits) < 20)
+            TrialNumber(
+                trial, "evidence of other weights, bits", readable(max(bits)), "below 20", max(bits) < 20
+            )
         )
     versions = [step.get("weight_version") for step in steps]
     pushed = versions == list(range(versions[0] or 0, (versions[0] or 0) + len(steps)))
     rows.append(
-        Row(trial, "pushes taken and verified", f"{len(steps)}" if pushed else "not all", "all", pushed)
+        TrialNumber(
+            trial, "pushes taken and verified", f"{len(steps)}" if pushed else "not all", "all", pushed
+        )
     )
     layers = _by_layer(steps)
     if layers:
@@ -88,7 +92,7 @@ def judge(
         shown = f"{layers[worst]:.2%} ({worst})"
         bound = f"at most {bar.disagreement:.0%}"
         passed = layers[worst] <= bar.disagreement
-        rows.append(Row(trial, "most tokens of a layer to other experts", shown, bound, passed))
+        rows.append(TrialNumber(trial, "most tokens of a layer to other experts", shown, bound, passed))
     return rows
 
 
@@ -98,10 +102,10 @@ def explanation(steps: Sequence[Mapping[str, float]]) -> str:
     return verdict_line(ledgers[-1]) if ledgers else ""
 
 
-def _most(trial: str, what: str, steps: Sequence[Mapping[str, float]], name: str, most: float) -> Row:
+def _most(trial: str, what: str, steps: Sequence[Mapping[str, float]], name: str, most: float) -> TrialNumber:
     values = [step.get(name, math.nan) for step in steps]
     found = math.nan if any(map(math.isnan, values)) else max(values)
-    return Row(trial, what, readable(found), f"at most {readable(most)}", found <= most)
+    return TrialNumber(trial, what, readable(found), f"at most {readable(most)}", found <= most)
 
 
 def _by_layer(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -44,7 +44,7 @@ LEFT_OUT = (
 OURS = "megatron_rl_corr: "
 """What a message of this package begins with."""
 LAST_LINES = 12
-"""Of a trial that failed, as they are shown."""
+"""Lines of a trial that failed that are shown, at most."""
 
 
 def trials(words: Sequence[str]) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ class SGLang(Engine):
         fp8_models=(
             "deepseek_v3",
             "glm4_moe",
+            "glm4_moe_lite",
             "kimi_k2",
             "mixtral",
             "qwen2",

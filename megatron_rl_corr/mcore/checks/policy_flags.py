@@ -245,7 +245,7 @@ def _of_yarn(name: str, default: float) -> Callable[[argparse.Namespace], Any]:
     def value(args: argparse.Namespace) -> Any:
         if args.position_embedding_type != "yarn" or args.multi_latent_attention:
             return None
-        given = getattr(args, name)
+        given = vars(args)[name]
         return default if given is None else given
 
     return value
