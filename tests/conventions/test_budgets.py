@@ -27,7 +27,7 @@ BUDGETS = {
     "features": 3_850,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_350,
+    "commands": 5_360,
     "modules": 945,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -37,7 +37,10 @@ BARS = {
 
 @dataclass(frozen=True)
 class TrialNumber:
-    """One line of the page. Example: TrialNumber("replayed", "largest |D|", "3.1e-05", "at most 0.0001", True)."""
+    """One line of the page.
+
+    Example: TrialNumber("replayed", "largest |D| of a token", "3.1e-05", "at most 0.0001", True).
+    """
 
     trial: str
     what: str

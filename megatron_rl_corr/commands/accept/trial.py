@@ -17,30 +17,34 @@ OWN, REPLAYED = "own", "replayed"
 LEFT_OUT = (
     "--eval-interval",
     "--eval-iters",
+    "--exit-duration-in-mins",
+    "--exit-interval",
     "--lr",
+    "--lr-decay-iters",
+    "--lr-decay-samples",
     "--lr-warmup-fraction",
     "--lr-warmup-iters",
     "--lr-warmup-samples",
     "--min-lr",
     "--moe-router-bias-update-rate",
-    "--rollout-eval-prompts",
+    "--rollout-epochs-per-batch",
     "--rollout-ledger-interval",
     "--rollout-log-dir",
     "--rollout-max-lag",
-    "--rollout-save-hf",
-    "--rollout-save-hf-interval",
-    "--rollout-save-trajectories",
+    "--rollout-pause-mode",
+    "--rollout-stale-samples",
     "--rollout-updates-per-batch",
-    "--rollout-epochs-per-batch",
     "--router-replay",
     "--router-replay-effect-every",
+    "--router-replay-min-agreement",
     "--save",
     "--save-interval",
     "--train-iters",
     "--train-samples",
     "--weight-decay",
 )
-"""Flags of the run that a trial takes out, with their values."""
+LEFT_OUT_KINDS = ("--rollout-eval-", "--rollout-save-")
+"""Flags of the run that a trial takes out, with their values; and how some of them begin."""
 OURS = "megatron_rl_corr: "
 """What a message of this package begins with."""
 LAST_LINES = 12
@@ -82,7 +86,8 @@ def trial_command(
     """
     kept, dropped = [], False
     for word in words:
-        dropped = word.partition("=")[0] in LEFT_OUT or (dropped and not word.startswith("--"))
+        named = word.partition("=")[0] in LEFT_OUT or word.startswith(LEFT_OUT_KINDS)
+        dropped = named or (dropped and not word.startswith("--"))
         kept += [] if dropped else [word]
     more = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--train-iters", str(steps)]
     more += ["--eval-iters", "0", "--eval-interval", str(steps)]

@@ -52,6 +52,7 @@ def test_trials_of_a_model_then_with_replay_only_where_it_has_experts(tmp_path):
 
 def test_command_of_a_trial_then_the_runs_at_learning_rate_0_without_what_it_saves():
     run = "torchrun -m launch t.py --lr 1e-6 --bf16 --save ckpt --rollout-eval-prompts a b "
+    run += "--rollout-eval-top-k=4 --rollout-save-routed-experts --rollout-stale-samples drop "
     run += (
         "--lr-decay-style constant "
         "--router-replay=R2 --rollout-url http://a http://b --moe-router-enable-expert-bias --train-iters=9"
