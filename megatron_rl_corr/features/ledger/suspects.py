@@ -97,6 +97,8 @@ def is_replayed(config: Any) -> bool:
 
 def _rotary_suspects(args: argparse.Namespace) -> list[Suspect]:
     base = float(args.rotary_base)
+    if args.position_embedding_type != "rope":  # YaRN's frequencies are made anew in each pass
+        return []
     if args.rotary_seq_len_interpolation_factor not in (None, 1):
         return []
     if args.use_rope_scaling:  # as Llama 3.1 has it, of its own base
