@@ -150,7 +150,7 @@ def test_quickstart_then_reward_is_learned(tmp_path):
 
 
 def test_quickstart_of_a_few_steps_then_the_mismatch_is_seen_and_drawn(tmp_path):
-    with Quickstart(tmp_path / "run", "--steps", str(FEW)) as quickstart:
+    with Quickstart(tmp_path / "run", "--steps", str(FEW), program=[FORKED]) as quickstart:
         assert quickstart.finish() == 0, quickstart.text
     steps = read_metrics(quickstart.out / "metrics.jsonl")
     assert len(steps) == FEW

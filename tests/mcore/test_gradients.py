@@ -84,7 +84,7 @@ EXTRA = {
     1: [],
     2: [{"cp": 2, "hidden": True}, {"tp": 2, "sp": True, "ep": 2, "local": True}],
     4: [
-        {"tp": 2, "ep": 2, "etp": 2, "sp": True},
+        *in_matrix({"tp": 2, "ep": 2, "etp": 2, "sp": True}),
         *in_matrix({"ep": 4}, {"cp": 4}, {"tp": 2, "cp": 2, "ep": 2, "sp": True, "hidden": True}),
         {"tp": 2, "pp": 2, "vpp": 2, "sp": True, "hidden": True},
         {"cp": 2, "pp": 2, "ep": 2, "local": True},
@@ -116,7 +116,7 @@ TRUNCATED = {
     2: [{"cp": 2}, *in_matrix({"pp": 2}, {"tp": 2, "sp": True})],
     4: [
         {"pp": 2, "cp": 2, "recompute": True},
-        {"tp": 2, "cp": 2, "sp": True, "per_token": True},
+        *in_matrix({"tp": 2, "cp": 2, "sp": True, "per_token": True}),
         *in_matrix({"tp": 2, "pp": 2, "vpp": 2, "sp": True}, {"cp": 2}),
     ],
 }

@@ -77,8 +77,8 @@ def test_server_when_its_folder_can_not_be_read_here_then_by_the_flag_or_taken_f
         (
             CONFIG,
             {"kind": "llama"},
-            "SGLang is not known to load new ones of a llama .proven: deepseek_v3, glm4_moe, kimi_k2, "
-            "mixtral, ",
+            "SGLang is not known to load new ones of a llama .proven: deepseek_v3, glm4_moe, "
+            "glm4_moe_lite, kimi_k2, mixtral, ",
         ),
     ],
 )
