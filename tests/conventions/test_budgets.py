@@ -24,10 +24,10 @@ BUDGETS = {
     "doctor": 900,
     "moe": 965,
     "mcore": 7_695,
-    "features": 3_850,
+    "features": 3_855,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_360,
+    "commands": 5_370,
     "modules": 945,
 }
 """Lines of code that each folder may have; modules: the files beside them.
