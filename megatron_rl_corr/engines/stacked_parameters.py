@@ -98,6 +98,8 @@ def possible_layouts(parts: Mapping[Part, Tensor], *, rank: int, size: int) -> I
     if size == 1 and whole.dim() == 2 and len(parts) == 1 and whole.shape[0] % _VOCABULARY_ROWS:
         yield torch.cat([whole, whole.new_zeros(-whole.shape[0] % _VOCABULARY_ROWS, whole.shape[1])])
     if size > 1:
+        if rank > 0 and whole.dim() == 2 and min(parts)[0] >= 0:  # the experts' output bias, added once
+            yield torch.zeros_like(whole)
         for dim in (0, 1):
             if all(part.dim() > dim and part.shape[dim] % size == 0 for part in parts.values()):
                 yield _stacked({key: part.chunk(size, dim)[rank] for key, part in parts.items()})

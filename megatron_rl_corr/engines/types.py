@@ -150,6 +150,8 @@ class EngineLimits:
     """Ways to stop sampling for a weight update, of "abort", "in_place" and "retract"."""
     weight_transports: tuple[str, ...] = ()
     """Ways to update weights, of "distributed", "tensor" and "disk"."""
+    stacked_experts: bool = False
+    """Pushes of experts that one tensor stacks are proven, and the settings of such models are all read."""
     fp8_models: tuple[str, ...] = ()
     """`model_type` of FP8 checkpoints whose servers load new values and scales."""
 

@@ -123,8 +123,14 @@ def _wrong_numbers(rope: Mapping[str, Any], where: str) -> list[str]:
     kind, lines = rope["rope_type"], []
     for key in KEYS.get(kind, ()):
         value, needed = rope.get(key), key in NEEDED[kind]
-        if key == "truncate" or (value is None and not needed):
+        if key == "truncate":
+            if not isinstance(rope.get(key, True), bool):
+                lines.append(f"config.json: {where}truncate {value!r} must be true or false; correct it")
             continue
+        if value is None and not needed:
+            continue
+        if key == "original_max_position_embeddings" and is_number(value) and value != int(value):
+            lines.append(f"config.json: {where}{key} {value!r} must be a whole number; correct it")
         # A border of 0 is 0 for a server, and the usual one for transformers.
         positive = needed or key in ("beta_fast", "beta_slow")
         if not (is_number(value) and value >= 0 and (value > 0 or not positive)):
@@ -196,7 +202,7 @@ def _yarn(rope: Mapping[str, Any]) -> list:
         "--rotary-scaling-factor",
         rope["factor"],
         "--yarn-original-max-position-embeddings",
-        rope["original_max_position_embeddings"],
+        int(rope["original_max_position_embeddings"]),
         "--yarn-beta-fast",
         rope.get("beta_fast", 32),
         "--yarn-beta-slow",
@@ -225,8 +231,10 @@ def _one_table(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         rest = {
             key: value
             for key, value in table.items()
-            if key not in ("type", "rope_type") and (value is not None or key == "rope_theta")
+            if key not in ("type", "rope_type") and (value is not None or key in ("rope_theta", "truncate"))
         }
+        if "truncate" in rest and rest["truncate"] is None:
+            rest["truncate"] = False  # as transformers and servers read a null
         chosen = kind if kind is not None else old
         if chosen is None and ("type" in table or "rope_type" in table):
             raise ValueError(f"config.json: {name} has rope_type null; name the kind, or take it out")

@@ -548,6 +548,12 @@ def not_trained(config: Config) -> list[str]:
                 "here: a server may compute with it, and Megatron would not; use a model without it, or "
                 "take it out of the config.json of trainer and servers if it changes nothing"
             )
+    if kind == "glm4_moe_lite" and filled["first_k_dense_replace"] != 1 and "mlp_layer_types" not in config:
+        shown = _shown("first_k_dense_replace", filled["first_k_dense_replace"])
+        lines.append(
+            f"config.json: {shown} without mlp_layer_types: servers read the first, and transformers the "
+            "second, without which it has one dense layer; add mlp_layer_types"
+        )
     return lines + _window(filled)
 
 

@@ -111,5 +111,9 @@ def test_stack_of_experts_when_hashed_then_each_as_a_server_holds_it():
         (prefix + "w2_weight_bias", (1, 0)),
     ]
     assert torch.equal(biases[1][1], stack[1, 0])
+    own = {server_parameter(name)[1]: one for name, one in biases}
+    # added once: the other ranks of a server have zeros
+    assert any(not one.any() and one.shape == (2, 4) for one in possible_layouts(own, rank=1, size=2))
+    assert all(one.any() for one in possible_layouts(own, rank=0, size=2))
     for other in ("model.layers.1.mlp.down_proj.weight", prefix + "3.down_proj.weight"):
         assert single_experts(other, stack) == [(other, stack)]

@@ -25,6 +25,7 @@ from megatron_rl_corr.models.settings import (
 from tests.models.published_configs import (
     DEEPSEEK_V3,
     GLM_4_5,
+    GLM_4_7_FLASH,
     GPT_OSS_20B,
     KIMI_K2,
     LLAMA_3_1_8B,
@@ -446,6 +447,16 @@ YARN, LLAMA3 = DEEPSEEK_V3["rope_scaling"], LLAMA_3_1_8B["rope_scaling"]
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
             None,
         ),
+        (
+            QWEN3_8B,
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096.5},
+            "original_max_position_embeddings 4096.5 must be a whole number",
+        ),
+        (
+            QWEN3_8B,
+            {"rope_type": "yarn", "factor": 4.0, "truncate": "false"},
+            "truncate 'false' must be true",
+        ),
         (QWEN3_8B, {"rope_type": "yarn", "factor": 4.0, "mscale": 0.5}, "mscale is 0.5, which servers and"),
         (
             GPT_OSS_20B,
@@ -462,6 +473,24 @@ YARN, LLAMA3 = DEEPSEEK_V3["rope_scaling"], LLAMA_3_1_8B["rope_scaling"]
 def test_rotary_setting_that_flags_can_not_train_then_refused_by_name(config, rope, said):
     found = outcome(config | {"rope_scaling": rope})
     assert isinstance(found, list) if said is None else (isinstance(found, str) and said in found), found
+
+
+def test_yarn_when_truncate_is_null_then_as_servers_read_it_false():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768.0}
+    flags = model_flags(QWEN3_8B | {"rope_scaling": yarn | {"truncate": None}})
+    assert "--no-yarn-correction-range-round-to-int" in flags
+    assert flags[flags.index("--yarn-original-max-position-embeddings") + 1] == "32768"
+    assert "--no-yarn-correction-range-round-to-int" not in model_flags(QWEN3_8B | {"rope_scaling": yarn})
+    null = DEEPSEEK_V3["rope_scaling"] | {"truncate": None}
+    assert "truncate is False" in outcome(DEEPSEEK_V3 | {"rope_scaling": null})
+
+
+def test_dense_layers_of_glm_flash_when_engines_read_them_otherwise_then_refused():
+    changed = GLM_4_7_FLASH | {"first_k_dense_replace": 3}
+    assert "first_k_dense_replace 3 without mlp_layer_types" in outcome(changed)
+    kinds = ["dense"] * 3 + ["sparse"] * 44
+    assert "[0,0,0,1," in " ".join(outcome(changed | {"mlp_layer_types": kinds}))
+    assert "mlp_layer_types" in outcome(GLM_4_7_FLASH | {"mlp_layer_types": kinds})
 
 
 def test_rotary_settings_when_two_tables_say_the_same_then_taken_and_else_refused():

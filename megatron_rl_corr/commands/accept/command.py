@@ -6,6 +6,8 @@ import argparse
 import json
 import os
 import shlex
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +31,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--steps {arguments.steps} must be 4 at least: a ledger is made in each quarter")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out} is there and not empty: name a new folder")
-    names, kind = trials(words), arguments.bar or ("bfloat16" if "--bf16" in words else "float32")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the trial ends, too
+    names, kind = (
+        trials(words),
+        arguments.bar or ("bfloat16" if {"--bf16", "--fp16"} & {*words} else "float32"),
+    )
     out.mkdir(parents=True, exist_ok=True)
     rows: list[TrialNumber] = []
     notes: list[str] = []
@@ -38,8 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
         command = trial_command(words, name, folder, steps=arguments.steps, has_experts=len(names) > 1)
         print(f"trial {number} of {len(names)}, {name}: {_shown(command)}", flush=True)
         status, last = run_trial(command, out / f"{name}.log")
-        steps = list(read_rows(folder))
-        rows += judge(name, steps, arguments.steps, BARS[kind], alone=len(names) == 1)
+        steps = read_rows(folder)
+        rows += judge(name, steps, arguments.steps, BARS[kind], has_experts=len(names) > 1)
         rows.append(TrialNumber(name, "exit status", str(status), "0", status == 0))
         if status != 0:
             notes += [f"{name} ended with status {status}; its last lines, of {out / f'{name}.log'}:", *last]

@@ -11,6 +11,7 @@ from megatron_rl_corr.commands.accept.trial import REPLAYED
 from megatron_rl_corr.core.ledger_verdict import verdict_line
 from megatron_rl_corr.tables import readable
 
+EXPERTS_APART = "most tokens of a layer to other experts"
 LEDGER = {"ledger/mean_square", "ledger/mean_abs", "ledger/noise"}
 
 
@@ -50,7 +51,7 @@ class TrialNumber:
 
 
 def judge(
-    trial: str, steps: Sequence[Mapping[str, float]], wanted: int, bar: Bar, *, alone: bool
+    trial: str, steps: Sequence[Mapping[str, float]], wanted: int, bar: Bar, *, has_experts: bool
 ) -> list[TrialNumber]:
     """The rows of one trial.
 
@@ -59,12 +60,12 @@ def judge(
         steps: the metrics of each step that it made.
         wanted: steps that it was to make.
         bar: of the number type.
-        alone: it is the only trial, of a model without experts, and is held to the narrow bar.
+        has_experts: the model has some; without, the only trial is held to the narrow bar.
     """
     rows = [TrialNumber(trial, "steps", str(len(steps)), str(wanted), len(steps) == wanted)]
     if not steps:
         return rows
-    narrow = alone or trial == REPLAYED
+    narrow = not has_experts or trial == REPLAYED
     rows.append(
         _most(trial, "mean k3 of a step", steps, "rollout_corr/k3_kl", bar.k3 if narrow else bar.own_k3)
     )
@@ -77,25 +78,24 @@ def judge(
         rows.append(TrialNumber(trial, "tokens with D = 0", f"{sum(exact) / len(exact):.1%}", "-", True))
     bits = [step["rollout/probe_bits"] for step in steps if "rollout/probe_bits" in step]
     if bits:
+        most = _largest(bits)
         rows.append(
-            TrialNumber(
-                trial, "evidence of other weights, bits", readable(max(bits)), "below 20", max(bits) < 20
-            )
+            TrialNumber(trial, "evidence of other weights, bits", readable(most), "below 20", most < 20)
         )
     versions = [step.get("weight_version") for step in steps]
     pushed = versions == list(range(versions[0] or 0, (versions[0] or 0) + len(steps)))
-    rows.append(
-        TrialNumber(
-            trial, "pushes taken and verified", f"{len(steps)}" if pushed else "not all", "all", pushed
-        )
-    )
+    rows.append(TrialNumber(trial, "pushes", f"{len(steps)}" if pushed else "not all", "all", pushed))
+    skipped = sum(step.get("skipped", 0) != 0 for step in steps)
+    rows.append(TrialNumber(trial, "steps that were skipped", str(skipped), "0", skipped == 0))
     layers = _by_layer(steps)
-    if layers:
-        worst = max(layers, key=lambda layer: layers[layer])
+    if has_experts and not layers:
+        rows.append(TrialNumber(trial, EXPERTS_APART, "not measured", "measured", False))
+    elif layers:
+        worst = max(layers, key=lambda layer: (math.isnan(layers[layer]), layers[layer]))
         shown = f"{layers[worst]:.2%} ({worst})"
         bound = f"at most {bar.disagreement:.0%}"
         passed = layers[worst] <= bar.disagreement
-        rows.append(TrialNumber(trial, "most tokens of a layer to other experts", shown, bound, passed))
+        rows.append(TrialNumber(trial, EXPERTS_APART, shown, bound, passed))
     return rows
 
 
@@ -106,9 +106,13 @@ def explanation(steps: Sequence[Mapping[str, float]]) -> str:
 
 
 def _most(trial: str, what: str, steps: Sequence[Mapping[str, float]], name: str, most: float) -> TrialNumber:
-    values = [step.get(name, math.nan) for step in steps]
-    found = math.nan if any(map(math.isnan, values)) else max(values)
+    found = _largest([step.get(name, math.nan) for step in steps])
     return TrialNumber(trial, what, readable(found), f"at most {readable(most)}", found <= most)
+
+
+def _largest(values: Sequence[float]) -> float:
+    """NaN if one is."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
 
 
 def _by_layer(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -118,5 +122,5 @@ def _by_layer(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         for name, value in step.items():
             if name.startswith(prefix):
                 layer = name.removeprefix(prefix)
-                found[layer] = max(value, found.get(layer, 0.0))
+                found[layer] = _largest([value, found.get(layer, 0.0)])
     return found

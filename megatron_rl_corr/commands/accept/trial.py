@@ -2,49 +2,33 @@
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl_corr.files import open_to_append
 from megatron_rl_corr.models.architectures import num_experts
 from megatron_rl_corr.models.hf_checkpoint import read_model
+from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
 
 OWN, REPLAYED = "own", "replayed"
 """Trials: the trainer's routers choose the experts, or take the servers'."""
-LEFT_OUT = (
-    "--eval-interval",
-    "--eval-iters",
-    "--exit-duration-in-mins",
-    "--exit-interval",
-    "--lr",
-    "--lr-decay-iters",
-    "--lr-decay-samples",
-    "--lr-warmup-fraction",
-    "--lr-warmup-iters",
-    "--lr-warmup-samples",
-    "--min-lr",
-    "--moe-router-bias-update-rate",
-    "--rollout-epochs-per-batch",
-    "--rollout-ledger-interval",
-    "--rollout-log-dir",
-    "--rollout-max-lag",
-    "--rollout-pause-mode",
-    "--rollout-stale-samples",
-    "--rollout-updates-per-batch",
-    "--router-replay",
-    "--router-replay-effect-every",
-    "--router-replay-min-agreement",
-    "--save",
-    "--save-interval",
-    "--train-iters",
-    "--train-samples",
-    "--weight-decay",
+LEFT_OUT = re.compile(
+    # the learning rate, and how long, from what and to where the run goes
+    "--lr|--lr-.*|--min-lr|--decoupled-.*|--weight-decay|--train-iters|--train-samples|--rampup-batch-size"
+    "|--moe-router-bias-update-rate|--load|--ckpt-step|--finetune|--no-load-.*|--pretrained-checkpoint"
+    "|--override-.*-scheduler|--use-checkpoint-.*|--exit-.*|--eval-.*|--save|--save-.*|--no-save-.*"
+    "|--async-save|--persistent-save-.*|--non-persistent-.*|--adlr-.*|--log-progress|--tensorboard-.*"
+    "|--wandb-.*|--one-logger-.*"
+    # several updates of a batch, what needs them, samples of older weights, and what is written or evaluated
+    "|--rollout-(?:updates|epochs)-per-batch|--rollout-clip-.*|--rollout-max-kl-to-old|--rollout-max-lag"
+    "|--rollout-stale-samples|--rollout-pause-mode|--rollout-(?:eval|save)-.*|--rollout-log-dir"
+    "|--rollout-events|--rollout-trace.*|--rollout-metrics-.*|--rollout-ledger-interval|--router-replay.*"
 )
-LEFT_OUT_KINDS = ("--rollout-eval-", "--rollout-save-")
-"""Flags of the run that a trial takes out, with their values; and how some of them begin."""
+"""Flags of the run that a trial takes out, with their values."""
+CHECKPOINT = "--rollout-hf-checkpoint"
 OURS = "megatron_rl_corr: "
 """What a message of this package begins with."""
 LAST_LINES = 12
@@ -60,16 +44,26 @@ def trials(words: Sequence[str]) -> tuple[str, ...]:
     Raises:
         ValueError: it names no servers or no checkpoint, or replays samples.
     """
-    for flag in ("--rollout-url", "--rollout-hf-checkpoint"):
-        if flag not in words or words[-1] == flag:
+    for flag in ("--rollout-url", CHECKPOINT):
+        if value_of(flag, words) is None:
             raise ValueError(
                 f"the command has no {flag}: give the run's whole command behind --, as `megatron-rl-corr "
                 "accept --out DIR -- torchrun ... -m megatron_rl_corr.launch pretrain_gpt.py ...`"
             )
-    if "--rollout-replay" in words:
+    if value_of("--rollout-replay", words) is not None:
         raise ValueError("--rollout-replay: a trial needs servers that sample; leave it out")
-    config = read_model(words[words.index("--rollout-hf-checkpoint") + 1])
+    config = read_model(str(value_of(CHECKPOINT, words)))
     return (OWN,) if num_experts(config) is None else (OWN, REPLAYED)
+
+
+def value_of(flag: str, words: Sequence[str]) -> str | None:
+    """The first value of a flag in a command line, behind it or behind its =; None: there is none."""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith(f"{flag}="):
+            return word.partition("=")[2]
+        if word == flag:
+            return after or None
+    return None
 
 
 def trial_command(
@@ -86,12 +80,14 @@ def trial_command(
     """
     kept, dropped = [], False
     for word in words:
-        named = word.partition("=")[0] in LEFT_OUT or word.startswith(LEFT_OUT_KINDS)
-        dropped = named or (dropped and not word.startswith("--"))
-        kept += [] if dropped else [word]
+        flag, joined, _ = word.partition("=")
+        named = LEFT_OUT.fullmatch(flag) is not None
+        values = dropped and not word.startswith("--")
+        kept += [] if named or values else [word]
+        dropped = values or (named and not joined)
     more = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--train-iters", str(steps)]
     more += ["--eval-iters", "0", "--eval-interval", str(steps)]
-    more += ["--rollout-log-dir", str(folder), "--rollout-ledger-interval", str(max(1, steps // 4))]
+    more += ["--rollout-log-dir", str(folder.resolve()), "--rollout-ledger-interval", str(max(1, steps // 4))]
     if has_experts:
         more += ["--router-replay", "R3" if trial == REPLAYED else "compare"]
     if "--moe-router-enable-expert-bias" in words:
@@ -120,13 +116,13 @@ def run_trial(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
                 if line.startswith(OURS):
                     said = [*said[1 - LAST_LINES :], line.rstrip()]
         except BaseException:
-            process.terminate()  # as torchrun's ranks end with it
+            process.terminate()  # torchrun ends its ranks
+            process.wait()
             raise
     return process.returncode, said or last
 
 
-def read_rows(folder: Path) -> Iterator[dict]:
+def read_rows(folder: Path) -> list[dict]:
     """The steps that a trial has logged."""
-    path = folder / "metrics.jsonl"
-    if path.is_file():
-        yield from map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    path = folder / FILE_NAME
+    return read_metrics(path) if path.is_file() else []

@@ -52,7 +52,7 @@ def attention_share(args: argparse.Namespace) -> float:
     """
     heads = args.num_attention_heads * args.kv_channels
     groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
-    matrices = 3 if args.swiglu or args.quick_geglu else 2
+    matrices = 3 if args.swiglu or vars(args).get("quick_geglu") else 2
     width = args.ffn_hidden_size
     if args.num_experts:
         width = args.moe_router_topk * args.moe_ffn_hidden_size + (

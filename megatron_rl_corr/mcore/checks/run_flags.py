@@ -200,8 +200,9 @@ def check_fused_clamp(args: argparse.Namespace) -> None:
 
     Grouped experts come with their biases added.
     """
-    clamp = vars(args).get("activation_func_clamp_value")  # from 0.15 on
-    is_clamped = args.quick_geglu and clamp is not None and args.add_bias_linear
+    # of releases that have both
+    clamp, quick = vars(args).get("activation_func_clamp_value"), vars(args).get("quick_geglu")
+    is_clamped = quick and clamp is not None and args.add_bias_linear
     if is_clamped and args.bias_gelu_fusion and not args.moe_grouped_gemm:
         raise ValueError(
             f"--activation-func-clamp-value {clamp}: where experts are not "
@@ -226,6 +227,11 @@ def check_stacked_experts(args: argparse.Namespace) -> None:
         problems.add(
             f"--rollout-push delta: {why}, and pushes of what changed in such tensors are not proven; use "
             "full"
+        )
+    if args.rollout_weight_transport == "tensor":
+        problems.add(
+            f"--rollout-weight-transport tensor: {why}, and a server's ranks would read one tensor, whose "
+            "bias all but the first set to zero; use distributed or disk"
         )
     problems.raise_all()
 

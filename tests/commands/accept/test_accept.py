@@ -43,11 +43,22 @@ def test_trials_of_a_model_then_with_replay_only_where_it_has_experts(tmp_path):
         folder = folder_of(config, tmp_path / config["model_type"])
         words = ["torchrun", "train.py", "--rollout-url", "http://a", "--rollout-hf-checkpoint", str(folder)]
         assert trials(words) == expected
+        assert trials([f"--rollout-url=http://a --rollout-hf-checkpoint={folder}".split()][0]) == expected
         with pytest.raises(ValueError, match="--rollout-replay"):
             trials([*words, "--rollout-replay", "samples"])
     for left_out in ("--rollout-url", "--rollout-hf-checkpoint"):
         with pytest.raises(ValueError, match=f"the command has no {left_out}"):
             trials([word for word in words if word != left_out])
+
+
+def test_command_of_a_trial_then_no_learning_rate_and_no_place_of_the_runs_own_is_left():
+    run = "torchrun train.py --decoupled-lr 1e-5 --lr-warmup-init 1e-7 --load ckpt --wandb-project p "
+    run += "--finetune --rollout-updates-per-batch 4 --rollout-clip-ratio-high 0.28 "
+    run += "--rampup-batch-size 4 4 9 --seq-length 32"
+    command = trial_command(run.split(), OWN, Path("/out"), steps=4, has_experts=False)
+    assert command[:4] == ["torchrun", "train.py", "--seq-length", "32"] and command[4] == "--lr"
+    joined = ["t.py", "--save=/x", "-h", "--router-replay=R3", "kept"]
+    assert trial_command(joined, OWN, Path("/out"), steps=4, has_experts=False)[:3] == ["t.py", "-h", "kept"]
 
 
 def test_command_of_a_trial_then_the_runs_at_learning_rate_0_without_what_it_saves():
@@ -59,9 +70,9 @@ def test_command_of_a_trial_then_the_runs_at_learning_rate_0_without_what_it_sav
     )
     command = trial_command(run.split(), REPLAYED, Path("out"), steps=40, has_experts=True)
     assert " ".join(command) == (
-        "torchrun -m launch t.py --bf16 --lr-decay-style constant --rollout-url http://a http://b "
-        "--moe-router-enable-expert-bias --lr 0 --min-lr 0 --weight-decay 0 --train-iters 40 "
-        "--eval-iters 0 --eval-interval 40 --rollout-log-dir out --rollout-ledger-interval 10 "
+        "torchrun -m launch t.py --bf16 --rollout-url http://a http://b --moe-router-enable-expert-bias "
+        "--lr 0 --min-lr 0 --weight-decay 0 --train-iters 40 --eval-iters 0 --eval-interval 40 "
+        f"--rollout-log-dir {Path('out').resolve()} --rollout-ledger-interval 10 "
         "--router-replay R3 --moe-router-bias-update-rate 0"
     )
     own = trial_command(run.split(), OWN, Path("out"), steps=40, has_experts=True)
@@ -78,23 +89,36 @@ def test_command_of_a_trial_then_the_runs_at_learning_rate_0_without_what_it_sav
         ({"rollout_corr/k3_kl": None}, ["mean k3 of a step"]),
         ({"rollout_corr/log_ratio_abs_max": 2e-4}, ["largest |D| of a token"]),
         ({"rollout/probe_bits": 20.0}, ["evidence of other weights, bits"]),
-        ({"weight_version": 1}, ["pushes taken and verified"]),
+        ({"weight_version": 1}, ["pushes"]),
+        ({"skipped": 1}, ["steps that were skipped"]),
+        ({"rollout/probe_bits": float("nan")}, ["evidence of other weights, bits"]),
+        ({"router_replay/disagreement/layer_002": float("nan")}, ["most tokens of a layer to other experts"]),
         ({"router_replay/disagreement/layer_002": 0.02}, ["most tokens of a layer to other experts"]),
     ],
 )
 def test_trial_when_one_number_is_too_large_then_that_row_fails(changes, what):
     made = [{name: one for name, one in step.items() if one is not None} for step in steps(**changes)]
-    rows = judge(REPLAYED, [steps(1)[0], *made[1:]], 4, BARS["float32"], alone=False)
+    rows = judge(REPLAYED, [steps(1)[0], *made[1:]], 4, BARS["float32"], has_experts=True)
     assert failed(rows) == what
+
+
+def test_trial_of_a_model_with_experts_when_no_router_was_measured_then_it_fails():
+    made = [{name: one for name, one in step.items() if "router" not in name} for step in steps()]
+    [row] = [row for row in judge(REPLAYED, made, 4, BARS["float32"], has_experts=True) if not row.passed]
+    assert (row.what, row.found) == ("most tokens of a layer to other experts", "not measured")
+    assert failed(judge(OWN, made, 4, BARS["float32"], has_experts=False)) == []
 
 
 def test_trial_of_the_trainers_own_experts_then_a_wide_bar_and_a_model_without_some_the_narrow_one():
     bar, near = BARS["float32"], steps(**{"rollout_corr/k3_kl": 1e-5, "rollout_corr/log_ratio_abs_max": 0.2})
-    assert failed(judge(OWN, near, 4, bar, alone=False)) == []
-    assert failed(judge(OWN, near, 4, bar, alone=True)) == ["mean k3 of a step", "largest |D| of a token"]
-    assert failed(judge(OWN, steps(3), 4, bar, alone=True)) == ["steps"]
-    assert failed(judge(OWN, [], 4, bar, alone=True)) == ["steps"]
-    [shown] = [row.found for row in judge(OWN, steps(), 4, bar, alone=False) if "layer" in row.what]
+    assert failed(judge(OWN, near, 4, bar, has_experts=True)) == []
+    assert failed(judge(OWN, near, 4, bar, has_experts=False)) == [
+        "mean k3 of a step",
+        "largest |D| of a token",
+    ]
+    assert failed(judge(OWN, steps(3), 4, bar, has_experts=False)) == ["steps"]
+    assert failed(judge(OWN, [], 4, bar, has_experts=False)) == ["steps"]
+    [shown] = [row.found for row in judge(OWN, steps(), 4, bar, has_experts=True) if "layer" in row.what]
     assert shown == "0.10% (layer_002)"
     assert sorted(BARS) == sorted(NUMBER_TYPES)
 
@@ -140,6 +164,14 @@ def test_command_when_a_trial_is_wrong_or_ends_then_not_accepted_with_the_reason
     assert "own ended with status 3; its last lines" in printed and printed.endswith(
         "not accepted in float32\n"
     )
+
+
+def test_command_when_a_metric_is_not_a_number_then_not_accepted_and_a_page(tmp_path):
+    rows = [
+        step | {"rollout_corr/k3_kl": None, "nonfinite": {"rollout_corr/k3_kl": "NaN"}} for step in steps()
+    ]
+    assert accept(tmp_path, "nan", rows) == 1
+    assert "| own | mean k3 of a step | nan |" in (tmp_path / "nan/accept.md").read_text()
 
 
 def test_command_when_it_can_not_begin_then_status_2_and_what_to_do(tmp_path, capsys):
