@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
     "config": 2_755,
-    "models": 2_085,
-    "engines": 5_640,
+    "models": 2_100,
+    "engines": 5_645,
     "reduce": 660,
     "core": 2_460,
     "logprobs": 1_035,
@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_260,
     "doctor": 900,
     "moe": 965,
-    "mcore": 7_695,
+    "mcore": 7_700,
     "features": 3_855,
     "observability": 875,
     "integrations": 515,
