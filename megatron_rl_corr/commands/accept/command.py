@@ -21,7 +21,7 @@ PAGE, NUMBERS = "accept.md", "accept.json"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Status 0 if the model is accepted, 1 if it is not.
+    """Status 0 if the model is accepted, 1 if it is not, 130 if interrupted.
 
     Raises:
         ValueError: the command names no servers or no checkpoint, or `--out` is there already.
@@ -43,7 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         folder = out / name
         command = trial_command(words, name, folder, steps=arguments.steps, has_experts=len(names) > 1)
         print(f"trial {number} of {len(names)}, {name}: {_shown(command)}", flush=True)
-        status, last = run_trial(command, out / f"{name}.log")
+        try:
+            status, last = run_trial(command, out / f"{name}.log")
+        except KeyboardInterrupt:
+            print(f"interrupted; the trial has ended, and its log is {out / f'{name}.log'}")
+            return 128 + signal.SIGINT
         steps = read_rows(folder)
         rows += judge(name, steps, arguments.steps, BARS[kind], has_experts=len(names) > 1)
         rows.append(TrialNumber(name, "exit status", str(status), "0", status == 0))

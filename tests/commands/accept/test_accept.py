@@ -1,9 +1,12 @@
 """The trials of a model, their commands, and what their numbers must be."""
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl_corr.cli import main
@@ -172,6 +175,27 @@ def test_command_when_a_metric_is_not_a_number_then_not_accepted_and_a_page(tmp_
     ]
     assert accept(tmp_path, "nan", rows) == 1
     assert "| own | mean k3 of a step | nan |" in (tmp_path / "nan/accept.md").read_text()
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_command_when_a_signal_comes_then_the_trial_ends_with_it(tmp_path, number, status):
+    folder = folder_of(GPT_OSS_20B, tmp_path / "model")
+    trial = [sys.executable, "-uc", "import os, time; print('pid', os.getpid()); time.sleep(600)"]
+    words = [*trial, "--rollout-url", "http://a", "--rollout-hf-checkpoint", str(folder)]
+    code = "import sys; from megatron_rl_corr.cli import main; sys.exit(main(sys.argv[1:]))"
+    with subprocess.Popen(
+        [sys.executable, "-uc", code, "accept", "--out", str(tmp_path / "out"), "--", *words],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        try:
+            pid = next(int(line.split()[1]) for line in process.stdout if line.startswith("pid"))
+            process.send_signal(number)
+            assert process.wait(30) == status
+        finally:
+            process.kill()
+    assert not psutil.pid_exists(pid)
 
 
 def test_command_when_it_can_not_begin_then_status_2_and_what_to_do(tmp_path, capsys):
