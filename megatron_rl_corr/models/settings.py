@@ -576,11 +576,9 @@ def _only(kind: str) -> dict[str, Only]:
 def _derived(kind: str, filled: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Keys of FOLLOWS, for latent attention -> the values that they can have."""
     if kind == "gpt_oss":
-        first = None
+        first = filled.get("initial_context_length")
         with suppress(ValueError):  # which rope_problems says
-            first = rope_settings(filled, DEFAULTS[kind]).get("original_max_position_embeddings")
-        if first is None:
-            first = filled.get("initial_context_length")
+            first = rope_settings(filled, DEFAULTS[kind]).get("original_max_position_embeddings", first)
         return {
             "experts_per_token": (filled["num_experts_per_tok"], None),
             "initial_context_length": (first, None),

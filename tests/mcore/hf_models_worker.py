@@ -157,6 +157,12 @@ def build(args, config=None, **positions):
     return model.eval()
 
 
+def inputs_of(row):
+    """What a model's forward pass takes of a row of tokens: these, positions, and the causal mask."""
+    mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    return row, torch.arange(LENGTH)[None], mask
+
+
 def all_gather_logits(model, tokens, layout, before=lambda row: None):
     """[ROWS, LENGTH, VOCAB] on the last stage, None elsewhere. before(number of the row) is called
     before its pass.
@@ -165,9 +171,7 @@ def all_gather_logits(model, tokens, layout, before=lambda row: None):
     def forward_step(iterator, model):
         number, row = next(iterator)
         before(number)
-        positions = torch.arange(LENGTH)[None]
-        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        return model(row, positions, mask), lambda logits, non_loss_data: logits
+        return model(*inputs_of(row)), lambda logits, non_loss_data: logits
 
     rows = enumerate(tokens.split(1))
     with torch.no_grad():
@@ -245,8 +249,6 @@ def gradients(model, layout, parameters, reference):
 
     def forward_step(iterator, model):
         number, row = next(iterator)
-        positions = torch.arange(LENGTH)[None]
-        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
 
         def loss(logits):
             own = logits.shape[-1]
@@ -254,7 +256,7 @@ def gradients(model, layout, parameters, reference):
             pulled = (logits[0] * pull[:, shard[0] * own : (shard[0] + 1) * own]).sum()
             return pulled, {"pulled": pulled.detach()}
 
-        return model(row, positions, mask), loss
+        return model(*inputs_of(row)), loss
 
     get_forward_backward_func()(
         forward_step_func=forward_step,

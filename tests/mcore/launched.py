@@ -1,6 +1,7 @@
 """Runs of the launcher on real ranks, with a server that gives every run the same samples."""
 
 import asyncio
+import inspect
 import json
 import os
 import subprocess
@@ -57,7 +58,8 @@ def launch(
 
     package: the folder of a copy of megatron_rl_corr that runs in place of this one.
     """
-    own = {key: settings.pop(key) for key in COMMAND_SETTINGS & settings.keys()}
+    named = inspect.signature(run_command).parameters.keys() & settings.keys()
+    own = {key: settings.pop(key) for key in named}
     command = run_command(folder, name, model, url, script, *flags, processes=processes, **own)
     variables = settings | run_environment()
     if package is None:
@@ -69,9 +71,6 @@ def launch(
 def run_environment():
     """Variables of a run without a GPU."""
     return release_environment(OVERLAID[-1]) | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-COMMAND_SETTINGS = {"mixed", "checks", "tokens", "torchrun", "rewarded", "correction"}
 
 
 def run_command(

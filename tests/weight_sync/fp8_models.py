@@ -54,6 +54,24 @@ YARN = {
     "original_max_position_embeddings": 4096,
 }
 """On a CPU SGLang has latent attention with it alone."""
+# 128 divides neither the 192 rows of kv_a_proj_with_mqa nor the 320 of the stack that it ends.
+LATENT = WIDE | {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 256,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "rope_parameters": YARN,
+}
 MODELS = {
     "llama": WIDE | {"head_dim": 64},
     "qwen2": WIDE | {"head_dim": 32, "num_key_value_heads": 8},
@@ -86,49 +104,10 @@ MODELS = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
-    "glm4_moe_lite": WIDE
-    | {
-        "num_key_value_heads": 8,
-        "q_lora_rank": 128,
-        "kv_lora_rank": 128,
-        "qk_nope_head_dim": 64,
-        "head_dim": 64,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 64,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 256,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "rope_parameters": YARN,
-    },
-    # 128 divides neither the 192 rows of kv_a_proj_with_mqa nor the 320 of the stack that it ends.
+    "glm4_moe_lite": LATENT,
     **dict.fromkeys(
         ("deepseek_v3", "kimi_k2"),
-        WIDE
-        | {
-            "num_key_value_heads": 8,
-            "q_lora_rank": 128,
-            "kv_lora_rank": 128,
-            "qk_nope_head_dim": 64,
-            "head_dim": 64,
-            "qk_rope_head_dim": 64,
-            "v_head_dim": 64,
-            "n_routed_experts": 8,
-            "num_experts_per_tok": 4,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_intermediate_size": 256,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "moe_layer_freq": 1,
-            "topk_method": "noaux_tc",
-            "scoring_func": "sigmoid",
-            "max_position_embeddings": 163840,
-            "rope_parameters": YARN,
-        },
+        LATENT | {"n_group": 4, "topk_group": 2, "moe_layer_freq": 1, "max_position_embeddings": 163840},
     ),
 }
 """One of each architecture of which each rank of two can hold a part."""
