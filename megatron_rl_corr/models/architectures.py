@@ -14,9 +14,12 @@ from typing import Any, NamedTuple
 from megatron_rl_corr.models.layouts import (
     GatedUp,
     GroupedQKV,
+    GroupedSections,
     InterleavedGateUp,
+    LessOne,
     Replicated,
     RowsOrWhole,
+    Sections,
     Sharded,
     TensorLayout,
     Transposed,
@@ -92,6 +95,8 @@ WINDOWED = ("gpt_oss",)
 """Families of which every other layer, from the first on, attends within a window."""
 WINDOWED_TYPES = ("sliding_attention", "full_attention")
 
+LINEAR_TYPES = ("linear_attention", "full_attention")
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """config.json's names of the number of experts of a layer."""
 
@@ -120,6 +125,15 @@ def window_layers(config: Config) -> tuple[int, ...]:
         return ()
     kinds = config.get("layer_types") or [WINDOWED_TYPES[i % 2] for i in range(config["num_hidden_layers"])]
     return tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED_TYPES[0])
+
+
+def linear_layers(config: Config) -> tuple[int, ...]:
+    """Numbers of the layers whose attention is a gated delta net, from 0; none for a family without such.
+
+    All but every `full_attention_interval`-th, as servers have it, which read no `layer_types`.
+    """
+    step = config.get("full_attention_interval")
+    return tuple(layer for layer in range(config["num_hidden_layers"] if step else 0) if (layer + 1) % step)
 
 
 def kept_as_loaded(config: Config) -> list[KeptTensors]:
@@ -153,7 +167,7 @@ def norms(config: Config) -> list[ParameterRow]:
     """The norms before attention and before the MLP."""
     return [
         ParameterRow(
-            LAYER + r"(input_layernorm|self_attention\.linear_qkv\.layer_norm)(\.|_)weight",
+            LAYER + r"(input_layernorm|self_attention\.(linear_qkv|in_proj)\.layer_norm)(\.|_)weight",
             Replicated(),
             (HF_LAYER + "input_layernorm.weight",),
         ),
@@ -170,6 +184,58 @@ def grouped_attention(config: Config) -> list[ParameterRow]:
     return [
         ParameterRow(ATTENTION + r"linear_qkv\.weight", _qkv(config), _qkv_names("weight")),
         ParameterRow(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
+    ]
+
+
+def gated_attention(config: Config) -> list[ParameterRow]:
+    """As grouped_attention, its output times the sigmoid of a gate for each number, which is made with the
+    queries.
+    """
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    layout = GroupedQKV(heads, groups, config["head_dim"], gated=True)
+    return [
+        ParameterRow(ATTENTION + r"linear_qkv\.weight", layout, _qkv_names("weight")),
+        ParameterRow(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
+    ]
+
+
+def delta_net(config: Config) -> list[ParameterRow]:
+    """The gated delta net of Qwen3.5: its projections are tensors of their own."""
+    keys, values, heads = _delta_sizes(config)
+    rows = ((keys, keys, values), (values,), (heads,), (heads,))
+    return _delta_net(config, Sections(rows), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
+
+
+def grouped_delta_net(config: Config) -> list[ParameterRow]:
+    """The gated delta net of Qwen3-Next: two tensors hold its projections, by groups of a key head each."""
+    keys, values, heads = _delta_sizes(config)
+    layout = GroupedSections(config["linear_num_key_heads"], ((keys, keys, values, values), (heads, heads)))
+    return _delta_net(config, layout, ("in_proj_qkvz", "in_proj_ba"))
+
+
+def _delta_sizes(config: Config) -> tuple[int, int, int]:
+    """Rows of its queries, which are as many as those of its keys, rows of its values, and value heads."""
+    heads = config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    return keys, heads * config["linear_value_head_dim"], heads
+
+
+def _delta_net(
+    config: Config, layout: Sections | GroupedSections, projections: tuple[str, ...]
+) -> list[ParameterRow]:
+    keys, values, _ = _delta_sizes(config)
+    convolution = Sections(((keys, keys, values),))
+    layouts = {
+        r"conv1d\.weight": (convolution, "conv1d.weight"),
+        "dt_bias": (Sharded(0), "dt_bias"),
+        "A_log": (Sharded(0), "A_log"),
+        r"out_norm\.weight": (LessOne(), "norm.weight"),  # its scale is the weight, and not 1 more
+        r"out_proj\.weight": (Sharded(1), "out_proj.weight"),
+    }
+    hf = HF_LAYER + "linear_attn."
+    return [
+        ParameterRow(ATTENTION + r"in_proj\.weight", layout, tuple(f"{hf}{p}.weight" for p in projections)),
+        *(ParameterRow(ATTENTION + pattern, one, (hf + name,)) for pattern, (one, name) in layouts.items()),
     ]
 
 
@@ -317,7 +383,18 @@ FAMILIES: dict[str, tuple[Part, ...]] = {
     "qwen2": (norms, grouped_attention, qkv_bias, dense_mlp),
     "qwen2_moe": (norms, grouped_attention, qkv_bias, dense_mlp, experts, gated_shared_expert),
     "qwen3": (norms, grouped_attention, qk_norms, dense_mlp),
+    "qwen3_5_moe_text": (norms, gated_attention, qk_norms, delta_net, experts, gated_shared_expert),
+    "qwen3_5_text": (norms, gated_attention, qk_norms, delta_net, dense_mlp),
     "qwen3_moe": (norms, grouped_attention, qk_norms, dense_mlp, experts),
+    "qwen3_next": (
+        norms,
+        gated_attention,
+        qk_norms,
+        grouped_delta_net,
+        dense_mlp,
+        experts,
+        gated_shared_expert,
+    ),
 }
 """The parts of a layer, by `model_type` in config.json. A new architecture is a row here."""
 
@@ -332,10 +409,6 @@ PARTS_BY_SETTING: dict[tuple[str, Part], str] = {
 }
 """Parts that only some models of a family have -> the key of config.json that says so."""
 
-_DELTA_NETS = (
-    "three of four layers are gated delta nets, which Megatron-core 0.19 does not make without "
-    "flash-linear-attention, and its names and cuts of them are not proven against the checkpoint's"
-)
 _SPARSE = "its attention takes the keys that an indexer chooses, and what servers chose is not replayed"
 UNPROVEN = {
     "deepseek_v32": _SPARSE,
@@ -343,11 +416,6 @@ UNPROVEN = {
     "kimi_linear": "most of its layers are delta nets, which Megatron-core 0.19 does not make",
     "minimax_m2": "its norms of queries and keys are over all heads together, and Megatron's over each head",
     "nemotron_h": "most of its layers are of Mamba, whose weights have no table here",
-    "qwen3_5": _DELTA_NETS,
-    "qwen3_5_moe": _DELTA_NETS,
-    "qwen3_5_moe_text": _DELTA_NETS,
-    "qwen3_5_text": _DELTA_NETS,
-    "qwen3_next": _DELTA_NETS,
 }
 """Architectures that are known and refused, by `model_type` -> why."""
 

@@ -124,6 +124,80 @@ class GatedUp:
 
 
 @dataclass(frozen=True)
+class Sections:
+    """Hugging Face tensors of one or more sections of rows each; every section is split by itself.
+
+    Example, `Sections(((2, 4), (4,)))` with R = 2, rows a0 a1 b0..b3 of the first tensor and c0..c3 of the
+    second: rank 0 holds [a0, b0, b1, c0, c1].
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    """For each tensor, the rows of each of its sections."""
+    replicated = False
+
+    def merge(self, shards):
+        flat = [rows // len(shards) for tensor in self.rows for rows in tensor]
+        cut = [shard.split(flat, dim=0) for shard in shards]
+        whole = iter([_cat([sections[i] for sections in cut]) for i in range(len(flat))])
+        return [_cat([next(whole) for _ in tensor]) for tensor in self.rows]
+
+    def split(self, tensors, rank, size):
+        sections = [
+            section
+            for tensor, rows in zip(tensors, self.rows, strict=True)
+            for section in tensor.split(list(rows), dim=0)
+        ]
+        return _cat([_cut(section, 0, rank, size) for section in sections])
+
+
+@dataclass(frozen=True)
+class GroupedSections:
+    """As `Sections`, but that each Hugging Face tensor has its sections' rows in turn, group by group.
+
+    Example, `GroupedSections(2, ((2, 4),))` with R = 1: [a0, a1, b0, b1, b2, b3] is the parameter,
+    [a0, b0, b1, a1, b2, b3] is the Hugging Face tensor.
+    """
+
+    groups: int
+    rows: tuple[tuple[int, ...], ...]
+    """For each tensor, the rows of each of its sections, of all groups together."""
+    replicated = False
+
+    def merge(self, shards):
+        whole = Sections(self.rows).merge(shards)
+        return [self._by_group(*pair) for pair in zip(whole, self.rows, strict=True)]
+
+    def split(self, tensors, rank, size):
+        whole = [self._by_section(tensor, rows) for tensor, rows in zip(tensors, self.rows, strict=True)]
+        return Sections(self.rows).split(whole, rank, size)
+
+    def _by_group(self, tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
+        parts = [section.unflatten(0, (self.groups, -1)) for section in tensor.split(list(rows), dim=0)]
+        return _cat(parts, dim=1).flatten(0, 1)
+
+    def _by_section(self, tensor: Tensor, rows: tuple[int, ...]) -> Tensor:
+        by_group = tensor.unflatten(0, (self.groups, -1))
+        parts = by_group.split([section // self.groups for section in rows], dim=1)
+        return _cat([part.flatten(0, 1) for part in parts])
+
+
+@dataclass(frozen=True)
+class LessOne:
+    """The weight of a norm that Megatron keeps less 1, and the checkpoint as it is. Every rank has all of it.
+
+    Exact for weights from 0.5 to 2; another one may lose its last bit.
+    """
+
+    replicated = True
+
+    def merge(self, shards):
+        return [shards[0] + 1]
+
+    def split(self, tensors, rank, size):
+        return tensors[0] - 1
+
+
+@dataclass(frozen=True)
 class InterleavedGateUp:
     """One Hugging Face tensor, input x output, in whose outputs gate and up take turns.
 
@@ -161,19 +235,25 @@ class GroupedQKV:
 
     Along dimension 0 each group holds the rows of its query heads, of its key head and of its value head,
     head_dim rows each. Used for weights and biases.
+
+    With gates of the output, a group has those of its heads behind its query heads, and q has each head's
+    query and gate in turn. Example, one group of heads 0 and 1: [q0, q1, g0, g1, k, v] is the parameter,
+    [q0, g0, q1, g1] is q.
     """
 
     heads: int
     groups: int
     head_dim: int
+    gated: bool = False
     replicated = False
 
     def merge(self, shards):
         whole = _cat(shards, dim=0)
         rest = whole.shape[1:]
-        per_group = self.heads // self.groups
-        grouped = whole.view(self.groups, per_group + 2, self.head_dim, *rest)
-        q, k, v = grouped.split([per_group, 1, 1], dim=1)
+        per_group, parts = self.heads // self.groups, 2 if self.gated else 1
+        grouped = whole.view(self.groups, parts * per_group + 2, self.head_dim, *rest)
+        q, k, v = grouped.split([parts * per_group, 1, 1], dim=1)
+        q = q.unflatten(1, (parts, per_group)).transpose(1, 2)
         return [part.reshape(-1, *rest) for part in (q, k, v)]
 
     def split(self, tensors, rank, size):
@@ -182,10 +262,10 @@ class GroupedQKV:
                 f"--tensor-model-parallel-size {size} does not divide the model's {self.groups} key-value "
                 "heads; use a divisor of them"
             )
-        rest = tensors[0].shape[1:]
-        heads = (self.heads // self.groups, 1, 1)
-        parts = [t.view(self.groups, n, self.head_dim, *rest) for t, n in zip(tensors, heads, strict=True)]
-        return _cat(parts, dim=1).chunk(size, dim=0)[rank].reshape(-1, *rest)
+        rest, per_group = tensors[0].shape[1:], self.heads // self.groups
+        q, k, v = (tensor.view(self.groups, -1, self.head_dim, *rest) for tensor in tensors)
+        q = q.unflatten(1, (per_group, -1)).transpose(1, 2).flatten(1, 2)
+        return _cat([q, k, v], dim=1).chunk(size, dim=0)[rank].reshape(-1, *rest)
 
 
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -10,9 +10,11 @@ from argparse import ArgumentParser
 from megatron_rl_corr.models.architectures import (
     Config,
     expert_layers,
+    gated_attention,
     gated_shared_expert,
     is_tied,
     latent_attention,
+    linear_layers,
     num_experts,
     output_bias,
     parts_of,
@@ -84,7 +86,7 @@ def flags_despite_settings(config: Config) -> list[str]:
         "--hidden-size",
         config["hidden_size"],
         "--ffn-hidden-size",
-        config["intermediate_size"],
+        config.get("intermediate_size") or config["moe_intermediate_size"],
         "--num-attention-heads",
         config["num_attention_heads"],
         "--vocab-size",
@@ -100,6 +102,8 @@ def flags_despite_settings(config: Config) -> list[str]:
         flags.append("--untie-embeddings-and-output-weights")
     if qkv_bias in parts and output_bias not in parts:
         flags.append("--add-qkv-bias")
+    if gated_attention in parts:
+        flags += _delta_nets(config)
     if qk_norms in parts or latent_attention in parts:
         flags.append("--qk-layernorm")
     flags += _latent_attention(config) if latent_attention in parts else _grouped_attention(config)
@@ -139,6 +143,25 @@ def _gpt_oss(config: Config) -> list:
     ]
 
 
+def _delta_nets(config: Config) -> list:
+    """Gated delta nets and, every so many layers, attention whose output is gated; norms of 1 + weight."""
+    linear = linear_layers(config)
+    pattern = [int(layer in linear) for layer in range(config["num_hidden_layers"])]
+    sizes = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
+    flags = [
+        word for size in sizes for word in (f"--linear-{size.replace('_', '-')}", config[f"linear_{size}"])
+    ]
+    return [
+        "--attention-output-gate",
+        "--apply-layernorm-1p",
+        "--experimental-attention-variant",
+        "gated_delta_net",
+        "--linear-attention-freq",
+        f"[{','.join(map(str, pattern))}]",
+        *flags,
+    ]
+
+
 def _grouped_attention(config: Config) -> list:
     heads = config["num_attention_heads"]
     return [
@@ -174,7 +197,7 @@ def _experts(config: Config) -> list:
         "--moe-router-topk",
         config["num_experts_per_tok"],
         "--moe-ffn-hidden-size",
-        config.get("moe_intermediate_size", config["intermediate_size"]),
+        config.get("moe_intermediate_size") or config["intermediate_size"],
         "--moe-router-load-balancing-type",
         "none",
         "--moe-router-dtype",

@@ -42,6 +42,9 @@ ADDED = {
 }
 """Flag -> default and help: fields of Megatron's configuration for which its own command line has no flag."""
 
+TEXT_ALONE = ("mrope_section", "mrope_interleaved")
+"""Settings of positions of several axes, which are all one number for text."""
+
 _TABLES = ("rope_scaling", "rope_parameters")
 
 
@@ -231,7 +234,8 @@ def _one_table(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
         rest = {
             key: value
             for key, value in table.items()
-            if key not in ("type", "rope_type") and (value is not None or key in ("rope_theta", "truncate"))
+            if key not in ("type", "rope_type", *_of_images(defaults))
+            and (value is not None or key in ("rope_theta", "truncate"))
         }
         if "truncate" in rest and rest["truncate"] is None:
             rest["truncate"] = False  # as transformers and servers read a null
@@ -249,6 +253,10 @@ def _one_table(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[s
                 "the two; take one of them out"
             )
     return dict(found[0] if found else defaults.get("rope_parameters", {"rope_type": "default"}))
+
+
+def _of_images(defaults: Mapping[str, Any]) -> tuple[str, ...]:
+    return TEXT_ALONE if "full_attention_interval" in defaults else ()
 
 
 def _magnitudes(rope: Mapping[str, Any]) -> list:

@@ -1,9 +1,8 @@
 """What each key of a Hugging Face config.json is here: used for flags, of one value alone, without
 effect, or refused.
 
-A key that no table has is refused: a server may compute with it, and Megatron would not. The defaults
-are those of transformers' configuration classes, which take seconds to import;
-tests/models/test_settings.py compares them.
+A key that no table has is refused: a server may compute with it, and Megatron would not. Defaults stand in
+models/defaults.py.
 """
 
 from __future__ import annotations
@@ -15,210 +14,15 @@ from typing import Any, NamedTuple
 from megatron_rl_corr.models.architectures import (
     CODE_OF,
     EXPERTS,
+    LINEAR_TYPES,
     WINDOWED,
     WINDOWED_TYPES,
     Config,
     num_experts,
     parts_of,
 )
+from megatron_rl_corr.models.defaults import ALIASES, DEFAULTS
 from megatron_rl_corr.models.rope import is_number, rope_problems, rope_settings
-
-_QWEN = {
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "rope_theta": 10000.0,
-    "head_dim": None,
-}
-_QWEN_DENSE = _QWEN | {
-    "hidden_size": 4096,
-    "intermediate_size": 22016,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-}
-_QWEN_MOE = _QWEN | {
-    "hidden_size": 2048,
-    "num_hidden_layers": 24,
-    "decoder_sparse_step": 1,
-    "norm_topk_prob": False,
-    "mlp_only_layers": (),
-}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-        "moe_intermediate_size": 2048,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
-        "q_lora_rank": 1536,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "num_nextn_predict_layers": 0,
-    },
-    "glm4_moe": {
-        "vocab_size": 151552,
-        "hidden_size": 4096,
-        "intermediate_size": 10944,
-        "num_hidden_layers": 46,
-        "num_attention_heads": 96,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-        "partial_rotary_factor": 0.5,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "moe_intermediate_size": 1408,
-        "n_shared_experts": 1,
-        "n_routed_experts": 128,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
-        "num_nextn_predict_layers": 0,
-    },
-    "glm4_moe_lite": {
-        "vocab_size": 154880,
-        "hidden_size": 2048,
-        "intermediate_size": 10240,
-        "num_hidden_layers": 47,
-        "num_attention_heads": 20,
-        "max_position_embeddings": 202752,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-        "moe_intermediate_size": 1536,
-        "n_shared_experts": 1,
-        "n_routed_experts": 64,
-        "num_experts_per_tok": 4,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.8,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 768,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 192,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 256,
-        "num_nextn_predict_layers": 0,
-    },
-    "gpt_oss": {
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_theta": 150000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-            "rope_theta": 150000.0,
-        },
-        "sliding_window": 128,
-        "layer_types": None,
-        "swiglu_limit": 7.0,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 4,
-    },
-    "llama": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "rope_theta": 10000.0,
-    },
-    "mixtral": {
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": None,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "rope_theta": 1e6,
-        "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "qwen2": _QWEN_DENSE,
-    "qwen2_moe": _QWEN_MOE
-    | {
-        "intermediate_size": 5632,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "qkv_bias": True,
-        "num_experts": 60,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": 1408,
-        "shared_expert_intermediate_size": 5632,
-    },
-    "qwen3": _QWEN_DENSE | {"head_dim": 128},
-    "qwen3_moe": _QWEN_MOE
-    | {
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-}
-"""The keys that flags are made of, by `model_type` -> the value of each where config.json has none:
-transformers', but for `num_nextn_predict_layers`: it says 1 and loads none, and a checkpoint whose
-config.json lacks the key has none.
-"""
-
-ALIASES: dict[str, dict[str, str]] = {
-    "deepseek_v3": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    "glm4_moe": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    "glm4_moe_lite": {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
-    "gpt_oss": {"num_experts": "num_local_experts"},
-    "mixtral": {"num_experts": "num_local_experts"},
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-}
-"""Other names that transformers has for keys of DEFAULTS."""
 
 COUNTS = ("n_shared_experts", "first_k_dense_replace", "num_nextn_predict_layers")
 NUMBERS = ("rms_norm_eps", "routed_scaling_factor", "swiglu_limit")
@@ -292,6 +96,13 @@ LATENT = SIGMOID | {
         (True,), "Megatron's latent attention rotates neighbouring numbers, and has no flag for halves"
     ),
 }
+RENORMALISED = Only(
+    (True,), "transformers always scales a token's chosen experts to a sum of 1 in this family"
+)
+DELTA_NETS = {
+    "attn_output_gate": Only((True,), "attention of this family has a gate for its output"),
+    "output_gate_type": Only(("silu", "swish", None), "Megatron's gate of a delta net is SiLU"),
+}
 ONLY: dict[str, dict[str, Only]] = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
@@ -304,6 +115,14 @@ ONLY: dict[str, dict[str, Only]] = {
     "qwen2": {"attention_bias": HAS_BIAS, "qkv_bias": HAS_BIAS},
     "qwen2_moe": {"attention_bias": HAS_BIAS},
     "qwen3": {"use_qk_norm": Only((True,), "this family has norms of queries and keys")},
+    "qwen3_5_text": DELTA_NETS,
+    "qwen3_5_moe_text": DELTA_NETS
+    | {
+        "norm_topk_prob": RENORMALISED,
+        "decoder_sparse_step": Only((1,), "every layer of this family has experts"),
+        "mlp_only_layers": Only(([], None), "every layer of this family has experts"),
+    },
+    "qwen3_next": DELTA_NETS,
     "qwen3_moe": {
         "use_qk_norm": Only((True,), "this family has norms of queries and keys"),
         "shared_expert_intermediate_size": Only((0, None), "this family has no shared expert"),
@@ -321,7 +140,10 @@ MODEL_CLASS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
 }
 """The class in `architectures` by which servers choose their model."""
 
@@ -350,6 +172,7 @@ HARMLESS: dict[str, tuple[str, ...]] = {
         "ep_size",
         "torchscript",
         "gradient_checkpointing",
+        "mamba_ssm_dtype",
     ),
     "how a checkpoint is quantised, which is checked where weights are loaded and sent": (
         "quantization_config",
@@ -424,6 +247,8 @@ HARMLESS: dict[str, tuple[str, ...]] = {
     "layers that draft tokens, beside the policy; mcore/mtp.py compares them": (
         "num_nextn_predict_layers",
         "num_mtp_layers",
+        "mtp_num_hidden_layers",
+        "mtp_use_dedicated_embeddings",
     ),
 }
 """Why a key changes no flag, and nothing that is trained -> the keys; those that end with
@@ -692,16 +517,16 @@ def _window(filled: Mapping[str, Any]) -> list[str]:
 
 def _layer_types(value: Any, filled: Mapping[str, Any]) -> list[str]:
     """A line for kinds of attention that are not the family's."""
-    kinds, layers = ("full_attention",), filled["num_hidden_layers"]
-    words = "full_attention for each layer"
+    layers, words = filled["num_hidden_layers"], "full_attention for each layer"
+    kinds, given = ("full_attention",), len(value) if isinstance(value, list) else 0
     if filled["model_type"] in WINDOWED:
         # as servers have it: vLLM does not read the key
         kinds, words = WINDOWED_TYPES, "sliding_attention and full_attention in turn, the first sliding,"
-    if value is None or (
-        isinstance(value, list)
-        and value == [kinds[i % len(kinds)] for i in range(len(value))]
-        and len(value) == layers
-    ):
+    elif _is_whole(step := filled.get("full_attention_interval")) and 1 < step <= given:
+        # as servers have it: SGLang does not read the key
+        kinds = (*LINEAR_TYPES[:1] * (step - 1), LINEAR_TYPES[1])
+        words = f"full_attention for every {step}th layer (full_attention_interval), linear_attention else,"
+    if value is None or (given == layers and value == [kinds[i % len(kinds)] for i in range(given)]):
         return []
     return [
         f"config.json: {_shown('layer_types', value)} must be {words} "

@@ -28,6 +28,9 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -117,7 +120,9 @@ class LatentCoreAttention(ContextParallelAttention):
 def build(args, config=None, **positions):
     """As Megatron's pretrain_gpt.py does, and with the rotary flags that it does not hand on."""
     config = config or core_transformer_config_from_args(args)
-    if args.num_experts:
+    if config.experimental_attention_variant:
+        spec = get_transformer_block_with_experimental_attention_variant_spec(config)
+    elif args.num_experts:
         te = args.transformer_impl == "transformer_engine"
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=te, normalization=args.normalization)
         for layer in spec.layer_specs if args.multi_latent_attention and not te else ():

@@ -47,6 +47,7 @@ from megatron_rl_corr.mcore.reference.policy import less_reference_kl
 from megatron_rl_corr.mcore.scoring import OldPass
 from megatron_rl_corr.mcore.step_metrics import batch_metrics
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.layouts import LessOne
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.moe.routes import Routes
@@ -439,6 +440,11 @@ def whole_gradients(parameters, layout):
     """Hugging Face names -> whole gradients of this stage, on its sender: the exporter run over main_grad."""
     exporter = gradient_exporter(parameters, layout)
     tensors = {name: tensor.clone() for unit in exporter.units() for name, tensor in unit}
+    for parameter in parameters:
+        rule = parameter.rule(layout.shard.ep_rank)
+        for name in rule.hf_names if isinstance(rule.layout, LessOne) else ():
+            if name in tensors:
+                tensors[name] -= 1  # a weight that is kept less 1 has its own gradient
     if not exporter.sends:
         assert exporter.planned() == {}
         return {}

@@ -23,6 +23,8 @@ SHAPE = {
     "tie_word_embeddings": False,
     "eos_token_id": VOCAB - 1,
 }
+NOT_THERE = object()
+"""A setting of SHAPE that a family does not have."""
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LATENT = {
     "num_key_value_heads": 4,
@@ -47,6 +49,14 @@ GLM = {
     "rms_norm_eps": 1e-5,
     "num_nextn_predict_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
+}
+DELTA_NETS = {
+    "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -140,6 +150,12 @@ MODELS = {
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
         **PUBLISHED,
     ),
+    "qwen3_5_text": DELTA_NETS,
+    # It has no dense layer, and no size of one.
+    "qwen3_5_moe_text": dict(
+        **EXPERTS, **DELTA_NETS, shared_expert_intermediate_size=40, intermediate_size=NOT_THERE
+    ),
+    "qwen3_next": dict(**EXPERTS, **DELTA_NETS, shared_expert_intermediate_size=40, mlp_only_layers=[1]),
     # GLM-4.5 has norms of queries and keys, GLM-4.5-Air has none; both have biases.
     "glm4_moe": dict(GLM, use_qk_norm=True, routed_scaling_factor=2.5, first_k_dense_replace=3),
     "glm4_moe air": dict(GLM, use_qk_norm=False, first_k_dense_replace=1),
@@ -175,6 +191,14 @@ def save_gradients(model, tokens, pull, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+def _mean(key: str, parameter, *, delta_nets: bool) -> int:
+    """Norms scale by about 1, where a family adds 1 to their weights too, and states last for a while."""
+    if key.endswith("A_log"):
+        return -2
+    adds_one = delta_nets and "norm" in key and "linear_attn" not in key
+    return int(parameter.ndim == 1 and not adds_one)
+
+
 def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
     """The model of MODELS, in Hugging Face format, its gradients in a folder there, and reference.pt: tokens,
     logits, what pulls at these, and routes [T, M, K] if any.
@@ -183,13 +207,15 @@ def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
 
     generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
     kind = name.split()[0]
-    config = AutoConfig.for_model(CODE_OF.get(kind, kind), **(SHAPE | MODELS[name]))
+    shape = {key: value for key, value in (SHAPE | MODELS[name]).items() if value is not NOT_THERE}
+    config = AutoConfig.for_model(CODE_OF.get(kind, kind), **shape)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         # Large enough that attention is far from uniform, so that a rotary embedding that is a
         # little off shows.
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25 + (parameter.ndim == 1))
+        for key, parameter in model.named_parameters():
+            mean = _mean(key, parameter, delta_nets="linear_num_key_heads" in MODELS[name])
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25 + mean)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)

@@ -61,9 +61,6 @@ OTHER_POLICY = (
         lambda value, args: not BY_THE_BATCH.isdisjoint([value] if isinstance(value, str) else value),
     ),
     Refused(
-        "--apply-layernorm-1p", "norms scale by 1 + weight, and the checkpoint's weight is the whole scale"
-    ),
-    Refused(
         "--fp8-recipe",
         "with --fp8-format a tensor's scale comes from the batches before, so that one sample has another "
         "log-prob in scoring than in training",
@@ -136,6 +133,7 @@ COMPARED = (
     "--disable-bias-linear",
     "--add-qkv-bias",
     "--normalization",
+    "--apply-layernorm-1p",
     "--norm-epsilon",
     "--qk-layernorm",
     "--qk-l2-norm",
@@ -157,6 +155,12 @@ COMPARED = (
     "--window-attn-skip-freq",
     "--attention-output-gate",
     "--experimental-attention-variant",
+    "--linear-attention-freq",
+    "--linear-conv-kernel-dim",
+    "--linear-key-head-dim",
+    "--linear-value-head-dim",
+    "--linear-num-key-heads",
+    "--linear-num-value-heads",
     "--multi-latent-attention",
     "--q-lora-rank",
     "--kv-lora-rank",
