@@ -50,7 +50,10 @@ GLM = {
     "num_nextn_predict_layers": 1,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.5},
 }
+# As published: transformers reads the second of the first two, and SGLang the first.
 DELTA_NETS = {
+    "full_attention_interval": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
     "head_dim": 16,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
     "linear_key_head_dim": 24,
@@ -194,7 +197,7 @@ def save_gradients(model, tokens, pull, folder: Path) -> None:
 def _mean(key: str, parameter, *, delta_nets: bool) -> int:
     """Norms scale by about 1, where a family adds 1 to their weights too, and states last for a while."""
     if key.endswith("A_log"):
-        return -2
+        return -4
     adds_one = delta_nets and "norm" in key and "linear_attn" not in key
     return int(parameter.ndim == 1 and not adds_one)
 

@@ -16,7 +16,7 @@ def normalised(x: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def decay_and_step(A_log: Tensor, a: Tensor, b: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """ln of the factor by which a token makes the state decay, and the size of its step; [..., h], float32."""
+    """ln of the factor by which a token lets the state decay, and its step size; [..., h], float32."""
     return -A_log.float().exp() * softplus(a.float() + dt_bias.float()), b.float().sigmoid()
 
 

@@ -23,10 +23,7 @@ class Replacement:
 
     def locate(self) -> tuple[Any, str]:
         """The object that holds the attribute, and the attribute's last name."""
-        owner = importlib.import_module(self.module)
-        *path, last = self.name.split(".")
-        for part in path:
-            owner = getattr(owner, part)
+        owner, last = _owner(self.module, self.name)
         if not hasattr(owner, last):
             raise RuntimeError(
                 f"tools.cpu replaces {self.target}, which this version does not have; "
@@ -48,7 +45,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class MissingName:
-    """`module.name` becomes `value` in releases whose module reads the name without ever binding it."""
+    """`module.name`, which may be a path, becomes `value` where it is read without ever having been made."""
 
     module: str
     name: str
@@ -60,16 +57,16 @@ class MissingName:
         return f"{self.module}.{self.name}"
 
     def locate(self) -> tuple[Any, str]:
-        return importlib.import_module(self.module), self.name
+        return _owner(self.module, self.name)
 
     def apply(self) -> None:
-        module, name = self.locate()
-        if not hasattr(module, name):
-            setattr(module, name, self.value)
+        owner, last = self.locate()
+        if not hasattr(owner, last):
+            setattr(owner, last, self.value)
 
     def is_applied(self) -> bool:
-        module, name = self.locate()
-        return hasattr(module, name)
+        owner, last = self.locate()
+        return hasattr(owner, last)
 
 
 @dataclass(frozen=True)
@@ -91,3 +88,11 @@ class NewEntry:
 
     def is_applied(self) -> bool:
         return self.key in getattr(importlib.import_module(self.module), self.name)
+
+
+def _owner(module: str, name: str) -> tuple[Any, str]:
+    owner = importlib.import_module(module)
+    *path, last = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, last

@@ -6,8 +6,8 @@ import multiprocessing
 import torch
 from torch import Tensor
 
-from tools.cpu import sglang_fp8, sglang_memory, sglang_sinks
-from tools.cpu.replacement import Replacement
+from tools.cpu import sglang_delta_nets, sglang_fp8, sglang_memory, sglang_sinks
+from tools.cpu.replacement import MissingName, Replacement
 from tools.cpu.torch_gloo import ONE_DEVICE
 
 WORD = 0xFFFFFFFF
@@ -16,7 +16,12 @@ WORD = 0xFFFFFFFF
 STUB = "sgl_kernel"
 STUB_WHY = "SGLang imports its GPU kernels by name; without them a stand-in can be imported but not called"
 
-EARLY: list[Replacement] = [ONE_DEVICE, *sglang_fp8.EARLY, *sglang_memory.EARLY]
+EARLY: list[Replacement | MissingName] = [
+    ONE_DEVICE,
+    *sglang_delta_nets.EARLY,
+    *sglang_fp8.EARLY,
+    *sglang_memory.EARLY,
+]
 
 
 def _skip_registration(original):
@@ -48,6 +53,17 @@ def _same_hash_in_torch(original):
 
 def _rotated(words: Tensor, bits: int) -> Tensor:
     return (words << bits | words >> 32 - bits) & WORD
+
+
+def _gated_in_torch(original):
+    def fused_gate_sigmoid_mul_add(
+        hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
+    ) -> None:
+        """Adds a shared expert's output times its gate. [T, H], [H], [T, H], [T, H]"""
+        gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
+        final_hidden_states += (gate * shared_output.float()).to(final_hidden_states.dtype)
+
+    return fused_gate_sigmoid_mul_add
 
 
 def _every_backend(original):
@@ -107,6 +123,13 @@ LATE = [
         _nothing,
         "--enable-deterministic-inference puts GPU kernels in the place of torch's matrix products",
     ),
+    Replacement(
+        "sglang.kernels.ops.elementwise.elementwise",
+        "fused_gate_sigmoid_mul_add",
+        _gated_in_torch,
+        "the gate of a shared expert is a GPU kernel",
+    ),
+    *sglang_delta_nets.LATE,
     *sglang_fp8.LATE,
     *sglang_memory.LATE,
     *sglang_sinks.LATE,

@@ -1,1 +1,1 @@
-"""A stand-in for flash-linear-attention, whose kernels need a GPU: what Megatron's gated delta nets import."""
+"""A stand-in for flash-linear-attention, which needs a GPU: what Megatron imports for gated delta nets."""
