@@ -381,6 +381,10 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """
         return parameter
 
+    def held_as(self, parameter: str, held: Container[str]) -> str:
+        """The name by which a server that holds `held` has this parameter; its own where it has none."""
+        return parameter
+
     def possible_layouts(self, parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:
         """What tensor-parallel rank `rank` of `size` may hold of a parameter."""
         return iter(())

@@ -1,7 +1,8 @@
 """How servers stack Hugging Face tensors into their parameters, and what a rank may hold of one.
 
-q, k, v; gate, up; and latent attention's two down projections are stacked along dimension 0, and a layer's
-experts into one tensor of three dimensions. SGLang and vLLM do so under the same names.
+q, k, v; gate, up; latent attention's two down projections; and the projections of a gated delta net are
+stacked along dimension 0, and a layer's experts into one tensor of three dimensions. SGLang and vLLM do so
+under the same names.
 
 A server's worker imports this module too: standard library and torch only.
 """
@@ -25,6 +26,8 @@ _STACK = re.compile(
 )
 """gpt-oss: a tensor for all experts of a layer, inputs x outputs. With a number: `single_experts`' own."""
 _LATENT = re.compile(r"(?P<module>.*)\.(?P<kind>q_a_proj|kv_a_proj_with_mqa)\.weight")
+_DELTA_NET = re.compile(r"(?P<module>.*\.linear_attn)\.in_proj_(?P<kind>qkv|z|b|a)\.weight")
+_DELTA_PLACE = {"qkv": ("qkvz", 0), "z": ("qkvz", 1), "b": ("ba", 0), "a": ("ba", 1)}
 _STACKED = re.compile(r"(?P<module>.*)\.(?P<kind>q|k|v|gate|up)_proj\.(?P<what>weight|bias)")
 _PLACE = {"q": 0, "k": 1, "v": 2, "gate": 0, "up": 1}
 _EXPERT_STACK = {
@@ -58,6 +61,9 @@ def server_parameter(name: str) -> tuple[str, Part]:
         return f"{match['layer']}.{stack}_weight{match['bias'] or ''}", (int(match["expert"] or 0), 0)
     if match := _LATENT.fullmatch(name):
         return f"{match['module']}.fused_qkv_a_proj_with_mqa.weight", (-1, _LATENT_PLACE[match["kind"]])
+    if match := _DELTA_NET.fullmatch(name):
+        stack, place = _DELTA_PLACE[match["kind"]]
+        return f"{match['module']}.in_proj_{stack}.weight", (-1, place)
     if match := _STACKED.fullmatch(name):
         stack = "qkv_proj" if match["kind"] in "qkv" else "gate_up_proj"
         return f"{match['module']}.{stack}.{match['what']}", (-1, _PLACE[match["kind"]])
@@ -83,8 +89,16 @@ def held_in(parameter: str, held: Container[str]) -> str:
         return held_in(parameter.removesuffix(_SCALE), held) + _SCALE
     match = _SHARED.fullmatch(parameter)
     if match is None or parameter in held:
-        return parameter
+        return held_as(parameter, held)
     return f"{match['mlp']}.experts.{'w13' if match['kind'] == 'gate_up' else 'w2'}_weight"
+
+
+def held_as(parameter: str, held: Container[str]) -> str:
+    """The name by which a server with the parameters `held` has this one: SGLang may leave the module of
+    attention out.
+    """
+    shorter = parameter.replace(".self_attn.", ".", 1)
+    return shorter if parameter not in held and shorter in held else parameter
 
 
 def possible_layouts(parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:

@@ -148,6 +148,13 @@ def kept_as_loaded(config: Config) -> list[KeptTensors]:
             r".*\.([kvq]|kv|prob)_scale(_float)?", "scale of a quantised KV cache: calibrated, not trained"
         ),
     ]
+    if linear_layers(config):
+        kept += [
+            KeptTensors(r".*norm\.gemma_weight", "1 more than the norm's weight, with which it is set"),
+            KeptTensors(
+                r"mtp\..*", "multi-token prediction only drafts tokens, which the trained weights verify"
+            ),
+        ]
     if is_tied(config):
         kept.append(KeptTensors(r"lm_head\.weight", "tied to the embedding, which is sent"))
     # Their numbers follow the model's own layers: 61 in DeepSeek-V3, 46 in GLM-4.5-Air.
@@ -386,15 +393,7 @@ FAMILIES: dict[str, tuple[Part, ...]] = {
     "qwen3_5_moe_text": (norms, gated_attention, qk_norms, delta_net, experts, gated_shared_expert),
     "qwen3_5_text": (norms, gated_attention, qk_norms, delta_net, dense_mlp),
     "qwen3_moe": (norms, grouped_attention, qk_norms, dense_mlp, experts),
-    "qwen3_next": (
-        norms,
-        gated_attention,
-        qk_norms,
-        grouped_delta_net,
-        dense_mlp,
-        experts,
-        gated_shared_expert,
-    ),
+    "qwen3_next": (norms, gated_attention, qk_norms, grouped_delta_net, experts, gated_shared_expert),
 }
 """The parts of a layer, by `model_type` in config.json. A new architecture is a row here."""
 

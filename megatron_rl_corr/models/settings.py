@@ -103,6 +103,10 @@ DELTA_NETS = {
     "attn_output_gate": Only((True,), "attention of this family has a gate for its output"),
     "output_gate_type": Only(("silu", "swish", None), "Megatron's gate of a delta net is SiLU"),
 }
+ALL_EXPERTS = {
+    "decoder_sparse_step": Only((1,), "servers make experts of every layer of this family"),
+    "mlp_only_layers": Only(([], None), "servers make experts of every layer of this family"),
+}
 ONLY: dict[str, dict[str, Only]] = {
     "deepseek_v3": LATENT,
     "glm4_moe_lite": LATENT,
@@ -116,13 +120,8 @@ ONLY: dict[str, dict[str, Only]] = {
     "qwen2_moe": {"attention_bias": HAS_BIAS},
     "qwen3": {"use_qk_norm": Only((True,), "this family has norms of queries and keys")},
     "qwen3_5_text": DELTA_NETS,
-    "qwen3_5_moe_text": DELTA_NETS
-    | {
-        "norm_topk_prob": RENORMALISED,
-        "decoder_sparse_step": Only((1,), "every layer of this family has experts"),
-        "mlp_only_layers": Only(([], None), "every layer of this family has experts"),
-    },
-    "qwen3_next": DELTA_NETS,
+    "qwen3_5_moe_text": DELTA_NETS | ALL_EXPERTS | {"norm_topk_prob": RENORMALISED},
+    "qwen3_next": DELTA_NETS | ALL_EXPERTS,
     "qwen3_moe": {
         "use_qk_norm": Only((True,), "this family has norms of queries and keys"),
         "shared_expert_intermediate_size": Only((0, None), "this family has no shared expert"),
@@ -379,7 +378,7 @@ def not_trained(config: Config) -> list[str]:
             f"config.json: {shown} without mlp_layer_types: servers read the first, and transformers the "
             "second, without which it has one dense layer; add mlp_layer_types"
         )
-    return lines + _window(filled)
+    return lines + _window(filled) + _not_read_by_servers(kind, config)
 
 
 def setting_problems(config: Config) -> list[str]:
@@ -451,6 +450,19 @@ def _wrong_value(name: str, key: str, value: Any) -> list[str]:
     else:
         kind, right = "a whole number from 1 on", _is_whole(value) and value > 0
     return [] if right else [f"config.json: {_shown(key, value)} must be {kind}; correct it"]
+
+
+def _not_read_by_servers(kind: str, config: Config) -> list[str]:
+    """A line for each rotary setting of Qwen3-Next that SGLang does not find where transformers does."""
+    inner = config.get("rope_parameters")
+    if kind != "qwen3_next" or not isinstance(inner, Mapping):
+        return []
+    return [
+        f"config.json: {_shown(key, inner[key])} stands among rope_parameters alone, where servers do not "
+        f"read it: they would take {DEFAULTS[kind][key]}; add it beside rope_parameters, too"
+        for key in ("rope_theta", "partial_rotary_factor")
+        if inner.get(key, DEFAULTS[kind][key]) != DEFAULTS[kind][key] and key not in config
+    ]
 
 
 def _too_many_chosen(config: Config, filled: Mapping[str, Any]) -> list[str]:

@@ -179,7 +179,8 @@ class PushVerifier:
         for server in servers:
             wrong, unknown = [], []
             for parameter, parts in self._kept.items():
-                ranks = [(rank, sums[parameter]) for rank, sums in server.ranks if parameter in sums]
+                held = ((rank, sums, self._engine.held_as(parameter, sums)) for rank, sums in server.ranks)
+                ranks = [(rank, sums[name]) for rank, sums, name in held if name in sums]
                 if ranks and all(self._matches(parts, checksum, server, rank) for rank, checksum in ranks):
                     matching.add((server.layout, parameter))
                     continue

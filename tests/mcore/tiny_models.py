@@ -154,11 +154,18 @@ MODELS = {
         **PUBLISHED,
     ),
     "qwen3_5_text": DELTA_NETS,
-    # It has no dense layer, and no size of one.
+    # It has no dense layer, and no size of one. SGLang fills experts of other sizes up on a CPU.
     "qwen3_5_moe_text": dict(
-        **EXPERTS, **DELTA_NETS, shared_expert_intermediate_size=40, intermediate_size=NOT_THERE
+        **EXPERTS | {"moe_intermediate_size": 32},
+        **DELTA_NETS,
+        shared_expert_intermediate_size=64,
+        intermediate_size=NOT_THERE,
     ),
-    "qwen3_next": dict(**EXPERTS, **DELTA_NETS, shared_expert_intermediate_size=40, mlp_only_layers=[1]),
+    "qwen3_next": dict(
+        **EXPERTS | {"moe_intermediate_size": 32},
+        **DELTA_NETS,
+        shared_expert_intermediate_size=64,
+    ),
     # GLM-4.5 has norms of queries and keys, GLM-4.5-Air has none; both have biases.
     "glm4_moe": dict(GLM, use_qk_norm=True, routed_scaling_factor=2.5, first_k_dense_replace=3),
     "glm4_moe air": dict(GLM, use_qk_norm=False, first_k_dense_replace=1),
@@ -166,9 +173,13 @@ MODELS = {
 
 
 def name_type(folder: Path, kind: str) -> None:
-    """Let the config.json of a model that transformers has saved name a `model_type` of CODE_OF."""
+    """Let the config.json of a model that transformers has saved name a `model_type` of CODE_OF, and have the
+    rotary base where servers read it.
+    """
     written = json.loads((folder / "config.json").read_text())
     assert written["model_type"] == CODE_OF.get(kind, kind)
+    if kind == "qwen3_next":
+        written["rope_theta"] = written["rope_parameters"]["rope_theta"]
     (folder / "config.json").write_text(json.dumps(written | {"model_type": kind}))
 
 

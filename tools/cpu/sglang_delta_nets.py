@@ -14,6 +14,7 @@ from tools.cpu.replacement import MissingName, Replacement
 
 BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 KERNEL = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
+KERNELS = "sglang.kernels.ops.attention.fla"
 
 
 def _of_one_more(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -121,14 +122,21 @@ def _convolve_next(original):
     return causal_conv1d_update
 
 
-def _gated_norm(original):
-    def forward(self, x, z=None):
-        assert self.norm_before_gate and self.group_size is None and self.activation in ("silu", "swish")
-        wide = x.float()
+def _norm_times_gate(original):
+    def forward(self, x, gate=None, z=None):
+        assert self.activation in ("silu", "swish")
+        gate, wide = z if gate is None else gate, x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()
-        return (wide if z is None else wide * silu(z.float())).to(x.dtype)
+        return (wide if gate is None else wide * silu(gate.float())).to(x.dtype)
 
     return forward
+
+
+def _of_the_cpu(original):
+    def get_device_module(device=None):
+        return original("cpu" if device is None else device)
+
+    return get_device_module
 
 
 _WHY = "of gated delta nets on a CPU, of a package without a wheel for it"
@@ -140,15 +148,17 @@ _OPS = {
     "fused_gdn_gating_cpu": gates,
     "fused_sigmoid_gating_delta_rule_update_cpu": next_tokens,
 }
-EARLY = [MissingName("torch", f"ops.sgl_kernel.{name}", made, _WHY) for name, made in _OPS.items()]
+EARLY = [
+    *(MissingName("torch", f"ops.sgl_kernel.{name}", made, _WHY) for name, made in _OPS.items()),
+    Replacement(
+        "torch", "get_device_module", _of_the_cpu, "Qwen3-Next makes a norm on the device of torch's build"
+    ),
+]
+_NORM = "its norm times a gate is a kernel for GPUs"
 LATE = [
     Replacement(BACKEND, "causal_conv1d_fn", _convolve_prompts, _WHY),
     Replacement(BACKEND, "causal_conv1d_update", _convolve_next, _WHY),
     Replacement(KERNEL, "chunk_gated_delta_rule", _prompts, _WHY),
-    Replacement(
-        "sglang.kernels.ops.attention.fla.layernorm_gated",
-        "RMSNorm.forward",
-        _gated_norm,
-        "its norm times a gate is a kernel for GPUs",
-    ),
+    Replacement(f"{KERNELS}.layernorm_gated", "RMSNorm.forward", _norm_times_gate, _NORM),
+    Replacement(f"{KERNELS}.fused_norm_gate", "FusedRMSNormGated.forward", _norm_times_gate, _NORM),
 ]

@@ -135,6 +135,7 @@ class SGLang(Engine):
     hashed = staticmethod(servers.hashed)
     server_parameter = staticmethod(stacked_parameters.server_parameter)
     held_in = staticmethod(stacked_parameters.held_in)
+    held_as = staticmethod(stacked_parameters.held_as)
     possible_layouts = staticmethod(stacked_parameters.possible_layouts)
 
     remedies = REMEDIES

@@ -127,4 +127,5 @@ class VLLM(Engine):
     checksum = staticmethod(checksum)
     server_parameter = staticmethod(stacked_parameters.server_parameter)
     held_in = staticmethod(stacked_parameters.held_in)
+    held_as = staticmethod(stacked_parameters.held_as)
     possible_layouts = staticmethod(stacked_parameters.possible_layouts)
