@@ -53,6 +53,15 @@ def latent_model(config, **arguments):
     return GPTModel(config=config, transformer_layer_spec=spec, mtp_block_spec=further, **arguments)
 
 
+def delta_net_model(config, **arguments):
+    """As pretrain_gpt.py builds Qwen3-Next."""
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_transformer_block_with_experimental_attention_variant_spec as block_spec,
+    )
+
+    return GPTModel(config=config, transformer_layer_spec=block_spec(config), **arguments)
+
+
 def model_provider(pre_process=True, post_process=True, vp_stage=None, config=None, pg_collection=None):
     args = get_args()
     config = config or arguments.core_transformer_config_from_args(args)
@@ -65,6 +74,7 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "position_embedding_type": args.position_embedding_type,
         "rotary_base": args.rotary_base,
+        "rotary_percent": args.rotary_percent,
         "vp_stage": vp_stage,
         "pg_collection": pg_collection,
     }
@@ -77,6 +87,8 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
     }
     if args.multi_latent_attention:
         return latent_model(config, **common)
+    if vars(args).get("experimental_attention_variant") == "gated_delta_net":
+        return delta_net_model(config, **common)
     if args.transformer_impl == "local":
         spec = get_gpt_layer_local_spec(normalization=args.normalization, **shape)
     else:

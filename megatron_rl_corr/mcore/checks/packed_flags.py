@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 
+DELTA_NETS = "gated_delta_net"
 ROWS = "--rollout-pad-sequences"
 """The flag that trains on padded rows instead."""
 
@@ -83,6 +84,14 @@ UNPACKED = (
         "experimental_attention_variant",
         "it is not proven to keep sequences apart",
         "",
+        lambda value, args: value not in (None, DELTA_NETS),
+    ),
+    Unpacked(
+        "--deterministic-mode",
+        "deterministic_mode",
+        "a gated delta net would not keep sequences apart",
+        "",
+        lambda value, args: bool(value) and vars(args).get("experimental_attention_variant") == DELTA_NETS,
     ),
 )
 

@@ -1,0 +1,107 @@
+"""Whole runs of Qwen3.5-MoE and Qwen3-Next, from prompts to an exported folder: a real SGLang server, four
+ranks in TP, PP and EP with the server's routes, gated delta nets in packed sequences.
+"""
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
+from tests.mcore.launched import launch, untimed_steps, write_data
+from tests.mcore.test_runs import SCRIPT
+from tests.mcore.tiny_models import VOCAB, make_model
+from tests.preloaded import PreloadedServer
+from tests.tiers import long
+from tools.cpu import environment, gpu_available, sglang_arguments
+
+pytestmark = [
+    long,
+    pytest.mark.skipif(gpu_available(), reason="without a GPU only"),
+    pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="sglang is not installed"),
+]
+LAYOUT = [
+    *("--tensor-model-parallel-size", 2, "--sequence-parallel", "--pipeline-model-parallel-size", 2),
+    *("--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1),
+]
+LONG = 20
+FAMILIES = ("qwen3_5_moe_text", "qwen3_next")
+SERVER = [
+    *("--enable-return-routed-experts", "--random-seed", "0"),
+    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+]
+"""Without a GPU, SGLang keeps no states for prefixes but those of whole prompts."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def run(request, tiny_moe_dir, tmp_path_factory):
+    """The folder of a run of three steps, its model, and the server's greedy response after it."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp(request.param)
+    model = folder / "model"
+    model.mkdir()
+    make_model(request.param, model)
+    for file in tiny_moe_dir.glob("*token*"):
+        shutil.copy(file, model)
+    # transformers cuts text as Qwen3.5 does, whatever the file says, and a server as the file says
+    AutoTokenizer.from_pretrained(model).save_pretrained(model)
+    write_data(folder)
+    server = PreloadedServer(
+        model,
+        dtype="float32",
+        log_path=folder / "server.log",
+        extra_arguments=[*sglang_arguments(), *SERVER],
+        # of a server in float32, too, the convolution's state is in bfloat16 without it
+        environment=environment("sglang") | {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+    )
+    flags = [
+        *LAYOUT,
+        *("--tokenizer-type", "NullTokenizer", "--vocab-size", VOCAB),
+        *("--router-replay", "R3", "--rollout-save-hf", folder / "hf"),
+        *("--train-iters", 3, "--save-interval", 3),
+        *("--rollout-max-probe-log-ratio", 0.001),
+    ]
+    with server:
+        done = launch(
+            folder, "run", model, server.url, SCRIPT, *flags, processes=4, checks="semantic", tokens=LONG
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        greedy, prompt = SamplingParams(LONG, temperature=0, ignore_eos=True), [3, 1, 4, 1, 5]
+        with LoopThread() as loop:
+            client = RolloutClient([server.url], vocab_size=VOCAB, timeout_s=60)
+            [response] = loop.call(client.generate([prompt], greedy))
+            loop.call(client.close())
+    return folder, model, response
+
+
+def test_run_when_routes_are_replayed_then_trainer_and_server_agree_to_float32(run):
+    folder, *_ = run
+    steps = untimed_steps(folder / "run")
+    assert len(steps) == 3 and [step["weight_version"] for step in steps] == [1, 2, 3]
+    for step in steps:
+        assert step["skipped"] == 0 and step["grad_norm"] > 0
+        assert step["rollout_corr/log_ratio_abs_max"] < 1e-4 and step["rollout_corr/k3_kl"] < 1e-9
+        assert step["router_replay/disagreement"] < 0.01
+
+
+def test_export_after_a_run_then_transformers_gives_the_servers_logprobs(run):
+    from transformers import AutoModelForCausalLM
+
+    folder, start, response = run
+    exported = folder / "hf/iter_0000003"
+    before, after = HFCheckpoint(start), HFCheckpoint(exported)
+    assert set(before.names) == set(after.names)
+    moved = [name for name in before.names if not torch.equal(before.tensor(name), after.tensor(name))]
+    assert set(moved) == set(before.names)
+    model = AutoModelForCausalLM.from_pretrained(
+        exported, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    ids = torch.cat([response.prompt_ids, response.output_ids])
+    with torch.no_grad():
+        logprobs = torch.log_softmax(model(ids[None]).logits[0, len(response.prompt_ids) - 1 : -1], -1)
+    assert response.oldest_version.endswith("3")
+    assert logprobs.argmax(-1).tolist() == response.output_ids.tolist()
+    torch.testing.assert_close(logprobs.max(-1).values, response.rollout_logprobs, atol=1e-5, rtol=0)
