@@ -213,7 +213,7 @@ def _mean(key: str, parameter, *, delta_nets: bool) -> int:
     return int(parameter.ndim == 1 and not adds_one)
 
 
-def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
+def make_model(name: str, folder: Path, *, seed: int = 0, spread: float = 0.25) -> None:
     """The model of MODELS, in Hugging Face format, its gradients in a folder there, and reference.pt: tokens,
     logits, what pulls at these, and routes [T, M, K] if any.
     """
@@ -229,7 +229,7 @@ def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
         # little off shows.
         for key, parameter in model.named_parameters():
             mean = _mean(key, parameter, delta_nets="linear_num_key_heads" in MODELS[name])
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.25 + mean)
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread + mean)
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
