@@ -24,7 +24,11 @@ _EXPERT = re.compile(
 _STACK = re.compile(
     r"(?P<layer>.*\.experts)(?:\.(?P<expert>\d+))?\.(?P<kind>gate_up_proj|down_proj)(?P<bias>_bias)?"
 )
-"""gpt-oss: a tensor for all experts of a layer, inputs x outputs. With a number: `single_experts`' own."""
+"""A tensor for all experts of a layer: inputs x outputs in gpt-oss, outputs x inputs in Qwen3.5, a model of
+images and text. With a number: `single_experts`' own.
+"""
+_OF_TEXT = "model.language_model."
+"""What the names of a model of images and text begin with, of its part for text."""
 _LATENT = re.compile(r"(?P<module>.*)\.(?P<kind>q_a_proj|kv_a_proj_with_mqa)\.weight")
 _DELTA_NET = re.compile(r"(?P<module>.*\.linear_attn)\.in_proj_(?P<kind>qkv|z|b|a)\.weight")
 _DELTA_PLACE = {"qkv": ("qkvz", 0), "z": ("qkvz", 1), "b": ("ba", 0), "a": ("ba", 1)}
@@ -78,7 +82,11 @@ def single_experts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
     if match is None:
         return [(name, tensor)]
     of_expert = f"{match['layer']}.{{}}.{match['kind']}{match['bias'] or ''}"
-    return [(of_expert.format(number), row.movedim(0, -1)) for number, row in enumerate(tensor)]
+    inputs_first = _OF_TEXT not in name
+    return [
+        (of_expert.format(number), row.movedim(0, -1) if inputs_first else row)
+        for number, row in enumerate(tensor)
+    ]
 
 
 def held_in(parameter: str, held: Container[str]) -> str:
@@ -94,11 +102,12 @@ def held_in(parameter: str, held: Container[str]) -> str:
 
 
 def held_as(parameter: str, held: Container[str]) -> str:
-    """The name by which a server with the parameters `held` has this one: SGLang may leave the module of
-    attention out.
+    """The name by which a server with the parameters `held` has this one: without the module of attention or
+    of the part for text, or that in another place.
     """
-    shorter = parameter.replace(".self_attn.", ".", 1)
-    return shorter if parameter not in held and shorter in held else parameter
+    shown = parameter.replace(_OF_TEXT, "model.", 1), parameter.replace(_OF_TEXT, "language_model.model.", 1)
+    names = [name for one in (parameter, *shown) for name in (one, one.replace(".self_attn.", ".", 1))]
+    return next((name for name in names if name in held), parameter)
 
 
 def possible_layouts(parts: Mapping[Part, Tensor], *, rank: int, size: int) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ expert's, both from 0.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -136,6 +137,34 @@ def linear_layers(config: Config) -> tuple[int, ...]:
     return tuple(layer for layer in range(config["num_hidden_layers"] if step else 0) if (layer + 1) % step)
 
 
+def of_text(config: Config) -> Config:
+    """The settings of the part for text of a model of images and text; any other config.json as it is.
+
+    Raises:
+        ValueError: it has a setting twice, with two values, or another part for text.
+    """
+    kind, text = config.get("model_type"), config.get("text_config")
+    if not (isinstance(kind, str) and kind in TEXT_OF) or text is None:
+        return config
+    if not isinstance(text, Mapping) or text.get("model_type", TEXT_OF[kind]) != TEXT_OF[kind]:
+        raise ValueError(
+            f"config.json: text_config of a {kind} must be an object with model_type {TEXT_OF[kind]}; "
+            "correct it"
+        )
+    outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config")}
+    for key, value in outer.items():
+        if key not in _OF_EITHER and not key.endswith("_token_id") and text.get(key, value) != value:
+            raise ValueError(
+                f"config.json: {key} is {value!r}, and {text[key]!r} in text_config, and not every engine "
+                "takes the same of the two; take one of them out"
+            )
+    return {**text, **outer}
+
+
+_OF_EITHER = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
+"""What a model of images and text, and its part for text, may have of their own."""
+
+
 def kept_as_loaded(config: Config) -> list[KeptTensors]:
     """Tensors that training never changes; any other tensor that is not sent is an error
     (weight_sync/coverage.py).
@@ -148,6 +177,8 @@ def kept_as_loaded(config: Config) -> list[KeptTensors]:
             r".*\.([kvq]|kv|prob)_scale(_float)?", "scale of a quantised KV cache: calibrated, not trained"
         ),
     ]
+    if config.get("model_type") in TEXT_OF:
+        kept.append(KeptTensors(r"(model\.)?visual\..*", "prompts are text, of which no image is a part"))
     if linear_layers(config):
         kept += [
             KeptTensors(r".*norm\.gemma_weight", "1 more than the norm's weight, with which it is set"),
@@ -345,6 +376,23 @@ def stacked_experts(config: Config) -> list[ParameterRow]:
     return rows
 
 
+def rows_of_experts(config: Config) -> list[ParameterRow]:
+    """Router and routed experts of Qwen3.5: one tensor holds all experts of a layer, each as it would be
+    alone, gate above up.
+    """
+    megatron, hf, every = MLP + r"experts\.", HF_MLP + "experts.", config["num_experts"]
+    width = config["moe_intermediate_size"]
+    rows = [ParameterRow(MLP + r"router\.weight", Replicated(), (HF_MLP + "gate.weight",))]
+    layouts = {
+        "linear_fc1": (Sections(((width, width),)), "gate_up_proj"),
+        "linear_fc2": (Sharded(1), "down_proj"),
+    }
+    for linear, (layout, name) in layouts.items():
+        for pattern in (rf"local_experts\.(?P<E>\d+)\.{linear}\.weight", rf"{linear}\.weight(?P<E>\d+)"):
+            rows.append(ParameterRow(megatron + pattern, layout, (hf + name,), stacked=every))
+    return rows
+
+
 def router_bias(config: Config) -> list[ParameterRow]:
     """The float32 bias that balances experts without an auxiliary loss: a buffer in Megatron."""
     return [
@@ -390,12 +438,17 @@ FAMILIES: dict[str, tuple[Part, ...]] = {
     "qwen2": (norms, grouped_attention, qkv_bias, dense_mlp),
     "qwen2_moe": (norms, grouped_attention, qkv_bias, dense_mlp, experts, gated_shared_expert),
     "qwen3": (norms, grouped_attention, qk_norms, dense_mlp),
+    "qwen3_5": (norms, gated_attention, qk_norms, delta_net, dense_mlp),
+    "qwen3_5_moe": (norms, gated_attention, qk_norms, delta_net, rows_of_experts, gated_shared_expert),
     "qwen3_5_moe_text": (norms, gated_attention, qk_norms, delta_net, experts, gated_shared_expert),
     "qwen3_5_text": (norms, gated_attention, qk_norms, delta_net, dense_mlp),
     "qwen3_moe": (norms, grouped_attention, qk_norms, dense_mlp, experts),
     "qwen3_next": (norms, gated_attention, qk_norms, grouped_delta_net, experts, gated_shared_expert),
 }
 """The parts of a layer, by `model_type` in config.json. A new architecture is a row here."""
+
+TEXT_OF = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+"""`model_type` of a model of images and text -> that of its part for text, which is trained."""
 
 CODE_OF = {"kimi_k2": "deepseek_v3"}
 """`model_type` that transformers does not know -> the one by whose code it is loaded. Code that comes with a
@@ -439,9 +492,19 @@ def parts_of(config: Config) -> tuple[Part, ...]:
     return tuple(part for part in FAMILIES[kind] if part not in switched_off)
 
 
+def hf_name(name: str, config: Config) -> str:
+    """A table's name of a tensor as this checkpoint has it: of a model of images and text, that for text has
+    a module of its own.
+    """
+    if config.get("model_type") not in TEXT_OF:
+        return name
+    return re.sub(r"^model\.", "model.language_model.", name)
+
+
 def has_stacked_experts(config: Config) -> bool:
     """True if one Hugging Face tensor holds all experts of a layer."""
-    return stacked_experts in FAMILIES.get(str(config.get("model_type")), ())
+    parts = FAMILIES.get(str(config.get("model_type")), ())
+    return stacked_experts in parts or rows_of_experts in parts
 
 
 def _qkv(config: Config) -> GroupedQKV:

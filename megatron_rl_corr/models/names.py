@@ -10,7 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_rl_corr.models.architectures import FAMILIES, ends, is_tied, kept_as_loaded, parts_of
+from megatron_rl_corr.models.architectures import (
+    FAMILIES,
+    ends,
+    hf_name,
+    is_tied,
+    kept_as_loaded,
+    parts_of,
+)
 from megatron_rl_corr.models.layouts import TensorLayout
 from megatron_rl_corr.models.mtp import hf_prefixes, mtp_rows, num_mtp_layers, shared_tensors
 from megatron_rl_corr.models.settings import with_defaults
@@ -69,6 +76,7 @@ class NameTable:
                 "--tokenizer-type NullTokenizer where Megatron's own tokenizer has fewer ids: it makes no "
                 "prompts"
             )
+        self._config = hf_config
         self._tied, self._num_layers = is_tied(hf_config), hf_config["num_hidden_layers"]
         layer_rows = [row for part in parts for row in part(hf_config)]
         rows = [*ends(hf_config, padded_vocab_size), *layer_rows, *mtp_rows(hf_config, layer_rows)]
@@ -128,7 +136,7 @@ class NameTable:
             if match:
                 numbers = match.groupdict()
                 names, together = (
-                    tuple(template.format(**numbers) for template in templates)
+                    tuple(hf_name(template.format(**numbers), self._config) for template in templates)
                     for templates in (row.hf_names, row.sent_with)
                 )
                 expert = int(numbers["E"]) if row.stacked else None

@@ -15,10 +15,12 @@ from megatron_rl_corr.models.architectures import (
     CODE_OF,
     EXPERTS,
     LINEAR_TYPES,
+    TEXT_OF,
     WINDOWED,
     WINDOWED_TYPES,
     Config,
     num_experts,
+    of_text,
     parts_of,
 )
 from megatron_rl_corr.models.defaults import ALIASES, DEFAULTS
@@ -139,6 +141,8 @@ MODEL_CLASS = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -258,7 +262,7 @@ _token_id are text's.
 def family_of(config: Config) -> str:
     """The `model_type` by whose code the model is loaded. Raises ValueError for one that is not supported."""
     parts_of(config)
-    kind = CODE_OF.get(config["model_type"], config["model_type"])
+    kind = _code_of(config["model_type"])
     if kind not in DEFAULTS:
         raise ValueError(
             f"config.json: model_type {kind!r} has no settings here, only names of weights; add them to "
@@ -274,8 +278,8 @@ def with_defaults(config: Config) -> dict[str, Any]:
     Args:
         config: of any model; of one that is not supported it is returned as it is.
     """
-    kind = config.get("model_type")
-    kind = CODE_OF.get(kind, kind) if isinstance(kind, str) else None
+    config, kind = of_text(config), config.get("model_type")
+    kind = _code_of(kind) if isinstance(kind, str) else None
     if kind not in DEFAULTS:
         return dict(config)
     names = ALIASES.get(kind, {})
@@ -287,6 +291,10 @@ def with_defaults(config: Config) -> dict[str, Any]:
     if filled.get("num_key_value_heads", 0) is None:
         filled["num_key_value_heads"] = filled["num_attention_heads"]
     return filled
+
+
+def _code_of(kind: str) -> str:
+    return CODE_OF.get(kind, TEXT_OF.get(kind, kind))
 
 
 def why_harmless(key: str, config: Config) -> str | None:
@@ -333,7 +341,8 @@ def malformed(config: Config) -> list[str]:
     Raises:
         ValueError: the architecture is not supported.
     """
-    kind, names = family_of(config), ALIASES.get(family_of(config), {})
+    config, kind = of_text(config), family_of(config)
+    names = ALIASES.get(kind, {})
     lines = _two_names(kind, config)
     for key, value in config.items():
         if names.get(key, key) in DEFAULTS[kind] and key not in ROPE:
@@ -348,7 +357,7 @@ def not_trained(config: Config) -> list[str]:
     Raises:
         ValueError: the architecture is not supported.
     """
-    kind, filled = family_of(config), with_defaults(config)
+    config, kind, filled = of_text(config), family_of(config), with_defaults(config)
     only, derived, used = (
         _only(kind),
         _derived(kind, filled),
@@ -362,7 +371,12 @@ def not_trained(config: Config) -> list[str]:
             lines += _another(key, value, Only(derived[key], f"it follows from {FOLLOWS[key]}"))
         elif key == "architectures":
             lines += _another(
-                key, value, Only(([MODEL_CLASS[kind]], [], None), "servers choose their model by it")
+                key,
+                value,
+                Only(
+                    ([MODEL_CLASS.get(config["model_type"], MODEL_CLASS[kind])], [], None),
+                    "servers choose their model by it",
+                ),
             )
         elif key == "layer_types":
             lines += _layer_types(value, filled)

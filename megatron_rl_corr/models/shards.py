@@ -217,7 +217,7 @@ def _check_all_used(
         )
 
 
-_HF_LAYER = re.compile(r"model\.layers\.\d+\.")
+_HF_LAYER = re.compile(r"model\.(language_model\.)?layers\.\d+\.")
 
 
 def _without_expert_number(name: str) -> str:

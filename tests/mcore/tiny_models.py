@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from megatron_rl_corr.models.architectures import CODE_OF
+from megatron_rl_corr.models.architectures import CODE_OF, TEXT_OF
 
 LENGTH, ROWS, VOCAB = 48, 2, 90
 SHAPE = {
@@ -154,6 +155,14 @@ MODELS = {
         **PUBLISHED,
     ),
     "qwen3_5_text": DELTA_NETS,
+    # Of images and text.
+    "qwen3_5": DELTA_NETS,
+    "qwen3_5_moe": dict(
+        **EXPERTS | {"moe_intermediate_size": 32},
+        **DELTA_NETS,
+        shared_expert_intermediate_size=64,
+        intermediate_size=NOT_THERE,
+    ),
     # It has no dense layer, and no size of one. SGLang fills experts of other sizes up on a CPU.
     "qwen3_5_moe_text": dict(
         **EXPERTS | {"moe_intermediate_size": 32},
@@ -183,6 +192,44 @@ def name_type(folder: Path, kind: str) -> None:
     (folder / "config.json").write_text(json.dumps(written | {"model_type": kind}))
 
 
+IMAGES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": SHAPE["hidden_size"],
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+"""The part for images of a model of images and text."""
+
+
+def make_config(kind: str, shape: dict):
+    """transformers' configuration."""
+    from transformers import AutoConfig
+
+    if kind not in TEXT_OF:
+        return AutoConfig.for_model(CODE_OF.get(kind, kind), **shape)
+    tokens = {f"{name}_token_id": VOCAB - 2 for name in ("image", "video", "vision_start", "vision_end")}
+    return AutoConfig.for_model(kind, text_config=shape, vision_config=IMAGES, **tokens)
+
+
+def stack_experts(folder: Path) -> None:
+    """Let a checkpoint that transformers has saved hold experts as Qwen3.5's published ones do."""
+    tensors, stacks = load_file(folder / "model.safetensors"), {}
+    for name in [name for name in tensors if ".experts." in name]:
+        layer, _, rest = name.partition(".experts.")
+        number, linear = rest.removesuffix(".weight").split(".")
+        stacks.setdefault(f"{layer}.experts", {}).setdefault(int(number), {})[linear] = tensors.pop(name)
+    for name, experts in stacks.items():
+        ordered = [experts[number] for number in range(len(experts))]
+        tensors[f"{name}.gate_up_proj"] = torch.stack(
+            [torch.cat([one["gate_proj"], one["up_proj"]]) for one in ordered]
+        )
+        tensors[f"{name}.down_proj"] = torch.stack([one["down_proj"] for one in ordered])
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
 def keep_routes(model) -> list[torch.Tensor]:
     """A list to which each of the model's layers with experts will add its tokens' experts, [T, K]."""
     routes = []
@@ -197,7 +244,8 @@ def save_gradients(model, tokens, pull, folder: Path) -> None:
     names; zeros where a parameter has none.
     """
     model = copy.deepcopy(model).double()
-    model.config._experts_implementation = "eager"  # the grouped kernel takes no float64
+    for config in (model.config, model.config.get_text_config()):
+        config._experts_implementation = "eager"  # the grouped kernel takes no float64
     ((model(tokens).logits * pull).sum() / len(tokens)).backward()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -217,13 +265,14 @@ def make_model(name: str, folder: Path, *, seed: int = 0, spread: float = 0.25) 
     """The model of MODELS, in Hugging Face format, its gradients in a folder there, and reference.pt: tokens,
     logits, what pulls at these, and routes [T, M, K] if any.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
     kind = name.split()[0]
     shape = {key: value for key, value in (SHAPE | MODELS[name]).items() if value is not NOT_THERE}
-    config = AutoConfig.for_model(CODE_OF.get(kind, kind), **shape)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    config = make_config(kind, shape)
+    maker = AutoModelForImageTextToText if kind in TEXT_OF else AutoModelForCausalLM
+    model = maker.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         # Large enough that attention is far from uniform, so that a rotary embedding that is a
         # little off shows.
@@ -243,4 +292,7 @@ def make_model(name: str, folder: Path, *, seed: int = 0, spread: float = 0.25) 
     if routes:
         reference["routes"] = torch.stack(routes, dim=1).view(ROWS * LENGTH, len(routes), -1)
     torch.save(reference, folder / "reference.pt")
+    if kind == "qwen3_5_moe":
+        stack_experts(folder)
+        stack_experts(folder / "gradients")
     name_type(folder, kind)

@@ -220,8 +220,8 @@ def check_stacked_experts(args: argparse.Namespace) -> None:
     problems = Problems()
     if args.rollout_push_rounding != "none":
         problems.add(
-            f"--rollout-push-rounding {args.rollout_push_rounding}: {why}, with inputs before outputs, and "
-            "no server quantises such experts in these blocks; leave it out"
+            f"--rollout-push-rounding {args.rollout_push_rounding}: {why}, and rounding of such "
+            "tensors in the blocks of a server is not proven; leave it out"
         )
     if args.rollout_push == "delta":
         problems.add(
@@ -230,8 +230,8 @@ def check_stacked_experts(args: argparse.Namespace) -> None:
         )
     if args.rollout_weight_transport == "tensor":
         problems.add(
-            f"--rollout-weight-transport tensor: {why}, and a server's ranks would read one tensor, whose "
-            "bias all but the first set to zero; use distributed or disk"
+            f"--rollout-weight-transport tensor: {why}, and a server's ranks would read one tensor, of "
+            "which some set a part to zero; use distributed or disk"
         )
     problems.raise_all()
 
