@@ -8,11 +8,12 @@ import shutil
 import pytest
 import torch
 
+from megatron_rl_corr.models.architectures import TEXT_OF
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from tests.mcore.launched import launch, untimed_steps, write_data
 from tests.mcore.test_runs import SCRIPT
-from tests.mcore.tiny_models import VOCAB, make_model
+from tests.mcore.tiny_models import VOCAB, make_model, write_processors
 from tests.preloaded import PreloadedServer
 from tests.tiers import long
 from tools.cpu import environment, gpu_available, sglang_arguments
@@ -30,7 +31,7 @@ LAYOUTS = {
     "cp2 dp2": ["--context-parallel-size", 2, "--expert-model-parallel-size", 2],
 }
 LONG = 20
-RUNS = [("qwen3_5_moe_text", "tp2 pp2 ep2"), ("qwen3_next", "tp2 pp2 ep2"), ("qwen3_5_moe_text", "cp2 dp2")]
+RUNS = [("qwen3_5_moe", "tp2 pp2 ep2"), ("qwen3_next", "tp2 pp2 ep2"), ("qwen3_5_moe_text", "cp2 dp2")]
 SERVER = [
     *("--enable-return-routed-experts", "--random-seed", "0"),
     *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
@@ -50,6 +51,8 @@ def run(request, tiny_moe_dir, tmp_path_factory):
     make_model(family, model, spread=0.15)  # of which float32 keeps more digits
     for file in tiny_moe_dir.glob("*token*"):
         shutil.copy(file, model)
+    if family in TEXT_OF:
+        write_processors(model)
     # transformers cuts text as Qwen3.5 does, whatever the file says, and a server as the file says
     AutoTokenizer.from_pretrained(model).save_pretrained(model)
     write_data(folder)
@@ -92,15 +95,16 @@ def test_run_when_routes_are_replayed_then_trainer_and_server_agree_to_float32(r
 
 
 def test_export_after_a_run_then_transformers_gives_the_servers_logprobs(run):
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder, start, response = run
     exported = folder / "hf/iter_0000003"
     before, after = HFCheckpoint(start), HFCheckpoint(exported)
     assert set(before.names) == set(after.names)
     moved = [name for name in before.names if not torch.equal(before.tensor(name), after.tensor(name))]
-    assert set(moved) == set(before.names)
-    model = AutoModelForCausalLM.from_pretrained(
+    assert set(moved) == {name for name in before.names if ".visual." not in name}
+    maker = AutoModelForImageTextToText if after.config["model_type"] in TEXT_OF else AutoModelForCausalLM
+    model = maker.from_pretrained(
         exported, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     ids = torch.cat([response.prompt_ids, response.output_ids])

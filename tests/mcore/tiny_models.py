@@ -214,6 +214,18 @@ def make_config(kind: str, shape: dict):
     return AutoConfig.for_model(kind, text_config=shape, vision_config=IMAGES, **tokens)
 
 
+def write_processors(folder: Path) -> None:
+    """What a server needs beside the weights of a model of images and text: how it would cut images."""
+    patches = {"patch_size": IMAGES["patch_size"], "temporal_patch_size": 2, "merge_size": 2}
+    common = {"size": {"longest_edge": 4096, "shortest_edge": 64}, "processor_class": "Qwen3VLProcessor"}
+    common |= patches | {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    for file, kind in (
+        ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
+        ("video_preprocessor_config.json", {"video_processor_type": "Qwen3VLVideoProcessor"}),
+    ):
+        (folder / file).write_text(json.dumps(common | kind))
+
+
 def stack_experts(folder: Path) -> None:
     """Let a checkpoint that transformers has saved hold experts as Qwen3.5's published ones do."""
     tensors, stacks = load_file(folder / "model.safetensors"), {}
