@@ -150,8 +150,10 @@ class EngineLimits:
     """Ways to stop sampling for a weight update, of "abort", "in_place" and "retract"."""
     weight_transports: tuple[str, ...] = ()
     """Ways to update weights, of "distributed", "tensor" and "disk"."""
-    stacked_experts: bool = False
-    """Pushes of experts that one tensor stacks are proven, and the settings of such models are all read."""
+    unusual_weights: bool = False
+    """Pushes of experts that one tensor stacks, and of gated delta nets, are proven, and all settings of such
+    models are read.
+    """
     fp8_models: tuple[str, ...] = ()
     """`model_type` of FP8 checkpoints whose servers load new values and scales."""
 

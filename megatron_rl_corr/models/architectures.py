@@ -501,10 +501,14 @@ def hf_name(name: str, config: Config) -> str:
     return re.sub(r"^model\.", "model.language_model.", name)
 
 
-def has_stacked_experts(config: Config) -> bool:
-    """True if one Hugging Face tensor holds all experts of a layer."""
+def unusual_weights(config: Config) -> str | None:
+    """Those weights of a model, in words, whose pushes are proven whole and at some engines alone; None where
+    it has none of them.
+    """
     parts = FAMILIES.get(str(config.get("model_type")), ())
-    return stacked_experts in parts or rows_of_experts in parts
+    if stacked_experts in parts or rows_of_experts in parts:
+        return "one tensor stacks all experts of a layer"
+    return "some layers are gated delta nets" if gated_attention in parts else None
 
 
 def _qkv(config: Config) -> GroupedQKV:

@@ -50,7 +50,7 @@ class Coverage:
     """
 
     def __init__(self, names: Iterable[str], why_kept: Callable[[str], str | None]):
-        self._why_kept = why_kept
+        self.why_kept = why_kept
         self._names = sorted(names)
         self._place = {name: i for i, name in enumerate(self._names)}
         self._kept = {name: reason for name in self._names if (reason := why_kept(name)) is not None}
@@ -140,7 +140,7 @@ class Coverage:
             # A separate output layer never stands for the embedding: a server that ties them has
             # only the embedding.
             unsent = held - filled - {"lm_head.weight"}
-            kept = {name: reason for name in unsent if (reason := self._why_kept(name)) is not None}
+            kept = {name: reason for name in unsent if (reason := self.why_kept(name)) is not None}
             left = sorted(held - filled - kept.keys() - (set() if scales else _new_scales(server, engine)))
             if left:
                 raise RolloutProtocolError(

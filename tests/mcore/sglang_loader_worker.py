@@ -70,7 +70,7 @@ def judge(path):
         found[how] = {
             "wrong": wrong(),
             "proven": told(lambda verifier=verifier, shown=shown: verifier.compare([shown])),
-            "held": len(shown.ranks[0][1]),
+            "held": sum(make_coverage(path).why_kept(name) is None for name in shown.ranks[0][1]),
         }
     found["whole"] = count(path, shown, *units)
     found["left out"] = [name for name, _ in units[-1]]

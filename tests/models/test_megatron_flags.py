@@ -338,8 +338,8 @@ def test_flags_of_glm_4_5_then_half_of_each_head_is_rotated_and_biases_and_norms
         (GLM | {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn' is not supported"),
         (GLM | {"norm_topk_prob": False}, "config.json: norm_topk_prob is false"),
         (
-            LLAMA | {"model_type": "qwen3_next"},
-            "config.json: model_type 'qwen3_next' is not supported: three of four",
+            LLAMA | {"model_type": "nemotron_h"},
+            "config.json: model_type 'nemotron_h' is not supported: most of its layers are of Mamba",
         ),
         (DEEPSEEK | {"q_lora_rank": None}, "config.json: q_lora_rank is null"),
         (DEEPSEEK | {"norm_topk_prob": False}, "config.json: norm_topk_prob is false"),

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from megatron_rl_corr.models.architectures import CODE_OF, FAMILIES, WINDOWED
+from megatron_rl_corr.models.architectures import CODE_OF, FAMILIES, TEXT_OF, WINDOWED
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.names import NameTable
@@ -154,6 +154,8 @@ def test_defaults_then_those_of_transformers_and_every_key_of_it_has_a_place(kin
             assert not named.get(key), "off, as use_sliding_window is"
         elif key == "layer_types":  # None: as transformers writes them
             assert model_flags(written) == model_flags(written | {key: value})
+        elif key == "full_attention_interval":  # transformers writes the layers' kinds
+            assert written["layer_types"][:value] == ["linear_attention"] * (value - 1) + ["full_attention"]
         elif key == "mlp_only_layers":
             assert named[key] == list(value)
         elif value is None and key in NULLS:
@@ -186,7 +188,8 @@ def test_defaults_then_those_of_transformers_and_every_key_of_it_has_a_place(kin
 
 
 def test_tables_then_every_family_has_its_own_and_no_key_is_harmless_twice():
-    assert {CODE_OF.get(kind, kind) for kind in FAMILIES} == set(DEFAULTS) == set(MODEL_CLASS)
+    of_text = {TEXT_OF.get(kind, CODE_OF.get(kind, kind)) for kind in FAMILIES}
+    assert of_text == set(DEFAULTS) == set(MODEL_CLASS) - set(TEXT_OF) and set(TEXT_OF) <= set(MODEL_CLASS)
     keys = [key for keys in HARMLESS.values() for key in keys]
     assert len(keys) == len(set(keys))
     used = {key for defaults in DEFAULTS.values() for key in defaults} | {*ONLY_ALL}

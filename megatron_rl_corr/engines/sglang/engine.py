@@ -41,7 +41,7 @@ class SGLang(Engine):
         max_stop_texts=32,
         pause_modes=requests.PAUSE_MODES,
         weight_transports=("distributed", "tensor", "disk"),
-        stacked_experts=True,
+        unusual_weights=True,
         # Not llama: its loader (0.5.23) looks for the scales under another name, and leaves them
         # as they were made.
         fp8_models=(

@@ -15,7 +15,7 @@ from megatron_rl_corr.engines.addresses import is_loopback
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.types import ServerChecksums
-from megatron_rl_corr.models.architectures import CODE_OF, has_stacked_experts
+from megatron_rl_corr.models.architectures import CODE_OF, unusual_weights
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.settings import computed
@@ -75,10 +75,9 @@ async def difference(
             own_type, own_type
         ):
             return url, f"its model_type is {served.type}, the checkpoint's {own_type}"
-        if has_stacked_experts(checkpoint.config) and not engine.limits.stacked_experts:
-            return url, (
-                f"it is {engine.name}, and pushes of experts that one tensor stacks are not proven there"
-            )
+        unusual = unusual_weights(checkpoint.config)
+        if unusual is not None and not engine.limits.unusual_weights:
+            return url, f"it is {engine.name}, and {unusual}, of which pushes are not proven there"
         if served.path is not None and is_loopback(url):
             settings = other_settings(Path(served.path), checkpoint.config)
             if settings:

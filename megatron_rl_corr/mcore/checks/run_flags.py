@@ -16,7 +16,7 @@ from megatron_rl_corr.mcore.checks.packed_flags import check_packed
 from megatron_rl_corr.mcore.checks.policy_check import check_policy
 from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.feature import feature_classes, number_of_steps
-from megatron_rl_corr.models.architectures import has_stacked_experts
+from megatron_rl_corr.models.architectures import unusual_weights
 from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.moe.routers import check_router_replay
 
@@ -33,7 +33,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         check_latent_attention,
         check_fused_yarn,
         check_fused_clamp,
-        check_stacked_experts,
+        check_unusual_weights,
         _check_packed_if,
         check_per_token_loss,
         check_updates,
@@ -211,27 +211,26 @@ def check_fused_clamp(args: argparse.Namespace) -> None:
         )
 
 
-def check_stacked_experts(args: argparse.Namespace) -> None:
-    """ValueError for pushes that are not proven where one tensor of the checkpoint has a layer's experts."""
+def check_unusual_weights(args: argparse.Namespace) -> None:
+    """ValueError for pushes that are not proven of all weights of the checkpoint."""
     path = Path(args.rollout_hf_checkpoint)
-    if not (path / "config.json").is_file() or not has_stacked_experts(read_config(path)):
+    which = unusual_weights(read_config(path)) if (path / "config.json").is_file() else None
+    if which is None:
         return
-    why = f"in {path} one tensor stacks all experts of a layer"
-    problems = Problems()
+    problems, why = Problems(), f"in {path} {which}"
     if args.rollout_push_rounding != "none":
         problems.add(
-            f"--rollout-push-rounding {args.rollout_push_rounding}: {why}, and rounding of such "
-            "tensors in the blocks of a server is not proven; leave it out"
+            f"--rollout-push-rounding {args.rollout_push_rounding}: {why}, and rounding of those as a server "
+            "would is not proven; leave it out"
         )
     if args.rollout_push == "delta":
         problems.add(
-            f"--rollout-push delta: {why}, and pushes of what changed in such tensors are not proven; use "
-            "full"
+            f"--rollout-push delta: {why}, and pushes of what changed there are not proven; use full"
         )
     if args.rollout_weight_transport == "tensor":
         problems.add(
-            f"--rollout-weight-transport tensor: {why}, and a server's ranks would read one tensor, of "
-            "which some set a part to zero; use distributed or disk"
+            f"--rollout-weight-transport tensor: {why}, and a server's ranks that read one tensor of those "
+            "are not proven; use distributed or disk"
         )
     problems.raise_all()
 
