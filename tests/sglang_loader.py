@@ -8,6 +8,7 @@ import torch
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.update_config import adjust_tp_num_heads_if_necessary
 from sglang.srt.distributed import bootstrap
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader import get_model
@@ -58,6 +59,8 @@ class LoadedModel:
 def start_rank(path, rank=0, size=1, port=None):
     """This process as tensor-parallel rank `rank` of `size` of a server of the folder; its arguments."""
     flags = ["--model-path", str(path), "--dtype", "float32", "--tp-size", str(size), *sglang_arguments()]
+    # as gated delta nets need without a GPU
+    flags += ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]
     arguments = prepare_server_args(flags)
     publish(arguments, role="scheduler", ranks=SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank))
     bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port or free_port())
@@ -67,6 +70,9 @@ def start_rank(path, rank=0, size=1, port=None):
 def load_model(arguments, rank=0, *, draft=False):
     """The model of `start_rank`'s arguments, or its draft model."""
     config = ModelConfig.from_server_args(arguments, is_draft_model=draft)
+    if hasattr(config.hf_text_config, "linear_num_key_heads"):
+        # as a server's model runner does on a CPU
+        adjust_tp_num_heads_if_necessary(config.hf_text_config, arguments.tp_size, True)
     model = get_model(
         model_config=config,
         load_config=LoadConfig(load_format="auto"),

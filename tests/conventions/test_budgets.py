@@ -27,7 +27,7 @@ BUDGETS = {
     "features": 3_855,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_370,
+    "commands": 5_385,
     "modules": 945,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -31,6 +31,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)")
 _EXPERT = re.compile(r"\.mlp\.experts\.experts\.(linear_fc[12]\.(?:weight|bias))$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_SECTION = re.compile(r"(?P<name>.*\.(in_proj|conv1d)\.weight)\.(?P<section>query|key|value|z|beta|alpha)")
+_SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
+"""A gated delta net's parameters are saved in sections, which stand in this order."""
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.")
 
 
@@ -62,9 +65,10 @@ class MegatronCheckpoint:
             for key, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata) and not key.startswith(("optimizer.", "chained_"))
         }
-        self._places = {
-            name: place for key, stored in self._stored.items() for name, place in _names(key, stored)
-        }
+        self._places: dict[str, list[Place]] = {}
+        for key in sorted(self._stored, key=_order):
+            for name, place in _names(key, self._stored[key]):
+                self._places.setdefault(name, []).append(place)
 
     @property
     def names(self) -> list[str]:
@@ -78,13 +82,17 @@ class MegatronCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The parameter's, as one rank would hold it."""
-        key, index = self._places[name]
-        return tuple(self._stored[key].size[len(index) :])
+        shapes = [self._stored[key].size[len(index) :] for key, index in self._places[name]]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def tensor(self, name: str) -> Tensor:
         """One parameter, as one rank would hold it. Reads that alone."""
-        key, index = self._places[name]
-        stored, shape = self._stored[key], self.shape(name)
+        sections = [self._section(name, *place) for place in self._places[name]]
+        return sections[0] if len(sections) == 1 else torch.cat(sections)
+
+    def _section(self, name: str, key: str, index: tuple[int, ...]) -> Tensor:
+        stored = self._stored[key]
+        shape = tuple(stored.size[len(index) :])
         found = torch.empty((1,) * len(index) + shape, dtype=stored.properties.dtype)
         chunk = ChunkStorageMetadata(torch.Size([*index, *[0] * len(shape)]), found.shape)
         items = create_read_items_for_chunk_list(key, stored, [chunk])
@@ -118,11 +126,21 @@ class _Into(LoadPlanner):
     set_up_planner = create_local_plan = create_global_plan = finish_plan = load_bytes = _unused
 
 
-def _names(key: str, stored: TensorStorageMetadata) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """(the parameter's name, (key, its place in the stacked tensor)) of each parameter that a key holds."""
+Place = tuple[str, tuple[int, ...]]
+"""A key of the checkpoint, and a place in its stacked tensor."""
+
+
+def _order(key: str) -> int:
+    match = _SECTION.fullmatch(key)
+    return _SECTIONS.index(match["section"]) if match else 0
+
+
+def _names(key: str, stored: TensorStorageMetadata) -> Iterator[tuple[str, Place]]:
+    """(the parameter's name, its place) of each parameter that a key holds, or holds a section of."""
     stacks = 1 if _STACKED.match(key) else 0
     expert = _EXPERT.search(key)
-    name = _EXPERT.sub(r".mlp.experts.\1", key)
+    section = _SECTION.fullmatch(key)
+    name = _EXPERT.sub(r".mlp.experts.\1", section["name"] if section else key)
     for layer in range(stored.size[0]) if stacks else [None]:
         of_layer = name if layer is None else name.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
         before = () if layer is None else (layer,)
