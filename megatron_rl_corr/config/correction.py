@@ -165,6 +165,14 @@ class RolloutCorrectionConfig(LossSettings):
                 f"{kind} gives one a token, from the corrected weights; drop one of them"
             )
 
+    def check_distilled_advantage(self) -> None:
+        asker = self.needed_inputs.get("advantages")
+        if self.distill_coef and asker:
+            raise ValueError(
+                f"{asker} needs the advantage of a whole response before the correction, and `distill_coef` "
+                f"{plain(self.distill_coef)} gives one a token; drop one of them"
+            )
+
     def check_bypass_weights(self) -> None:
         if self.bypass_mode and self.rollout_is is not None and self.kind.has_ratio:
             raise ValueError(

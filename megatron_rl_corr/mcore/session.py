@@ -36,7 +36,7 @@ from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.mcore.feature import Feature, RunParts, RunSettings, features_of
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.reference.policy import Reference
-from megatron_rl_corr.mcore.reference.start import make_reference
+from megatron_rl_corr.mcore.reference.start import make_reference, make_teacher
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.serving import WeightPush, check_servers_and_prompts, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -144,6 +144,8 @@ def start(
         config, options, args, parts.parameters, layout, loop=parts.loop, vocab_size=parts.vocab_size
     )
     opened.callback(reference.close)
+    teacher = make_teacher(config, options, args, layout, loop=parts.loop, vocab_size=parts.vocab_size)
+    opened.callback(teacher.close)
     exporter = StageExporter(
         parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
     )
@@ -197,6 +199,7 @@ def start(
         features=features,
         first_step=first_step,
         reference=reference,
+        teacher=teacher,
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     clear_abandoned_folders(options, layout, args.iteration)
