@@ -166,8 +166,7 @@ class RolloutCorrectionConfig(LossSettings):
             )
 
     def check_distilled_advantage(self) -> None:
-        asker = self.needed_inputs.get("advantages")
-        if self.distill_coef and asker:
+        if self.distill_coef and (asker := self.needed_inputs.get("advantages")):
             raise ValueError(
                 f"{asker} needs the advantage of a whole response before the correction, and `distill_coef` "
                 f"{plain(self.distill_coef)} gives one a token; drop one of them"

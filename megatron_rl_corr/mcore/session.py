@@ -146,9 +146,7 @@ def start(
     opened.callback(reference.close)
     teacher = make_teacher(config, options, args, layout, loop=parts.loop, vocab_size=parts.vocab_size)
     opened.callback(teacher.close)
-    exporter = StageExporter(
-        parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
-    )
+    exporter = StageExporter.of(parts.parameters, layout)
     collector = parts.collector
     if collector.agent_branches is not None:
         check_branches(config)
@@ -203,8 +201,7 @@ def start(
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     clear_abandoned_folders(options, layout, args.iteration)
-    if dist.get_rank() == 0:
-        _print_start(config, step)
+    _print_start(config, step)
     return Session(step, features, parts)
 
 
@@ -228,6 +225,8 @@ def _auto_weights(
 
 
 def _print_start(config: RolloutCorrectionConfig, step: CorrectedStep) -> None:
+    if dist.get_rank() != 0:
+        return
     for line in describe_start(config, step.scoring_reasons, step.updates.count):
         print(f"[rollout] {line}", flush=True)
 

@@ -123,8 +123,8 @@ def distill(
 def prefix_weights(correction: Correction, config: RolloutCorrectionConfig) -> Tensor | None:
     """The weights of what is exact at a prefix, and only its prefix was sampled: [T], or None for 1.
 
-    A weight of the whole sequence, or of its turn, corrects the prefix too. A weight of the token alone is for
-    the drawing of this token, and where nothing was drawn there is nothing to correct.
+    A weight of the whole sequence, or of its turn, corrects the prefix too. A weight of the token alone is
+    for the drawing of this token, and where nothing was drawn there is nothing to correct.
     """
     return None if config.rollout_is in (None, "token") else correction.weights
 

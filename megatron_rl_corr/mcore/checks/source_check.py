@@ -129,7 +129,7 @@ async def _difference(client: RolloutClient, texts: dict[str, list[int]]) -> Sta
 async def difference_of_tokenizers(
     client: RolloutClient | ServerControl, url: str, texts: Mapping[str, list[int]], remedy: str
 ) -> StartupError | None:
-    """What tells a server's tokenizer from the checkpoint's; None: nothing, or it can't be asked, with a line.
+    """What tells a server's tokenizer from the checkpoint's; None: nothing, or that is not known, and said.
 
     Args:
         client: asks the server.

@@ -74,15 +74,7 @@ def make_reference(
         return _make_served_reference(options, args, parameters, layout, loop, vocab_size)
     saved, reset_after = broadcast_saved(args, resets=resets)
     weights = all_reduce_startup(lambda: _weights(options, args, parameters, layout.shard, saved))
-    exporter = None
-    if resets:
-        exporter = StageExporter(
-            weights.on_device(),
-            layout.shard,
-            layout.stage_groups,
-            stage=layout.pp_rank,
-            num_stages=layout.pp_size,
-        )
+    exporter = StageExporter.of(weights.on_device(), layout) if resets else None
     if dist.get_rank() == 0:
         taken_from = saved or options.reference_checkpoint or options.hf_checkpoint
         print(
