@@ -120,7 +120,7 @@ def test_advantages_without_h_then_by_hand():
     teacher = torch.tensor([-0.5, -3.0, -0.5, math.nan, -1e30])
     made = distill(own, TeacherScores(teacher), 2.0)
     assert made.known.tolist() == [True, True, True, False, True] and made.top is None
-    assert made.gaps.tolist() == [-0.5, 1.0, 0.0, 0.0, 20.0]
+    assert made.kl.tolist() == [-0.5, 1.0, 0.0, 0.0, 20.0]
     assert made.advantages.tolist() == [1.0, -2.0, 0.0, 0.0, -40.0]
 
 
@@ -189,7 +189,7 @@ def test_metrics_and_tokens_that_are_rejected_or_not_known_then_only_kept_ones_c
     found = {name: one.value() for name, one in metrics.items() if name.startswith("distill")}
     assert found == pytest.approx(
         {
-            "distill_kl": LN2,  # log 2 of both
+            "distill_kl": TOP_KL + LN2 / 2,  # the second label is outside of H, where l - c = log 2
             "distill_top_kl": TOP_KL,
             "distill_student_mass": 0.75,
             "distill_teacher_mass": 0.75,

@@ -4,16 +4,28 @@ import json
 
 import pytest
 
+from tests.matrix.patched import unchanged
 from tests.matrix.releases import OVERLAID, chosen
 from tests.mcore.launched import launch, untimed_steps, write_data
-from tests.matrix.patched import unchanged
 from tests.mcore.test_runs import GROUPED, SCRIPT
 from tests.preloaded import ROOT, PreloadedServer, run_preloaded
 from tools.cpu import environment, sglang_arguments
 
 pytestmark = pytest.mark.skipif(chosen() != OVERLAID, reason="make test-matrix runs it")
 STEPS = 12
-ALONE = ["--rollout-group-size", 1, "--global-batch-size", 32, "--train-iters", STEPS, "--save-interval", STEPS, *GROUPED, "--lr", 3e-3]
+ALONE = [
+    "--rollout-group-size",
+    1,
+    "--global-batch-size",
+    32,
+    "--train-iters",
+    STEPS,
+    "--save-interval",
+    STEPS,
+    *GROUPED,
+    "--lr",
+    3e-3,
+]
 WAYS = {
     "sampled": ["--rollout-distill-coef", 1, "--tensor-model-parallel-size", 2, "--sequence-parallel"],
     "top": ["--rollout-distill-coef", 1, "--rollout-distill-top-k", 16, "--rollout-updates-per-batch", 2],
@@ -58,4 +70,12 @@ def test_run_when_a_teacher_alone_trains_then_the_reverse_kl_to_it_falls(
         )
     assert done.returncode == 0, done.stderr[-6000:]
     steps = untimed_steps(tmp_path / "run")
-    print(json.dumps([{k: v for k, v in s.items() if "distill" in k or k in ("grad_norm", "reward/mean", "skipped")} for s in steps], indent=0))
+    print(
+        json.dumps(
+            [
+                {k: v for k, v in s.items() if "distill" in k or k in ("grad_norm", "reward/mean", "skipped")}
+                for s in steps
+            ],
+            indent=0,
+        )
+    )

@@ -40,8 +40,8 @@ class Distilled:
 
     known: Tensor
     """[T] bool: the teacher's log-probs are known."""
-    gaps: Tensor
-    """[T] float32, l of the label, at most 20 either way; 0 where it is not known."""
+    kl: Tensor
+    """[T] float32, constant: the estimate of KL(p || t) whose gradient this is; 0 where it is not known."""
     advantages: Tensor
     """[T] float32, constant, to be added to those of the reward; times the coefficient."""
     top: TopDistilled | None = None
@@ -68,10 +68,10 @@ def distill(
 ) -> Distilled:
     """The reverse KL to the teacher of T tokens, as advantages and with H as a term of the loss.
 
-    Without H a token has the advantage -X l_y. log p_y in it is that of the policy that trains, of this very
-    pass and constant, not of the one that sampled nor of pi_old: weights and ratio make the mean over samples
-    the one under p, and there l is p's. With pi_old's the second update of a batch would follow KL(p || t) -
-    KL(p || pi_old), which runs past the teacher.
+    Without H a token has the advantage -X l_y, |l_y| at most 20. log p_y in it is that of the policy that
+    trains, of this very pass and constant, not of the one that sampled nor of pi_old: weights and ratio make
+    the mean over samples the one under p, and there l is p's. With pi_old's the second update of a batch
+    would follow KL(p || t) - KL(p || pi_old), which runs past the teacher.
 
     With H, P = 1 - sum_H p and Q = 1 - sum_H t the KL is parted without a remainder,
 
@@ -115,9 +115,9 @@ def distill(
     value = torch.where(known, torch.where(used, p * differences, 0.0).sum(dim=1) + rests[0] * c, 0.0).float()
     slope = (coefficients * torch.where(used, top_logprobs.float(), 0.0)).sum(dim=1)
     outside = known & (teacher.top_ids != labels[:, None]).all(dim=1)
-    advantages = torch.where(outside, c.float() - gaps, 0.0)
+    within = torch.where(outside, gaps - c.float(), 0.0)
     top = TopDistilled(slope - slope.detach() + value, masses)
-    return Distilled(known, gaps, coefficient * advantages, top)
+    return Distilled(known, value + within, -coefficient * within, top)
 
 
 def prefix_weights(correction: Correction, config: RolloutCorrectionConfig) -> Tensor | None:
@@ -147,7 +147,7 @@ def top_distillation(
     """
     mask, top = correction.mask & distilled.known, distilled.top
     if metrics is not None:
-        columns = {"distill_kl": distilled.gaps}
+        columns = {"distill_kl": distilled.kl}
         if top is not None:
             names = ("distill_student_mass", "distill_teacher_mass")
             columns |= {"distill_top_kl": top.kl.detach()} | dict(zip(names, top.masses, strict=True))
