@@ -252,6 +252,13 @@ class RunConfig(*reversed(TOPICS)):
                 self.reward_function, self.reward_url, self.reward_weights, max_new_tokens=self.max_new_tokens
             )
 
+    def check_reward_weights(self) -> None:
+        """ValueError where no reward counts, and no teacher trains."""
+        if self.reward_weights and not any(self.reward_weights) and not self.teacher_urls:
+            raise ValueError(
+                "`reward_weights` are all 0, which leaves every reward at 0; give one of them another weight"
+            )
+
     def check_unread_labels(self) -> None:
         """ValueError where no reward reads a label in a way that may fail."""
         if self.unread_labels == "drop" and not any(spec.reads_label for spec in self.rewards):

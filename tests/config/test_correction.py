@@ -432,8 +432,6 @@ FLAGS = (
     "0.5",
     "--rollout-distill-top-k",
     "8",
-    "--rollout-teacher-url",
-    "http://teacher:1",
 )
 
 

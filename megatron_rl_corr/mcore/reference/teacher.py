@@ -97,8 +97,12 @@ async def check_teacher(
 
 async def _refused(control: Any, url: str, token: int) -> str | None:
     """Why a server does not score this id; None: it does."""
+    engine = control.engine_of(url)
+    # Ids that are asked for are checked where ids that are given may be looked up unchecked.
+    chosen = engine.most_scored_ids > 0
+    request = engine.score_ids([0], [token]) if chosen else engine.score([0], [token], likeliest=1)
     try:
-        await control.ask(url, control.engine_of(url).score([0], [token], likeliest=1))
+        await control.ask(url, request)
     except RolloutServerError as error:
         if error.status is None or error.status >= 500:
             raise
