@@ -153,16 +153,19 @@ def _check_own_servers(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for servers of the reference or of the teacher to which the trained weights are pushed."""
     pushed = [other.rstrip("/") for other in run.urls]
 
-    def check(named: tuple[str, str, str]) -> None:
-        option, policy, url = named
+    def check(url: str) -> None:
+        if url.rstrip("/") in pushed and url in run.reference_urls:
+            raise ValueError(
+                f"`reference_urls` {url} is one of `urls` too, to which the trained weights are pushed; "
+                "start a server of its own for the reference"
+            )
         if url.rstrip("/") in pushed:
             raise ValueError(
-                f"`{option}` {url} is one of `urls` too, to which the trained weights are pushed; start a "
-                f"server of its own for the {policy}"
+                f"`teacher_urls` {url} is one of `urls` too, to which the trained weights are pushed; start "
+                "a server of its own for the teacher"
             )
 
-    named = [("reference_urls", "reference", url) for url in run.reference_urls]
-    check_each(check, named + [("teacher_urls", "teacher", url) for url in run.teacher_urls])
+    check_each(check, run.scoring_urls)
 
 
 def _check_teacher(config: RolloutCorrectionConfig, run: RunConfig) -> None:

@@ -87,6 +87,9 @@ def distill(
     others at each place; the policy's own mass outside of H, which the reverse KL must see above all, is P,
     whose part in the bracket, P c, grows as Q falls (c is cut at Q = 1e-6, in both parts alike).
 
+    Sources: reverse KL of the student's samples, GKD, arXiv:2306.13649, and MiniLLM, arXiv:2306.08543; as
+    advantages of tokens, slime's `--use-opd`.
+
     Args:
         logprobs: [T] log p of the label; its gradient is not used.
         teacher: its log-probs.
