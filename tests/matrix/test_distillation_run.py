@@ -91,6 +91,14 @@ def test_run_when_a_teacher_alone_trains_then_the_reverse_kl_to_it_falls(
         assert exact[0] > 0.03 and exact[-1] < 0.4 * exact[0], exact
         assert all(0.25 < step["loss/distill_teacher_mass"] < 0.4 for step in steps)
         assert steps[-1]["loss/distill_student_mass"] > steps[0]["loss/distill_student_mass"] + 0.05
+        flags = [*ALONE, *WAYS[way], "--rollout-teacher-url", server.url]
+        flags += ["--rollout-replay", tmp_path / "samples", "--exit-interval", 4]
+        again = launch(tmp_path, "again", tiny_moe_dir, None, SCRIPT, *flags, processes=2)
+        assert again.returncode == 0, again.stderr[-6000:]
+        replayed = untimed_steps(tmp_path / "again")
+        assert len(replayed) == 4
+        for one, other in zip(replayed, steps, strict=False):
+            assert one["loss/distill_top_kl"] == pytest.approx(other["loss/distill_top_kl"], rel=1e-3)
         return
     # Before the first update the policy is the one that sampled, whose log-probs the samples have.
     files = sorted((tmp_path / "samples").iterdir())
