@@ -112,6 +112,18 @@ def test_run_when_a_teacher_alone_trains_then_the_reverse_kl_to_it_falls(
     assert len(far) == 32 and kl[0] == pytest.approx(float(torch.cat(far).mean()), rel=1e-3)
 
 
+def test_run_when_the_teacher_is_the_start_and_served_by_vllm_then_the_kl_begins_at_0(
+    tmp_path, tiny_moe_dir, sglang_server_fp32, vllm_server_fp32
+):
+    flags = [*WAYS["top"][:2], "--train-iters", 1]
+    done = run(tmp_path, tiny_moe_dir, sglang_server_fp32, vllm_server_fp32, *flags)
+    assert done.returncode == 0, done.stderr[-6000:]
+    [step] = untimed_steps(tmp_path / "run")
+    assert step["loss/distill_missing"] == 0 and 0.1 < step["loss/distill_teacher_mass"] < 0.9
+    assert step["loss/distill_student_mass"] == pytest.approx(step["loss/distill_teacher_mass"], abs=1e-5)
+    assert abs(step["loss/distill_kl"]) < 1e-5 and abs(step["loss/distill_top_kl"]) < 1e-6
+
+
 def other_tokenizer(model):
     """The same ids, but two of them mean each other's characters."""
     path = model / "tokenizer.json"

@@ -83,9 +83,10 @@ def distill(
     the whole KL for every K; K says how much of it is noise. A sum over H alone, of p_v l_v, is not a KL: its
     minimum has less mass in H than the teacher.
 
-    H is of the teacher, not of the policy that sampled. A server scores the likeliest ids of its own, and no
-    others at each place; the policy's own mass outside of H, which the reverse KL must see above all, is P,
-    whose part in the bracket, P c, grows as Q falls (c is cut at Q = 1e-6, in both parts alike).
+    H is of the teacher, not of the policy that sampled. SGLang scores the likeliest ids of its own, and no
+    others that differ from place to place; the policy's own mass outside of H, which the reverse KL must see
+    above all, is P, whose part in the bracket, P c, grows as Q falls (c is cut at Q = 1e-6, in both parts
+    alike).
 
     Sources: reverse KL of the student's samples, GKD, arXiv:2306.13649, and MiniLLM, arXiv:2306.08543; as
     advantages of tokens, slime's `--use-opd`.

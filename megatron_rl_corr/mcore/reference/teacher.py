@@ -73,7 +73,9 @@ async def check_teacher(
                 f"--rollout-distill-top-k {likeliest}: {FLAG} {url} lists at most {most} ids; ask for fewer, "
                 "or start it with a larger bound"
             )
-        if (why := await _refused(control, url, vocab_size - 1)) is not None:
+        # Where neither is there ids are looked up unchecked, and one too many may end the server.
+        checks_ids = engine.most_scored_ids > 0 or engine.has_tokenizer(info)
+        if checks_ids and (why := await _refused(control, url, vocab_size - 1)) is not None:
             raise StartupError(
                 f"{FLAG} {url} has another vocabulary than --rollout-hf-checkpoint, of {vocab_size} ids: it "
                 f"does not take the last of them ({why}); serve a teacher with the policy's tokenizer"
@@ -82,16 +84,17 @@ async def check_teacher(
             remedy = "serve a teacher with the policy's tokenizer"
             if (error := await difference_of_tokenizers(control, url, texts, remedy)) is not None:
                 raise StartupError(f"{FLAG} {error}")
-        elif await _refused(control, url, vocab_size) is None:
+        elif checks_ids and await _refused(control, url, vocab_size) is None:
             raise StartupError(
                 f"{FLAG} {url} has another vocabulary than --rollout-hf-checkpoint, of {vocab_size} ids: it "
                 "takes one beyond them, and without a tokenizer on both sides no text can tell whether these "
                 "only pad it; give both their tokenizers, or serve a teacher with the policy's vocabulary"
             )
         else:
+            size = "its vocabulary has the policy's size; " if checks_ids else ""
             warn(
-                f"{FLAG} {url}: its vocabulary has the policy's size; that its ids mean the same is not "
-                "checked without a tokenizer on both sides"
+                f"{FLAG} {url}: {size}that its ids mean the same as the policy's is not checked without a "
+                "tokenizer on both sides"
             )
 
 
