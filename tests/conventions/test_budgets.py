@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_265,
     "doctor": 900,
     "moe": 965,
-    "mcore": 7_885,
+    "mcore": 7_890,
     "features": 3_855,
     "observability": 875,
     "integrations": 515,

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from megatron_rl_corr.config.flags import warn
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.mcore.checks.source_check import difference_of_tokenizers
 from megatron_rl_corr.mcore.forward import BatchForward
@@ -98,7 +98,7 @@ async def check_teacher(
             )
 
 
-async def _refused(control: Any, url: str, token: int) -> str | None:
+async def _refused(control: ServerControl, url: str, token: int) -> str | None:
     """Why a server does not score this id; None: it does."""
     engine = control.engine_of(url)
     # Ids that are asked for are checked where ids that are given may be looked up unchecked.
