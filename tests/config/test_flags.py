@@ -132,6 +132,7 @@ DEFAULTS = CLIENT | {
     "reference_checkpoint": None,
     "reference_reset": None,
     "reference_urls": (),
+    "teacher_urls": (),
     "reward_function": ("reward.py:reward",),
     "reward_url": (),
     "reward_weights": (),
