@@ -175,15 +175,15 @@ def save_gradients(model, tokens, pull, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def make_model(name: str, folder: Path, *, seed: int = 0) -> None:
+def make_model(name: str, folder: Path, *, seed: int = 0, **sizes: int) -> None:
     """The model of MODELS, in Hugging Face format, its gradients in a folder there, and reference.pt: tokens,
-    logits, what pulls at these, and routes [T, M, K] if any.
+    logits, what pulls at these, and routes [T, M, K] if any. sizes: other ones than there.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
     kind = name.split()[0]
-    config = AutoConfig.for_model(CODE_OF.get(kind, kind), **(SHAPE | MODELS[name]))
+    config = AutoConfig.for_model(CODE_OF.get(kind, kind), **(SHAPE | MODELS[name] | sizes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         # Large enough that attention is far from uniform, so that a rotary embedding that is a

@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import sys
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from tools.cpu.replacement import Replacement
 from tools.cpu.torch_gloo import ONE_DEVICE
 
 WORD = 0xFFFFFFFF
+HANDLER = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 # Imported all over SGLang, called only on a GPU; there is no wheel of it without CUDA.
 STUB = "sgl_kernel"
@@ -55,6 +57,26 @@ def _every_backend(original):
         return {}
 
     return _deterministic_attention_backend
+
+
+def _gated_in_torch(original):
+    def fused_gate_sigmoid_mul_add(hidden_states, gate_weight, shared_output, final_hidden_states) -> None:
+        """[T, H] += sigmoid([T, H] [H]) [T, H], in float32 as the kernel does it."""
+        gate = (hidden_states.float() @ gate_weight.float().view(-1, 1)).sigmoid()
+        added = gate * shared_output.float()
+        final_hidden_states.copy_(final_hidden_states.float() + added)
+
+    return fused_gate_sigmoid_mul_add
+
+
+def _latent_by_torch(original):
+    def get_handler(backend_name):
+        """The way of each latent attention to its scores: with torch always by the keys of its cache."""
+        if backend_name != "torch_native":
+            return original(backend_name)
+        return sys.modules[HANDLER]._dispatch_mla_subtype
+
+    return get_handler
 
 
 def _nothing(original):
@@ -106,6 +128,18 @@ LATE = [
         "enable_batch_invariant_mode",
         _nothing,
         "--enable-deterministic-inference puts GPU kernels in the place of torch's matrix products",
+    ),
+    Replacement(
+        "sglang.kernels.ops.elementwise.elementwise",
+        "fused_gate_sigmoid_mul_add",
+        _gated_in_torch,
+        "the gate of Qwen2-MoE's shared expert is a Triton kernel; this is the same function",
+    ),
+    Replacement(
+        HANDLER,
+        "AttentionBackendRegistry.get_handler",
+        _latent_by_torch,
+        "a prefill of latent attention would hand torch_native whole keys, and it reads those of the cache",
     ),
     *sglang_fp8.LATE,
     *sglang_memory.LATE,

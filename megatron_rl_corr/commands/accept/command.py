@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl_corr.commands.accept.judgement import BARS, TrialNumber, explanation, judge
-from megatron_rl_corr.commands.accept.trial import read_rows, run_trial, trial_command, trials
+from megatron_rl_corr.commands.accept.servers import served_before, server_rows
+from megatron_rl_corr.commands.accept.trial import EXPLAINED, read_rows, run_trial, trial_command, trials
 from megatron_rl_corr.engines.secrets import without_secret_words
 from megatron_rl_corr.files import write_atomically
 from megatron_rl_corr.tables import text_table
@@ -37,25 +38,30 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.bar or ("bfloat16" if {"--bf16", "--fp16"} & {*words} else "float32"),
     )
     out.mkdir(parents=True, exist_ok=True)
+    before = served_before(words)
     rows: list[TrialNumber] = []
     notes: list[str] = []
-    for number, name in enumerate(names, start=1):
+    for name in (*names, EXPLAINED):
+        if name == EXPLAINED and all(row.passed for row in rows):
+            continue
         folder = out / name
         command = trial_command(words, name, folder, steps=arguments.steps, has_experts=len(names) > 1)
-        print(f"trial {number} of {len(names)}, {name}: {_shown(command)}", flush=True)
+        print(f"trial {name}: {_shown(command)}", flush=True)
         try:
             status, last = run_trial(command, out / f"{name}.log")
         except KeyboardInterrupt:
             print(f"interrupted; the trial has ended, and its log is {out / f'{name}.log'}")
             return 128 + signal.SIGINT
         steps = read_rows(folder)
-        rows += judge(name, steps, arguments.steps, BARS[kind], has_experts=len(names) > 1)
-        rows.append(TrialNumber(name, "exit status", str(status), "0", status == 0))
-        if status != 0:
+        if name != EXPLAINED:
+            rows += judge(name, steps, arguments.steps, BARS[kind], has_experts=len(names) > 1)
+            rows.append(TrialNumber(name, "exit status", str(status), "0", status == 0))
+        if status != 0 and name != EXPLAINED:
             notes += [f"{name} ended with status {status}; its last lines, of {out / f'{name}.log'}:", *last]
         verdict = explanation(steps)
         if verdict:
             notes.append(f"{name}: {verdict}")
+    rows += server_rows(words, before)
     accepted = all(row.passed for row in rows)
     table = _table(rows)
     print("\n".join([*table, *notes, _outcome(accepted, kind)]))

@@ -12,6 +12,9 @@ from megatron_rl_corr.core.ledger_verdict import verdict_line
 from megatron_rl_corr.tables import readable
 
 EXPERTS_APART = "most tokens of a layer to other experts"
+HOST, DEVICE = "memory/host_gib/", "memory/device_gib/"
+RANKS = 8
+"""Ranks whose memory the page shows; accept.json's trials have all of them in their metrics."""
 LEDGER = {"ledger/mean_square", "ledger/mean_abs", "ledger/noise"}
 
 
@@ -87,6 +90,7 @@ def judge(
     rows.append(TrialNumber(trial, "pushes", f"{len(steps)}" if pushed else "not all", "all", pushed))
     skipped = sum(step.get("skipped", 0) != 0 for step in steps)
     rows.append(TrialNumber(trial, "steps that were skipped", str(skipped), "0", skipped == 0))
+    rows += _memory_rows(trial, steps[-1])
     layers = _by_layer(steps)
     if has_experts and not layers:
         rows.append(TrialNumber(trial, EXPERTS_APART, "not measured", "measured", False))
@@ -96,6 +100,18 @@ def judge(
         bound = f"at most {bar.disagreement:.0%}"
         passed = layers[worst] <= bar.disagreement
         rows.append(TrialNumber(trial, EXPERTS_APART, shown, bound, passed))
+    return rows
+
+
+def _memory_rows(trial: str, step: Mapping[str, float]) -> list[TrialNumber]:
+    """Peaks of the ranks, the largest first: of the host, and of GPUs where there are some."""
+    rows = []
+    for where, prefix in (("on the host", HOST), ("on its GPU", DEVICE)):
+        peaks = {name.removeprefix(prefix): gib for name, gib in step.items() if name.startswith(prefix)}
+        ranks = sorted(peaks, key=lambda rank: -peaks[rank])
+        shown = ", ".join(f"{peaks[rank]:.2f} GiB ({rank.replace('_', ' ')})" for rank in ranks[:RANKS])
+        shown += f", less on {len(ranks) - RANKS} ranks" if len(ranks) > RANKS else ""
+        rows += [TrialNumber(trial, f"peak memory of a rank {where}", shown, "-", True)] if ranks else []
     return rows
 
 
