@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl_corr.commands.accept.judgement import BARS, TrialNumber, explanation, judge
-from megatron_rl_corr.commands.accept.servers import served_before, server_rows
+from megatron_rl_corr.commands.accept.servers import served_before, server_rows, where
 from megatron_rl_corr.commands.accept.trial import EXPLAINED, read_rows, run_trial, trial_command, trials
 from megatron_rl_corr.engines.secrets import without_secret_words
 from megatron_rl_corr.files import write_atomically
@@ -41,12 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
     before = served_before(words)
     rows: list[TrialNumber] = []
     notes: list[str] = []
-    for name in (*names, EXPLAINED):
+    for number, name in enumerate((*names, EXPLAINED), start=1):
         if name == EXPLAINED and all(row.passed for row in rows):
             continue
         folder = out / name
         command = trial_command(words, name, folder, steps=arguments.steps, has_experts=len(names) > 1)
-        print(f"trial {name}: {_shown(command)}", flush=True)
+        count = "one more" if name == EXPLAINED else f"{number} of {len(names)}"
+        print(f"trial {count}, {name}: {_shown(command)}", flush=True)
         try:
             status, last = run_trial(command, out / f"{name}.log")
         except KeyboardInterrupt:
@@ -62,6 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         if verdict:
             notes.append(f"{name}: {verdict}")
     rows += server_rows(words, before)
+    notes += where(rows)
     accepted = all(row.passed for row in rows)
     table = _table(rows)
     print("\n".join([*table, *notes, _outcome(accepted, kind)]))

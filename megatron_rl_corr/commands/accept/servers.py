@@ -89,6 +89,24 @@ def server_rows(words: Sequence[str], before: Mapping[str, Served] | str) -> lis
     return [_not_compared(found)] if isinstance(found, str) else found
 
 
+def where(rows: Sequence[TrialNumber]) -> list[str]:
+    """Which side a mismatch is on, by the servers' weights, as notes: [] where nothing failed or they are not
+    known.
+    """
+    [compared] = [row for row in rows if row.what == NOT_THE_CHECKPOINTS]
+    if not compared.passed:
+        return [
+            f"{SERVERS}: the push is wrong, or its weights are not the checkpoint's: servers held others "
+            "than those that they load from their folder themselves"
+        ]
+    if compared.bar == "-" or all(row.passed for row in rows):
+        return []
+    return [
+        f"{SERVERS}: the pushes are right, as servers held the weights of their folder: what is named above "
+        "is in the trainer (its flags, or where its weights were loaded to), or in how servers compute"
+    ]
+
+
 async def _compared(client: RolloutClient, before: Mapping[str, Served]) -> TrialNumber:
     if {*client.base_urls} != {*before}:
         return _not_compared("there are other servers than before the trials")
