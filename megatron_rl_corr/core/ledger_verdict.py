@@ -58,6 +58,7 @@ CAUSES = {
     "routes": "chosen the trainer's {} experts, not those that they report",
     "layout": "{}",
     "without": "no {}",
+    "places": "something else in the place of {}",
 }
 """What servers may compute otherwise, by the kind of the suspect that the rest looks like."""
 LAYOUTS = {
@@ -82,6 +83,7 @@ LAYOUTS = {
         "shared_experts": "shared experts",
         "shared_gate": "gate of shared experts",
     },
+    "places": {"attention": "attention", "mlp": "the MLP"},
 }
 """Weights that servers have in other places than the trainer, or leave out, by the suspect's second word."""
 UNUSED = "unused"

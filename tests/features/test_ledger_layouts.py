@@ -10,6 +10,7 @@ from torch import nn
 from megatron_rl_corr.core.ledger_verdict import LAYOUTS, cause_lines
 from megatron_rl_corr.features.ledger.layouts import (
     MovedParts,
+    SilencedParts,
     WrongLayout,
     exchanged_halves,
     layouts_of,
@@ -186,6 +187,34 @@ def test_parts_that_are_left_out_then_zeros_and_sinks_that_no_softmax_sees():
     assert found["without/shared_gate"] == WrongLayout(ungated=True)
 
 
+def wrapped_chunk(layers):
+    """A chunk of these layers, from the first on, in a wrapper as DDP's."""
+    for number, layer in enumerate(layers, start=1):
+        layer.layer_number = number
+    wrapper, chunk, decoder = nn.Module(), nn.Module(), nn.Module()
+    decoder.layers, chunk.decoder, wrapper.module = nn.ModuleList(layers), decoder, chunk
+    return wrapper
+
+
+def test_module_that_gives_nothing_then_zeros_in_these_layers_and_all_as_before():
+    class Attention(nn.Module):
+        def forward(self, hidden):
+            return hidden + 1, None
+
+    layers = []
+    for _ in range(2):
+        layer = nn.Module()
+        layer.self_attention = Attention()
+        layers.append(layer)
+    chunk, hidden = wrapped_chunk(layers), torch.ones(2)
+    with (
+        SilencedParts("self_attention").changed(("1",), [chunk]),
+        SilencedParts("mlp").changed(("0",), [chunk]),
+    ):
+        assert [layer.self_attention(hidden)[0].tolist() for layer in layers] == [[2, 2], [0, 0]]
+    assert [layer.self_attention(hidden)[0].tolist() for layer in layers] == [[2, 2], [2, 2]]
+
+
 def test_gate_of_shared_experts_then_left_out_in_the_layers_alone_that_are_changed():
     class Shared(nn.Module):
         use_shared_expert_gate = False
@@ -195,9 +224,7 @@ def test_gate_of_shared_experts_then_left_out_in_the_layers_alone_that_are_chang
             self.use_shared_expert_gate = True
 
     layers = [nn.ModuleList([Shared()]) for _ in range(2)]
-    for number, layer in enumerate(layers, start=1):
-        layer.layer_number = number
-    chunk = SimpleNamespace(decoder=SimpleNamespace(layers=layers))
+    chunk = wrapped_chunk(layers)
     with MovedParts([], ONE, WrongLayout(ungated=True)).changed(("1",), [chunk]):
         assert [layer[0].use_shared_expert_gate for layer in layers] == [True, False]
     assert [layer[0].use_shared_expert_gate for layer in layers] == [True, True]

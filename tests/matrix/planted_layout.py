@@ -46,6 +46,25 @@ class WrongQueries:
         return self.right.split([q, k, v], rank, size)
 
 
+class MixedQueries(WrongQueries):
+    """Query heads in an order that no rule makes: 1, 3, 0, 2 of four, and so on."""
+
+    def merge(self, shards):
+        q, k, v = self.right.merge(shards)
+        heads = q.unflatten(0, (self.right.heads, -1))
+        return [heads[self.order().argsort()].reshape(q.shape), k, v]
+
+    def split(self, tensors, rank, size):
+        q, k, v = tensors
+        if WHERE == "both":
+            q = q.unflatten(0, (self.right.heads, -1))[self.order()].reshape(q.shape)
+        return self.right.split([q, k, v], rank, size)
+
+    def order(self):
+        every = torch.arange(self.right.heads)
+        return torch.cat([every[1::2], every[::2]])
+
+
 class WrongKeys(WrongQueries):
     """One in which keys and values are exchanged."""
 
@@ -110,6 +129,7 @@ WRONG = {
     "gate_up": (GatedUp, WrongGate, ""),
     "gate_up_turns": (InterleavedGateUp, WrongTurns, ""),
     "heads": (GroupedQKV, WrongQueries, ""),
+    "mixed_heads": (GroupedQKV, MixedQueries, ""),
     "keys_values": (GroupedQKV, WrongKeys, ""),
     "qkv_bias": (GroupedQKV, Dropped, r".*\.linear_qkv\.bias"),
     "sinks": (object, Dropped, r".*\.softmax_offset"),

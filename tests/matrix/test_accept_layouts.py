@@ -29,6 +29,7 @@ CASES = [
         "as if servers had query heads by groups, not dealt to them in turn",
     ),
     ("qwen3 tied", "heads", TRAINER, 1, "query heads by groups, not dealt to them in turn in layer 1"),
+    ("qwen3 tied", "mixed_heads", TRAINER, 1, "something else in the place of attention in layer 1"),
     ("qwen3 tied", "keys_values", TRAINER, None, "as if servers had keys and values exchanged"),
     ("qwen3 tied", "qk_norms", TRAINER, None, "as if servers had norms of queries and keys exchanged"),
     ("qwen3 tied", "gate_up", PUSH, None, "model.layers.0.mlp.gate_up_proj.weight"),

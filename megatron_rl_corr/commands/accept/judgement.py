@@ -115,6 +115,27 @@ def _memory_rows(trial: str, step: Mapping[str, float]) -> list[TrialNumber]:
     return rows
 
 
+def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The numbers of a trial's worst step, and the mean share of tokens with D = 0.
+
+    Example: {"d_max": 1.4e-05, "k3": 2.4e-12, "exact": 0.05, "probe_bits": 0.0, "disagreement": 0.0}.
+    """
+    worst = {
+        "d_max": "rollout_corr/log_ratio_abs_max",
+        "k3": "rollout_corr/k3_kl",
+        "probe_bits": "rollout/probe_bits",
+    }
+    found = {
+        key: _largest([step[name] for step in steps if name in step])
+        for key, name in worst.items()
+        if any(name in step for step in steps)
+    }
+    exact = [step["rollout_corr/exact_fraction"] for step in steps if "rollout_corr/exact_fraction" in step]
+    layers = _by_layer(steps)
+    found |= {"exact": sum(exact) / len(exact)} if exact else {}
+    return found | ({"disagreement": _largest([*layers.values()])} if layers else {})
+
+
 def explanation(steps: Sequence[Mapping[str, float]]) -> str:
     """The ledger's verdict on the last step that has one; "" where none has."""
     ledgers = [step for step in steps if step.get("ledger/tokens", 0) > 0 and step.keys() >= LEDGER]

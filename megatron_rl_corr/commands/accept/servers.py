@@ -36,6 +36,10 @@ class Served:
     path: str | None
     """The folder that it was started with; None: it does not tell."""
     version: str
+    """The name of its weights."""
+    engine: str
+    release: str
+    """Of the engine."""
 
 
 def served_before(words: Sequence[str]) -> dict[str, Served] | str:
@@ -50,7 +54,12 @@ def served_before(words: Sequence[str]) -> dict[str, Served] | str:
         found = {}
         for url, info, model in zip(client.base_urls, infos, models, strict=True):
             engine = client.engine_of(url)
-            found[url] = Served(engine.served_model(model, info).path, engine.weight_version(model))
+            found[url] = Served(
+                engine.served_model(model, info).path,
+                engine.weight_version(model),
+                client.fleet.name_of(url),
+                str(info.get("version", "of an unknown release")),
+            )
         return found
 
     return _asked(words, ask)

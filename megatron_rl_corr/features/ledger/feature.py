@@ -22,7 +22,7 @@ from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Divided,
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
 from megatron_rl_corr.features.ledger.distances import ListedTokens, distance_metrics
 from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
-from megatron_rl_corr.features.ledger.layouts import MovedParts, layouts_of
+from megatron_rl_corr.features.ledger.layouts import MODULES, MovedParts, SilencedParts, layouts_of
 from megatron_rl_corr.features.ledger.metrics import (
     cause_metrics,
     ledger_metrics,
@@ -481,7 +481,7 @@ class LedgerFeature(Feature):
 
         moved = self._moved_layers()
         divided = [*moved.values(), *self._old_weights(measured.number - lags.most - 1)]
-        divided += self._rounded_layers()
+        divided += self._rounded_layers() + self._other_modules()
         search = CauseSearch(self._suspects, log_probs, self._noise, self._layout.shard.tp_size, divided)
         whole = here = rest
         if rest is not None:
@@ -530,6 +530,21 @@ class LedgerFeature(Feature):
             )
             for name, wrong in self._layouts.items()
         }
+
+    def _other_modules(self) -> list[Divided]:
+        """Layers without their attention, or their MLP: what is wrong there is none of the layouts above."""
+        layers = tuple(one for one in self._layers if one.isdigit())
+        return [
+            Divided(
+                layers,
+                SilencedParts(module).changed,
+                _named_layers(f"places/{name}", layers, "all"),
+                ABOUT_ALL,
+                LEAST_FIT_OF_PART,
+                SWITCHED,
+            )
+            for name, module in (MODULES if self._layouts else {}).items()
+        ]
 
     def _rounded_layers(self) -> list[Divided]:
         """Parts of the model with weights as quantised servers have them, where a push does not round them

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +26,8 @@ from megatron_rl_corr.reduce.layout import Layout
 
 GATED = r".*\.linear_fc1\.(?:weight|bias)\d*"
 QKV = r".*\.linear_qkv\.(?:weight|bias)"
+MODULES = {"attention": "self_attention", "mlp": "mlp"}
+"""Last word of a cause -> a layer's module, where what is wrong is none of the layouts that are known."""
 SHARED = r".*\.shared_experts\.linear_fc2\.weight"
 
 
@@ -115,6 +117,35 @@ class MovedParts:
                 own = live.clone()
                 yield live, other.clone()
                 yield other, own
+
+
+@dataclass(frozen=True)
+class SilencedParts:
+    """Layers of which one module gives nothing.
+
+    What a trainer has there that is unlike any change that is known, as heads in an order of its own, is not
+    what servers have: e is what it adds and, unrelated, what it lacks, so that about half of its square lies
+    along d.
+    """
+
+    module: str
+    """Its name in a layer."""
+
+    @contextmanager
+    def changed(self, parts: Collection[str], chunks: Sequence[nn.Module]) -> Iterator[None]:
+        """Within, the module gives zeros in these layers."""
+        with ExitStack() as hooks:
+            for layer in _layers(parts, chunks):
+                module = dict(layer.named_children()).get(self.module)
+                if module is not None:  # one layer of a HybridModel has one of them
+                    hooks.enter_context(module.register_forward_hook(_zeros))
+            yield
+
+
+def _zeros(module: nn.Module, given: tuple, made: Any) -> Any:
+    if isinstance(made, tuple):
+        return tuple(_zeros(module, given, one) for one in made)
+    return torch.zeros_like(made) if isinstance(made, Tensor) else made
 
 
 def layouts_of(args: argparse.Namespace, config: Any) -> dict[str, WrongLayout]:
@@ -252,10 +283,15 @@ def unreachable(scores: Tensor) -> Tensor:
 
 def _gated_experts(parts: Collection[str], chunks: Sequence[nn.Module]) -> list[nn.Module]:
     """Shared experts with a gate, of these layers."""
-    found = []
-    for chunk in chunks:
+    modules = (one for layer in _layers(parts, chunks) for one in layer.modules())
+    return [one for one in modules if vars(one).get("use_shared_expert_gate")]
+
+
+def _layers(parts: Collection[str], chunks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The layers of these numbers that this rank has, of chunks in any wrappers."""
+    inner = (one for chunk in chunks for one in chunk.modules() if "decoder" in dict(one.named_children()))
+    for chunk in inner:
         block = layers_per_block(chunk)
         for layer in chunk.decoder.layers:
             if str((layer.layer_number - 1) // block) in parts:
-                found += [one for one in layer.modules() if vars(one).get("use_shared_expert_gate")]
-    return found
+                yield layer
