@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_755,
+    "config": 2_756,
     "models": 2_100,
-    "engines": 5_645,
+    "engines": 5_660,
     "reduce": 660,
-    "core": 2_460,
+    "core": 2_495,
     "logprobs": 1_035,
     "data": 4_505,
     "rollout": 7_660,
@@ -24,10 +24,10 @@ BUDGETS = {
     "doctor": 900,
     "moe": 965,
     "mcore": 7_700,
-    "features": 3_855,
+    "features": 4_146,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_370,
+    "commands": 5_578,
     "modules": 945,
 }
 """Lines of code that each folder may have; modules: the files beside them.

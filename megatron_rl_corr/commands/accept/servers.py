@@ -39,7 +39,7 @@ class Served:
     """The name of its weights."""
     engine: str
     release: str
-    """Of the engine."""
+    """The engine's."""
 
 
 def served_before(words: Sequence[str]) -> dict[str, Served] | str:
