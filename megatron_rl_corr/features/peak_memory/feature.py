@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,9 +11,11 @@ import torch.distributed as dist
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.features.peak_memory.metrics import DEVICE, HOST
 from megatron_rl_corr.mcore.feature import Feature
-from megatron_rl_corr.mcore.serving import WeightPush
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.failure import communication_device
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.serving import WeightPush
 
 GIB = 2**30
 KIB_PER_GIB = 2**20
