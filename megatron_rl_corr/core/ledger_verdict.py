@@ -83,7 +83,7 @@ LAYOUTS = {
         "shared_experts": "shared experts",
         "shared_gate": "gate of shared experts",
     },
-    "places": {"attention": "attention", "mlp": "the MLP"},
+    "places": {"queries": "queries or keys", "attention": "attention", "mlp": "the MLP"},
 }
 """Weights that servers have in other places than the trainer, or leave out, by the suspect's second word."""
 UNUSED = "unused"

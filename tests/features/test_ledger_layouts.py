@@ -10,10 +10,10 @@ from torch import nn
 from megatron_rl_corr.core.ledger_verdict import LAYOUTS, cause_lines
 from megatron_rl_corr.features.ledger.layouts import (
     MovedParts,
-    SilencedParts,
     WrongLayout,
     exchanged_halves,
     layouts_of,
+    silenced,
     taken_apart,
     taking_turns,
 )
@@ -196,23 +196,34 @@ def wrapped_chunk(layers):
     return wrapper
 
 
-def test_module_that_gives_nothing_then_zeros_in_these_layers_and_all_as_before():
+def test_module_that_gives_nothing_then_zeros_in_this_layer_and_all_as_before():
+    class Core(nn.Module):
+        def forward(self, query, key):
+            return query + key
+
     class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.core_attention = Core()
+
         def forward(self, hidden):
-            return hidden + 1, None
+            return self.core_attention(10 * hidden, hidden), None
 
     layers = []
     for _ in range(2):
         layer = nn.Module()
         layer.self_attention = Attention()
         layers.append(layer)
-    chunk, hidden = wrapped_chunk(layers), torch.ones(2)
-    with (
-        SilencedParts("self_attention").changed(("1",), [chunk]),
-        SilencedParts("mlp").changed(("0",), [chunk]),
-    ):
-        assert [layer.self_attention(hidden)[0].tolist() for layer in layers] == [[2, 2], [0, 0]]
-    assert [layer.self_attention(hidden)[0].tolist() for layer in layers] == [[2, 2], [2, 2]]
+    chunk, hidden = wrapped_chunk(layers), torch.ones(1)
+
+    def made():
+        return [layer.self_attention(hidden)[0].item() for layer in layers]
+
+    with silenced("attention", "1", [chunk]), silenced("mlp", "0", [chunk]):
+        assert made() == [11, 0]
+    with silenced("queries", "0", [chunk]):
+        assert made() == [1, 11]
+    assert made() == [11, 11]
 
 
 def test_gate_of_shared_experts_then_left_out_in_the_layers_alone_that_are_changed():

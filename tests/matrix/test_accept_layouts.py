@@ -29,7 +29,7 @@ CASES = [
         "as if servers had query heads by groups, not dealt to them in turn",
     ),
     ("qwen3 tied", "heads", TRAINER, 1, "query heads by groups, not dealt to them in turn in layer 1"),
-    ("qwen3 tied", "mixed_heads", TRAINER, 1, "something else in the place of attention in layer 1"),
+    ("qwen3 tied", "mixed_heads", TRAINER, 1, "something else in the place of queries or keys in layer 1"),
     ("qwen3 tied", "keys_values", TRAINER, None, "as if servers had keys and values exchanged"),
     ("qwen3 tied", "qk_norms", TRAINER, None, "as if servers had norms of queries and keys exchanged"),
     ("qwen3 tied", "gate_up", PUSH, None, "model.layers.0.mlp.gate_up_proj.weight"),
@@ -72,6 +72,7 @@ def test_layout_that_is_wrong_then_refused_and_named(
     planted = {"PLANTED": what, "PLANTED_IN": where} | (
         {} if layer is None else {"PLANTED_LAYER": str(layer)}
     )
-    status, _, page = accept(name, model, server.url, tmp_path, monkeypatch, script=SCRIPT, **planted)
+    many = ["--global-batch-size", 32]  # eight short responses are too few tokens for a verdict
+    status, _, page = accept(name, model, server.url, tmp_path, monkeypatch, *many, script=SCRIPT, **planted)
     print(page)
     assert status == 1 and words in page, page

@@ -202,6 +202,16 @@ class CauseSearch:
         return replace(self, suspects=parts)._best(start).causes if parts else ()
 
     @collective
+    def likeliest(self, rest: Rest | None) -> tuple[Cause, ...]:
+        """The one suspect along whose d most of the square of e lies, with that share; () where none has
+        enough. rest: None on ranks of other stages.
+        """
+        start = self._found((), rest)
+        return tuple(
+            Cause(one.suspect.name, one.fit(start.square), one.times) for one in self._fitting(start)[:1]
+        )
+
+    @collective
     def changes_nothing(self, divided: Divided, rest: Rest | None) -> bool:
         """True if the change of all parts moves no log-prob by a single bit. rest: None on other stages."""
         sums = self._node_sums(self._found((), rest), divided, [divided.parts])

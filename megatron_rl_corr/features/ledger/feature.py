@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Divided,
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
 from megatron_rl_corr.features.ledger.distances import ListedTokens, distance_metrics
 from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
-from megatron_rl_corr.features.ledger.layouts import MODULES, MovedParts, SilencedParts, layouts_of
+from megatron_rl_corr.features.ledger.layouts import MODULES, MovedParts, layouts_of, silenced
 from megatron_rl_corr.features.ledger.metrics import (
     cause_metrics,
     ledger_metrics,
@@ -481,7 +482,7 @@ class LedgerFeature(Feature):
 
         moved = self._moved_layers()
         divided = [*moved.values(), *self._old_weights(measured.number - lags.most - 1)]
-        divided += self._rounded_layers() + self._other_modules()
+        divided += self._rounded_layers()
         search = CauseSearch(self._suspects, log_probs, self._noise, self._layout.shard.tp_size, divided)
         whole = here = rest
         if rest is not None:
@@ -500,14 +501,17 @@ class LedgerFeature(Feature):
             search = replace(search, divided=[*divided, self._other_experts()])
         with self._weights_of(measured.number, lags.most), self._rounded():
             causes = tuple(replace(one, share=share * one.share) for one in search.causes(here))
-            if sum(one.share for one in causes) >= MOST_OF_REST * share:
+            if not moved or sum(one.share for one in causes) >= MOST_OF_REST * share:
                 return causes
             idle = [
                 Cause(name.replace("without", UNUSED), 0.0, 0.0)
                 for name, one in moved.items()
                 if name.startswith("without/") and search.changes_nothing(one, here)
             ]
-            return (*causes, *idle)
+            if causes or idle:
+                return (*causes, *idle)
+            places = replace(search, suspects=self._other_modules()).likeliest(here)
+            return tuple(replace(one, share=share * one.share) for one in places)
 
     def _old_weights(self, before: int) -> list[Divided]:
         """Parts of the model with the weights of this version, if they are kept."""
@@ -531,19 +535,19 @@ class LedgerFeature(Feature):
             for name, wrong in self._layouts.items()
         }
 
-    def _other_modules(self) -> list[Divided]:
-        """Layers without their attention, or their MLP: what is wrong there is none of the layouts above."""
-        layers = tuple(one for one in self._layers if one.isdigit())
+    def _other_modules(self) -> list[Suspect]:
+        """Each layer without its queries, attention or MLP: what is wrong there is no known layout."""
+        layers = [one for one in self._layers if one.isdigit()]
         return [
-            Divided(
-                layers,
-                SilencedParts(module).changed,
-                _named_layers(f"places/{name}", layers, "all"),
-                ABOUT_ALL,
-                LEAST_FIT_OF_PART,
+            Suspect(
+                f"places/{kind}/layer_{layer}",
+                partial(silenced, kind, layer),
                 SWITCHED,
+                len(MODULES) * len(layers),
+                LEAST_FIT_OF_PART,
             )
-            for name, module in (MODULES if self._layouts else {}).items()
+            for kind in MODULES
+            for layer in layers
         ]
 
     def _rounded_layers(self) -> list[Divided]:

@@ -26,8 +26,12 @@ from megatron_rl_corr.reduce.layout import Layout
 
 GATED = r".*\.linear_fc1\.(?:weight|bias)\d*"
 QKV = r".*\.linear_qkv\.(?:weight|bias)"
-MODULES = {"attention": "self_attention", "mlp": "mlp"}
-"""Last word of a cause -> a layer's module, where what is wrong is none of the layouts that are known."""
+MODULES = {
+    "queries": "self_attention.core_attention",
+    "attention": "self_attention",
+    "mlp": "mlp",
+}
+"""Second word of a cause -> a layer's module, where what is wrong is none of the layouts that are known."""
 SHARED = r".*\.shared_experts\.linear_fc2\.weight"
 
 
@@ -119,27 +123,27 @@ class MovedParts:
                 yield other, own
 
 
-@dataclass(frozen=True)
-class SilencedParts:
-    """Layers of which one module gives nothing.
+@contextmanager
+def silenced(kind: str, layer: str, chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Within, one layer's queries, its attention or its MLP are zeros; without queries it attends to all
+    tokens alike.
 
-    What a trainer has there that is unlike any change that is known, as heads in an order of its own, is not
-    what servers have: e is what it adds and, unrelated, what it lacks, so that about half of its square lies
-    along d.
+    A trainer may have there what is unlike any change that is known, as query heads in an order of their own:
+    e is what it adds and, unrelated, what it lacks, so that about half of its square lies along d.
     """
+    with ExitStack() as hooks:
+        for one in _layers((layer,), chunks):
+            modules = dict(one.named_modules())
+            module = modules.get(MODULES[kind])
+            if module is None:  # one layer of a HybridModel has one of them
+                continue
+            of = module.register_forward_pre_hook(_no_queries) if kind == "queries" else None
+            hooks.enter_context(of or module.register_forward_hook(_zeros))
+        yield
 
-    module: str
-    """Its name in a layer."""
 
-    @contextmanager
-    def changed(self, parts: Collection[str], chunks: Sequence[nn.Module]) -> Iterator[None]:
-        """Within, the module gives zeros in these layers."""
-        with ExitStack() as hooks:
-            for layer in _layers(parts, chunks):
-                module = dict(layer.named_children()).get(self.module)
-                if module is not None:  # one layer of a HybridModel has one of them
-                    hooks.enter_context(module.register_forward_hook(_zeros))
-            yield
+def _no_queries(module: nn.Module, given: tuple) -> tuple:
+    return (torch.zeros_like(given[0]), *given[1:])
 
 
 def _zeros(module: nn.Module, given: tuple, made: Any) -> Any:
