@@ -30,7 +30,7 @@ def test_family_when_nothing_is_wrong_then_accepted(name, tiny_moe_dir, tmp_path
     print(page)
     assert status == 0, numbers["notes"]
     [weights] = [row["found"] for row in numbers["rows"] if row["what"].startswith("weights that are not")]
-    assert weights.startswith("0 of ") and int(weights.rpartition(" ")[2]) > 30
+    assert weights.startswith("0 of ") and int(weights.rpartition(" ")[2]) > 20
     assert any(row["what"] == "peak memory of a rank on the host" for row in numbers["rows"])
     assert any("keys and values" in row["found"] for row in numbers["rows"])
     RECORDS.mkdir(parents=True, exist_ok=True)
