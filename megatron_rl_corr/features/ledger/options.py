@@ -30,7 +30,8 @@ class LedgerConfig(Options):
     ledger_layouts: Literal["off", "on"] = option("off", needs="ledger_interval")
     """on: where the rest is more than rounding, try weights in wrong places as causes too: gate and up
     exchanged, query heads in another order, a bias or sinks that one side leaves out, and more, of all layers
-    or of some. About 20 passes more; for the first steps of a model, as `megatron-rl-corr accept` has them.
+    or of some. Up to 60 passes more, and 3 a layer where nothing explains the rest: for the first steps of a
+    model, as `megatron-rl-corr accept` has them.
     """
 
     ledger_top: Annotated[int | None, Positive("64, for example")] = option(
