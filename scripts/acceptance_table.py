@@ -16,7 +16,7 @@ HEAD = (
     "D = 0",
     "to other experts",
     "weights after the pushes",
-    "memory",
+    "a rank on the host",
 )
 
 
