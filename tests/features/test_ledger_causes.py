@@ -203,7 +203,7 @@ def test_change_that_moves_no_log_prob_then_it_is_told_and_one_that_moves_a_sing
 
     def log_probs(suspects, rounds_otherwise=False):
         [names] = [one.changed.args[0] for one in suspects] or [()]
-        return base + sum(moved[name] for name in names)
+        return base + sum(moved[name] for name in names) + 1e-6 * rounds_otherwise
 
     search = CauseSearch((), log_probs, 1e-5, 1)
     rest = Rest(torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.bool), base)
