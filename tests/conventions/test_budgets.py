@@ -24,7 +24,7 @@ BUDGETS = {
     "doctor": 900,
     "moe": 965,
     "mcore": 7_700,
-    "features": 4_165,
+    "features": 4_166,
     "observability": 875,
     "integrations": 515,
     "commands": 5_578,

@@ -81,6 +81,8 @@ from megatron_rl_corr.reduce.metrics import Metric
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUNDED = {"fp8_weights": "fp8_blockwise", "int4_weights": "int4_group"}
 """Suspect -> how its weights are rounded, as --rollout-push-rounding has it."""
+EXPLAINED = 0.9
+"""Share of the rest's square from which on causes leave nothing that a part without effect would explain."""
 MOST_OF_REST = 0.5
 """Share of the square of routing and rest that the rest has alone, for experts to be tried."""
 
@@ -501,7 +503,7 @@ class LedgerFeature(Feature):
             search = replace(search, divided=[*divided, self._other_experts()])
         with self._weights_of(measured.number, lags.most), self._rounded():
             causes = tuple(replace(one, share=share * one.share) for one in search.causes(here))
-            if not moved or sum(one.share for one in causes) >= MOST_OF_REST * share:
+            if not moved or sum(one.share for one in causes) >= EXPLAINED * share:
                 return causes
             idle = [
                 Cause(name.replace("without", UNUSED), 0.0, 0.0)
