@@ -151,6 +151,8 @@ DEFAULTS = CLIENT | {
     "ledger_interval": None,
     "ledger_share": 1 / 64,
     "ledger_top": None,
+    "ledger_layouts": "off",
+    "peak_memory": False,
     "oversampling": 1.0,
     "events": None,
     "metrics_port": None,

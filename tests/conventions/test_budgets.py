@@ -12,11 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_835,
+    "config": 2_836,
     "models": 2_100,
-    "engines": 5_645,
+    "engines": 5_660,
     "reduce": 660,
-    "core": 2_590,
+    "core": 2_625,
     "logprobs": 1_035,
     "data": 4_510,
     "rollout": 7_665,
@@ -24,10 +24,10 @@ BUDGETS = {
     "doctor": 900,
     "moe": 965,
     "mcore": 7_890,
-    "features": 3_855,
+    "features": 4_166,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_370,
+    "commands": 5_578,
     "modules": 945,
 }
 """Lines of code that each folder may have; modules: the files beside them.
