@@ -67,6 +67,8 @@ LEFT_OUT: dict[str, str] = {
     "kl_loss_type": "the same",
     "kl_reward_coef": "the same",
     "kl_reward_type": "the same",
+    "distill_coef": "another objective: the KL to a teacher",
+    "distill_top_k": "the same",
     "sampler_kl_type": "the preset prime_rl has sampler_kl_coef with its default",
     "entropy_coef": "another objective",
     "advantage": "a fixed baseline, E_p[r]: one of the batch's own couples its samples; but otb is an arm",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 from megatron_rl_corr.config import notation
 from megatron_rl_corr.config.checks import NO_WEIGHTS, check_bounds, close_to, nearest, plain
 from megatron_rl_corr.config.dialects import in_our_words
-from megatron_rl_corr.config.fields import Positive, check_values, make, option
+from megatron_rl_corr.config.fields import Positive, check_values, make, option, options_of
 from megatron_rl_corr.config.loss_settings import LossSettings
 from megatron_rl_corr.config.presets import PRESET_FIELDS
 from megatron_rl_corr.config.problems import Problems, Refusal
@@ -165,6 +165,13 @@ class RolloutCorrectionConfig(LossSettings):
                 f"{kind} gives one a token, from the corrected weights; drop one of them"
             )
 
+    def check_distilled_advantage(self) -> None:
+        if self.distill_coef and (asker := self.needed_inputs.get("advantages")):
+            raise ValueError(
+                f"{asker} needs the advantage of a whole response before the correction, and `distill_coef` "
+                f"{plain(self.distill_coef)} gives one a token; drop one of them"
+            )
+
     def check_bypass_weights(self) -> None:
         if self.bypass_mode and self.rollout_is is not None and self.kind.has_ratio:
             raise ValueError(
@@ -281,7 +288,11 @@ class RolloutCorrectionConfig(LossSettings):
         """
         from megatron_rl_corr.config.yaml_file import read_yaml
 
-        content = read_yaml(path)
+        content = dict(read_yaml(path))
+        whole = [name for name, one in options_of(cls).items() if one.kind is int]
+        for name in whole:  # all numbers of a file are read as floats
+            if isinstance(value := content.get(name), float) and value.is_integer():
+                content[name] = int(value)
         try:
             return cls.from_dict({**content, **instead})
         except Refusal as error:

@@ -71,7 +71,7 @@ def _check_step_scale(config: RolloutCorrectionConfig, run: RunConfig) -> None:
 
 def _check_groups(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for groups of one sample where an advantage compares the samples of a group."""
-    if run.group_size > 1:
+    if run.group_size > 1 or _is_unrewarded(config, run):
         return
     kind = config.advantage_kind
     if config.advantage_by_token:
@@ -84,6 +84,11 @@ def _check_groups(config: RolloutCorrectionConfig, run: RunConfig) -> None:
             f"`group_size` 1 leaves a group-relative `advantage` ({kind}) of 0 everywhere; use 2 or more, or "
             "`advantage` reinforce_plus_plus or raw"
         )
+
+
+def _is_unrewarded(config: RolloutCorrectionConfig, run: RunConfig) -> bool:
+    """True if a teacher alone trains: all rewards are 0, as far as the options say (a replay's don't)."""
+    return bool(config.distill_coef) and not run.maker and not any(one.weight for one in run.rewards)
 
 
 def _check_group_filter(config: RolloutCorrectionConfig, run: RunConfig) -> None:
@@ -127,27 +132,74 @@ def _check_scored_distribution(config: RolloutCorrectionConfig, run: RunConfig) 
                 "distribution at temperature 1, which is not the one that was sampled; use "
                 f"`reference_checkpoint`, whose log-probs are of the sampled one, or drop `{name}`"
             )
+        if run.teacher_urls and changed[name](getattr(run, name)):
+            raise ValueError(
+                f"`teacher_urls` with `{name}` {getattr(run, name)}: a teacher scores tokens under its whole "
+                "distribution at temperature 1, and the policy must be sampled and trained under its own; "
+                f"drop `{name}`"
+            )
 
     check_each(check, changed)
 
 
-def _check_reference_urls(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+def _check_scoring_urls(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for addresses that can't be servers'."""
     if run.engine in OVER_HTTP:
         check_urls_of("`reference_urls`", run.reference_urls)
+        check_urls_of("`teacher_urls`", run.teacher_urls)
 
 
 def _check_own_servers(config: RolloutCorrectionConfig, run: RunConfig) -> None:
-    """ValueError for servers of the reference to which the trained weights are pushed."""
+    """ValueError for servers of the reference or of the teacher to which the trained weights are pushed."""
+    pushed = [other.rstrip("/") for other in run.urls]
 
     def check(url: str) -> None:
-        if url.rstrip("/") in [other.rstrip("/") for other in run.urls]:
+        if url.rstrip("/") in pushed and url in run.reference_urls:
             raise ValueError(
                 f"`reference_urls` {url} is one of `urls` too, to which the trained weights are pushed; "
                 "start a server of its own for the reference"
             )
+        if url.rstrip("/") in pushed:
+            raise ValueError(
+                f"`teacher_urls` {url} is one of `urls` too, to which the trained weights are pushed; start "
+                "a server of its own for the teacher"
+            )
 
-    check_each(check, run.reference_urls)
+    check_each(check, run.scoring_urls)
+
+
+def _check_teacher(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for a teacher without distillation, or the other way round."""
+    if run.teacher_urls and not config.distill_coef:
+        raise ValueError(
+            f"`teacher_urls` {' '.join(run.teacher_urls)} has no effect without distillation; add "
+            "`distill_coef`, 1 is usual, or drop it"
+        )
+    if config.distill_coef and not run.teacher_urls:
+        raise ValueError(
+            f"`distill_coef` {plain(config.distill_coef)} needs a teacher; name its servers with "
+            "`teacher_urls`, or drop it"
+        )
+
+
+def _check_distillation(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for what distillation was not derived for, or what has no effect where it alone trains."""
+    if not config.distill_coef:
+        return
+    coef, top = plain(config.distill_coef), config.distill_top_k
+    refused = {
+        f"`score_centering` {run.score_centering} with `distill_coef` {coef}: centering is derived for one "
+        "advantage of all ids at a token, and a teacher gives each id its own; drop one of them": (
+            run.score_centering is not None
+        ),
+        f"`distill_top_k` {top} with `linear_logprobs`, which gives log-probs of the sampled ids alone; drop "
+        "one of them": top is not None and run.linear_logprobs,
+        f"`group_filter` {SPREAD} without a reward: rewards that are all 0 have no spread, so no group "
+        "would pass; drop it": run.group_filter == SPREAD and _is_unrewarded(config, run),
+    }
+    given = [text for text, is_given in refused.items() if is_given]
+    if given:
+        raise Refusal(given)
 
 
 def _check_recorded_routes(config: RolloutCorrectionConfig, run: RunConfig) -> None:
@@ -257,7 +309,9 @@ def _check_score_centering(config: RolloutCorrectionConfig, run: RunConfig) -> N
 _TOGETHER = (
     _check_penalty,
     _check_scored_distribution,
-    _check_reference_urls,
+    _check_scoring_urls,
+    _check_teacher,
+    _check_distillation,
     _check_own_servers,
     _check_turns,
     _check_inputs,

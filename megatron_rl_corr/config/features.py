@@ -15,6 +15,7 @@ FEATURES = (
     "export",
     "trace",
     "push_probe",
+    "peak_memory",
     "evaluation",
     "agent",
 )

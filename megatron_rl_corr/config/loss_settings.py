@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron_rl_corr.config.checks import plain
+from megatron_rl_corr.config.distillation import Distillation
 from megatron_rl_corr.config.fields import Between, Positive, option
 from megatron_rl_corr.config.kl import KLPenalties
 from megatron_rl_corr.config.losses import (
@@ -28,7 +29,7 @@ _TEMPERATURE = Positive("1 is usual", finite=True)
 
 
 @dataclass(frozen=True)
-class LossSettings(KLPenalties):
+class LossSettings(KLPenalties, Distillation):
     """Policy loss: its name, its bounds, its penalties and its average.
 
     None in a setting means the loss's own value (config/losses.py); read it through `clip`, `aggregation` and

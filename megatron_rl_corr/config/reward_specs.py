@@ -134,10 +134,6 @@ def parse_rewards(
     for weight in weights:
         if not math.isfinite(as_float32(weight)):
             raise ValueError(f"`reward_weights` must be finite in float32, got {weight:g}")
-    if weights and not any(weights):
-        raise ValueError(
-            "`reward_weights` are all 0, which leaves every reward at 0; give one of them another weight"
-        )
     if weights:
         found = [
             replace(spec, weight=as_float32(weight)) for spec, weight in zip(found, weights, strict=True)

@@ -12,6 +12,7 @@ import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+from megatron_rl_corr.config.distillation import TeacherConfig
 from megatron_rl_corr.config.features import feature_options
 from megatron_rl_corr.config.fields import Between, EpisodeMaker, Options, Positive, option, options_of
 from megatron_rl_corr.config.groups import GroupsConfig
@@ -176,6 +177,7 @@ TOPICS = (
     UpdatesConfig,
     ModelConfig,
     ReferenceConfig,
+    TeacherConfig,
     WeightSyncConfig,
     ExpertsConfig,
     LogsConfig,
@@ -195,7 +197,7 @@ IDLE_TOPICS = (
 IDLE_OPTIONS = ("max_lag", "stale_samples", "pause_mode")
 """What has no effect in a replay."""
 OF_SCORERS = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key_env", "ca_file")
-"""Options of servers that act on those of a reference policy too."""
+"""Options of servers that act on those of a reference policy and of a teacher too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +224,11 @@ class RunConfig(*reversed(TOPICS)):
         return None if maker is None else getattr(self, maker.turns)
 
     @property
+    def scoring_urls(self) -> tuple[str, ...]:
+        """Servers that score samples and are never pushed to."""
+        return self.reference_urls + self.teacher_urls
+
+    @property
     def rewards(self) -> tuple[RewardSpec, ...]:
         """What the reward is the weighted sum of; none where the episodes score themselves."""
         return parse_rewards(
@@ -229,7 +236,8 @@ class RunConfig(*reversed(TOPICS)):
         )
 
     def check(self) -> None:
-        if self.replay is None and not (self.reward_function or self.reward_url or self.maker):
+        rewarded = self.reward_function or self.reward_url or self.maker
+        if self.replay is None and not (rewarded or self.teacher_urls):
             raise ValueError("`reward_function` is required; see --help")
 
     def check_makers(self) -> None:
@@ -242,6 +250,13 @@ class RunConfig(*reversed(TOPICS)):
         if self.replay is None:
             parse_rewards(
                 self.reward_function, self.reward_url, self.reward_weights, max_new_tokens=self.max_new_tokens
+            )
+
+    def check_reward_weights(self) -> None:
+        """ValueError where no reward counts, and no teacher trains."""
+        if self.reward_weights and not any(self.reward_weights) and not self.teacher_urls:
+            raise ValueError(
+                "`reward_weights` are all 0, which leaves every reward at 0; give one of them another weight"
             )
 
     def check_unread_labels(self) -> None:
@@ -305,14 +320,14 @@ class RunConfig(*reversed(TOPICS)):
                 )
 
         truncated = known(lambda: self.truncated_samples)
-        check_each(check, idle_in_replay(scored=bool(self.reference_urls), masked=truncated == "mask"))
+        check_each(check, idle_in_replay(scored=bool(self.scoring_urls), masked=truncated == "mask"))
 
 
 def idle_in_replay(*, scored: bool, masked: bool) -> tuple[str, ...]:
     """Options that a replay refuses, as they have no effect.
 
     Args:
-        scored: servers of a reference policy are asked.
+        scored: servers of a reference policy, or of a teacher, are asked.
         masked: `truncated_samples` is mask.
     """
     acts = (OF_SCORERS if scored else ()) + (("truncated_samples",) if masked else ())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 from megatron_rl_corr.core.ledger_places import LEAST_TOKENS, place_lines
 
@@ -55,8 +56,38 @@ CAUSES = {
     "int4_weights": "weights rounded to 4 bits in groups{}",
     "experts": "others in the places of {}",
     "routes": "chosen the trainer's {} experts, not those that they report",
+    "layout": "{}",
+    "without": "no {}",
+    "places": "something else in the place of {}",
 }
 """What servers may compute otherwise, by the kind of the suspect that the rest looks like."""
+LAYOUTS = {
+    "layout": {
+        "gate_up": "gate and up exchanged",
+        "gate_up_turns": "gate and up one behind the other, not in turns",
+        "keys_values": "keys and values exchanged",
+        "qkv_behind": "queries, keys and values by groups of heads, not one behind the other",
+        "rotary_pairs": "rotated dimensions in halves, not in pairs",
+        "rotary_halves": "rotated dimensions in pairs, not in halves",
+        "heads_dealt": "query heads by groups, not dealt to them in turn",
+        "heads_grouped": "query heads dealt to groups in turn",
+        "qk_norms": "norms of queries and keys exchanged",
+        "kv_behind": "keys and values of latent attention by heads, not one behind the other",
+    },
+    "without": {
+        "qkv_bias": "bias of queries, keys and values",
+        "output_bias": "bias behind attention",
+        "mlp_bias": "biases of the MLP",
+        "router_bias": "bias of routers",
+        "sinks": "attention sinks",
+        "shared_experts": "shared experts",
+        "shared_gate": "gate of shared experts",
+    },
+    "places": {"queries": "queries or keys", "attention": "attention", "mlp": "the MLP"},
+}
+"""Weights that servers have in other places than the trainer, or leave out, by the suspect's second word."""
+UNUSED = "unused"
+"""In the place of "without": leaving a part out changes no log-prob of the trainer by a single bit."""
 SIZED = ("norm_epsilon", "rotary_base", "rotary_stretch", "weights")
 """Kinds of which there may be more or less than was tried."""
 MOST_SCORED = 0.5
@@ -207,6 +238,10 @@ def cause_lines(numbers: Mapping[str, float]) -> list[str]:
     for name in sorted(names, key=lambda name: -numbers[f"ledger/as/{name}/share"]):
         share, times = (numbers[f"ledger/as/{name}/{part}"] for part in ("share", "times"))
         kind, _, value = name.partition("/")
+        if kind == UNUSED:
+            what = LAYOUTS["without"][value]
+            lines.append(f"the trainer computes as without its {what}: unused, or all zero")
+            continue
         sized = _PARTS[kind](value) if kind in _PARTS else value.replace("_", " ") or f"{times:.3g}"
         words = CAUSES.get(kind, f"{kind} {{}}").format(sized)
         is_same = kind not in SIZED or SAME[0] <= times <= SAME[1]
@@ -242,8 +277,14 @@ def _experts_in_words(parts: str) -> str:
     return _parts_in_words(some) + "".join(f" of expert-parallel {one.replace('_', ' ')}" for one in rank)
 
 
+def _layout_in_words(kind: str, value: str) -> str:
+    """gate and up exchanged in layer 2, of gate_up/layer_2."""
+    name, _, layers = value.partition("/")
+    return LAYOUTS[kind][name] + _layers_in_words(layers)
+
+
 _PARTS = dict.fromkeys(("weights", "fp8_weights", "int4_weights"), _layers_in_words)
-_PARTS |= {"experts": _experts_in_words}
+_PARTS |= {"experts": _experts_in_words} | {kind: partial(_layout_in_words, kind) for kind in LAYOUTS}
 
 
 def _percent(share: float) -> str:

@@ -76,6 +76,49 @@ METRICS = in_group(
         ),
     ),
     MetricSpec(
+        "loss/distill_kl",
+        "reverse KL to the teacher per token, estimated as it is trained; falls to 0 as they agree",
+        "mean over kept tokens of l_y; with K ids of the KL over them plus l_y - c outside of them",
+        "KL to the teacher",
+        only_with="--rollout-distill-coef",
+    ),
+    MetricSpec(
+        "loss/distill_missing",
+        "kept tokens that the teacher gave no finite log-prob for: it adds nothing to them",
+        "count",
+        only_with="--rollout-distill-coef",
+        usual=UsualRange(
+            "tokens train without the teacher",
+            "Look at the log of the servers of --rollout-teacher-url.",
+            low=0,
+            high=0,
+        ),
+    ),
+    MetricSpec(
+        "loss/distill_top_kl",
+        "the part of it over the teacher's K likeliest ids, and the rest as one outcome",
+        "mean over kept tokens of sum_H p l + P log(P / Q)",
+        only_with="--rollout-distill-top-k",
+    ),
+    MetricSpec(
+        "loss/distill_student_mass",
+        "probability under the policy of the K ids that the teacher finds likeliest",
+        "mean over kept tokens of sum_H p",
+        only_with="--rollout-distill-top-k",
+        usual=UsualRange(
+            "much of the KL is sampled and not computed",
+            "Usual at the start, where the policy is far from the teacher. If it stays: raise "
+            "--rollout-distill-top-k.",
+            low=0.5,
+        ),
+    ),
+    MetricSpec(
+        "loss/distill_teacher_mass",
+        "probability under the teacher of its K likeliest ids",
+        "mean over kept tokens of sum_H t",
+        only_with="--rollout-distill-top-k",
+    ),
+    MetricSpec(
         "loss/centering_drift",
         "size of the drift that score centering removes, as the mismatch of the ids' masses",
         "mean over kept tokens of sum_H |m - alpha p|",

@@ -88,6 +88,7 @@ class Rewards:
         tokenizer: Tokenizer | None = None,
         url_batch: int = 32,
         api_key: str | None = None,
+        required: bool = True,
         late: Callable[[SampleFailure | None], None] = lambda failure: None,
     ):
         self._specs = parse_rewards([specs], [], []) if isinstance(specs, str) else tuple(specs or ())
@@ -95,7 +96,7 @@ class Rewards:
         self._functions = RewardFunctions(functions, workers=workers, limit_s=limit_s)
         how = {"batch": url_batch, "limit_s": limit_s, "api_key": api_key}
         self._urls = {spec.name: RewardURL(spec, **how) for spec in self._specs if spec.kind == "url"}
-        self._tokenizer, self.late = tokenizer, late
+        self._tokenizer, self._required, self.late = tokenizer, required, late
         self._decoder = ThreadPoolExecutor(1, "rollout-decode")  # 10 ms for 32,000 tokens: not on the loop
         self._telling: set[asyncio.Task] = set()
         self._alone: list[RewardSpec] = []
@@ -110,6 +111,7 @@ class Rewards:
             workers=options.reward_workers,
             limit_s=options.reward_timeout_s,
             tokenizer=tokenizer,
+            required=not options.teacher_urls,
             **options.reward_url_arguments(),
         )
 
@@ -242,6 +244,8 @@ class Rewards:
                 number, and where both or neither of environment and function give a reward.
         """
         own = trajectory.environment_reward
+        if own is None and not self._specs and not self._required:
+            return Score(0.0)
         if (not self._specs) == (own is None):
             found = f"its environment or agent gave {'no reward' if own is None else f'the reward {own}'}"
             remedy = "give one of them" if own is None else "drop one of them"

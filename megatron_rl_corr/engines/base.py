@@ -207,6 +207,14 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """What the server computes in, for instance "bfloat16"."""
         raise self._unsupported("server_info")
 
+    def memory_report(self) -> Request | None:
+        """Ask how much memory the server takes; None: it does not tell."""
+        return None
+
+    def memory_in_use(self, answer: Mapping[str, Any]) -> dict[str, float]:
+        """What for -> GiB on each of its ranks, in an answer to `memory_report`; {}: it does not tell."""
+        return {}
+
     def pause_generation(self, mode: str) -> Request:
         """Stop sampling; new requests wait.
 

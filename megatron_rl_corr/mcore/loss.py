@@ -17,6 +17,7 @@ from megatron_rl_corr.config.rules import RULE_INPUTS
 from megatron_rl_corr.core.aggregation import token_coefficients
 from megatron_rl_corr.core.correction import Correction, compute_correction
 from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.core.losses.distillation import Distilled, TeacherScores, distill, prefix_weights
 from megatron_rl_corr.core.losses.own import gradient_of
 from megatron_rl_corr.core.losses.penalties import mean_entropy
 from megatron_rl_corr.core.losses.score_centering import TopPolicies
@@ -215,6 +216,9 @@ class CorrectedLoss:
             output, micro, self.logprob_settings, with_entropy=self.with_entropy
         )
         current, correction = logprobs.detach(), inputs.correction
+        rewarded, distilled = inputs.advantages, self._distilled(micro, current, of_top)
+        if distilled is not None:
+            inputs = replace(inputs, advantages=rewarded + distilled.advantages)
         corrected: dict[str, Metric] = {}
         metrics: dict[str, Metric] = {}
         if not self.scored:
@@ -226,7 +230,7 @@ class CorrectedLoss:
             loss_of(config.loss),
             logprobs,
             old,
-            inputs.advantages,
+            rewarded,
             correction,
             config,
             entropy=entropy,
@@ -236,19 +240,30 @@ class CorrectedLoss:
             groups=self.groups,
             ref_logprobs=inputs.ref_logprobs,
             rollout_logprobs=inputs.rollout_logprobs,
-            top=TopPolicies(of_top[0], inputs.top_logprobs) if of_top else None,
+            top=None if inputs.top_logprobs is None else TopPolicies(of_top[0], inputs.top_logprobs),
+            distilled=distilled,
         )
         pulls = inputs.coefficients * correction.weights * inputs.advantages
         corrected = corrected | quadrant_metrics(
             current, inputs.rollout_logprobs, inputs.advantages, pulls, correction.mask
         )
         gradient = gradient_of(losses, logprobs) if is_own(config.loss) else None
-        decision = self._decision(inputs, correction, current, old, gradient)
+        decision = self._decision(inputs, correction, current, old, gradient, distilled)
         parts = {"loss": metrics, "rollout_corr": corrected, "decision": decision}
         self.metrics[micro.index] = {
             f"{prefix}/{name}": metric for prefix, part in parts.items() for name, metric in part.items()
         }
         return self.scale.schedule_result((losses * inputs.coefficients).sum(), micro.counted)
+
+    def _distilled(self, micro: Microbatch, current: Tensor, of_top: list[Tensor]) -> Distilled | None:
+        """What the teacher adds, under the policy of this pass; of_top: its log-probs of the further ids."""
+        inputs = micro.loss_inputs
+        if inputs.teacher_logprobs is None:
+            return None
+        teacher = TeacherScores(inputs.teacher_logprobs, inputs.teacher_ids, inputs.teacher_top_logprobs)
+        top = None if inputs.teacher_ids is None else of_top[0]
+        labels = micro.labels.reshape(-1)
+        return distill(current, teacher, self.config.distill_coef, labels=labels, top_logprobs=top)
 
     def _old_logprobs(self, inputs: LossInputs, current: Tensor) -> Tensor:
         """Log pi_old of each label [T]."""
@@ -285,15 +300,16 @@ class CorrectedLoss:
         current: Tensor,
         old: Tensor,
         gradient: Tensor | None,
+        distilled: Distilled | None,
     ) -> dict[str, Metric]:
         """What decides whether the step updates the weights.
 
-        kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not
-        0 (with an entropy bonus each has, with a KL penalty or dro's those that are not where it pulls
-        them, weighed ones where the pull is weighed; `gradient` [T] tells it of a loss of the user's own,
-        which may need no advantage). first_step_kl: as `FirstStep.judge` takes it. kl_to_old: mean k3
-        between pi_old and the policy over the tokens in the loss. ess: of the sequences that rules leave,
-        where they are applied here.
+        kept: tokens in the loss. pulling: those of them that have a gradient, as weight x advantage is not 0
+        (with an entropy bonus each has, with a KL penalty or dro's those that are not where it pulls them,
+        weighed ones where the pull is weighed, with a teacher's likeliest ids those that they are known of;
+        `gradient` [T] tells it of a loss of the user's own, which may need no advantage). first_step_kl: as
+        `FirstStep.judge` takes it. kl_to_old: mean k3 between pi_old and the policy over the tokens in the
+        loss. ess: of the sequences that rules leave, where they are applied here.
         """
         pulling, config = correction.mask, self.config
         if gradient is not None:
@@ -312,6 +328,9 @@ class CorrectedLoss:
                 if coefficient:
                     pulled = (current != other) & other.isfinite()
                     moved = moved | (pulled & weighed if is_weighed else pulled)
+            if distilled is not None and distilled.top is not None:
+                weights = prefix_weights(correction, config)
+                moved = moved | (distilled.known if weights is None else distilled.known & (weights != 0))
             pulling = pulling & moved
         decision: dict[str, Metric] = {
             "kept": Sum(correction.mask.sum(dtype=torch.float64)[None]),

@@ -395,10 +395,9 @@ def _raise_descriptor_limit(options: RunConfig, client: RolloutClient) -> None:
     """Let this leader open as many connections as its samples may take. Raises ValueError
     where it may not.
     """
-    scored = options.max_concurrency if options.reference_urls else 0
-    needed = descriptors_needed(
-        options.max_concurrency + scored, len(client.base_urls) + len(options.reference_urls)
-    )
+    policies = 1 + bool(options.reference_urls) + bool(options.teacher_urls)
+    servers = len(client.base_urls) + len(options.scoring_urls)
+    needed = descriptors_needed(policies * options.max_concurrency, servers)
     what = f"--rollout-max-concurrency {options.max_concurrency} with {len(client.base_urls)} servers"
     if (told := raise_descriptor_limit(needed, what)) is not None:
         logger.warning("%s", told)

@@ -36,7 +36,7 @@ from megatron_rl_corr.mcore.colocation import TrainerMemory
 from megatron_rl_corr.mcore.feature import Feature, RunParts, RunSettings, features_of
 from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.reference.policy import Reference
-from megatron_rl_corr.mcore.reference.start import make_reference
+from megatron_rl_corr.mcore.reference.start import make_reference, make_teacher
 from megatron_rl_corr.mcore.scoring import describe_start
 from megatron_rl_corr.mcore.serving import WeightPush, check_servers_and_prompts, reach_servers
 from megatron_rl_corr.mcore.step import CorrectedStep
@@ -144,9 +144,9 @@ def start(
         config, options, args, parts.parameters, layout, loop=parts.loop, vocab_size=parts.vocab_size
     )
     opened.callback(reference.close)
-    exporter = StageExporter(
-        parts.parameters, layout.shard, layout.stage_groups, stage=layout.pp_rank, num_stages=layout.pp_size
-    )
+    teacher = make_teacher(config, options, args, layout, loop=parts.loop, vocab_size=parts.vocab_size)
+    opened.callback(teacher.close)
+    exporter = StageExporter.of(parts.parameters, layout)
     collector = parts.collector
     if collector.agent_branches is not None:
         check_branches(config)
@@ -197,11 +197,11 @@ def start(
         features=features,
         first_step=first_step,
         reference=reference,
+        teacher=teacher,
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     clear_abandoned_folders(options, layout, args.iteration)
-    if dist.get_rank() == 0:
-        _print_start(config, step)
+    _print_start(config, step)
     return Session(step, features, parts)
 
 
@@ -225,6 +225,8 @@ def _auto_weights(
 
 
 def _print_start(config: RolloutCorrectionConfig, step: CorrectedStep) -> None:
+    if dist.get_rank() != 0:
+        return
     for line in describe_start(config, step.scoring_reasons, step.updates.count):
         print(f"[rollout] {line}", flush=True)
 

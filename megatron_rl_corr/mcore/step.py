@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from megatron_rl_corr.mcore.loss import (
     make_unscored_loss_inputs,
 )
 from megatron_rl_corr.mcore.reference.policy import Reference, less_reference_kl
+from megatron_rl_corr.mcore.reference.teacher import Teacher
 from megatron_rl_corr.mcore.scoring import OldPass, scoring_reasons
 from megatron_rl_corr.mcore.step_metrics import StepTimes, batch_metrics
 from megatron_rl_corr.mcore.updates import BatchInTraining, UpdatePart, Updates, inputs_of_update
@@ -67,6 +68,8 @@ class CorrectedStep:
     """--router-replay and --expert-statistics."""
     reference: Reference = field(default_factory=Reference)
     """The policy of the KL penalties."""
+    teacher: Teacher = field(default_factory=Teacher)
+    """The policy of distillation."""
     features: Sequence[Feature] = ()
     colocation: Colocation | None = None
     """--rollout-colocate: the GPUs are the servers' while a batch is collected, and the
@@ -145,10 +148,10 @@ class CorrectedStep:
             times.mark("release")
         packs = self._packs(batch)
         forward = BatchForward(model, optimizer, packs, self.logprob_settings, self.collector.trajectories)
-        reference = self.reference.log_probs(forward)
+        reference, teacher = self.reference.log_probs(forward), self.teacher.scores(forward)
         times.mark("reference")
         old = self._score(packs, model, optimizer)
-        inputs, metrics = self._correct(batch, old, reference)
+        inputs, metrics = self._correct(batch, old, reference, teacher)
         found = CorrectedBatch(
             number, iteration, batch, inputs, forward, self.routes, has_old_logprobs=scored
         )
@@ -251,7 +254,11 @@ class CorrectedStep:
 
     @collective
     def _correct(
-        self, batch: RolloutBatch, old: OldPass | None, reference: Tensor | None
+        self,
+        batch: RolloutBatch,
+        old: OldPass | None,
+        reference: Tensor | None,
+        teacher: Mapping[str, Tensor],
     ) -> tuple[LossInputs | None, dict[str, Metric]]:
         """What the loss needs, and the batch's metrics, on the last stage; (None, {}) on others,
         which call it too.
@@ -268,7 +275,7 @@ class CorrectedStep:
                 lowered, old, config, groups, group_size=size, seq_length=self.shape.seq_length
             )
         metrics = batch_metrics(batch, inputs.correction, None if old is None else old.entropy, groups)
-        return replace(inputs, ref_logprobs=reference), metrics | kl
+        return replace(inputs, ref_logprobs=reference, **teacher), metrics | kl
 
     @collective
     def _routing_agreement(self, batch: RolloutBatch, iteration: int) -> dict[str, Metric]:

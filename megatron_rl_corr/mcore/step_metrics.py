@@ -168,7 +168,7 @@ SPEED = in_group(
     MetricSpec(
         "time/score_s", "seconds from samples to training: advantages, and the log-prob pass if there is one"
     ),
-    MetricSpec("time/reference_s", "seconds getting the reference policy's log-probs; 0 without one"),
+    MetricSpec("time/reference_s", "seconds getting log-probs of a reference policy and of a teacher"),
     MetricSpec("time/train_s", "seconds in forward, backward and optimizer"),
     MetricSpec("time/push_s", "seconds sending weights to the servers"),
     MetricSpec(

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from megatron_rl_corr.config.run import ENGINES
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.inspection import TokenScores
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.events import EVENTS
@@ -60,7 +59,8 @@ class Scorer:
             max_in_flight=max_concurrency,
         )
         self.urls = self._fleet.urls
-        self._control = ServerControl(self._fleet, self.urls, update_timeout_s=timeout_s)
+        self.control = ServerControl(self._fleet, self.urls, update_timeout_s=timeout_s)
+        """Asks them anything else."""
         self._vocab_size, self._max_retries, self._in_flight = vocab_size, max_retries, max_concurrency
         self._waiting = dict.fromkeys(rotated(self.urls, replica, replicas), 0)
         self._names: list[str | None] = [None] * len(self.urls)
@@ -74,7 +74,7 @@ class Scorer:
             RolloutProtocolError: one is no server.
         """
         await self._fleet.recognize(timeout_s)
-        await self._control.wait_healthy(timeout_s)
+        await self.control.wait_healthy(timeout_s)
         self._names = await self._reported_names()
 
     async def too_short(self, tokens: int) -> tuple[str, int] | None:
@@ -85,7 +85,7 @@ class Scorer:
         for url in self.urls:
             engine = self._fleet.engine_of(url)
             try:
-                context = engine.context_length(url, await self._control.ask(url, engine.list_models()))
+                context = engine.context_length(url, await self.control.ask(url, engine.list_models()))
             except (RolloutError, UnsupportedByEngine):
                 continue
             if tokens > context - engine.limits.scoring_room:
@@ -107,19 +107,23 @@ class Scorer:
 
     async def _reported_names(self) -> list[str | None]:
         try:
-            return await self._control.reported_versions()
+            return await self.control.reported_versions()
         except RolloutServerError:  # of none, as of a router that does not hand the question on
             return [None] * len(self.urls)
 
-    async def score(self, samples: Sequence[Trajectory]) -> list[np.ndarray | None]:
-        """Log-probs of each sample's response, in the order of the samples; None for one that
+    async def score(self, samples: Sequence[Trajectory], *, likeliest: int = 1) -> list[TokenScores | None]:
+        """The scores of each sample's response, in the order of the samples; None for one that
         no server scored.
+
+        Args:
+            samples: R tokens each.
+            likeliest: K, so many ids at least come with each token.
 
         Raises:
             RolloutError: none of the samples was scored; the last failure.
         """
         places = asyncio.Semaphore(self._in_flight)
-        answers = await asyncio.gather(*[self._one(sample, places) for sample in samples])
+        answers = await asyncio.gather(*[self._one(sample, likeliest, places) for sample in samples])
         if samples and all(isinstance(answer, RolloutError) for answer in answers):
             raise answers[-1]
         for place, answer in enumerate(answers):
@@ -131,7 +135,9 @@ class Scorer:
         """Close the HTTP session."""
         await self._fleet.close()
 
-    async def _one(self, sample: Trajectory, places: asyncio.Semaphore) -> np.ndarray | RolloutError:
+    async def _one(
+        self, sample: Trajectory, likeliest: int, places: asyncio.Semaphore
+    ) -> TokenScores | RolloutError:
         prompt, output, failed, error = sample.prompt_ids.tolist(), sample.output_ids.tolist(), [], None
         async with places:
             for attempt in range(self._max_retries + 1):
@@ -139,7 +145,7 @@ class Scorer:
                 url = min(self._waiting, key=lambda url: (failed.count(url), self._waiting[url]))
                 self._waiting[url] += 1
                 try:
-                    return await self._scored(url, prompt, output)
+                    return await self._scored(url, prompt, output, likeliest)
                 except RolloutError as failure:
                     error = failure
                     failed.append(url)
@@ -149,8 +155,11 @@ class Scorer:
                     self._waiting[url] -= 1
         return error
 
-    async def _scored(self, url: str, prompt: list[int], output: list[int]) -> np.ndarray:
+    async def _scored(self, url: str, prompt: list[int], output: list[int], likeliest: int) -> TokenScores:
         engine = self._fleet.engine_of(url)
-        answer = await self._control.ask(url, engine.score(prompt, output, likeliest=1))
+        answer = await self.control.ask(url, engine.score(prompt, output, likeliest=likeliest))
         scores = engine.parse_scores(answer, server=url, output_ids=output, vocab_size=self._vocab_size)
-        return scores.logprobs
+        if scores.top_ids.shape[1] < likeliest:
+            detail = f"{scores.top_ids.shape[1]} likeliest ids came where {likeliest} were asked for"
+            raise RolloutProtocolError(url, "the answer to a score", detail)
+        return scores

@@ -25,7 +25,7 @@ from megatron_rl_corr.models.hf_folder import FILE_BYTES, write_weights
 from megatron_rl_corr.models.names import ParameterRule
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.reduce.collectives import collective, gather_to
-from megatron_rl_corr.reduce.layout import StageGroups
+from megatron_rl_corr.reduce.layout import Layout, StageGroups
 
 GATHERED_BYTES = 256 * 2**20
 """Most bytes of one parameter's experts that a sender receives at once, unless a single expert has more."""
@@ -98,6 +98,12 @@ class StageExporter:
         rules = [parameter.rule(ranks.ep_rank) for parameter in parameters]
         self.members = [None if rule.is_copy else self._members(rule) for rule in rules]
         """For each of `parameters` the ranks that it is gathered from; None: of this rank nothing is."""
+
+    @classmethod
+    def of(cls, parameters: Sequence[LocalParameter], layout: Layout) -> StageExporter:
+        """That of a rank's parameters, from its place in the job."""
+        place = {"stage": layout.pp_rank, "num_stages": layout.pp_size}
+        return cls(parameters, layout.shard, layout.stage_groups, **place)
 
     @collective
     def units(

@@ -314,6 +314,8 @@ EVERYTHING = RolloutCorrectionConfig(
     kl_reward_type="k2",
     sampler_kl_coef=0.03,
     sampler_kl_type="k3",
+    distill_coef=0.5,
+    distill_top_k=8,
 )
 YAML_OURS = """
 rollout_is: geometric
@@ -343,6 +345,8 @@ kl_reward_coef: 0.02
 kl_reward_type: k2
 sampler_kl_coef: 0.03
 sampler_kl_type: k3
+distill_coef: 0.5
+distill_top_k: 8
 """
 YAML_MIXED = """
 rollout_correction:
@@ -372,6 +376,8 @@ rollout_correction:
   kl_reward_type: k2
   sampler_kl_coef: 0.03
   sampler_kl_type: k3
+  distill_coef: 0.5
+  distill_top_k: 8
 """
 FLAGS = (
     "--rollout-is",
@@ -422,6 +428,10 @@ FLAGS = (
     "0.03",
     "--rollout-sampler-kl-type",
     "k3",
+    "--rollout-distill-coef",
+    "0.5",
+    "--rollout-distill-top-k",
+    "8",
 )
 
 

@@ -12,22 +12,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_755,
+    "config": 2_836,
     "models": 2_360,
-    "engines": 5_665,
+    "engines": 5_685,
     "reduce": 660,
-    "core": 2_460,
+    "core": 2_625,
     "logprobs": 1_035,
-    "data": 4_505,
-    "rollout": 7_660,
+    "data": 4_510,
+    "rollout": 7_665,
     "weight_sync": 2_265,
     "doctor": 900,
     "moe": 965,
-    "mcore": 7_715,
-    "features": 3_855,
+    "mcore": 7_910,
+    "features": 4_166,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_385,
+    "commands": 5_600,
     "modules": 945,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -14,6 +14,7 @@ import torch
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.core.correction import compute_correction
 from megatron_rl_corr.core.losses import policy_loss
+from megatron_rl_corr.core.losses.distillation import TeacherScores, distill
 from megatron_rl_corr.core.losses.score_centering import TopPolicies
 from megatron_rl_corr.core.quadrants import quadrant_metrics
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
@@ -103,3 +104,25 @@ def test_the_watch_when_code_does_read_then_one_of_the_two_notices(read):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_steps_when_on_a_gpu_then_no_synchronisation():
     check("cuda")
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("k", [0, 2])
+def test_distillation_when_tensors_hold_no_data_or_are_watched_then_it_reads_no_value(k, device):
+    settings = {"rollout_is": "sequence", "rollout_is_upper": 2.0, "distill_top_k": k or None}
+    config = RolloutCorrectionConfig(distill_coef=1.0, **settings)
+    logits = torch.zeros(4, 6, device=device).requires_grad_()
+    ones, rows = torch.ones(4, device=device), torch.arange(4, device=device)
+    ids = torch.zeros(4, k, dtype=torch.int32, device=device) if k else None
+    teacher = TeacherScores(-ones, ids, -torch.ones(4, k, device=device) if k else None)
+    with contextlib.nullcontext() if device == "meta" else NoHostReads():
+        logprobs, _, *of_ids = vocab_parallel_logprobs(logits, rows, ids=ids)
+        made = distill(logprobs.detach(), teacher, 1.0, labels=rows, top_logprobs=of_ids[0] if k else None)
+        old = logprobs.detach()
+        correction = compute_correction(old, old, ones > 0, rows, num_sequences=4, config=config)
+        metrics = {}
+        losses = policy_loss(
+            "ppo_clip", logprobs, old, ones, correction, config, distilled=made, metrics=metrics
+        )
+        losses.sum().backward()
+    assert logits.grad.device.type == device and ("distill_top_kl" in metrics) == bool(k)

@@ -1,12 +1,13 @@
 """What the rest looks like: the arithmetic by hand, on passes that are made up; and the words for it."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 from megatron_rl_corr.core.ledger_verdict import cause_lines, verdict_line
-from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Rest
+from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Divided, Rest
 from megatron_rl_corr.features.ledger.suspects import LOGIT_SCALE, SIZED, SWITCHED, Suspect
 
 TOKENS = 1000
@@ -195,3 +196,32 @@ def test_words_when_the_rest_looks_like_changes_then_each_with_its_share_and_siz
 def test_words_when_the_rest_is_not_blamed_then_nothing_of_what_it_looks_like():
     found = numbers(**{"rotary_base/1e+06": (1.0, 1.0)}) | {"ledger/noise": 1.0}
     assert "rotary" not in verdict_line(found)
+
+
+def test_change_that_moves_no_log_prob_then_it_is_told_and_one_that_moves_a_single_bit_not(one_rank):
+    base, moved = torch.full((4,), -1.0, dtype=torch.float64), {"0": 0.0, "1": 2.0**-52}
+
+    def log_probs(suspects, rounds_otherwise=False):
+        [names] = [one.changed.args[0] for one in suspects] or [()]
+        return base + sum(moved[name] for name in names) + 1e-6 * rounds_otherwise
+
+    search = CauseSearch((), log_probs, 1e-5, 1)
+    rest = Rest(torch.ones(4, dtype=torch.float64), torch.ones(4, dtype=torch.bool), base)
+
+    def of(part):
+        return Divided((part,), lambda parts, chunks: nullcontext(), lambda parts: f"without/x/{parts[0]}")
+
+    assert search.changes_nothing(of("0"), rest) and not search.changes_nothing(of("1"), rest)
+
+
+def test_likeliest_then_the_suspect_along_which_most_lies_with_its_share_or_none(made_up):
+    wrong, lacking = made_up.effect[A], made_up.effect[B]
+    half = replace(A, name="places/mlp/layer_1", sizes=SWITCHED, least_fit=0.2)
+    made_up.effect[half] = made_up.effect[A]
+    search = CauseSearch((half, C), made_up.log_probs, 1e-5, 1)
+    # what the trainer adds and what it lacks are unrelated and of one size: half of the square lies along d
+    rest = made_up.rest(made_up.base + wrong - lacking)
+    [found] = search.likeliest(rest)
+    assert found.name == "places/mlp/layer_1"
+    assert found.share == pytest.approx(0.5, abs=0.05) and found.times == pytest.approx(1, abs=0.1)
+    assert search.likeliest(made_up.rest(made_up.base + lacking)) == ()

@@ -42,8 +42,10 @@ def hybrid_model(args, config, **arguments):
     )
 
 
-def latent_model(config, **arguments):
-    """As pretrain_gpt.py builds DeepSeek-V3, with the layer that predicts further tokens if there is one."""
+def block_model(config, **arguments):
+    """As pretrain_gpt.py builds DeepSeek-V3 and models with dense layers between those with experts, with the
+    layer that predicts further tokens if there is one.
+    """
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
@@ -74,10 +76,13 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
         "position_embedding_type": args.position_embedding_type,
         "rotary_base": args.rotary_base,
-        "rotary_percent": args.rotary_percent,
         "vp_stage": vp_stage,
         "pg_collection": pg_collection,
     }
+    if args.rotary_percent != 1:
+        common["rotary_percent"] = args.rotary_percent
+    if vars(args).get("use_rope_scaling"):
+        common |= {"rope_scaling": True, "rope_scaling_factor": args.rope_scaling_factor}
     if vars(args).get("hybrid_layer_pattern") is not None:
         return hybrid_model(args, config, **common)
     shape = {
@@ -85,10 +90,11 @@ def model_provider(pre_process=True, post_process=True, vp_stage=None, config=No
         "moe_grouped_gemm": args.moe_grouped_gemm,
         "qk_layernorm": args.qk_layernorm,
     }
-    if args.multi_latent_attention:
-        return latent_model(config, **common)
     if vars(args).get("experimental_attention_variant") == "gated_delta_net":
         return delta_net_model(config, **common)
+    dense_layers = not isinstance(vars(args).get("moe_layer_freq", 1), int)
+    if args.multi_latent_attention or dense_layers:
+        return block_model(config, **common)
     if args.transformer_impl == "local":
         spec = get_gpt_layer_local_spec(normalization=args.normalization, **shape)
     else:

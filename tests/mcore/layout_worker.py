@@ -372,12 +372,14 @@ def step(
     updates=2,
     in_loss=False,
     reference=None,
+    teacher=None,
     routes=None,
 ):
     """Correct, and one forward and backward pass into the gradient buffers; the metrics of the step.
 
     updates: of the batch; with more than one pi_old is `scored`. in_loss: the loss makes the correction.
-    reference: log pi_ref of the labels. routes: replay experts, within their `training`.
+    reference: log pi_ref of the labels. teacher: the loss inputs of distillation. routes: replay experts,
+    within their `training`.
     """
     groups = ParallelGroups(cp=layout.cp_group, dp_cp=layout.dp_cp_group)
     in_loss = in_loss or correction.bypass_mode
@@ -403,6 +405,8 @@ def step(
             metrics |= total_power(
                 inputs.energies, inputs.advantages, made.weights, made.mask, made.kept_sequences, owner=owner
             )
+    if inputs is not None and teacher:
+        inputs = replace(inputs, **teacher)
     scale = LossScale(
         num_microbatches=packs.count,
         dp_size=layout.dp_size,

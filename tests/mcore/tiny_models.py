@@ -273,15 +273,15 @@ def _mean(key: str, parameter, *, delta_nets: bool) -> int:
     return int(parameter.ndim == 1 and not adds_one)
 
 
-def make_model(name: str, folder: Path, *, seed: int = 0, spread: float = 0.25) -> None:
+def make_model(name: str, folder: Path, *, seed: int = 0, spread: float = 0.25, **sizes: int) -> None:
     """The model of MODELS, in Hugging Face format, its gradients in a folder there, and reference.pt: tokens,
-    logits, what pulls at these, and routes [T, M, K] if any.
+    logits, what pulls at these, and routes [T, M, K] if any. sizes: other ones than there.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     generator = torch.Generator().manual_seed(1000 * seed + sum(name.encode()))
     kind = name.split()[0]
-    shape = {key: value for key, value in (SHAPE | MODELS[name]).items() if value is not NOT_THERE}
+    shape = {key: value for key, value in (SHAPE | MODELS[name] | sizes).items() if value is not NOT_THERE}
     config = make_config(kind, shape)
     maker = AutoModelForImageTextToText if kind in TEXT_OF else AutoModelForCausalLM
     model = maker.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()

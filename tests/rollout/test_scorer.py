@@ -43,7 +43,7 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
                 [[3, 1, 4], [1, 5, 9, 2]], SamplingParams(6), samples_per_prompt=2
             )
         scorer = Scorer([gone, server.url], vocab_size=vocab_size, max_concurrency=2, engine=engine)
-        found = await scorer.score(samples)
+        found = await scorer.score(samples, likeliest=5)
         # One that no server takes has no log-probs, and the others have theirs.
         mixed = await scorer.score([sample_of([3], [4] * (context - 1)), samples[0]])
         most = context - {"sglang": 7, "vllm": 1}[engine]
@@ -52,7 +52,7 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
         longest = await scorer.score(
             [sample_of([3], [4] * (most - 1)), sample_of([3], [4] * most), samples[0]]
         )
-        assert longest[0].shape == (most - 1,) and longest[1] is None
+        assert longest[0].logprobs.shape == (most - 1,) and longest[1] is None
         with pytest.raises(RolloutServerError, match=gone):
             await Scorer([gone], vocab_size=vocab_size, max_retries=1).score(samples[:1])
         nothing = await scorer.score([])
@@ -60,10 +60,20 @@ def test_scorer_when_a_server_is_gone_then_the_other_scores_what_the_sampler_sai
         return samples, found, mixed, nothing
 
     samples, found, mixed, nothing = asyncio.run(run())
-    for sample, logprobs in zip(samples, found, strict=True):
-        np.testing.assert_allclose(logprobs, sample.rollout_logprobs.numpy(), atol=2e-5)
+    for sample, scores in zip(samples, found, strict=True):
+        np.testing.assert_allclose(scores.logprobs, sample.rollout_logprobs.numpy(), atol=2e-5)
+        top, ids = scores.top[:, :5], scores.top_ids[:, :5]
+        assert top.shape == ids.shape == (len(sample.output_ids), 5) and (np.diff(top) <= 0).all()
+        assert all(len(set(row)) == 5 for row in ids.tolist())
+        # The sampled token is the likeliest of all, or not above it; in the list it has its log-prob.
+        assert (scores.logprobs <= top[:, 0] + 1e-6).all()
+        for own, token, row, of_ids in zip(
+            scores.logprobs, sample.output_ids.tolist(), top, ids, strict=True
+        ):
+            assert token not in of_ids or row[of_ids == token] == pytest.approx(own, abs=1e-6)
+            assert token in of_ids or own <= row[-1] + 1e-6
     # Not bit for bit: the server batches by what arrives together.
-    np.testing.assert_allclose(mixed[1], samples[0].rollout_logprobs.numpy(), atol=2e-5)
+    np.testing.assert_allclose(mixed[1].logprobs, samples[0].rollout_logprobs.numpy(), atol=2e-5)
     assert mixed[0] is None and nothing == []
 
 
@@ -73,7 +83,7 @@ def test_scorer_when_requests_fail_then_each_that_is_repeated_is_told_and_so_is_
     # 2 retries: the first sample's first two requests fail, all three of the second do: 2 + 2 are repeated.
     scorer, failures = Scorer(["http://a:1", "http://b:1"], vocab_size=9, max_retries=2), {3: 2, 4: 3}
 
-    async def scored(url, prompt, output):
+    async def scored(url, prompt, output, likeliest):
         failures[prompt[0]] -= 1
         if failures[prompt[0]] >= 0:
             raise RolloutServerError(url, "/generate", 500, "scheduler is gone")

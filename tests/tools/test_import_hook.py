@@ -139,9 +139,24 @@ seeds = torch.tensor([0, 2**32 + 1, 2**62 + 1, 2**63 - 1, -7]).to(torch.uint64)
 hashed = murmur_hash32(
     seeds, torch.tensor([0, 5, 100, 2**31 - 1, 7]), torch.tensor([0, 501, 151002])
 ).tolist()
+from sglang.kernels.ops.elementwise.elementwise import fused_gate_sigmoid_mul_add
+from sglang.srt.models.deepseek_common import attention_backend_handler as ways
+
+summed = torch.tensor([[10.0, 20.0], [10.0, 20.0]])
+hidden, shared = torch.tensor([[1.0, 2.0], [0.0, 800.0]]), torch.tensor([[2.0, 4.0], [2.0, 4.0]])
+fused_gate_sigmoid_mul_add(hidden, torch.tensor([0.5, -0.25]), shared, summed)
+get_handler = ways.AttentionBackendRegistry.get_handler
+latent = get_handler("torch_native") is ways._dispatch_mla_subtype
+latent = latent and get_handler("triton") is ways.handle_attention_triton
 print(
     json.dumps(
-        {"missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()], "said": said, "hash": hashed}
+        {
+            "missing": [r.target for r in (*EARLY, *LATE) if not r.is_applied()],
+            "said": said,
+            "hash": hashed,
+            "gated": summed.tolist(),
+            "latent": latent,
+        }
     )
 )
 """
@@ -153,6 +168,8 @@ print(
         [1367382394, 1966476278, 266885461],
         [3714741056, 1455808999, 3730616299],
     ]
+    # sigmoid(1 * 0.5 - 2 * 0.25) = 1/2 of [2, 4] is added, and sigmoid(-200) = 0
+    assert report["gated"] == [[11, 22], [10, 20]] and report["latent"]
     assert report["missing"] == []
     assert report["said"].startswith("sgl_kernel.some.module.some_kernel needs a GPU")
     listed = [target for target, _ in replacements("sglang")]
@@ -184,6 +201,7 @@ print(
         "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
         f"{kernels}.elementwise.elementwise.fused_gate_sigmoid_mul_add",
+        "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
         f"{delta_nets}.gdn_backend.causal_conv1d_fn",
         f"{delta_nets}.gdn_backend.causal_conv1d_update",
         f"{delta_nets}.kernels.gdn_triton.chunk_gated_delta_rule",

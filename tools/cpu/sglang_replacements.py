@@ -2,6 +2,7 @@
 
 import functools
 import multiprocessing
+import sys
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from tools.cpu.replacement import MissingName, Replacement
 from tools.cpu.torch_gloo import ONE_DEVICE
 
 WORD = 0xFFFFFFFF
+HANDLER = "sglang.srt.models.deepseek_common.attention_backend_handler"
 
 # Imported all over SGLang, called only on a GPU; there is no wheel of it without CUDA.
 STUB = "sgl_kernel"
@@ -55,22 +57,31 @@ def _rotated(words: Tensor, bits: int) -> Tensor:
     return (words << bits | words >> 32 - bits) & WORD
 
 
-def _gated_in_torch(original):
-    def fused_gate_sigmoid_mul_add(
-        hidden_states: Tensor, gate_weight: Tensor, shared_output: Tensor, final_hidden_states: Tensor
-    ) -> None:
-        """Adds a shared expert's output times its gate. [T, H], [H], [T, H], [T, H]"""
-        gate = (hidden_states.float() @ gate_weight.float()).sigmoid()[:, None]
-        final_hidden_states += (gate * shared_output.float()).to(final_hidden_states.dtype)
-
-    return fused_gate_sigmoid_mul_add
-
-
 def _every_backend(original):
     def _deterministic_attention_backend(view) -> dict:
         return {}
 
     return _deterministic_attention_backend
+
+
+def _gated_in_torch(original):
+    def fused_gate_sigmoid_mul_add(hidden_states, gate_weight, shared_output, final_hidden_states) -> None:
+        """[T, H] += sigmoid([T, H] [H]) [T, H], in float32 as the kernel does it."""
+        gate = (hidden_states.float() @ gate_weight.float().view(-1, 1)).sigmoid()
+        added = gate * shared_output.float()
+        final_hidden_states.copy_(final_hidden_states.float() + added)
+
+    return fused_gate_sigmoid_mul_add
+
+
+def _latent_by_torch(original):
+    def get_handler(backend_name):
+        """The way of each latent attention to its scores: with torch always by the keys of its cache."""
+        if backend_name != "torch_native":
+            return original(backend_name)
+        return sys.modules[HANDLER]._dispatch_mla_subtype
+
+    return get_handler
 
 
 def _nothing(original):
@@ -127,7 +138,13 @@ LATE = [
         "sglang.kernels.ops.elementwise.elementwise",
         "fused_gate_sigmoid_mul_add",
         _gated_in_torch,
-        "the gate of a shared expert is a GPU kernel",
+        "the gate of a shared expert is a Triton kernel; this is the same function",
+    ),
+    Replacement(
+        HANDLER,
+        "AttentionBackendRegistry.get_handler",
+        _latent_by_torch,
+        "a prefill of latent attention would hand torch_native whole keys, and it reads those of the cache",
     ),
     *sglang_delta_nets.LATE,
     *sglang_fp8.LATE,

@@ -12,6 +12,9 @@ from megatron_rl_corr.core.ledger_verdict import verdict_line
 from megatron_rl_corr.tables import readable
 
 EXPERTS_APART = "most tokens of a layer to other experts"
+HOST, DEVICE = "memory/host_gib/", "memory/device_gib/"
+RANKS = 8
+"""Ranks whose memory the page shows; accept.json's trials have all of them in their metrics."""
 LEDGER = {"ledger/mean_square", "ledger/mean_abs", "ledger/noise"}
 
 
@@ -87,6 +90,7 @@ def judge(
     rows.append(TrialNumber(trial, "pushes", f"{len(steps)}" if pushed else "not all", "all", pushed))
     skipped = sum(step.get("skipped", 0) != 0 for step in steps)
     rows.append(TrialNumber(trial, "steps that were skipped", str(skipped), "0", skipped == 0))
+    rows += _memory_rows(trial, steps[-1])
     layers = _by_layer(steps)
     if has_experts and not layers:
         rows.append(TrialNumber(trial, EXPERTS_APART, "not measured", "measured", False))
@@ -97,6 +101,39 @@ def judge(
         passed = layers[worst] <= bar.disagreement
         rows.append(TrialNumber(trial, EXPERTS_APART, shown, bound, passed))
     return rows
+
+
+def _memory_rows(trial: str, step: Mapping[str, float]) -> list[TrialNumber]:
+    """Peaks of the ranks, the largest first: of the host, and of GPUs where there are some."""
+    rows = []
+    for where, prefix in (("on the host", HOST), ("on its GPU", DEVICE)):
+        peaks = {name.removeprefix(prefix): gib for name, gib in step.items() if name.startswith(prefix)}
+        ranks = sorted(peaks, key=lambda rank: -peaks[rank])
+        shown = ", ".join(f"{peaks[rank]:.2f} GiB ({rank.replace('_', ' ')})" for rank in ranks[:RANKS])
+        shown += f", less on {len(ranks) - RANKS} ranks" if len(ranks) > RANKS else ""
+        rows += [TrialNumber(trial, f"peak memory of a rank {where}", shown, "-", True)] if ranks else []
+    return rows
+
+
+def measured(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The numbers of a trial's worst step, and the mean share of tokens with D = 0.
+
+    Example: {"d_max": 1.4e-05, "k3": 2.4e-12, "exact": 0.05, "probe_bits": 0.0, "disagreement": 0.0}.
+    """
+    worst = {
+        "d_max": "rollout_corr/log_ratio_abs_max",
+        "k3": "rollout_corr/k3_kl",
+        "probe_bits": "rollout/probe_bits",
+    }
+    found = {
+        key: _largest([step[name] for step in steps if name in step])
+        for key, name in worst.items()
+        if any(name in step for step in steps)
+    }
+    exact = [step["rollout_corr/exact_fraction"] for step in steps if "rollout_corr/exact_fraction" in step]
+    layers = _by_layer(steps)
+    found |= {"exact": sum(exact) / len(exact)} if exact else {}
+    return found | ({"disagreement": _largest([*layers.values()])} if layers else {})
 
 
 def explanation(steps: Sequence[Mapping[str, float]]) -> str:

@@ -13,8 +13,10 @@ from megatron_rl_corr.models.architectures import num_experts
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
 
-OWN, REPLAYED = "own", "replayed"
-"""Trials: the trainer's routers choose the experts, or take the servers'."""
+OWN, REPLAYED, EXPLAINED = "own", "replayed", "explained"
+"""Trials: the trainer's routers choose the experts, or take the servers'; after these, where one is not
+accepted, one step that no check ends, whose ledger tries wrong layouts of weights too.
+"""
 LEFT_OUT = re.compile(
     # the learning rate, and how long, from what and to where the run goes
     "--lr|--lr-.*|--min-lr|--decoupled-.*|--weight-decay|--train-iters|--train-samples|--rampup-batch-size"
@@ -25,9 +27,12 @@ LEFT_OUT = re.compile(
     # several updates of a batch, what needs them, samples of older weights, and what is written or evaluated
     "|--rollout-(?:updates|epochs)-per-batch|--rollout-clip-.*|--rollout-max-kl-to-old|--rollout-max-lag"
     "|--rollout-stale-samples|--rollout-pause-mode|--rollout-(?:eval|save)-.*|--rollout-log-dir"
-    "|--rollout-events|--rollout-trace.*|--rollout-metrics-.*|--rollout-ledger-interval|--router-replay.*"
+    "|--rollout-events|--rollout-trace.*|--rollout-metrics-.*|--rollout-ledger-(?:interval|layouts)"
+    "|--rollout-peak-memory|--router-replay.*"
 )
 """Flags of the run that a trial takes out, with their values."""
+ENDS = re.compile("--rollout-probe-push|--rollout-max-probe-log-ratio|--rollout-max-first-step-kl")
+"""Those that end a run whose trainer computes otherwise than its servers, which EXPLAINED goes on with."""
 CHECKPOINT = "--rollout-hf-checkpoint"
 OURS = "megatron_rl_corr: "
 """What a message of this package begins with."""
@@ -66,6 +71,19 @@ def value_of(flag: str, words: Sequence[str]) -> str | None:
     return None
 
 
+def values_of(flag: str, words: Sequence[str]) -> list[str]:
+    """All values of a flag, behind it up to the next flag, or behind its =."""
+    found, is_open = [], False
+    for word in words:
+        if word.startswith("--"):
+            name, joined, value = word.partition("=")
+            is_open = name == flag and not joined
+            found += [value] if name == flag and joined else []
+        elif is_open:
+            found.append(word)
+    return found
+
+
 def trial_command(
     words: Sequence[str], trial: str, folder: Path, *, steps: int, has_experts: bool
 ) -> list[str]:
@@ -73,23 +91,29 @@ def trial_command(
 
     Args:
         words: the run's.
-        trial: OWN or REPLAYED.
+        trial: OWN, REPLAYED or EXPLAINED.
         folder: of the trial's metrics.
-        steps: so many.
+        steps: so many; of EXPLAINED one.
         has_experts: the model has some, so servers are asked which they took.
     """
-    kept, dropped = [], False
+    explained = trial == EXPLAINED
+    kept, dropped, steps = [], False, 1 if explained else steps
     for word in words:
         flag, joined, _ = word.partition("=")
-        named = LEFT_OUT.fullmatch(flag) is not None
+        named = bool(LEFT_OUT.fullmatch(flag) or (explained and ENDS.fullmatch(flag)))
         values = dropped and not word.startswith("--")
         kept += [] if named or values else [word]
         dropped = values or (named and not joined)
     more = ["--lr", "0", "--min-lr", "0", "--weight-decay", "0", "--train-iters", str(steps)]
     more += ["--eval-iters", "0", "--eval-interval", str(steps)]
     more += ["--rollout-log-dir", str(folder.resolve()), "--rollout-ledger-interval", str(max(1, steps // 4))]
+    more += ["--rollout-peak-memory"]
+    if explained:
+        more += ["--rollout-probe-push", "off", "--rollout-max-first-step-kl", "inf"]
+        more += ["--rollout-ledger-layouts", "on"]
     if has_experts:
-        more += ["--router-replay", "R3" if trial == REPLAYED else "compare"]
+        more += ["--router-replay", "compare" if trial == OWN else "R3"]
+        more += ["--router-replay-min-agreement", "-1"] if explained else []
     if "--moe-router-enable-expert-bias" in words:
         more += ["--moe-router-bias-update-rate", "0"]
     return [*kept, *more]

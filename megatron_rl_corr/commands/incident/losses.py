@@ -169,6 +169,12 @@ def _check_reference(given: Mapping[str, Any], found: Findings) -> None:
             f"the reference's log-probs are in no file: the replay asks {urls} for them, and has the KL "
             "that these servers give"
         )
+    if given.get("teacher_urls"):
+        urls = " ".join(given["teacher_urls"])
+        found.lost.append(
+            f"the teacher's log-probs are in no file: the replay asks {urls} for them, and is distilled from "
+            "what these servers have"
+        )
 
 
 def _check_correction_file(

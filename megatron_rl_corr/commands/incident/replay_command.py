@@ -101,7 +101,8 @@ def make_command(
     """
     given, words = _given(launch.arguments), launch.arguments
     idle = idle_in_replay(
-        scored=bool(given.get("reference_urls")), masked=given.get("truncated_samples") == "mask"
+        scored=bool(given.get("reference_urls") or given.get("teacher_urls")),
+        masked=given.get("truncated_samples") == "mask",
     )
     flags = flags_by_field()
     dropped = {flags[name] for name in (*idle, *_OWN_PLACES, *changes) if name in flags}

@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.losses import LOSS_KINDS
 from megatron_rl_corr.core.correction import Correction
+from megatron_rl_corr.core.losses.distillation import Distilled, top_distillation
 from megatron_rl_corr.core.losses.own import OwnLoss, own_loss
 from megatron_rl_corr.core.losses.penalties import entropy_bonus, kl_penalties
 from megatron_rl_corr.core.losses.ratio import PolicyLossInputs
@@ -47,6 +48,7 @@ def policy_loss(
     rollout_logprobs: Tensor | None = None,
     entropy: Tensor | None = None,
     top: TopPolicies | None = None,
+    distilled: Distilled | None = None,
     metrics: dict[str, Metric] | None = None,
 ) -> Tensor:
     """The loss of each token [T], with its penalties, 0 where correction.mask is False.
@@ -59,11 +61,16 @@ def policy_loss(
         groups: for such a loss, where sequences are split over cp.
         entropy: [T] with gradient, for an entropy bonus.
         top: of the ids that were likeliest, for score centering; None: without it.
+        distilled: what `distillation.distill` makes of a teacher's log-probs, whose advantages are added to
+            these; None: without it.
         metrics: the loss adds its own to it.
 
     Raises:
         ValueError: an unknown name, or an input that the loss or a penalty needs is missing.
     """
+    if config.distill_coef and distilled is None:
+        raise ValueError("`distill_coef` needs the log-probs of a teacher; pass distilled")
+    advantages = advantages if distilled is None else advantages + distilled.advantages
     inputs = PolicyLossInputs(logprobs, old_logprobs, advantages, correction, seq_ids, num_sequences, groups)
     if callable(name):
         loss = own_loss(name, inputs, config, metrics=metrics)
@@ -71,6 +78,9 @@ def policy_loss(
         loss = _named_loss(name, inputs, config, metrics)
     if top is not None:
         loss = loss + score_centering(top, inputs, config, metrics=metrics)
+    if distilled is not None:
+        exact = top_distillation(distilled, correction, config, metrics=metrics)
+        loss = loss if exact is None else loss + exact
     kl = kl_penalties(
         inputs, config, ref_logprobs=ref_logprobs, rollout_logprobs=rollout_logprobs, metrics=metrics
     )

@@ -103,6 +103,8 @@ class SGLang(Engine):
     sampling_problem = staticmethod(servers.sampling_problem)
     flush_cache = staticmethod(requests.flush_cache)
     memory_problem = staticmethod(memory.memory_problem)
+    memory_report = staticmethod(requests.memory_report)
+    memory_in_use = staticmethod(memory.memory_in_use)
     release_memory = staticmethod(memory.release_memory)
     resume_memory = staticmethod(memory.resume_memory)
 

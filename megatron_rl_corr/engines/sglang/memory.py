@@ -19,6 +19,10 @@ _TAGS = {"weights": ("weights",), "cache": ("kv_cache", "cuda_graph")}
 """SGLang's names of memory. That of CUDA graphs is released only with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1."""
 
 
+_IN_USE = {"weight_gb": "weights", "kv_cache_gb": "keys and values", "graph_gb": "graphs"}
+"""SGLang divides by 2^30."""
+
+
 def memory_problem(server_info: Mapping[str, Any]) -> str | None:
     """Why the server can't release its memory and get new weights, with the remedy; None: it can.
 
@@ -61,6 +65,19 @@ def release_memory(parts: Sequence[MemoryPart]) -> Request:
 def resume_memory(parts: Sequence[MemoryPart]) -> Request:
     """POST /resume_memory_occupation; the answer is null."""
     return Request("POST", "/resume_memory_occupation", {"tags": _tags(parts)})
+
+
+def memory_in_use(answer: Mapping[str, Any]) -> dict[str, float]:
+    """What for -> GiB, in an answer to GET /v1/loads: of the data-parallel rank that has most of it.
+
+    Example: {"weights": 15.1, "keys and values": 40.0}.
+    """
+    ranks = [one.get("memory") or {} for one in answer.get("loads") or ()]
+    found = {
+        name: [float(rank[key]) for rank in ranks if isinstance(rank.get(key), int | float)]
+        for key, name in _IN_USE.items()
+    }
+    return {name: max(sizes) for name, sizes in found.items() if sizes and max(sizes) > 0}
 
 
 def _tags(parts: Sequence[MemoryPart]) -> list[str]:

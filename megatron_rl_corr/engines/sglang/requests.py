@@ -99,6 +99,11 @@ def loads() -> Request:
     return Request("GET", "/v1/loads?include=core")
 
 
+def memory_report() -> Request:
+    """Memory of weights, of keys and values, and of graphs, on each rank. SGLang 0.5.19 on."""
+    return Request("GET", "/v1/loads?include=memory")
+
+
 def ready() -> Request:
     """200 where new requests are handed on to the scheduler; 503 in a pause. SGLang 0.5.20 on."""
     return Request("GET", "/ready")

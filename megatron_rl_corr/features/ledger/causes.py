@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.core.ledger_places import LEAST_TOKENS
-from megatron_rl_corr.core.ledger_verdict import SAME
+from megatron_rl_corr.core.ledger_verdict import LAYOUTS, SAME
 from megatron_rl_corr.features.ledger.parts import ALL, Node, NodeSums, find_changed_parts
 from megatron_rl_corr.features.ledger.suspects import LEAST_FIT, SIZED, SWITCHED, Suspect
 from megatron_rl_corr.reduce.collectives import collective
@@ -87,6 +87,8 @@ class Divided:
     """As `find_changed_parts` has it."""
     least_fit: float = LEAST_FIT
     """Its suspects', as `Suspect` has it."""
+    sizes: tuple[float, float] = SIZED
+    """That of all parts, as `Suspect` has it; some of them are changed or not."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,26 @@ class CauseSearch:
         # The cause is none of those that are known whole: what else a server may do looks a little like many.
         parts = [one for one in suspects if one.least_fit < LEAST_FIT]
         return replace(self, suspects=parts)._best(start).causes if parts else ()
+
+    @collective
+    def likeliest(self, rest: Rest | None) -> tuple[Cause, ...]:
+        """The one suspect along whose d most of the square of e lies, with that share; () where none has
+        enough. rest: None on ranks of other stages.
+        """
+        start = self._found((), rest)
+        return tuple(
+            Cause(one.suspect.name, one.fit(start.square), one.times) for one in self._fitting(start)[:1]
+        )
+
+    @collective
+    def changes_nothing(self, divided: Divided, rest: Rest | None) -> bool:
+        """True if the change of all parts moves no log-prob by a single bit. rest: None on other stages.
+
+        Where two passes of one model differ, as with kernels that add in any order, it is never so.
+        """
+        plain, changed = self._pass(()), self._pass((_suspect_of(divided, divided.parts),))
+        moved = [] if rest is None else [(rest.valid & (plain != changed)).sum()]
+        return self._summed(moved, 1) == [0.0]
 
     @collective
     def _best(self, start: _Found) -> _Found:
@@ -312,13 +334,15 @@ class CauseSearch:
 
 def _suspect_of(divided: Divided, parts: Node, tried: int = 1) -> Suspect:
     name = divided.name(parts) or "/".join(parts)  # of a pass that is no suspect
-    sizes = SIZED if parts == divided.parts else SWITCHED
+    sizes = divided.sizes if parts == divided.parts else SWITCHED
     return Suspect(name, partial(divided.changed, parts), sizes, tried, divided.least_fit)
 
 
 def _part(name: str) -> str:
     """The part of the model that a suspect changes: two changes of one part are one of the other's size."""
-    kind = name.partition("/")[0]
+    kind, _, part = name.partition("/")
+    if kind in LAYOUTS:
+        return f"{kind}/{part.partition('/')[0]}"
     return "rotary" if kind.startswith("rotary") else kind
 
 

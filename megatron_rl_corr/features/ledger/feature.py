@@ -10,18 +10,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.core.ledger_verdict import NOISE, UNEXPLAINED, verdict_line
+from megatron_rl_corr.core.ledger_verdict import NOISE, UNEXPLAINED, UNUSED, verdict_line
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.features.ledger.causes import Cause, CauseSearch, Divided, Rest
 from megatron_rl_corr.features.ledger.chain import split_log_ratio
 from megatron_rl_corr.features.ledger.distances import ListedTokens, distance_metrics
 from megatron_rl_corr.features.ledger.draw import draw_order, drawn_count
+from megatron_rl_corr.features.ledger.layouts import MODULES, MovedParts, layouts_of, silenced
 from megatron_rl_corr.features.ledger.metrics import (
     cause_metrics,
     ledger_metrics,
@@ -51,6 +53,7 @@ from megatron_rl_corr.features.ledger.share import SharePacks, share_packs, thir
 from megatron_rl_corr.features.ledger.suspects import (
     LEAST_FIT_OF_PART,
     OWN_ROUTES,
+    SWITCHED,
     Suspect,
     rounding_otherwise,
     suspects_of,
@@ -78,6 +81,8 @@ from megatron_rl_corr.reduce.metrics import Metric
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 ROUNDED = {"fp8_weights": "fp8_blockwise", "int4_weights": "int4_group"}
 """Suspect -> how its weights are rounded, as --rollout-push-rounding has it."""
+EXPLAINED = 0.9
+"""Share of the rest's square from which on causes leave nothing that a part without effect would explain."""
 MOST_OF_REST = 0.5
 """Share of the square of routing and rest that the rest has alone, for experts to be tried."""
 
@@ -160,6 +165,9 @@ class LedgerFeature(Feature):
             self._suspects.append(OWN_ROUTES)
         self._layers = layers_of_model(config.num_layers // max(map(layers_per_block, chunks)))
         self._experts = experts_of_model(config.num_moe_experts or 0)
+        self._layouts = {}
+        if self._suspects and options.ledger_layouts == "on":
+            self._layouts = layouts_of(run.settings.args, config)
         versions = options.max_lag + bool(self._suspects)  # and the one before the oldest, as a suspect
         if versions:
             self._kept = KeptWeights(run.exporter.parameters, versions)
@@ -474,7 +482,9 @@ class LedgerFeature(Feature):
                     changes.enter_context(changed(measured.scored.forward.model))
                 return self._log_probs(measured, self._head, routed=False if OWN_ROUTES in suspects else None)
 
-        divided = self._old_weights(measured.number - lags.most - 1) + self._rounded_layers()
+        moved = self._moved_layers()
+        divided = [*moved.values(), *self._old_weights(measured.number - lags.most - 1)]
+        divided += self._rounded_layers()
         search = CauseSearch(self._suspects, log_probs, self._noise, self._layout.shard.tp_size, divided)
         whole = here = rest
         if rest is not None:
@@ -492,7 +502,18 @@ class LedgerFeature(Feature):
         if knows_routes and search.square_of(routed) >= MOST_OF_REST * search.square_of(here):
             search = replace(search, divided=[*divided, self._other_experts()])
         with self._weights_of(measured.number, lags.most), self._rounded():
-            return tuple(replace(one, share=share * one.share) for one in search.causes(here))
+            causes = tuple(replace(one, share=share * one.share) for one in search.causes(here))
+            if not moved or sum(one.share for one in causes) >= EXPLAINED * share:
+                return causes
+            idle = [
+                Cause(name.replace("without", UNUSED), 0.0, 0.0)
+                for name, one in moved.items()
+                if name.startswith("without/") and search.changes_nothing(one, here)
+            ]
+            if causes or idle:
+                return (*causes, *idle)
+            places = replace(search, suspects=self._other_modules()).likeliest(here)
+            return tuple(replace(one, share=share * one.share) for one in places)
 
     def _old_weights(self, before: int) -> list[Divided]:
         """Parts of the model with the weights of this version, if they are kept."""
@@ -502,6 +523,34 @@ class LedgerFeature(Feature):
         rounded = None if self._round is None else self._rounded_parts(self._round)
         old = OldParts(self._kept, before, rounded)
         return [Divided(layers, old.changed, _named_layers("weights", layers, "previous"))]
+
+    def _moved_layers(self) -> dict[str, Divided]:
+        """Layers with their weights in other places, or without some, by the name of the cause."""
+        layers = tuple(one for one in self._layers if one.isdigit())
+        return {
+            name: Divided(
+                layers,
+                MovedParts(self._run.exporter.parameters, self._layout, wrong).changed,
+                _named_layers(name, layers, "all"),
+                sizes=SWITCHED,
+            )
+            for name, wrong in self._layouts.items()
+        }
+
+    def _other_modules(self) -> list[Suspect]:
+        """Each layer without its queries, attention or MLP: what is wrong there is no known layout."""
+        layers = [one for one in self._layers if one.isdigit()]
+        return [
+            Suspect(
+                f"places/{kind}/layer_{layer}",
+                partial(silenced, kind, layer),
+                SWITCHED,
+                len(MODULES) * len(layers),
+                LEAST_FIT_OF_PART,
+            )
+            for kind in MODULES
+            for layer in layers
+        ]
 
     def _rounded_layers(self) -> list[Divided]:
         """Parts of the model with weights as quantised servers have them, where a push does not round them

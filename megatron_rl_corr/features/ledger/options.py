@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from megatron_rl_corr.config.fields import Between, Options, Positive, option
 from megatron_rl_corr.config.problems import Refusal
@@ -25,6 +25,13 @@ class LedgerConfig(Options):
     ledger_share: Annotated[float, Between(0, 1)] = option(1 / 64, metavar="X", needs="ledger_interval")
     """Share of a batch's samples that the ledger takes, whole ones, drawn by --seed; of each replica as many
     as have 1024 tokens at least. A pass of it costs about X / 3 of the training pass.
+    """
+
+    ledger_layouts: Literal["off", "on"] = option("off", needs="ledger_interval")
+    """on: where the rest is more than rounding, try weights in wrong places as causes too: gate and up
+    exchanged, query heads in another order, a bias or sinks that one side leaves out, and more, of all layers
+    or of some. Up to 60 passes more, and 3 a layer where nothing explains the rest: for the first steps of a
+    model, as `megatron-rl-corr accept` has them.
     """
 
     ledger_top: Annotated[int | None, Positive("64, for example")] = option(

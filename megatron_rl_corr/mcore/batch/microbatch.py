@@ -52,6 +52,12 @@ class LossInputs:
     """[T, K] int32: the ids that were likeliest where the label was sampled; None: nobody asks for them."""
     top_logprobs: Tensor | None = None
     """[T, K] float32, log pi_rollout of these."""
+    teacher_logprobs: Tensor | None = None
+    """[T] float32, log pi of the teacher of the label, NaN where it is not known; None without a teacher."""
+    teacher_ids: Tensor | None = None
+    """[T, K] int32: the ids that the teacher finds likeliest; None: nobody asks for them."""
+    teacher_top_logprobs: Tensor | None = None
+    """[T, K] float32, its log-probs of these."""
     energies: Tensor | None = None
     """[T] float32, `gradient_energies` under pi_old; None: no advantage asks for them."""
 
@@ -103,4 +109,7 @@ class Microbatch:
     @property
     def top_ids(self) -> Tensor | None:
         """[b * L, K]: the ids beside the labels whose log-probs are wanted; None: none."""
-        return self.further_ids if self.loss_inputs is None else self.loss_inputs.top_ids
+        if self.loss_inputs is None:
+            return self.further_ids
+        inputs = self.loss_inputs
+        return inputs.teacher_ids if inputs.top_ids is None else inputs.top_ids

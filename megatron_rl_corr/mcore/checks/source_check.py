@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
 import torch.distributed as dist
 
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rows import BadRow
 from megatron_rl_corr.data.tokenizer import Tokenizer
+from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutError, RolloutServerError
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.mcore.batch.server_collector import SampleSource
@@ -95,6 +98,11 @@ def texts_of(tokenizer: Tokenizer, prompts: PromptDataset) -> dict[str, list[int
         except BadRow:
             continue
         texts.append(tokenizer.decode(prompt.input_ids) if prompt.text is None else prompt.text)
+    return encoded(tokenizer, texts)
+
+
+def encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, list[int]]:
+    """Text -> the ids that the tokenizer makes of it, where it has some for all characters."""
     found = {}
     for text in texts:
         try:
@@ -105,33 +113,53 @@ def texts_of(tokenizer: Tokenizer, prompts: PromptDataset) -> dict[str, list[int
 
 
 async def _difference(client: RolloutClient, texts: dict[str, list[int]]) -> StartupError | None:
+    remedy = (
+        "start the server with this checkpoint as its model or tokenizer path, or train nevertheless with "
+        "--rollout-server-check off"
+    )
     infos = await client.server_info()
     for url, info in zip(client.base_urls, infos, strict=True):
-        engine = client.engine_of(url)
-        if not engine.has_tokenizer(info):
+        if not client.engine_of(url).has_tokenizer(info):
             warn(f"{url} has no tokenizer: that its ids are those of --rollout-hf-checkpoint is not checked")
-            continue
-        for text, own in texts.items():
-            try:
-                answer = await client.ask(url, engine.tokenize(text))
-                theirs: object = engine.tokenized(answer)
-            except (UnsupportedByEngine, RolloutServerError) as error:
-                if isinstance(error, UnsupportedByEngine) or error.status == _NOT_FOUND:
-                    warn(
-                        f"{url} can't be asked for ids: its tokenizer is not compared with "
-                        "--rollout-hf-checkpoint's"
-                    )
-                    break
-                if error.status is None:
-                    raise
-                theirs = f"an error ({error})"
-            if theirs != own:
-                return StartupError(
-                    f"{url} has another tokenizer than --rollout-hf-checkpoint: of {text[:200]!r} it makes "
-                    f"{_start(theirs)}, the checkpoint's {_start(own)}; start the server with this "
-                    "checkpoint as its model or tokenizer path, or train nevertheless with "
-                    "--rollout-server-check off"
+        elif (error := await difference_of_tokenizers(client, url, texts, remedy)) is not None:
+            return error
+    return None
+
+
+async def difference_of_tokenizers(
+    client: RolloutClient | ServerControl, url: str, texts: Mapping[str, list[int]], remedy: str
+) -> StartupError | None:
+    """What tells a server's tokenizer from the checkpoint's; None: nothing, or that is not known, and said.
+
+    Args:
+        client: asks the server.
+        url: its address; it has a tokenizer.
+        texts: text -> the checkpoint's ids.
+        remedy: ends the error.
+
+    Raises:
+        RolloutServerError: the server does not answer.
+    """
+    engine = client.engine_of(url)
+    for text, own in texts.items():
+        try:
+            answer = await client.ask(url, engine.tokenize(text))
+            theirs: object = engine.tokenized(answer)
+        except (UnsupportedByEngine, RolloutServerError) as error:
+            if isinstance(error, UnsupportedByEngine) or error.status == _NOT_FOUND:
+                warn(
+                    f"{url} can't be asked for ids: its tokenizer is not compared with "
+                    "--rollout-hf-checkpoint's"
                 )
+                return None
+            if error.status is None:
+                raise
+            theirs = f"an error ({error})"
+        if theirs != own:
+            return StartupError(
+                f"{url} has another tokenizer than --rollout-hf-checkpoint: of {text[:200]!r} it makes "
+                f"{_start(theirs)}, the checkpoint's {_start(own)}; {remedy}"
+            )
     return None
 
 

@@ -5,7 +5,7 @@ or a saved reset.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,22 +13,28 @@ import torch.distributed as dist
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore.checks.source_check import TEXT, encoded
 from megatron_rl_corr.mcore.reference.checkpoint import broadcast_saved
 from megatron_rl_corr.mcore.reference.policy import LocalReference, Reference, ReferenceWeights
+from megatron_rl_corr.mcore.reference.served_scores import ServedScores
 from megatron_rl_corr.mcore.reference.server import ServedReference
+from megatron_rl_corr.mcore.reference.teacher import FLAG, Teacher, check_teacher
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.reduce.collectives import collective
-from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_startup
+from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure, all_reduce_startup
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.scorer import Scorer
 from megatron_rl_corr.weight_sync.export import StageExporter
 
 HEALTHY_WITHIN_S = 60.0
+PLAIN = 29
+"""Characters of TEXT that any tokenizer has ids for."""
 
 
 @collective
@@ -68,15 +74,7 @@ def make_reference(
         return _make_served_reference(options, args, parameters, layout, loop, vocab_size)
     saved, reset_after = broadcast_saved(args, resets=resets)
     weights = all_reduce_startup(lambda: _weights(options, args, parameters, layout.shard, saved))
-    exporter = None
-    if resets:
-        exporter = StageExporter(
-            weights.on_device(),
-            layout.shard,
-            layout.stage_groups,
-            stage=layout.pp_rank,
-            num_stages=layout.pp_size,
-        )
+    exporter = StageExporter.of(weights.on_device(), layout) if resets else None
     if dist.get_rank() == 0:
         taken_from = saved or options.reference_checkpoint or options.hf_checkpoint
         print(
@@ -103,37 +101,102 @@ def _make_served_reference(
     """
 
     def made() -> tuple[Scorer, ReferenceWeights | None]:
-        known = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key", "ca_file")
-        given = {name: value for name, value in options.client_arguments().items() if name in known}
-        place = {"replica": layout.dp_rank, "replicas": layout.dp_size}
-        scorer = Scorer(options.reference_urls, vocab_size=vocab_size, **place, **given)
+        scorer = _scorer(options.reference_urls, options, layout, vocab_size)
         return scorer, _weights(options, args, parameters, layout.shard, None) if args.iteration > 0 else None
 
     scorer, start = all_reduce_startup(made)
-    error = None
+    left_out = (
+        "reference log-probs, and so no part in the loss (rollout_corr/nonfinite_tokens): start it with "
+        "more, or train with a shorter --seq-length"
+    )
+
+    async def check() -> None:
+        await _warn_of_short(scorer, "--rollout-reference-url", args.seq_length, left_out)
+
+    _reach(scorer, loop, layout, "--rollout-reference-url", check)
+    served = ServedScores(scorer, loop, layout, "--rollout-reference-url", "reference")
+    return ServedReference(served, start=start)
+
+
+@collective
+def make_teacher(
+    config: RolloutCorrectionConfig,
+    options: RunConfig,
+    args: argparse.Namespace,
+    layout: Layout,
+    *,
+    loop: LoopThread,
+    vocab_size: int,
+) -> Teacher:
+    """The teacher that distillation asks for; every rank calls it, and rank 0 asks for its vocabulary.
+
+    Args:
+        config: the correction.
+        options: of the run.
+        args: Megatron's.
+        layout: this rank's process groups.
+        loop: the event loop of servers.
+        vocab_size: of the model.
+
+    Raises:
+        RolloutError: on a data leader: a server does not answer.
+        StartupError: on rank 0: one has another vocabulary, or lists fewer ids than are asked for.
+        PeerFailure: then, on the others.
+    """
+    if not config.distill_coef:
+        return Teacher()
+    likeliest = config.distill_top_k or 0
+    scorer = all_reduce_startup(lambda: _scorer(options.teacher_urls, options, layout, vocab_size))
+    left_out = (
+        "teacher's log-probs, and nothing to learn from it (loss/distill_missing): start it with more, or "
+        "train with a shorter --seq-length"
+    )
+
+    async def check() -> None:
+        tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
+        texts = {} if tokenizer is None else encoded(tokenizer, (TEXT, TEXT[:PLAIN]))
+        await check_teacher(scorer, vocab_size, texts, likeliest)
+        await _warn_of_short(scorer, FLAG, args.seq_length, left_out)
+
+    _reach(scorer, loop, layout, FLAG, check)
+    return Teacher(ServedScores(scorer, loop, layout, FLAG, "teacher", likeliest))
+
+
+def _scorer(urls: Sequence[str], options: RunConfig, layout: Layout, vocab_size: int) -> Scorer:
+    known = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key", "ca_file")
+    given = {name: value for name, value in options.client_arguments().items() if name in known}
+    return Scorer(urls, vocab_size=vocab_size, replica=layout.dp_rank, replicas=layout.dp_size, **given)
+
+
+@collective
+def _reach(
+    scorer: Scorer, loop: LoopThread, layout: Layout, flag: str, check: Callable[[], Awaitable[None]]
+) -> None:
+    """Each data leader waits for its servers; rank 0 then runs `check`."""
+    error: Exception | None = None
     if layout.is_data_leader:
         try:
             loop.call(scorer.wait_healthy(HEALTHY_WITHIN_S))
             if dist.get_rank() == 0:
-                _warn_of_short(scorer, loop, args.seq_length)
+                loop.call(check())
         except RolloutError as failure:
-            failure.add_note("it is a server of --rollout-reference-url; start it, or name another")
+            failure.add_note(f"it is a server of {flag}; start it, or name another")
+            error = failure
+        except StartupError as failure:
             error = failure
     all_reduce_failure(error)
-    return ServedReference(scorer, loop, layout, start=start)
 
 
-def _warn_of_short(scorer: Scorer, loop: LoopThread, seq_length: int) -> None:
+async def _warn_of_short(scorer: Scorer, flag: str, seq_length: int, left_out: str) -> None:
     """A sample that a server has no room for is not scored: its tokens would leave the
     loss without a word.
     """
-    short = loop.call(scorer.too_short(seq_length))
+    short = await scorer.too_short(seq_length)
     if short is not None:
         url, context = short
         warn(
-            f"--rollout-reference-url {url}: its context length {context} has no room to score {seq_length} "
-            "tokens; longer samples than it has room for have no reference log-probs, and so no part in the "
-            "loss (rollout_corr/nonfinite_tokens): start it with more, or train with a shorter --seq-length"
+            f"{flag} {url}: its context length {context} has no room to score {seq_length} tokens; longer "
+            f"samples than it has room for have no {left_out}"
         )
 
 

@@ -10,9 +10,19 @@ import psutil
 import pytest
 
 from megatron_rl_corr.cli import main
+from megatron_rl_corr.commands.accept import servers
 from megatron_rl_corr.commands.accept.arguments import NUMBER_TYPES
-from megatron_rl_corr.commands.accept.judgement import BARS, judge
-from megatron_rl_corr.commands.accept.trial import OWN, REPLAYED, trial_command, trials
+from megatron_rl_corr.commands.accept.judgement import BARS, TrialNumber, judge
+from megatron_rl_corr.commands.accept.servers import NOT_THE_CHECKPOINTS, rounding_of, server_rows, where
+from megatron_rl_corr.commands.accept.trial import (
+    EXPLAINED,
+    OWN,
+    REPLAYED,
+    trial_command,
+    trials,
+    value_of,
+    values_of,
+)
 from tests.models.published_configs import GPT_OSS_20B, QWEN3_8B
 
 STEP = {
@@ -25,6 +35,12 @@ STEP = {
 }
 FAKE = Path(__file__).with_name("fake_run.py")
 """Writes what a trial would log: the numbers of a file."""
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_servers(monkeypatch):
+    """Those of most tests are not there."""
+    monkeypatch.setattr(servers, "CONNECT_S", 0.05)
 
 
 def folder_of(config, path):
@@ -75,7 +91,7 @@ def test_command_of_a_trial_then_the_runs_at_learning_rate_0_without_what_it_sav
     assert " ".join(command) == (
         "torchrun -m launch t.py --bf16 --rollout-url http://a http://b --moe-router-enable-expert-bias "
         "--lr 0 --min-lr 0 --weight-decay 0 --train-iters 40 --eval-iters 0 --eval-interval 40 "
-        f"--rollout-log-dir {Path('out').resolve()} --rollout-ledger-interval 10 "
+        f"--rollout-log-dir {Path('out').resolve()} --rollout-ledger-interval 10 --rollout-peak-memory "
         "--router-replay R3 --moe-router-bias-update-rate 0"
     )
     own = trial_command(run.split(), OWN, Path("out"), steps=40, has_experts=True)
@@ -149,7 +165,7 @@ def test_command_when_both_trials_are_right_then_accepted_and_a_page(tmp_path, c
     page = (tmp_path / "right/accept.md").read_text()
     assert page.startswith("# accepted in float32\n") and "**failed**" not in page
     numbers = json.loads((tmp_path / "right/accept.json").read_text())
-    assert numbers["accepted"] and {row["trial"] for row in numbers["rows"]} == {OWN, REPLAYED}
+    assert numbers["accepted"] and {row["trial"] for row in numbers["rows"]} == {OWN, REPLAYED, "servers"}
     printed = capsys.readouterr().out
     assert "trial 2 of 2, replayed: " in printed and printed.endswith("accepted in float32\n")
     assert (tmp_path / "right/own.log").read_text() == "a step\n" * 4
@@ -182,7 +198,9 @@ def test_command_when_a_signal_comes_then_the_trial_ends_with_it(tmp_path, numbe
     folder = folder_of(GPT_OSS_20B, tmp_path / "model")
     trial = [sys.executable, "-uc", "import os, time; print('pid', os.getpid()); time.sleep(600)"]
     words = [*trial, "--rollout-url", "http://a", "--rollout-hf-checkpoint", str(folder)]
-    code = "import sys; from megatron_rl_corr.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from megatron_rl_corr.cli import main; "
+    code += "from megatron_rl_corr.commands.accept import servers; servers.CONNECT_S = 0.05; "
+    code += "sys.exit(main(sys.argv[1:]))"
     with subprocess.Popen(
         [sys.executable, "-uc", code, "accept", "--out", str(tmp_path / "out"), "--", *words],
         stdout=subprocess.PIPE,
@@ -205,3 +223,87 @@ def test_command_when_it_can_not_begin_then_status_2_and_what_to_do(tmp_path, ca
     assert "--steps 3 must be 4 at least" in capsys.readouterr().err
     assert main(["accept", "--out", str(tmp_path / "x"), "--", "a"]) == 2
     assert "the command has no --rollout-url" in capsys.readouterr().err
+
+
+def test_command_that_explains_then_one_step_that_no_check_ends_with_wrong_layouts_tried():
+    run = "torchrun t.py --rollout-max-first-step-kl 1e-3 --rollout-probe-push on --lr 1 "
+    run += "--rollout-ledger-share 1"
+    command = trial_command(run.split(), EXPLAINED, Path("/out"), steps=40, has_experts=True)
+    assert " ".join(command) == (
+        "torchrun t.py --rollout-ledger-share 1 --lr 0 --min-lr 0 --weight-decay 0 --train-iters 1 "
+        "--eval-iters 0 --eval-interval 1 --rollout-log-dir /out --rollout-ledger-interval 1 "
+        "--rollout-peak-memory --rollout-probe-push off --rollout-max-first-step-kl inf "
+        "--rollout-ledger-layouts on --router-replay R3 --router-replay-min-agreement -1"
+    )
+    assert "--rollout-probe-push on" in " ".join(
+        trial_command(run.split(), OWN, Path("/out"), steps=40, has_experts=True)
+    )
+
+
+def test_command_when_a_trial_is_not_accepted_then_one_more_explains_it_and_is_not_judged(tmp_path, capsys):
+    assert accept(tmp_path, "right", steps()) == 0
+    assert "explained" not in capsys.readouterr().out and not (tmp_path / "right/explained").exists()
+    ledger = {
+        **{"ledger/tokens": 100, "ledger/mean_abs": 0.5, "ledger/mean_square": 0.3, "ledger/noise": 1e-5},
+        **{"ledger/rest/share": 1.0, "ledger/rest/mean_abs": 0.5, "ledger/as_square": 0.3},
+        **{"ledger/as/layout/gate_up/all/share": 1.0, "ledger/as/layout/gate_up/all/times": 1.0},
+    }
+    assert accept(tmp_path, "far", steps(**{"rollout_corr/log_ratio_abs_max": 0.5}, **ledger)) == 1
+    assert "trial one more, explained: " in capsys.readouterr().out
+    numbers = json.loads((tmp_path / "far/accept.json").read_text())
+    assert any(
+        note.startswith("explained: ") and "as if servers had gate and up exchanged" in note
+        for note in numbers["notes"]
+    )
+    assert {row["trial"] for row in numbers["rows"]} == {OWN, REPLAYED, "servers"}
+
+
+def test_memory_then_the_largest_peaks_first_and_not_judged():
+    peaks = {f"memory/host_gib/rank_{rank}": 1.0 + rank for rank in range(10)}
+    rows = judge(
+        OWN, steps(**peaks, **{"memory/device_gib/rank_0": 70.5}), 4, BARS["float32"], has_experts=True
+    )
+    host, device = (row for row in rows if row.what.startswith("peak memory"))
+    assert host.found.startswith("10.00 GiB (rank 9), 9.00 GiB (rank 8)")
+    assert host.found.endswith("3.00 GiB (rank 2), less on 2 ranks") and host.passed
+    assert (device.what, device.found) == ("peak memory of a rank on its GPU", "70.50 GiB (rank 0)")
+
+
+def test_values_of_a_flag_then_all_up_to_the_next_flag():
+    words = ["t.py", "--rollout-url", "http://a", "http://b", "--x", "1", "--rollout-url=http://c", "d"]
+    assert values_of("--rollout-url", words) == ["http://a", "http://b", "http://c"]
+    assert values_of("--y", words) == [] and value_of("--x", words) == "1"
+
+
+@pytest.mark.parametrize(
+    ("stored", "flags", "served", "is_compared"),
+    [
+        ("bfloat16", "", {"bfloat16"}, True),  # float32 holds bfloat16's numbers
+        ("bfloat16", "--bf16", {"bfloat16"}, True),
+        ("bfloat16", "--bf16", {"float32"}, True),
+        ("float32", "--bf16", {"bfloat16"}, True),  # both sides round once, and alike
+        ("float32", "--bf16", {"float32"}, False),
+        ("bfloat16", "--fp16", {"bfloat16"}, False),
+        ("float32", "--rollout-push-rounding int4_group", {"float32"}, False),
+    ],
+)
+def test_weights_of_servers_then_compared_where_no_side_rounds(tmp_path, stored, flags, served, is_compared):
+    folder = folder_of(QWEN3_8B | {"torch_dtype": stored}, tmp_path / "model")
+    words = ["t.py", "--rollout-hf-checkpoint", str(folder), *flags.split()]
+    assert (rounding_of(words, served) is None) == is_compared
+
+
+def test_servers_when_they_do_not_answer_then_the_page_says_that_nothing_was_compared():
+    [row] = server_rows([], "no answer")
+    assert row.passed and row.found == "not compared: no answer" and where([row]) == []
+
+
+def test_side_of_a_mismatch_then_of_the_push_where_servers_have_other_weights_and_else_of_the_trainer():
+    far = TrialNumber(OWN, "mean k3 of a step", "1", "at most 1e-8", False)
+    right = TrialNumber("servers", NOT_THE_CHECKPOINTS, "0 of 34", "0", True)
+    wrong = TrialNumber("servers", NOT_THE_CHECKPOINTS, "1 of 34: x", "0", False)
+    assert where([right]) == []
+    [note] = where([far, right])
+    assert "the pushes are right" in note
+    [note] = where([far, wrong])
+    assert "the push is wrong" in note

@@ -1,0 +1,1 @@
+"""The most memory that each rank has held."""
