@@ -6,10 +6,10 @@ import shutil
 from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.cli import main
-from megatron_rl_corr.models.architectures import num_experts
+from megatron_rl_corr.models.architectures import TEXT_OF, num_experts, of_text
 from tests.mcore.launched import run_command, run_environment, write_data
 from tests.mcore.test_runs import SCRIPT
-from tests.mcore.tiny_models import MODELS, VOCAB, make_model
+from tests.mcore.tiny_models import MODELS, VOCAB, make_model, write_processors
 from tests.preloaded import PreloadedServer
 from tools.cpu import environment, sglang_arguments
 
@@ -18,7 +18,10 @@ EP2 = ["--expert-model-parallel-size", 2, "--expert-tensor-parallel-size", 1]
 WIDE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 """SGLang pads what is no multiple of 32 on a CPU, and its checksums are of padded tensors then."""
 LATENT = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
+DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text")
 SERVED = {
+    # without a GPU, SGLang keeps no states for prefixes but those of whole prompts
+    **dict.fromkeys(DELTA_NETS, ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]),
     # torch reads one pool of keys and values alone
     "gpt_oss": ["--disable-hybrid-swa-memory"],
 }
@@ -34,11 +37,18 @@ ACCEPTED = [name for name in MODELS if name not in NOT_SERVED]
 
 def made_model(name, tokenizer, folder):
     """The folder of a tiny model, with the files of a tokenizer, which servers want."""
+    from transformers import AutoTokenizer
+
     model = folder / "model"
     model.mkdir()
     make_model(name, model, **{key: size for key, size in WIDE.items() if key in MODELS[name]})
     for file in tokenizer.glob("*token*"):
         shutil.copy(file, model)
+    if name.startswith("qwen3_5"):
+        if name in TEXT_OF:
+            write_processors(model)
+        # transformers cuts text as Qwen3.5 does, whatever the file says, and a server as the file says
+        AutoTokenizer.from_pretrained(model).save_pretrained(model)
     for file in model.glob("*.safetensors"):
         tensors = load_file(file)
         # SGLang holds sinks in bfloat16 in a server of float32, too: published ones are
@@ -49,7 +59,7 @@ def made_model(name, tokenizer, folder):
 
 
 def has_experts(model):
-    return num_experts(json.loads((model / "config.json").read_text())) is not None
+    return num_experts(of_text(json.loads((model / "config.json").read_text()))) is not None
 
 
 def server_of(name, model, folder):
@@ -63,7 +73,8 @@ def server_of(name, model, folder):
             *more,
             *(["--enable-return-routed-experts"] if has_experts(model) else []),
         ],
-        environment=environment("sglang"),
+        # of a server in float32, too, a convolution's state is in bfloat16 without it
+        environment=environment("sglang") | {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     )
 
 

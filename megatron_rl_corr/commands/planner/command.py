@@ -20,7 +20,7 @@ from megatron_rl_corr.commands.planner.serving import (
     serving_memory,
 )
 from megatron_rl_corr.commands.planner.train_layout import Workload
-from megatron_rl_corr.models.architectures import Config
+from megatron_rl_corr.models.architectures import Config, linear_layers
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.tables import text_table
 
@@ -59,6 +59,11 @@ class Plan:
 def run(arguments: argparse.Namespace, out: TextIO) -> int:
     """Print the plan; 1 where nothing fits. Raises ValueError for options that make no layout."""
     config = read_model(arguments.hf_checkpoint)
+    if linear_layers(config):
+        raise ValueError(
+            f"{arguments.hf_checkpoint}: layers of {config['model_type']} are gated delta nets, whose states "
+            "at servers and activations in training are not counted here; plan for another model"
+        )
     plan = make_plan(config, arguments)
     print(as_json(config, plan, arguments) if arguments.json else as_text(config, plan, arguments), file=out)
     return 0 if plan.fits else 1

@@ -76,10 +76,11 @@ def model_parameters(config: Config) -> ModelParameters:
     """
     own = parts.parts_of(config)
     with_experts, hidden = parts.expert_layers(config), config["hidden_size"]
-    layers = []
+    linear, layers = parts.linear_layers(config), []
     for number in range(config["num_hidden_layers"]):
-        # A layer has experts or a dense MLP, never both; all other parts are in every layer.
+        # A layer has experts or a dense MLP, a delta net or attention; all other parts are in every layer.
         left_out = {parts.dense_mlp} if number in with_experts else ONLY_WITH_EXPERTS
+        left_out = left_out | (OF_ATTENTION if number in linear else OF_DELTA_NETS)
         counted = [PARTS[part](config) for part in own if part not in left_out]
         layers.append(sum(counted, start=LayerParameters()))
     experts = parts.num_experts(config)
@@ -186,6 +187,23 @@ def _shared_experts(config: Config) -> LayerParameters:
     return LayerParameters(split=3 * config["hidden_size"] * shared_size(config))
 
 
+def _gated_attention(config: Config) -> LayerParameters:
+    """h (2 q + 2 kv) of queries, their gates, keys and values, and q h of the projection behind attention."""
+    return _grouped_attention(config) + LayerParameters(split=config["hidden_size"] * query_size(config))
+
+
+def _delta_net(config: Config) -> LayerParameters:
+    """h (2 k + 2 v + 2 n) of the projections, v h of the one behind, the convolution of 2 k + v channels, two
+    numbers a value head n, and a norm of one head.
+    """
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    values = heads * config["linear_value_head_dim"]
+    split = hidden * (2 * keys + 2 * values + 2 * heads) + hidden * values + 2 * heads
+    split += config["linear_conv_kernel_dim"] * (2 * keys + values)
+    return LayerParameters(split=split, whole=config["linear_value_head_dim"])
+
+
 def _gated_shared_expert(config: Config) -> LayerParameters:
     return _shared_experts(config) + LayerParameters(whole=config["hidden_size"])
 
@@ -193,6 +211,9 @@ def _gated_shared_expert(config: Config) -> LayerParameters:
 PARTS: dict[Callable, Callable[[Config], LayerParameters]] = {
     parts.norms: _norms,
     parts.grouped_attention: _grouped_attention,
+    parts.gated_attention: _gated_attention,
+    parts.delta_net: _delta_net,
+    parts.grouped_delta_net: _delta_net,
     parts.qkv_bias: _qkv_bias,
     parts.output_bias: _output_bias,
     parts.sinks: _sinks,
@@ -202,6 +223,7 @@ PARTS: dict[Callable, Callable[[Config], LayerParameters]] = {
     parts.experts: _experts,
     parts.mixtral_experts: _experts,
     parts.stacked_experts: _stacked_experts,
+    parts.rows_of_experts: _experts,
     parts.router_bias: _router_bias,
     parts.shared_experts: _shared_experts,
     parts.gated_shared_expert: _gated_shared_expert,
@@ -211,7 +233,12 @@ ONLY_WITH_EXPERTS = {
     parts.experts,
     parts.mixtral_experts,
     parts.stacked_experts,
+    parts.rows_of_experts,
     parts.router_bias,
     parts.shared_experts,
     parts.gated_shared_expert,
 }
+OF_DELTA_NETS = {parts.delta_net, parts.grouped_delta_net}
+"""Those of a layer whose attention is a gated delta net alone."""
+OF_ATTENTION = {parts.gated_attention, parts.qk_norms}
+"""Those that such a layer lacks."""

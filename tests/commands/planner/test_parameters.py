@@ -35,6 +35,17 @@ def test_parameters_when_transformers_makes_the_model_then_it_has_as_many(name):
     assert model_parameters(with_defaults(config)).total == found + buffers.get(name, 0)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"])
+def test_parameters_of_gated_delta_nets_then_transformers_makes_as_many(kind):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+    found = sum(parameter.numel() for parameter in model.parameters())
+    assert model_parameters(with_defaults({"model_type": kind})).total == found
+
+
 def test_layer_of_qwen3_30b_a3b_when_counted_by_hand_then_the_same():
     # Queries 32 x 128 = 4096, keys and values 4 x 128 = 512 each: 2048 x (4096 + 1024) + 4096 x
     # 2048 = 18874368. Norms 2 x 2048 and 2 x 128, router 128 x 2048: 266496. Experts 128 x 3 x 2048
@@ -61,10 +72,10 @@ def test_parts_of_all_architectures_then_each_has_a_count():
 
 def test_architecture_when_it_is_unknown_then_the_supported_ones_are_named():
     with pytest.raises(
-        ValueError, match=r"model_type 'gpt2' is not supported \(supported: deepseek_v3, .*qwen3_moe\)"
+        ValueError, match=r"model_type 'gpt2' is not supported \(supported: deepseek_v3, .*qwen3_next\)"
     ):
         model_parameters({"model_type": "gpt2"})
     with pytest.raises(
-        ValueError, match="model_type 'qwen3_next' is not supported: three of four layers are gated"
+        ValueError, match="model_type 'nemotron_h' is not supported: most of its layers are of Mamba"
     ):
-        model_parameters({"model_type": "qwen3_next"})
+        model_parameters({"model_type": "nemotron_h"})
