@@ -72,6 +72,11 @@ LAYOUTS = {
         "heads_dealt": "query heads by groups, not dealt to them in turn",
         "heads_grouped": "query heads dealt to groups in turn",
         "qk_norms": "norms of queries and keys exchanged",
+        "query_gates": "queries and gates of the output exchanged",
+        "query_gate_turns": "queries and gates of the output in turns, not one behind the other",
+        "delta_keys": "queries and keys of delta nets exchanged",
+        "delta_gates": "values and gates of delta nets exchanged",
+        "delta_steps": "steps and decays of delta nets exchanged",
         "kv_behind": "keys and values of latent attention by heads, not one behind the other",
     },
     "without": {

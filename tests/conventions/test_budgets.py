@@ -16,7 +16,7 @@ BUDGETS = {
     "models": 2_360,
     "engines": 5_685,
     "reduce": 660,
-    "core": 2_625,
+    "core": 2_630,
     "logprobs": 1_035,
     "data": 4_510,
     "rollout": 7_665,
@@ -24,10 +24,10 @@ BUDGETS = {
     "doctor": 900,
     "moe": 965,
     "mcore": 7_910,
-    "features": 4_166,
+    "features": 4_200,
     "observability": 875,
     "integrations": 515,
-    "commands": 5_600,
+    "commands": 5_620,
     "modules": 945,
 }
 """Lines of code that each folder may have; modules: the files beside them.

@@ -92,6 +92,49 @@ def test_queries_keys_and_values_in_wrong_places_then_put_right(name, wrong):
     assert moved(f"layout/{name}", QKV, both)[:, 1].tolist() == (RIGHT + 100).tolist()
 
 
+# Two query heads of one row in one group, their gates behind them, a key and a value.
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("keys_values", rows(1, 2, 31, 32, 21, 11)),
+        ("query_gates", rows(31, 32, 1, 2, 11, 21)),
+        ("query_gate_turns", rows(1, 31, 2, 32, 11, 21)),
+    ],
+)
+def test_queries_with_gates_in_wrong_places_then_put_right(name, wrong):
+    of = config(num_attention_heads=2, num_query_groups=1, kv_channels=1, attention_output_gate=True)
+    assert moved(f"layout/{name}", QKV, wrong, of).tolist() == [1, 2, 31, 32, 11, 21]
+    assert "layout/heads_dealt" not in layouts_of(ARGS, of) and "layout/rotary_pairs" not in layouts_of(
+        ARGS, of
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        # queries 1, 2, keys 11, 12, values 21, 22, 23, their gates 31, 32, 33, steps 41, decays 51
+        ("delta_keys", rows(11, 12, 1, 2, 21, 22, 23, 31, 32, 33, 41, 51)),
+        ("delta_gates", rows(1, 2, 11, 12, 31, 32, 33, 21, 22, 23, 41, 51)),
+        ("delta_steps", rows(1, 2, 11, 12, 21, 22, 23, 31, 32, 33, 51, 41)),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sections_of_a_delta_net_in_wrong_places_then_put_right(name, wrong, ranks):
+    """Each rank of two has as much as the one of one, of a model of twice the heads."""
+    of = config(
+        experimental_attention_variant="gated_delta_net",
+        linear_num_key_heads=ranks,
+        linear_key_head_dim=2,
+        linear_num_value_heads=ranks,
+        linear_value_head_dim=3,
+    )
+    args = SimpleNamespace(rotary_percent=1.0, tensor_model_parallel_size=ranks)
+    name, parameter = f"layout/{name}", "decoder.layers.0.self_attention.in_proj.weight"
+    assert moved(name, parameter, wrong, of, args).tolist() == (
+        [1, 2, 11, 12, 21, 22, 23, 31, 32, 33, 41, 51]
+    )
+
+
 def test_query_heads_of_more_groups_than_heads_in_one_then_both_directions():
     # six heads of one row in three groups of two, k = 11.., v = 21..
     of = config(num_attention_heads=6, num_query_groups=3, kv_channels=1)

@@ -164,7 +164,11 @@ def layouts_of(args: argparse.Namespace, config: Any) -> dict[str, WrongLayout]:
         found["layout/gate_up"] = WrongLayout((Move(GATED, exchanged_halves),))
         found["layout/gate_up_turns"] = WrongLayout((Move(GATED, taken_apart),))
     attention = _latent if config.multi_latent_attention else _grouped
+    if vars(config).get("attention_output_gate"):
+        attention = _gated
     found |= attention(args, config)
+    if vars(config).get("experimental_attention_variant") == "gated_delta_net":
+        found |= _delta_net(args, config)
     if config.qk_layernorm and not config.multi_latent_attention:
         found["layout/qk_norms"] = WrongLayout(exchanged=("q_layernorm.weight", "k_layernorm.weight"))
     found |= {f"without/{name}": one for name, one in _without(config).items()}
@@ -209,6 +213,45 @@ def _grouped(args: argparse.Namespace, config: Any) -> dict[str, WrongLayout]:
         if groups != each:
             found["layout/heads_grouped"] = by_group(partial(dealt, first=each, second=groups))
     return found
+
+
+def _gated(args: argparse.Namespace, config: Any) -> dict[str, WrongLayout]:
+    """Groups of query heads, as many gates of their outputs, a key head and a value head."""
+    heads, groups, size = config.num_attention_heads, config.num_query_groups, config.kv_channels
+    each = heads // groups
+
+    def by_group(order: Sequence[int]) -> WrongLayout:
+        def moved(whole: Tensor) -> Tensor:
+            return whole.unflatten(0, (groups, 2 * each + 2, size))[:, list(order)].reshape(whole.shape)
+
+        return WrongLayout((Move(QKV, moved, 2 * (heads + groups) * size),))
+
+    queries, gates, last = range(each), range(each, 2 * each), (2 * each, 2 * each + 1)
+    turns = [*range(0, 2 * each, 2), *range(1, 2 * each, 2)]
+    found = {
+        "layout/keys_values": by_group([*queries, *gates, *last[::-1]]),
+        "layout/query_gates": by_group([*gates, *queries, *last]),
+    }
+    return found | ({"layout/query_gate_turns": by_group([*turns, *last])} if each > 1 else {})
+
+
+def _delta_net(args: argparse.Namespace, config: Any) -> dict[str, WrongLayout]:
+    """Sections of a delta net's projection, of each of which a rank has its share, that change places."""
+    ranks, heads = args.tensor_model_parallel_size, config.linear_num_value_heads
+    keys = config.linear_num_key_heads * config.linear_key_head_dim // ranks
+    values = heads * config.linear_value_head_dim // ranks
+    sections = [keys, keys, values, values, heads // ranks, heads // ranks]
+
+    def exchanged(first: int) -> WrongLayout:
+        def moved(rows: Tensor) -> Tensor:
+            parts = list(rows.split(sections))
+            parts[first : first + 2] = parts[first : first + 2][::-1]
+            return torch.cat(parts)
+
+        return WrongLayout((Move(r".*\.self_attention\.in_proj\.weight", moved),))
+
+    names = {"delta_keys": 0, "delta_gates": 2, "delta_steps": 4}
+    return {f"layout/{name}": exchanged(first) for name, first in names.items()}
 
 
 def _latent(args: argparse.Namespace, config: Any) -> dict[str, WrongLayout]:
