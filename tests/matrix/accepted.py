@@ -9,7 +9,14 @@ from megatron_rl_corr.cli import main
 from megatron_rl_corr.models.architectures import TEXT_OF, num_experts, of_text
 from tests.mcore.launched import run_command, run_environment, write_data
 from tests.mcore.test_runs import SCRIPT
-from tests.mcore.tiny_models import MODELS, VOCAB, make_model, write_processors
+from tests.mcore.tiny_models import (
+    DELTA_NETS_SERVED,
+    DELTA_NETS_VARIABLES,
+    MODELS,
+    VOCAB,
+    make_model,
+    write_processors,
+)
 from tests.preloaded import PreloadedServer
 from tools.cpu import environment, sglang_arguments
 
@@ -20,8 +27,7 @@ WIDE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
 LATENT = ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text")
 SERVED = {
-    # without a GPU, SGLang keeps no states for prefixes but those of whole prompts
-    **dict.fromkeys(DELTA_NETS, ["--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"]),
+    **dict.fromkeys(DELTA_NETS, DELTA_NETS_SERVED),
     # torch reads one pool of keys and values alone
     "gpt_oss": ["--disable-hybrid-swa-memory"],
 }
@@ -73,8 +79,7 @@ def server_of(name, model, folder):
             *more,
             *(["--enable-return-routed-experts"] if has_experts(model) else []),
         ],
-        # of a server in float32, too, a convolution's state is in bfloat16 without it
-        environment=environment("sglang") | {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+        environment=environment("sglang") | DELTA_NETS_VARIABLES,
     )
 
 

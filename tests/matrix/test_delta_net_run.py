@@ -13,7 +13,13 @@ from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from tests.mcore.launched import launch, untimed_steps, write_data
 from tests.mcore.test_runs import SCRIPT
-from tests.mcore.tiny_models import VOCAB, make_model, write_processors
+from tests.mcore.tiny_models import (
+    DELTA_NETS_SERVED,
+    DELTA_NETS_VARIABLES,
+    VOCAB,
+    make_model,
+    write_processors,
+)
 from tests.preloaded import PreloadedServer
 from tests.tiers import long
 from tools.cpu import environment, gpu_available, sglang_arguments
@@ -32,11 +38,7 @@ LAYOUTS = {
 }
 LONG = 20
 RUNS = [("qwen3_5_moe", "tp2 pp2 ep2"), ("qwen3_next", "tp2 pp2 ep2"), ("qwen3_5_moe_text", "cp2 dp2")]
-SERVER = [
-    *("--enable-return-routed-experts", "--random-seed", "0"),
-    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
-]
-"""Without a GPU, SGLang keeps no states for prefixes but those of whole prompts."""
+SERVER = ["--enable-return-routed-experts", "--random-seed", "0", *DELTA_NETS_SERVED]
 
 
 @pytest.fixture(scope="module", params=RUNS, ids=" ".join)
@@ -61,8 +63,7 @@ def run(request, tiny_moe_dir, tmp_path_factory):
         dtype="float32",
         log_path=folder / "server.log",
         extra_arguments=[*sglang_arguments(), *SERVER],
-        # of a server in float32, too, the convolution's state is in bfloat16 without it
-        environment=environment("sglang") | {"SGLANG_MAMBA_CONV_DTYPE": "float32"},
+        environment=environment("sglang") | DELTA_NETS_VARIABLES,
     )
     flags = [
         *LAYOUTS[layout],

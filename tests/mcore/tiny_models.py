@@ -62,6 +62,15 @@ DELTA_NETS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+DELTA_NETS_SERVED = [
+    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+    *("--max-mamba-cache-size", "64"),
+]
+"""Flags of their SGLang server without a GPU: states are kept of whole prompts alone, and of few; by default
+they fill a third of the memory.
+"""
+DELTA_NETS_VARIABLES = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+"""Without it a convolution's state is in bfloat16 in a server of float32, too."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
