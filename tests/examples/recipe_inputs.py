@@ -9,8 +9,14 @@ import pyarrow
 from pyarrow import parquet
 
 from tests.commands.planner.published import QWEN3_4B, QWEN3_30B_A3B
+from tests.models.published_configs import GPT_OSS_20B
 
-CONFIGS = {"qwen3_4b": QWEN3_4B, "qwen3_30b_a3b": QWEN3_30B_A3B}
+CONFIGS = {
+    "qwen3_4b": QWEN3_4B,
+    "qwen3_30b_a3b": QWEN3_30B_A3B,
+    "gpt_oss_20b": {key: value for key, value in GPT_OSS_20B.items() if key != "quantization_config"},
+}
+"""gpt-oss as transformers makes it of the published one, in bfloat16."""
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is false %}<think></think>{% endif "

@@ -26,7 +26,7 @@ pytestmark = matrix
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "examples/recipes"
-SERVERS = {"qwen3_4b": 4, "qwen3_30b_a3b": 2}
+SERVERS = {"qwen3_4b": 4, "qwen3_30b_a3b": 2, "gpt_oss_20b": 4}
 
 
 class Recipe:
@@ -117,6 +117,23 @@ def recipe(request, tmp_path_factory):
 @pytest.fixture(scope="module", params=["qwen3_30b_a3b", *in_matrix("qwen3_4b")])
 def one_recipe(request, tmp_path_factory):
     return Recipe(tmp_path_factory.mktemp(f"one_{request.param}"), request.param)
+
+
+@long
+def test_dry_run_of_gpt_oss_then_every_parser_takes_the_flags_and_the_plan_fits(tmp_path):
+    run = Recipe(tmp_path, "gpt_oss_20b").run("--dry-run", recorded=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    for words in (
+        "The best layout that fits: TP 2, EP 4, DP 2",
+        "bfloat16, 1 GPUs, port 30000",
+        "4 processes: tensor 2, pipeline 1, context 1, expert 4, expert tensor 1, data 2",
+        "prompts: 32 rows; router replay R3",
+        "checked, and nothing was started",
+    ):
+        assert words in run.stdout
+    (tmp_path / "other").mkdir()
+    run = Recipe(tmp_path / "other", "gpt_oss_20b").run("--dry-run", COLOCATE=1)
+    assert run.returncode == 2 and "gpt-oss is not colocated; leave it out" in run.stderr
 
 
 @pytest.fixture(scope="module")

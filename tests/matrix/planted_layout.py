@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from megatron_rl_corr.models import shards
-from megatron_rl_corr.models.layouts import GatedUp, GroupedQKV, InterleavedGateUp
+from megatron_rl_corr.models.layouts import GatedUp, GroupedQKV, InterleavedGateUp, Sections
 from megatron_rl_corr.models.names import NameTable, ParameterRule
 
 WHAT, WHERE, LAYER = os.environ["PLANTED"], os.environ["PLANTED_IN"], os.environ.get("PLANTED_LAYER")
@@ -77,6 +77,33 @@ class WrongKeys(WrongQueries):
         return self.right.split([q, v, k] if WHERE == "both" else tensors, rank, size)
 
 
+class WrongOutputGates(WrongQueries):
+    """One in which each head's query and the gate of its output are exchanged."""
+
+    def merge(self, shards):
+        q, k, v = self.right.merge(shards)
+        return [self.exchanged(q), k, v]
+
+    def split(self, tensors, rank, size):
+        q, k, v = tensors
+        return self.right.split([self.exchanged(q) if WHERE == "both" else q, k, v], rank, size)
+
+    def exchanged(self, q):
+        return q.unflatten(0, (self.right.heads, 2, -1)).flip(1).reshape(q.shape)
+
+
+class WrongSteps(WrongQueries):
+    """A delta net's tensors of steps and of decays exchanged."""
+
+    def merge(self, shards):
+        *others, steps, decays = self.right.merge(shards)
+        return [*others, decays, steps]
+
+    def split(self, tensors, rank, size):
+        *others, steps, decays = tensors
+        return self.right.split([*others, decays, steps] if WHERE == "both" else tensors, rank, size)
+
+
 class WrongGate(WrongQueries):
     """Gate and up exchanged."""
 
@@ -131,6 +158,8 @@ WRONG = {
     "heads": (GroupedQKV, WrongQueries, ""),
     "mixed_heads": (GroupedQKV, MixedQueries, ""),
     "keys_values": (GroupedQKV, WrongKeys, ""),
+    "query_gates": (GroupedQKV, WrongOutputGates, ""),
+    "delta_steps": (Sections, WrongSteps, r".*\.in_proj\.weight"),
     "qkv_bias": (GroupedQKV, Dropped, r".*\.linear_qkv\.bias"),
     "sinks": (object, Dropped, r".*\.softmax_offset"),
     "shared_gate": (object, Dropped, r".*\.shared_experts\.gate_weight"),

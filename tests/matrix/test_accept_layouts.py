@@ -43,6 +43,9 @@ CASES = [
     ("gpt_oss", "gate_up_turns", TRAINER, None, "gate and up one behind the other, not in turns"),
     ("gpt_oss", "sinks", TRAINER, None, "model.layers.0.self_attn.sinks"),
     ("deepseek_v3", "gate_up", TRAINER, None, "as if servers had gate and up exchanged"),
+    ("qwen3_5_text", "query_gates", TRAINER, None, "queries and gates of the output exchanged"),
+    ("qwen3_5_text", "delta_steps", TRAINER, None, "steps and decays of delta nets exchanged"),
+    ("qwen3_5_text", "delta_steps", PUSH, None, "model.layers.0.linear_attn.in_proj_ba.weight"),
 ]
 
 
