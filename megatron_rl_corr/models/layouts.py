@@ -185,7 +185,7 @@ class GroupedSections:
 class LessOne:
     """The weight of a norm that Megatron keeps less 1, and the checkpoint as it is. Every rank has all of it.
 
-    Exact for weights from 0.5 to 2; another one may lose its last bit.
+    Exact from 0.5 to 256, in bfloat16 too; smaller ones are rounded to what lies that near to -1.
     """
 
     replicated = True

@@ -30,6 +30,7 @@ COMPARED = {
     "--add-qkv-bias": Flip(DENSE, "--add-qkv-bias"),
     "--normalization": Flip(DENSE, "--normalization LayerNorm"),
     "--norm-epsilon": Flip(DENSE, "--norm-epsilon 1e-2"),
+    "--apply-layernorm-1p": Flip(DENSE, "--apply-layernorm-1p"),
     "--qk-layernorm": Flip(DENSE, "--qk-layernorm"),
     "--qk-l2-norm": Flip(DENSE, "--qk-l2-norm"),
     "--swiglu": Flip(DENSE, "", "--swiglu"),
@@ -143,11 +144,6 @@ IGNORED = {
     ),
     "--relative-attention-num-buckets": Flip(
         DENSE, "--relative-attention-num-buckets 8 --relative-attention-max-distance 16"
-    ),
-    "--linear-key-head-dim": Flip(
-        DENSE,
-        "--linear-key-head-dim 16 --linear-attention-freq 2 --linear-conv-kernel-dim 2 "
-        "--linear-num-key-heads 2 --linear-num-value-heads 2 --linear-value-head-dim 16",
     ),
     "--dsa-indexer-topk": Flip(
         LATENT,
@@ -315,6 +311,14 @@ NOT_RUN = {
         "--no-async-tensor-model-parallel-allreduce",
         "--kitchen-attention-backend",
         "--hybrid-override-pattern",
+    ),
+    "sizes and places of gated delta nets, by whose shapes weights are refused": (
+        "--linear-attention-freq",
+        "--linear-conv-kernel-dim",
+        "--linear-key-head-dim",
+        "--linear-value-head-dim",
+        "--linear-num-key-heads",
+        "--linear-num-value-heads",
     ),
     "models of another kind, which the names of weights refuse": (
         "--experimental-attention-variant",

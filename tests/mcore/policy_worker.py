@@ -269,7 +269,6 @@ GIVEN = {
     "--transformer-impl": "inference_optimized",
     "--hybrid-context-parallel": True,
     "--overlap-moe-expert-parallel-comm": True,
-    "--apply-layernorm-1p": True,
     "--fp8-recipe": "delayed",
     "--te-precision-config-file": "recipes.yaml",
     "--use-kitchen-attention": True,

@@ -252,7 +252,6 @@ def test_model_when_the_script_built_another_than_its_arguments_say_then_refused
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--apply-layernorm-1p", "norms scale by 1 + weight"),
         ("--fp8-recipe", "--fp8-recipe delayed: with --fp8-format"),
         ("--use-megatron-fsdp", "use --use-distributed-optimizer"),
         ("--moe-mlp-glu-interleave-size", "--moe-mlp-glu-interleave-size 32: rows of gate and up"),

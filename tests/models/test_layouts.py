@@ -8,9 +8,12 @@ import torch
 from megatron_rl_corr.models.layouts import (
     GatedUp,
     GroupedQKV,
+    GroupedSections,
     InterleavedGateUp,
+    LessOne,
     Replicated,
     RowsOrWhole,
+    Sections,
     Sharded,
     Transposed,
     Vocabulary,
@@ -72,6 +75,50 @@ def test_qkv_when_more_ranks_than_key_value_heads_then_refused():
     assert str(raised.value) == (
         "--tensor-model-parallel-size 4 does not divide the model's 2 key-value heads; use a divisor of them"
     )
+
+
+def test_qkv_with_gates_when_cut_then_each_groups_gates_stand_behind_its_queries():
+    # the gate of a query's row is 1000 more, and stands behind its head in the checkpoint
+    layout = GroupedQKV(heads=4, groups=2, head_dim=2, gated=True)
+    q = rows(0, 1, 1000, 1001, 10, 11, 1010, 1011, 20, 21, 1020, 1021, 30, 31, 1030, 1031)
+    first, second = (layout.split([q, K, V], rank, 2) for rank in range(2))
+    assert torch.equal(first, rows(0, 1, 10, 11, 1000, 1001, 1010, 1011, 100, 101, 200, 201))
+    assert torch.equal(second, rows(20, 21, 30, 31, 1020, 1021, 1030, 1031, 110, 111, 210, 211))
+    for size in (1, 2):
+        assert_inverse(layout, [q, K, V], size)
+
+
+def test_sections_when_cut_then_every_section_by_itself():
+    layout = Sections(((2, 4), (4,)))
+    first = rows(0, 1, 100, 101, 102, 103)
+    assert torch.equal(layout.split([first, rows(200, 201, 202, 203)], 0, 2), rows(0, 100, 101, 200, 201))
+    assert torch.equal(layout.split([first, rows(200, 201, 202, 203)], 1, 2), rows(1, 102, 103, 202, 203))
+    for size in (1, 2):
+        assert_inverse(layout, [first, rows(200, 201, 202, 203)], size)
+    with pytest.raises(ValueError, match="a tensor-parallel size of 4 does not divide dimension 0"):
+        layout.split([first, rows(200, 201, 202, 203)], 0, 4)
+
+
+def test_sections_in_turn_when_cut_then_as_if_they_stood_one_behind_the_other():
+    # two groups of one row of the first section and two of the second, and of one row of each
+    layout = GroupedSections(2, ((2, 4), (2, 2)))
+    tensors = [rows(0, 100, 101, 1, 102, 103), rows(200, 300, 201, 301)]
+    assert torch.equal(layout.split(tensors, 0, 1), rows(0, 1, 100, 101, 102, 103, 200, 201, 300, 301))
+    assert torch.equal(layout.split(tensors, 1, 2), rows(1, 102, 103, 201, 301))
+    for size in (1, 2):
+        assert_inverse(layout, tensors, size)
+
+
+def test_less_one_then_exact_from_a_half_to_256_in_bfloat16():
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    weights = every[(every >= 0.5) & (every <= 256)]
+    assert len(weights) > 1_000
+    assert LessOne().split([torch.tensor([1.5])], 3, 4).tolist() == [0.5]
+    [back] = LessOne().merge([LessOne().split([weights], 0, 2)])
+    assert torch.equal(back, weights)
+    small = every[(every > 0) & (every < 0.5)]
+    [back] = LessOne().merge([LessOne().split([small], 0, 2)])
+    assert (back - small).abs().max() <= 2**-9
 
 
 def test_gated_up_when_cut_then_each_rank_has_its_part_of_both_halves():

@@ -260,6 +260,23 @@ def _dense_size(args: argparse.Namespace) -> int | None:
     return None if layers is not None and all(layers) else args.ffn_hidden_size
 
 
+def _linear_layers(args: argparse.Namespace) -> list[int] | None:
+    """1 for each layer whose attention is a gated delta net; None for a model without such."""
+    pattern = _of_delta_nets("linear_attention_freq")(args)
+    if isinstance(pattern, int):
+        return [int((layer + 1) % pattern != 0) for layer in range(args.num_layers)]
+    return pattern
+
+
+def _of_delta_nets(name: str) -> Callable[[argparse.Namespace], Any]:
+    """The value of an argument of gated delta nets; None for a model without such: it has no effect."""
+
+    def value(args: argparse.Namespace) -> Any:
+        return vars(args)[name] if args.experimental_attention_variant == "gated_delta_net" else None
+
+    return value
+
+
 EFFECTIVE: dict[str, Callable[[argparse.Namespace], Any]] = {
     # A hybrid pattern of pairs is GPTModel's layers; what its --spec makes of them, the names of
     # parameters tell.
@@ -282,6 +299,17 @@ EFFECTIVE: dict[str, Callable[[argparse.Namespace], Any]] = {
     "--yarn-beta-fast": _of_yarn("yarn_beta_fast", 32.0),
     "--yarn-beta-slow": _of_yarn("yarn_beta_slow", 1.0),
     "--no-yarn-correction-range-round-to-int": _of_yarn("yarn_correction_range_round_to_int", True),
+    "--linear-attention-freq": _linear_layers,
+    **{
+        f"--linear-{size.replace('_', '-')}": _of_delta_nets(f"linear_{size}")
+        for size in (
+            "conv_kernel_dim",
+            "key_head_dim",
+            "value_head_dim",
+            "num_key_heads",
+            "num_value_heads",
+        )
+    },
     "--rope-type": lambda args: args.rope_type or ("yarn" if args.multi_latent_attention else "rope"),
 }
 """What Megatron makes of a flag, with others and with its default; elsewhere it is the flag's value."""
@@ -495,12 +523,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "--relative-attention-num-buckets",
         "--relative-attention-max-distance",
         "--mrope-section",
-        "--linear-attention-freq",
-        "--linear-conv-kernel-dim",
-        "--linear-key-head-dim",
-        "--linear-value-head-dim",
-        "--linear-num-key-heads",
-        "--linear-num-value-heads",
         "--dsa-indexer-n-heads",
         "--dsa-indexer-head-dim",
         "--dsa-indexer-topk",
