@@ -111,7 +111,7 @@ class Rewards:
             workers=options.reward_workers,
             limit_s=options.reward_timeout_s,
             tokenizer=tokenizer,
-            required=not options.teacher_urls,
+            required=not options.teacher_urls or options.maker is not None,
             **options.reward_url_arguments(),
         )
 

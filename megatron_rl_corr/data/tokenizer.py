@@ -78,6 +78,12 @@ class Tokenizer:
         added = self._tokenizer.added_tokens_decoder
         return {token.content: number for number, token in added.items() if token.special}
 
+    @cached_property
+    def added_tokens(self) -> list[str]:
+        """Those beside the words that were learned, as they are spelled, by their ids."""
+        added = self._tokenizer.added_tokens_decoder
+        return [added[number].content for number in sorted(added)]
+
     def encode_as_text(self, text: str) -> list[int]:
         """The ids of a text in which control tokens may be spelled out and are not meant: none of them.
 

@@ -140,8 +140,10 @@ def linear_layers(config: Config) -> tuple[int, ...]:
 def of_text(config: Config) -> Config:
     """The settings of the part for text of a model of images and text; any other config.json as it is.
 
+    Outside of `text_config` engines read those of OF_WHOLE alone; whether embeddings are tied, only there.
+
     Raises:
-        ValueError: it has a setting twice, with two values, or another part for text.
+        ValueError: it has another part for text.
     """
     kind, text = config.get("model_type"), config.get("text_config")
     if not (isinstance(kind, str) and kind in TEXT_OF) or text is None:
@@ -151,18 +153,20 @@ def of_text(config: Config) -> Config:
             f"config.json: text_config of a {kind} must be an object with model_type {TEXT_OF[kind]}; "
             "correct it"
         )
-    outer = {key: value for key, value in config.items() if key not in ("text_config", "vision_config")}
-    for key, value in outer.items():
-        if key not in _OF_EITHER and not key.endswith("_token_id") and text.get(key, value) != value:
-            raise ValueError(
-                f"config.json: {key} is {value!r}, and {text[key]!r} in text_config, and not every engine "
-                "takes the same of the two; take one of them out"
-            )
-    return {**text, **outer}
+    whole = {"tie_word_embeddings": False} | {key: config[key] for key in OF_WHOLE if key in config}
+    return {**text, **whole}
 
 
-_OF_EITHER = ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype", "_name_or_path")
-"""What a model of images and text, and its part for text, may have of their own."""
+OF_WHOLE = (
+    "model_type",
+    "architectures",
+    "tie_word_embeddings",
+    "quantization_config",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+)
+"""What engines read of a model of images and text outside of `text_config`."""
 
 
 def kept_as_loaded(config: Config) -> list[KeptTensors]:

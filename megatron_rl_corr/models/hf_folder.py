@@ -250,5 +250,8 @@ def _set_dtype(folder: Path) -> None:
     embedding = next(name for name in checkpoint.names if name.endswith("embed_tokens.weight"))
     dtype = str(checkpoint.tensor(embedding).dtype).removeprefix("torch.")
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
-    if any(config.get(key) != dtype for key in keys):
-        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, dtype), indent=2))
+    said = config | dict.fromkeys(keys, dtype)
+    if isinstance(text := config.get("text_config"), dict):  # where servers look for it
+        said["text_config"] = text | {key: dtype for key in ("dtype", "torch_dtype") if key in text}
+    if said != config:
+        (folder / "config.json").write_text(json.dumps(said, indent=2))

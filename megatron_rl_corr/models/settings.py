@@ -15,6 +15,7 @@ from megatron_rl_corr.models.architectures import (
     CODE_OF,
     EXPERTS,
     LINEAR_TYPES,
+    OF_WHOLE,
     TEXT_OF,
     WINDOWED,
     WINDOWED_TYPES,
@@ -357,13 +358,13 @@ def not_trained(config: Config) -> list[str]:
     Raises:
         ValueError: the architecture is not supported.
     """
+    lines = _outside_of_text(config)
     config, kind, filled = of_text(config), family_of(config), with_defaults(config)
     only, derived, used = (
         _only(kind),
         _derived(kind, filled),
         {*DEFAULTS[kind], *ALIASES.get(kind, {}), *ROPE},
     )
-    lines = []
     for key, value in config.items():
         if key in only:
             lines += _another(key, value, only[key])
@@ -466,15 +467,29 @@ def _wrong_value(name: str, key: str, value: Any) -> list[str]:
     return [] if right else [f"config.json: {_shown(key, value)} must be {kind}; correct it"]
 
 
-def _not_read_by_servers(kind: str, config: Config) -> list[str]:
-    """A line for each rotary setting of Qwen3-Next that SGLang does not find where transformers does."""
-    inner = config.get("rope_parameters")
-    if kind != "qwen3_next" or not isinstance(inner, Mapping):
+def _outside_of_text(config: Config) -> list[str]:
+    """A line for each setting of a model of images and text that stands where engines do not look for it."""
+    if config.get("text_config") is None or config.get("model_type") not in TEXT_OF:
         return []
+    read = (*OF_WHOLE, "text_config", "vision_config")
+    return [
+        f"config.json: {_shown(key, value)} stands outside of text_config, where engines do not read it; "
+        "move it into text_config, or take it out"
+        for key, value in config.items()
+        if key not in read and why_harmless(key, config) is None
+    ]
+
+
+def _not_read_by_servers(kind: str, config: Config) -> list[str]:
+    """A line for each rotary setting that SGLang does not find where transformers does."""
+    inner = config.get("rope_parameters")
+    if "full_attention_interval" not in DEFAULTS[kind] or not isinstance(inner, Mapping):
+        return []
+    alone = ("rope_theta", "partial_rotary_factor") if kind == "qwen3_next" else ("partial_rotary_factor",)
     return [
         f"config.json: {_shown(key, inner[key])} stands among rope_parameters alone, where servers do not "
         f"read it: they would take {DEFAULTS[kind][key]}; add it beside rope_parameters, too"
-        for key in ("rope_theta", "partial_rotary_factor")
+        for key in alone
         if inner.get(key, DEFAULTS[kind][key]) != DEFAULTS[kind][key] and key not in config
     ]
 
@@ -548,7 +563,7 @@ def _layer_types(value: Any, filled: Mapping[str, Any]) -> list[str]:
     if filled["model_type"] in WINDOWED:
         # as servers have it: vLLM does not read the key
         kinds, words = WINDOWED_TYPES, "sliding_attention and full_attention in turn, the first sliding,"
-    elif _is_whole(step := filled.get("full_attention_interval")) and 1 < step <= given:
+    elif _is_whole(step := filled.get("full_attention_interval")) and step > 1:
         # as servers have it: SGLang does not read the key
         kinds = (*LINEAR_TYPES[:1] * (step - 1), LINEAR_TYPES[1])
         words = f"full_attention for every {step}th layer (full_attention_interval), linear_attention else,"

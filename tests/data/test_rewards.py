@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -430,6 +431,30 @@ def test_reward_when_in_the_trainers_process_then_as_in_workers_and_the_loop_goe
             assert await asyncio.gather(*twenty) == [0] * 20  # all at once: they wait for each other
 
     run(scenario, f"{file}:{name}", workers=workers, limit_s=1.0)
+
+
+@pytest.mark.parametrize("maker", [None, "an environment"])
+def test_reward_when_a_teacher_trains_then_none_is_needed_but_of_episodes_that_score_themselves(maker):
+    options = SimpleNamespace(
+        rewards=(),
+        reward_workers=1,
+        reward_timeout_s=10.0,
+        teacher_urls=("http://teacher",),
+        maker=maker,
+        reward_url_arguments=dict,
+    )
+
+    async def score():
+        rewards = Rewards.of(options, None)
+        try:
+            if maker is None:
+                return await rewards.score(PROMPT, trajectory([1]))
+            return await failure_of(rewards, [1])
+        finally:
+            await rewards.close()
+
+    found = asyncio.run(score())
+    assert found == 0 if maker is None else found[0] == "reward_error"
 
 
 def test_reward_when_the_environment_scores_then_its_own_and_exactly_one_of_the_two(file):

@@ -66,3 +66,10 @@ def test_text_when_the_vocabulary_lacks_a_part_then_it_is_named():
     made = PreTrainedTokenizerFast(tokenizer_object=rust(), unk_token="<unk>", bos_token="<s>")
     with pytest.raises(ValueError, match=r"of FOLDER has no id for a part of 'd'"):
         Tokenizer(made, "FOLDER").encode("a d")
+
+
+def test_added_tokens_then_all_as_they_are_spelled_by_their_ids():
+    made = PreTrainedTokenizerFast(tokenizer_object=rust(), unk_token="<unk>", bos_token="<s>")
+    made.add_tokens(["<think>"])
+    added = Tokenizer(made, "FOLDER").added_tokens
+    assert added[-1] == "<think>" and {"<unk>", "<s>"} <= set(added) and len(added) == len(set(added))

@@ -593,6 +593,23 @@ say(
             (2, True, "transformer_engine"),
         )
     ],
+    delta_nets=[
+        said(
+            lambda: run_flags.check_delta_net_norms(
+                types.SimpleNamespace(
+                    tensor_model_parallel_size=ranks,
+                    sequence_parallel=cut,
+                    experimental_attention_variant=variant,
+                )
+            )
+        )
+        for ranks, cut, variant in (
+            (2, False, "gated_delta_net"),
+            (2, True, "gated_delta_net"),
+            (1, False, "gated_delta_net"),
+            (2, False, None),
+        )
+    ],
 )
 """
 
@@ -614,6 +631,15 @@ def test_evaluation_when_it_would_never_come_then_refused_at_the_start(results):
 def test_offloaded_optimizer_in_float32_when_its_copies_would_stay_the_initial_weights_then_refused(results):
     refused, taken = results["evaluation"]["offloaded"]
     assert refused.startswith("--optimizer-cpu-offload in float32: ") and taken is None
+
+
+def test_delta_nets_when_a_norms_gradients_would_differ_on_ranks_then_refused(results):
+    refused, *taken = results["evaluation"]["delta_nets"]
+    assert refused == (
+        "--tensor-model-parallel-size 2 without --sequence-parallel: Megatron would not add up the gradients "
+        "of the norm behind a gated delta net, and ranks would train different ones; give --sequence-parallel"
+    )
+    assert taken == [None, None, None]
 
 
 def test_latent_attention_when_the_local_spec_cuts_it_over_ranks_then_refused(results):
@@ -856,6 +882,8 @@ say(
         said(transformer_impl="local"),
         said(moe_token_dispatcher_type="allgather"),
         said(cuda_graph_impl="local"),
+        said(experimental_attention_variant="dsa"),
+        said(experimental_attention_variant="gated_delta_net", deterministic_mode=True),
         said(fp8="hybrid"),
         said(moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"]),
         said(moe_router_load_balancing_type="global_aux_loss"),
@@ -895,6 +923,9 @@ def test_packed_when_something_does_not_go_with_it_then_refused_with_the_remedy(
         f"use --moe-token-dispatcher-type alltoall, {rows}",
         f"--cuda-graph-impl local {but} it would repeat one microbatch's boundaries; use --cuda-graph-impl "
         f"none, {rows}",
+        f"--experimental-attention-variant dsa {but} it is not proven to keep sequences apart; leave it out, "
+        f"{rows}",
+        f"--deterministic-mode {but} a gated delta net would not keep sequences apart; leave it out, {rows}",
         f"--fp8-format hybrid {but} sequences are not padded to the multiples that it needs; leave it out, "
         f"{rows}",
         f"--moe-router-load-balancing-type aux_loss seq_aux_loss {but} it balances rows or batches, which "

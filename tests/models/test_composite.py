@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl_corr.models.architectures import linear_layers, of_text, unusual_weights
+from megatron_rl_corr.models.architectures import is_tied, linear_layers, of_text, unusual_weights
 from megatron_rl_corr.models.megatron_flags import model_flags
 from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.settings import computed, setting_problems, with_defaults
@@ -83,6 +83,8 @@ def test_whole_model_then_the_flags_are_those_of_its_text():
         "--moe-shared-expert-intermediate-size 512 --moe-shared-expert-gate",
     ):
         assert part in words
+    short = changed(num_hidden_layers=2, layer_types=["linear_attention"] * 2)
+    assert setting_problems(short) == [] and "[1,1]" in model_flags(short)
     assert setting_problems(WHOLE) == [] and with_defaults(with_defaults(WHOLE)) == with_defaults(WHOLE)
 
 
@@ -111,16 +113,25 @@ def test_names_of_the_whole_model_then_under_the_part_for_text_and_experts_in_on
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (changed(tie_word_embeddings=True), "tie_word_embeddings is False, and True in text_config"),
         (WHOLE | {"text_config": []}, "text_config of a qwen3_5_moe must be an object with model_type"),
         (changed(model_type="qwen3_5_text"), "must be an object with model_type qwen3_5_moe_text"),
     ],
 )
-def test_parts_that_contradict_each_other_then_refused(config, words):
+def test_part_for_text_that_is_none_then_refused(config, words):
     with pytest.raises(ValueError, match=words):
         of_text(config)
     with pytest.raises(ValueError, match=words):
         model_flags(config)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("outside", [True, False, None])
+def test_tied_embeddings_then_as_engines_read_it_outside_of_the_text(inside, outside):
+    config = {key: value for key, value in WHOLE.items() if key != "tie_word_embeddings"}
+    config |= {"text_config": TEXT | {"tie_word_embeddings": inside}}
+    config |= {} if outside is None else {"tie_word_embeddings": outside}
+    assert is_tied(with_defaults(config)) == bool(outside)
+    assert ("--untie-embeddings-and-output-weights" in model_flags(config)) == (not outside)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +145,16 @@ def test_parts_that_contradict_each_other_then_refused(config, words):
         (changed(attention_bias=True), "attention_bias true is not what the flags train"),
         (changed(linear_num_key_heads=0), "linear_num_key_heads 0 must be a whole number from 1 on"),
         (changed(logit_scale=2.0), "logit_scale 2.0 is no setting"),
+        (WHOLE | {"rms_norm_eps": 1e-5}, "rms_norm_eps 1e-05 stands outside of text_config"),
+        (WHOLE | {"logit_scale": 2.0}, "logit_scale 2.0 stands outside of text_config"),
+        (
+            changed(rope_parameters=TEXT["rope_parameters"] | {"partial_rotary_factor": 0.5}),
+            "partial_rotary_factor 0.5 stands among rope_parameters alone",
+        ),
+        (
+            changed(num_hidden_layers=2, layer_types=["full_attention"] * 2),
+            "must be full_attention for every 4th layer",
+        ),
         (WHOLE | {"architectures": ["Qwen3_5MoeForCausalLM"]}, "servers choose their model by it"),
         (
             {key: value for key, value in NEXT.items() if not key.startswith(("rope", "partial"))}

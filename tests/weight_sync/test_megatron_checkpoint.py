@@ -257,3 +257,15 @@ def test_config_when_it_names_the_dtype_twice_or_not_then_every_key_says_that_of
     checkpoint = saved(tmp_path / "checkpoint", stacked(numbers))
     assert export(checkpoint, source, tmp_path / "out", capsys) == (0, "")
     assert read_config(tmp_path / "out") == config | dict.fromkeys(keys or ("torch_dtype",), "float32")
+
+
+@pytest.mark.parametrize("keys", [(), ("dtype",), ("torch_dtype",)])
+def test_config_of_a_model_of_images_and_text_then_its_part_for_text_says_the_dtype_too(tmp_path, keys):
+    text = {"hidden_size": 4} | dict.fromkeys(keys, "bfloat16")
+    (tmp_path / "config.json").write_text(json.dumps({"dtype": "bfloat16", "text_config": text}))
+    save_file({"model.language_model.embed_tokens.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
+    hf_folder._set_dtype(tmp_path)
+    assert read_config(tmp_path) == {
+        "dtype": "float32",
+        "text_config": {"hidden_size": 4} | dict.fromkeys(keys, "float32"),
+    }

@@ -12,7 +12,7 @@ from megatron.training import checkpointing
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.problems import Problems, Refusal, check_each
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.checks.packed_flags import check_packed
+from megatron_rl_corr.mcore.checks.packed_flags import DELTA_NETS, check_packed
 from megatron_rl_corr.mcore.checks.policy_check import check_policy
 from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.feature import feature_classes, number_of_steps
@@ -33,6 +33,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         check_latent_attention,
         check_fused_yarn,
         check_fused_clamp,
+        check_delta_net_norms,
         check_unusual_weights,
         _check_packed_if,
         check_per_token_loss,
@@ -208,6 +209,21 @@ def check_fused_clamp(args: argparse.Namespace) -> None:
             f"--activation-func-clamp-value {clamp}: where experts are not "
             "grouped, Megatron's fused activation clamps before it adds the bias, and the model after it; "
             "give --no-bias-gelu-fusion or --moe-grouped-gemm"
+        )
+
+
+def check_delta_net_norms(args: argparse.Namespace) -> None:
+    """ValueError for gated delta nets on tensor-parallel ranks whose gradients of a norm would differ.
+
+    Each rank has the norm behind its own heads, and Megatron adds up over those ranks the gradients of norms
+    that it marks as sequence-parallel.
+    """
+    variant = vars(args).get("experimental_attention_variant")
+    if variant == DELTA_NETS and args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise ValueError(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} without --sequence-parallel: "
+            "Megatron would not add up the gradients of the norm behind a gated delta net, and ranks would "
+            "train different ones; give --sequence-parallel"
         )
 
 

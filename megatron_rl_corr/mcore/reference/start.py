@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import batched
 from pathlib import Path
 
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from megatron_rl_corr.rollout.scorer import Scorer
 from megatron_rl_corr.weight_sync.export import StageExporter
 
 HEALTHY_WITHIN_S = 60.0
+SHOWN = 8
+"""Added tokens of one text, which an error shows."""
 PLAIN = 29
 """Characters of TEXT that any tokenizer has ids for."""
 
@@ -145,6 +148,8 @@ def make_teacher(
     """
     if not config.distill_coef:
         return Teacher()
+    if not options.rewards and options.maker is None and dist.get_rank() == 0:
+        warn(f"no reward is given: all rewards are 0, and {FLAG} alone trains")
     likeliest = config.distill_top_k or 0
     scorer = all_reduce_startup(lambda: _scorer(options.teacher_urls, options, layout, vocab_size))
     left_out = (
@@ -154,7 +159,11 @@ def make_teacher(
 
     async def check() -> None:
         tokenizer = Tokenizer.from_folder(options.hf_checkpoint)
-        texts = {} if tokenizer is None else encoded(tokenizer, (TEXT, TEXT[:PLAIN]))
+        texts = {}
+        if tokenizer is not None:
+            # one vocabulary with other tokens added makes the same of plain text
+            added = ("".join(some) for some in batched(tokenizer.added_tokens, SHOWN))
+            texts = encoded(tokenizer, (TEXT, TEXT[:PLAIN], *added))
         await check_teacher(scorer, vocab_size, texts, likeliest)
         await _warn_of_short(scorer, FLAG, args.seq_length, left_out)
 
