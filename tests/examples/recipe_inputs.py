@@ -18,6 +18,7 @@ CONFIGS = {
 }
 """gpt-oss as transformers makes it of the published one, in bfloat16."""
 TEMPLATE = (
+    "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% if enable_thinking is false %}<think></think>{% endif "
     "%}{% endif %}"
