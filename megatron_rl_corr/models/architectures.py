@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megatron_rl_corr.models.layouts import (
@@ -169,6 +170,9 @@ OF_WHOLE = (
 """What engines read of a model of images and text outside of `text_config`."""
 
 
+_DRAFTS = "multi-token prediction only drafts tokens, which the trained weights verify"
+
+
 def kept_as_loaded(config: Config) -> list[KeptTensors]:
     """Tensors that training never changes; any other tensor that is not sent is an error
     (weight_sync/coverage.py).
@@ -186,9 +190,7 @@ def kept_as_loaded(config: Config) -> list[KeptTensors]:
     if linear_layers(config):
         kept += [
             KeptTensors(r".*norm\.gemma_weight", "1 more than the norm's weight, with which it is set"),
-            KeptTensors(
-                r"mtp\..*", "multi-token prediction only drafts tokens, which the trained weights verify"
-            ),
+            KeptTensors(r"mtp\..*", _DRAFTS),
         ]
     if is_tied(config):
         kept.append(KeptTensors(r"lm_head\.weight", "tied to the embedding, which is sent"))
@@ -196,12 +198,7 @@ def kept_as_loaded(config: Config) -> list[KeptTensors]:
     first, count = config["num_hidden_layers"], config.get("num_nextn_predict_layers") or 0
     layers = "|".join(str(first + i) for i in range(count))
     if layers:
-        kept.append(
-            KeptTensors(
-                rf"model\.layers\.({layers})\..*",
-                "multi-token prediction only drafts tokens, which the trained weights verify",
-            )
-        )
+        kept.append(KeptTensors(rf"model\.layers\.({layers})\..*", _DRAFTS))
     return kept
 
 
@@ -223,18 +220,17 @@ def norms(config: Config) -> list[ParameterRow]:
 
 def grouped_attention(config: Config) -> list[ParameterRow]:
     """Attention with key-value heads that groups of query heads share, or each its own."""
-    return [
-        ParameterRow(ATTENTION + r"linear_qkv\.weight", _qkv(config), _qkv_names("weight")),
-        ParameterRow(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
-    ]
+    return _attention(_qkv(config))
 
 
 def gated_attention(config: Config) -> list[ParameterRow]:
     """As grouped_attention, its output times the sigmoid of a gate for each number, which is made with the
     queries.
     """
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    layout = GroupedQKV(heads, groups, config["head_dim"], gated=True)
+    return _attention(replace(_qkv(config), gated=True))
+
+
+def _attention(layout: GroupedQKV) -> list[ParameterRow]:
     return [
         ParameterRow(ATTENTION + r"linear_qkv\.weight", layout, _qkv_names("weight")),
         ParameterRow(ATTENTION + r"linear_proj\.weight", Sharded(1), (HF_ATTENTION + "o_proj.weight",)),
@@ -243,19 +239,19 @@ def gated_attention(config: Config) -> list[ParameterRow]:
 
 def delta_net(config: Config) -> list[ParameterRow]:
     """The gated delta net of Qwen3.5: its projections are tensors of their own."""
-    keys, values, heads = _delta_sizes(config)
+    keys, values, heads = delta_sizes(config)
     rows = ((keys, keys, values), (values,), (heads,), (heads,))
     return _delta_net(config, Sections(rows), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"))
 
 
 def grouped_delta_net(config: Config) -> list[ParameterRow]:
     """The gated delta net of Qwen3-Next: two tensors hold its projections, by groups of a key head each."""
-    keys, values, heads = _delta_sizes(config)
+    keys, values, heads = delta_sizes(config)
     layout = GroupedSections(config["linear_num_key_heads"], ((keys, keys, values, values), (heads, heads)))
     return _delta_net(config, layout, ("in_proj_qkvz", "in_proj_ba"))
 
 
-def _delta_sizes(config: Config) -> tuple[int, int, int]:
+def delta_sizes(config: Config) -> tuple[int, int, int]:
     """Rows of its queries, which are as many as those of its keys, rows of its values, and value heads."""
     heads = config["linear_num_value_heads"]
     keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
@@ -265,7 +261,7 @@ def _delta_sizes(config: Config) -> tuple[int, int, int]:
 def _delta_net(
     config: Config, layout: Sections | GroupedSections, projections: tuple[str, ...]
 ) -> list[ParameterRow]:
-    keys, values, _ = _delta_sizes(config)
+    keys, values, _ = delta_sizes(config)
     convolution = Sections(((keys, keys, values),))
     layouts = {
         r"conv1d\.weight": (convolution, "conv1d.weight"),
@@ -363,7 +359,6 @@ def mixtral_experts(config: Config) -> list[ParameterRow]:
 
 def stacked_experts(config: Config) -> list[ParameterRow]:
     """Router and routed experts of gpt-oss: all have biases, and one tensor holds all experts of a layer."""
-    megatron, hf, every = MLP + r"experts\.", HF_MLP + "experts.", config["num_local_experts"]
     rows = [
         ParameterRow(MLP + rf"router\.{kind}", Replicated(), (HF_MLP + f"router.{kind}",)) for kind in KINDS
     ]
@@ -373,27 +368,31 @@ def stacked_experts(config: Config) -> list[ParameterRow]:
         ("linear_fc2", "weight"): (Transposed(), "down_proj"),
         ("linear_fc2", "bias"): (Replicated(), "down_proj_bias"),
     }
-    for (linear, kind), (layout, name) in layouts.items():
-        # one module per expert, or grouped, where linear_fc1.weight7 belongs to expert 7
-        for pattern in (rf"local_experts\.(?P<E>\d+)\.{linear}\.{kind}", rf"{linear}\.{kind}(?P<E>\d+)"):
-            rows.append(ParameterRow(megatron + pattern, layout, (hf + name,), stacked=every))
-    return rows
+    return rows + _stacks(layouts, config["num_local_experts"])
 
 
 def rows_of_experts(config: Config) -> list[ParameterRow]:
     """Router and routed experts of Qwen3.5: one tensor holds all experts of a layer, each as it would be
     alone, gate above up.
     """
-    megatron, hf, every = MLP + r"experts\.", HF_MLP + "experts.", config["num_experts"]
     width = config["moe_intermediate_size"]
-    rows = [ParameterRow(MLP + r"router\.weight", Replicated(), (HF_MLP + "gate.weight",))]
     layouts = {
-        "linear_fc1": (Sections(((width, width),)), "gate_up_proj"),
-        "linear_fc2": (Sharded(1), "down_proj"),
+        ("linear_fc1", "weight"): (Sections(((width, width),)), "gate_up_proj"),
+        ("linear_fc2", "weight"): (Sharded(1), "down_proj"),
     }
-    for linear, (layout, name) in layouts.items():
-        for pattern in (rf"local_experts\.(?P<E>\d+)\.{linear}\.weight", rf"{linear}\.weight(?P<E>\d+)"):
-            rows.append(ParameterRow(megatron + pattern, layout, (hf + name,), stacked=every))
+    router = ParameterRow(MLP + r"router\.weight", Replicated(), (HF_MLP + "gate.weight",))
+    return [router, *_stacks(layouts, config["num_experts"])]
+
+
+def _stacks(
+    layouts: Mapping[tuple[str, str], tuple[TensorLayout, str]], experts_of_layer: int
+) -> list[ParameterRow]:
+    """Rows of experts that tensors stack: (Megatron's linear layer, weight or bias) -> (layout, tensor)."""
+    megatron, hf, rows = MLP + r"experts\.", HF_MLP + "experts.", []
+    for (linear, kind), (layout, name) in layouts.items():
+        # one module per expert, or grouped, where linear_fc1.weight7 belongs to expert 7
+        for pattern in (rf"local_experts\.(?P<E>\d+)\.{linear}\.{kind}", rf"{linear}\.{kind}(?P<E>\d+)"):
+            rows.append(ParameterRow(megatron + pattern, layout, (hf + name,), stacked=experts_of_layer))
     return rows
 
 

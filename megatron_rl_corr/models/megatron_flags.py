@@ -45,6 +45,15 @@ ALWAYS = [
 ]
 
 
+DELTA_NETS = "gated_delta_net"
+"""The --experimental-attention-variant of models with gated delta nets."""
+DELTA_NET_SIZES = {
+    f"--linear-{size}": f"linear_{size.replace('-', '_')}"
+    for size in ("conv-kernel-dim", "key-head-dim", "value-head-dim", "num-key-heads", "num-value-heads")
+}
+"""Flag -> its key of config.json, by which Megatron's argument is called, too."""
+
+
 def add_missing_flags(parser: ArgumentParser) -> ArgumentParser:
     """Add those of ADDED that Megatron's parser lacks; it hands every argument of a field's name
     on to that field.
@@ -147,15 +156,12 @@ def _delta_nets(config: Config) -> list:
     """Gated delta nets and, every so many layers, attention whose output is gated; norms of 1 + weight."""
     linear = linear_layers(config)
     pattern = [int(layer in linear) for layer in range(config["num_hidden_layers"])]
-    sizes = ("conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads")
-    flags = [
-        word for size in sizes for word in (f"--linear-{size.replace('_', '-')}", config[f"linear_{size}"])
-    ]
+    flags = [word for flag, key in DELTA_NET_SIZES.items() for word in (flag, config[key])]
     return [
         "--attention-output-gate",
         "--apply-layernorm-1p",
         "--experimental-attention-variant",
-        "gated_delta_net",
+        DELTA_NETS,
         "--linear-attention-freq",
         f"[{','.join(map(str, pattern))}]",
         *flags,

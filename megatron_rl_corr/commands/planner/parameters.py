@@ -196,9 +196,7 @@ def _delta_net(config: Config) -> LayerParameters:
     """h (2 k + 2 v + 2 n) of the projections, v h of the one behind, the convolution of 2 k + v channels, two
     numbers a value head n, and a norm of one head.
     """
-    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
-    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
-    values = heads * config["linear_value_head_dim"]
+    hidden, (keys, values, heads) = config["hidden_size"], parts.delta_sizes(config)
     split = hidden * (2 * keys + 2 * values + 2 * heads) + hidden * values + 2 * heads
     split += config["linear_conv_kernel_dim"] * (2 * keys + values)
     return LayerParameters(split=split, whole=config["linear_value_head_dim"])

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megatron_rl_corr.features.ledger.parts import part_of
 from megatron_rl_corr.models.hybrid import layers_per_block
+from megatron_rl_corr.models.megatron_flags import DELTA_NETS
 from megatron_rl_corr.models.shards import LocalParameter
 from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.layout import Layout
@@ -167,7 +168,7 @@ def layouts_of(args: argparse.Namespace, config: Any) -> dict[str, WrongLayout]:
     if vars(config).get("attention_output_gate"):
         attention = _gated
     found |= attention(args, config)
-    if vars(config).get("experimental_attention_variant") == "gated_delta_net":
+    if vars(config).get("experimental_attention_variant") == DELTA_NETS:
         found |= _delta_net(args, config)
     if config.qk_layernorm and not config.multi_latent_attention:
         found["layout/qk_norms"] = WrongLayout(exchanged=("q_layernorm.weight", "k_layernorm.weight"))

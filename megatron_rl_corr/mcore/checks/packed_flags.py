@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.models.megatron_flags import DELTA_NETS
 
-DELTA_NETS = "gated_delta_net"
 ROWS = "--rollout-pad-sequences"
 """The flag that trains on padded rows instead."""
 

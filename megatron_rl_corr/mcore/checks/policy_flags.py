@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_rl_corr.models.hybrid import expert_layers
+from megatron_rl_corr.models.megatron_flags import DELTA_NET_SIZES, DELTA_NETS
 
 ALLOW = "--rollout-allow-model-differences"
 
@@ -156,11 +157,7 @@ COMPARED = (
     "--attention-output-gate",
     "--experimental-attention-variant",
     "--linear-attention-freq",
-    "--linear-conv-kernel-dim",
-    "--linear-key-head-dim",
-    "--linear-value-head-dim",
-    "--linear-num-key-heads",
-    "--linear-num-value-heads",
+    *DELTA_NET_SIZES,
     "--multi-latent-attention",
     "--q-lora-rank",
     "--kv-lora-rank",
@@ -272,7 +269,7 @@ def _of_delta_nets(name: str) -> Callable[[argparse.Namespace], Any]:
     """The value of an argument of gated delta nets; None for a model without such: it has no effect."""
 
     def value(args: argparse.Namespace) -> Any:
-        return vars(args)[name] if args.experimental_attention_variant == "gated_delta_net" else None
+        return vars(args)[name] if args.experimental_attention_variant == DELTA_NETS else None
 
     return value
 
@@ -300,16 +297,7 @@ EFFECTIVE: dict[str, Callable[[argparse.Namespace], Any]] = {
     "--yarn-beta-slow": _of_yarn("yarn_beta_slow", 1.0),
     "--no-yarn-correction-range-round-to-int": _of_yarn("yarn_correction_range_round_to_int", True),
     "--linear-attention-freq": _linear_layers,
-    **{
-        f"--linear-{size.replace('_', '-')}": _of_delta_nets(f"linear_{size}")
-        for size in (
-            "conv_kernel_dim",
-            "key_head_dim",
-            "value_head_dim",
-            "num_key_heads",
-            "num_value_heads",
-        )
-    },
+    **{flag: _of_delta_nets(name) for flag, name in DELTA_NET_SIZES.items()},
     "--rope-type": lambda args: args.rope_type or ("yarn" if args.multi_latent_attention else "rope"),
 }
 """What Megatron makes of a flag, with others and with its default; elsewhere it is the flag's value."""

@@ -12,12 +12,13 @@ from megatron.training import checkpointing
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.problems import Problems, Refusal, check_each
 from megatron_rl_corr.mcore import compat
-from megatron_rl_corr.mcore.checks.packed_flags import DELTA_NETS, check_packed
+from megatron_rl_corr.mcore.checks.packed_flags import check_packed
 from megatron_rl_corr.mcore.checks.policy_check import check_policy
 from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.feature import feature_classes, number_of_steps
 from megatron_rl_corr.models.architectures import unusual_weights
 from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.megatron_flags import DELTA_NETS
 from megatron_rl_corr.moe.routers import check_router_replay
 
 
