@@ -41,13 +41,14 @@ NOT_SERVED = {
 ACCEPTED = [name for name in MODELS if name not in NOT_SERVED]
 
 
-def made_model(name, tokenizer, folder):
-    """The folder of a tiny model, with the files of a tokenizer, which servers want."""
+def made_model(name, tokenizer, folder, **more):
+    """The folder of a tiny model (more: of `make_model`), with a tokenizer, which servers want."""
     from transformers import AutoTokenizer
 
     model = folder / "model"
     model.mkdir()
-    make_model(name, model, **{key: size for key, size in WIDE.items() if key in MODELS[name]})
+    wide = {key: size for key, size in WIDE.items() if key in MODELS[name]}
+    make_model(name, model, **wide, **more)
     for file in tokenizer.glob("*token*"):
         shutil.copy(file, model)
     if name.startswith("qwen3_5"):

@@ -137,6 +137,38 @@ class GatedUpRows:
         return rows.movedim(0, -1).contiguous()
 
 
+class WrongStackedGate(WrongQueries):
+    """Gate and up exchanged, of experts that one tensor stacks."""
+
+    def merge(self, shards):
+        return [self.exchanged(one) for one in self.right.merge(shards)]
+
+    def split(self, tensors, rank, size):
+        tensors = [self.exchanged(one) for one in tensors] if WHERE == "both" else tensors
+        return self.right.split(tensors, rank, size)
+
+    @staticmethod
+    def exchanged(rows):
+        return torch.cat(rows.chunk(2)[::-1])
+
+
+class MixedLatentQueries(WrongQueries):
+    """Query heads of latent attention in the order 1, 3, 0, 2."""
+
+    ORDER = torch.tensor([1, 3, 0, 2])
+
+    def merge(self, shards):
+        return [self.in_order(one, self.ORDER.argsort()) for one in self.right.merge(shards)]
+
+    def split(self, tensors, rank, size):
+        tensors = [self.in_order(one, self.ORDER) for one in tensors] if WHERE == "both" else tensors
+        return self.right.split(tensors, rank, size)
+
+    @staticmethod
+    def in_order(rows, order):
+        return rows.unflatten(0, (len(order), -1))[order].reshape(rows.shape)
+
+
 class Dropped(WrongQueries):
     """Zeros are loaded, and sent."""
 
@@ -154,9 +186,11 @@ class Dropped(WrongQueries):
 
 WRONG = {
     "gate_up": (GatedUp, WrongGate, ""),
+    "stacked_gate_up": (Sections, WrongStackedGate, r".*\.experts\..*linear_fc1\.weight\d*"),
     "gate_up_turns": (InterleavedGateUp, WrongTurns, ""),
     "heads": (GroupedQKV, WrongQueries, ""),
     "mixed_heads": (GroupedQKV, MixedQueries, ""),
+    "latent_heads": (object, MixedLatentQueries, r".*\.linear_q_(?:up_)?proj\.weight"),
     "keys_values": (GroupedQKV, WrongKeys, ""),
     "query_gates": (GroupedQKV, WrongOutputGates, ""),
     "delta_steps": (Sections, WrongSteps, r".*\.in_proj\.weight"),

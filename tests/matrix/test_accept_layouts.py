@@ -47,6 +47,43 @@ CASES = [
     ("qwen3_5_text", "delta_steps", TRAINER, None, "steps and decays of delta nets exchanged"),
     ("qwen3_5_text", "delta_steps", PUSH, None, "model.layers.0.linear_attn.in_proj_ba.weight"),
 ]
+GATE_UP = "as if servers had gate and up exchanged"
+DEALT = "query heads by groups, not dealt to them in turn"
+QUERY_GATES = "queries and gates of the output exchanged"
+NO_BIAS = "model.layers.0.self_attn.qkv_proj.bias"
+IN_LAYER_1 = "something else in the place of queries or keys in layer 1"
+CASES += [
+    (name, what, TRAINER, None, words)
+    for name, what, words in (
+        ("llama", "gate_up", GATE_UP),
+        ("llama", "heads", DEALT),
+        ("mixtral", "gate_up", GATE_UP),
+        ("mixtral", "heads", DEALT),
+        ("qwen2", "gate_up", GATE_UP),
+        ("qwen2", "heads", DEALT),
+        ("qwen2_moe sparse", "heads", DEALT),
+        ("qwen2_moe sparse", "qkv_bias", NO_BIAS),
+        ("qwen3_moe", "gate_up", GATE_UP),
+        ("qwen3_moe", "heads", DEALT),
+        ("glm4_moe", "gate_up", GATE_UP),
+        ("glm4_moe", "heads", DEALT),
+        ("glm4_moe", "qkv_bias", NO_BIAS),
+        ("gpt_oss", "heads", DEALT),
+        ("gpt_oss", "qkv_bias", NO_BIAS),
+        ("kimi_k2", "gate_up", GATE_UP),
+        ("glm4_moe_lite", "gate_up", GATE_UP),
+        ("qwen3_next", "gate_up", GATE_UP),
+        ("qwen3_next", "query_gates", QUERY_GATES),
+        ("qwen3_5_moe", "stacked_gate_up", GATE_UP),
+        ("qwen3_5_moe", "query_gates", QUERY_GATES),
+        ("qwen3_5_moe_text", "gate_up", GATE_UP),
+        ("qwen3_5_text", "gate_up", GATE_UP),
+    )
+]
+CASES += [
+    (name, "latent_heads", TRAINER, 1, IN_LAYER_1) for name in ("deepseek_v3", "kimi_k2", "glm4_moe_lite")
+]
+"""Servers have code of their own for each family: gate and up, heads and biases are tried of each."""
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +104,7 @@ def served(tiny_moe_dir, tmp_path_factory):
         yield of
 
 
-@pytest.mark.parametrize(("name", "what", "where", "layer", "words"), CASES)
+@pytest.mark.parametrize(("name", "what", "where", "layer", "words"), sorted(CASES, key=lambda one: one[0]))
 def test_layout_that_is_wrong_then_refused_and_named(
     name, what, where, layer, words, served, tmp_path, monkeypatch
 ):
