@@ -16,7 +16,7 @@ from typing import Any
 from megatron_rl_corr.config.flags import name_flags, read
 from megatron_rl_corr.config.problems import Problems, Refusal, known, numbered
 from megatron_rl_corr.files import check_writable, refuse_link
-from megatron_rl_corr.integrations import megatron_rl_hooks
+from megatron_rl_corr.integrations import megatron_rl_hooks, megatron_sft
 
 PEER_MESSAGE_TIMEOUT_S = 10.0
 """How long a rank that learnt of another's failure in a collective waits for that rank's message."""
@@ -61,6 +61,12 @@ def prepare(arguments: Sequence[str], *, for_all_ranks: bool = False, script: st
     if megatrons_own_rl:
         config, log_dir = megatron_rl_hooks.read(arguments, problems)
         options, settings = None, {"rollout_correction": config}
+    elif megatron_sft.ASKS in arguments:
+        warm_start, log_dir = megatron_sft.read(arguments, problems), None
+        if for_all_ranks:
+            problems.add(
+                f"--rollout-corr-check is of runs that sample; leave it out with {megatron_sft.ASKS}"
+            )
     else:
         config, options = read(arguments, problems)
         log_dir, settings = known(lambda: options.log_dir), {"rollout_correction": config, "rollout": options}
@@ -93,6 +99,8 @@ def prepare(arguments: Sequence[str], *, for_all_ranks: bool = False, script: st
 
         if os.environ.get("RANK", "0") == "0":
             print(f"[rollout] Transformer Engine: {versions.transformer_engine()}", flush=True)
+        if megatron_sft.ASKS in arguments:
+            return megatron_sft.install(warm_start)
         report = StepReport(log_dir, settings, folders, _launch(script, arguments))
         if megatrons_own_rl:
             return megatron_rl_hooks.install(config, report)

@@ -262,14 +262,6 @@ def _prepare(
             checkpoint = HFCheckpoint(options.hf_checkpoint)
             return checkpoint, checkpoint.config["vocab_size"]
 
-    def loaded_parameters() -> list[LocalParameter]:
-        parameters = _parameters(checkpoint, args, megatron.model)
-        # Weights take minutes to load: not where it is known that the run can't start.
-        if not problems and args.iteration == 0 and not compat.begins_with_pretrained(args):
-            with naming_checkpoint(options.hf_checkpoint):
-                load_shards(parameters, checkpoint, layout.shard)
-        return parameters
-
     opened_now = problems.check("checkpoint", opened_checkpoint)
     problems.raise_all()  # all that follows needs it
     checkpoint, vocab_size = opened_now
@@ -302,7 +294,11 @@ def _prepare(
         )
     if collector is not None:
         opened.callback(collector.close)
-    parameters = problems.check("parameters", loaded_parameters)
+    # Weights take minutes to load: not where it is known that the run can't start.
+    parameters = problems.check(
+        "parameters",
+        lambda: loaded_parameters(checkpoint, args, megatron.model, layout, load=not problems),
+    )
     problems.raise_all()
     return _Parts(source, loop, collector, vocab_size, parameters)
 
@@ -458,10 +454,28 @@ def _routes(options: RunConfig, megatron: MegatronRun, layout: Layout) -> Routes
     )
 
 
-def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list) -> list[LocalParameter]:
+def loaded_parameters(
+    checkpoint: HFCheckpoint, args: argparse.Namespace, model: list, layout: Layout, *, load: bool = True
+) -> list[LocalParameter]:
+    """This rank's parameters, with the weights of a Hugging Face folder where no checkpoint of Megatron had
+    any.
+
+    Args:
+        checkpoint: the folder.
+        args: Megatron's.
+        model: this rank's chunks.
+        layout: its place in the job.
+        load: False: weights stay as they are.
+
+    Raises:
+        ValueError: the script built another model than its arguments say, or the folder has not its weights.
+    """
     chunks = compat.unwrapped(model)
     check_model(chunks, args)
     experts = (args.num_experts or 0) // args.expert_model_parallel_size
     with naming_checkpoint(str(checkpoint.path)):
         table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
-        return local_parameters(chunks, table, experts_per_rank=experts)
+        parameters = local_parameters(chunks, table, experts_per_rank=experts)
+        if load and args.iteration == 0 and not compat.begins_with_pretrained(args):
+            load_shards(parameters, checkpoint, layout.shard)
+    return parameters

@@ -30,25 +30,14 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
     checks = (
         check_router_replay,
         check_context_parallel,
-        compat.check_expert_layout,
-        check_latent_attention,
-        check_fused_yarn,
-        check_fused_clamp,
-        check_delta_net_norms,
-        check_unusual_weights,
+        *OF_THE_MODEL,
         _check_packed_if,
         check_per_token_loss,
         check_updates,
-        check_settings_file,
         check_batch_size,
-        check_offload,
-        check_finetune,
-        check_begin,
-        check_layers,
         check_skipped,
         check_evaluation,
         *(one.check_arguments for one in feature_classes()),
-        check_policy,
         check_vocabulary,
         check_colocation,
     )
@@ -385,3 +374,20 @@ def check_per_token_loss(args: argparse.Namespace) -> None:
             f"{2**31 - 1}; leave --calculate-per-token-loss out (the gradient is the same), or use a smaller "
             "batch"
         )
+
+
+OF_THE_MODEL = (
+    compat.check_expert_layout,
+    check_latent_attention,
+    check_fused_yarn,
+    check_fused_clamp,
+    check_delta_net_norms,
+    check_unusual_weights,
+    check_settings_file,
+    check_offload,
+    check_finetune,
+    check_begin,
+    check_layers,
+    check_policy,
+)
+"""Checks of what is trained and of where its weights come from, whatever it is trained by."""

@@ -1,0 +1,212 @@
+"""Megatron's own supervised fine-tuning (--sft), from a Hugging Face folder to another.
+
+Data, loss and batches stay Megatron's. Weights are loaded before its first step, and written as a folder
+after its last one, which a run with rollouts begins with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_rl_corr.config.fields import make
+from megatron_rl_corr.config.flags import PREFIX, add_group, given_flags
+from megatron_rl_corr.config.policy import ModelConfig
+from megatron_rl_corr.config.problems import Problems
+from megatron_rl_corr.features.export.options import ExportConfig
+
+ASKS = "--sft"
+READ = {
+    ModelConfig: ("hf_checkpoint", "allow_model_differences"),
+    ExportConfig: ("save_hf", "save_hf_interval"),
+}
+"""Options that have an effect here."""
+OWN_TEMPLATE = "default"
+"""The value of --sft-tokenizer-prompt-format with which the tokenizer's own template is taken."""
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """What the flags of a fine-tuning say."""
+
+    model: ModelConfig
+    export: ExportConfig
+
+
+def read(arguments: Sequence[str], problems: Problems) -> WarmStart:
+    """The options that a command line gives; problems gets what is refused."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for owner, names in READ.items():
+        add_group(parser, (owner,), only=names)
+    given = given_flags(parser, arguments, problems)
+    for other in given.others:
+        if other.startswith((PREFIX, "--router-replay", "--expert-statistics")):
+            problems.add(
+                f"{other.split('=')[0]} has no effect with {ASKS}, where Megatron trains on data of its own "
+                "by its own loss; drop it"
+            )
+    model, export = (
+        make(
+            owner,
+            {name: given.values[name] for name in names if name in given.values},
+            problems,
+            given.unknown,
+        )
+        for owner, names in READ.items()
+    )
+    if "hf_checkpoint" not in given.values and "hf_checkpoint" not in given.unknown:
+        problems.add("--rollout-hf-checkpoint is required: the folder that the weights are loaded from")
+    return WarmStart(model, export)
+
+
+def install(options: WarmStart) -> Callable[[], None]:
+    """Replace what sets up Megatron's model, and its step. Returns what is to be done after the last one."""
+    from megatron_rl_corr.mcore import hooks
+
+    run = _FineTuning(options)
+    for hook, wrap in (
+        (hooks.ARGUMENTS, hooks.with_our_flags),
+        (hooks.SET_UP, run.wrap_set_up),
+        (hooks.TRAIN_STEP, run.wrap_train_step),
+    ):
+        hooks.replace(hook.module, hook.name, hook.parameters, wrap)
+    return lambda: None
+
+
+class _FineTuning:
+    """A fine-tuning from the first weights to the last."""
+
+    def __init__(self, options: WarmStart):
+        from megatron_rl_corr.features.export.folders import HFFolders
+
+        self._options, self._exporter = options, None
+        model, export = options.model, options.export
+        self._folders = (
+            None
+            if export.save_hf is None
+            else HFFolders(Path(export.save_hf), model.hf_checkpoint, export.save_hf_interval)
+        )
+
+    def wrap_set_up(self, original: Callable) -> Callable:
+        """Wraps `setup_model_and_optimizer`: weights are loaded after it, unless --load had some."""
+
+        @functools.wraps(original)
+        def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> tuple:
+            from megatron.training import get_args
+
+            from megatron_rl_corr.mcore import compat
+            from megatron_rl_corr.mcore.session import loaded_parameters
+            from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+            from megatron_rl_corr.reduce.failure import all_reduce_startup
+            from megatron_rl_corr.weight_sync.export import StageExporter
+
+            settings = get_args()
+            all_reduce_startup(lambda: self._check(settings))
+            model, optimizer, scheduler = original(*args, **kwargs)
+            layout = compat.layout(sequence_parallel=settings.sequence_parallel)
+            checkpoint = HFCheckpoint(self._options.model.hf_checkpoint)
+            parameters = all_reduce_startup(lambda: loaded_parameters(checkpoint, settings, model, layout))
+            if settings.iteration == 0:
+                optimizer.reload_model_params()
+            self._exporter = StageExporter.of(parameters, layout)
+            return model, optimizer, scheduler
+
+        return setup_model_and_optimizer
+
+    def wrap_train_step(self, original: Callable) -> Callable:
+        """Wraps `train_step`: after the original the weights are written, if it is time."""
+
+        @functools.wraps(original)
+        def train_step(
+            forward_step_func: Callable,
+            data_iterator: Any,
+            model: list,
+            optimizer: Any,
+            *args: Any,
+            **kwargs: Any,
+        ) -> tuple:
+            from megatron.training import get_args
+
+            from megatron_rl_corr.mcore import compat
+
+            settings = get_args()
+            ended = settings.curr_iteration + 1
+            result = original(forward_step_func, data_iterator, model, optimizer, *args, **kwargs)
+            folders = self._folders
+            if (
+                folders is not None
+                and not compat.is_leaving(result)
+                and folders.is_due(ended, settings.train_iters)
+            ):
+                folders.write(ended, model, optimizer, self._exporter)
+            return result
+
+        return train_step
+
+    def _check(self, settings: argparse.Namespace) -> None:
+        """ValueError, which lists everything that is wrong with Megatron's arguments or our folders."""
+        from megatron_rl_corr.features.export.feature import ExportFeature
+        from megatron_rl_corr.mcore.checks import run_flags
+        from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
+        from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+
+        def check_weights() -> None:
+            with naming_checkpoint(self._options.model.hf_checkpoint):
+                HFCheckpoint(self._options.model.hf_checkpoint).check_files()
+
+        problems = Problems()
+        checks = (*run_flags.OF_THE_MODEL, check_tokenizer, check_vocabulary)
+        for check in (check_weights, *(functools.partial(one, settings) for one in checks)):
+            with problems.catch():
+                check()
+        if self._options.export.save_hf is not None:
+            with problems.catch():
+                ExportFeature.check_folders(_folders_of(self._options), settings)
+        problems.raise_all()
+
+
+def _folders_of(options: WarmStart) -> argparse.Namespace:
+    return argparse.Namespace(save_hf=options.export.save_hf, hf_checkpoint=options.model.hf_checkpoint)
+
+
+def check_tokenizer(args: argparse.Namespace) -> None:
+    """ValueError where Megatron's SFTTokenizer would render, or mask, what the policy must learn.
+
+    Its formats but the default one are templates of Nemotron, whose marks any other tokenizer cuts into
+    pieces. Labels of the padding token are masked: where that is the end token, no end is ever learnt.
+    """
+    if args.tokenizer_type != "SFTTokenizer":
+        return
+    from megatron.training import get_tokenizer
+
+    form, tokenizer = args.sft_tokenizer_prompt_format, get_tokenizer()
+    if form != OWN_TEMPLATE:
+        raise ValueError(
+            f"--sft-tokenizer-prompt-format {form}: rollouts are prompted by the chat template of "
+            f"--rollout-hf-checkpoint, and this is another; give {OWN_TEMPLATE}"
+        )
+    if tokenizer.pad == tokenizer.eod:
+        raise ValueError(
+            f"--tokenizer-model {args.tokenizer_model}: its padding token is its end token, "
+            "and Megatron masks the labels of padding, so no response would learn to end; save a copy of the "
+            "tokenizer with a pad_token of its own, and name that"
+        )
+
+
+def check_vocabulary(args: argparse.Namespace) -> None:
+    """ValueError for an embedding of another size than the model's, which Megatron makes for the tokenizer.
+
+    Its own loss is over all rows: those that only pad would take a part of each probability.
+    """
+    share = math.ceil(args.vocab_size / args.tensor_model_parallel_size)
+    if args.padded_vocab_size != share * args.tensor_model_parallel_size:
+        raise ValueError(
+            f"--make-vocab-size-divisible-by {args.make_vocab_size_divisible_by}: it makes an embedding of "
+            f"{args.padded_vocab_size} rows, and the model has {args.vocab_size}; Megatron's loss is over "
+            f"all of them; give {share}"
+        )
