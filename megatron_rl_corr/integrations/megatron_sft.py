@@ -10,39 +10,25 @@ import argparse
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_rl_corr.config.fields import make
 from megatron_rl_corr.config.flags import PREFIX, add_group, given_flags
-from megatron_rl_corr.config.policy import ModelConfig
 from megatron_rl_corr.config.problems import Problems
-from megatron_rl_corr.features.export.options import ExportConfig
+from megatron_rl_corr.config.run import RunConfig
 
 ASKS = "--sft"
-READ = {
-    ModelConfig: ("hf_checkpoint", "allow_model_differences"),
-    ExportConfig: ("save_hf", "save_hf_interval"),
-}
+READ = ("hf_checkpoint", "allow_model_differences", "save_hf", "save_hf_interval")
 """Options that have an effect here."""
 OWN_TEMPLATE = "default"
 """The value of --sft-tokenizer-prompt-format with which the tokenizer's own template is taken."""
 
 
-@dataclass(frozen=True)
-class WarmStart:
-    """What the flags of a fine-tuning say."""
-
-    model: ModelConfig
-    export: ExportConfig
-
-
-def read(arguments: Sequence[str], problems: Problems) -> WarmStart:
-    """The options that a command line gives; problems gets what is refused."""
+def read(arguments: Sequence[str], problems: Problems) -> RunConfig:
+    """The options of READ that a command line gives; problems gets what is refused."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for owner, names in READ.items():
-        add_group(parser, (owner,), only=names)
+    add_group(parser, (RunConfig,), only=READ)
     given = given_flags(parser, arguments, problems)
     for other in given.others:
         if other.startswith((PREFIX, "--router-replay", "--expert-statistics")):
@@ -50,21 +36,15 @@ def read(arguments: Sequence[str], problems: Problems) -> WarmStart:
                 f"{other.split('=')[0]} has no effect with {ASKS}, where Megatron trains on data of its own "
                 "by its own loss; drop it"
             )
-    model, export = (
-        make(
-            owner,
-            {name: given.values[name] for name in names if name in given.values},
-            problems,
-            given.unknown,
-        )
-        for owner, names in READ.items()
-    )
-    if "hf_checkpoint" not in given.values and "hf_checkpoint" not in given.unknown:
+    unknown = set(given.unknown)
+    if "hf_checkpoint" not in given.values and "hf_checkpoint" not in unknown:
         problems.add("--rollout-hf-checkpoint is required: the folder that the weights are loaded from")
-    return WarmStart(model, export)
+        unknown.add("hf_checkpoint")
+    # as those of a replay, which needs neither servers nor prompts nor a reward
+    return make(RunConfig, given.values | {"replay": ASKS}, problems, unknown)
 
 
-def install(options: WarmStart) -> Callable[[], None]:
+def install(options: RunConfig) -> Callable[[], None]:
     """Replace what sets up Megatron's model, and its step. Returns what is to be done after the last one."""
     from megatron_rl_corr.mcore import hooks
 
@@ -81,16 +61,12 @@ def install(options: WarmStart) -> Callable[[], None]:
 class _FineTuning:
     """A fine-tuning from the first weights to the last."""
 
-    def __init__(self, options: WarmStart):
-        from megatron_rl_corr.features.export.folders import HFFolders
+    def __init__(self, options: RunConfig):
+        from megatron_rl_corr.mcore.hf_folders import HFFolders
 
-        self._options, self._exporter = options, None
-        model, export = options.model, options.export
-        self._folders = (
-            None
-            if export.save_hf is None
-            else HFFolders(Path(export.save_hf), model.hf_checkpoint, export.save_hf_interval)
-        )
+        self._options, self._exporter, self._folders = options, None, None
+        if options.save_hf is not None:
+            self._folders = HFFolders(Path(options.save_hf), options.hf_checkpoint, options.save_hf_interval)
 
     def wrap_set_up(self, original: Callable) -> Callable:
         """Wraps `setup_model_and_optimizer`: weights are loaded after it, unless --load had some."""
@@ -109,7 +85,7 @@ class _FineTuning:
             all_reduce_startup(lambda: self._check(settings))
             model, optimizer, scheduler = original(*args, **kwargs)
             layout = compat.layout(sequence_parallel=settings.sequence_parallel)
-            checkpoint = HFCheckpoint(self._options.model.hf_checkpoint)
+            checkpoint = HFCheckpoint(self._options.hf_checkpoint)
             parameters = all_reduce_startup(lambda: loaded_parameters(checkpoint, settings, model, layout))
             if settings.iteration == 0:
                 optimizer.reload_model_params()
@@ -149,29 +125,16 @@ class _FineTuning:
         return train_step
 
     def _check(self, settings: argparse.Namespace) -> None:
-        """ValueError, which lists everything that is wrong with Megatron's arguments or our folders."""
-        from megatron_rl_corr.features.export.feature import ExportFeature
+        """ValueError, which lists everything that is wrong with Megatron's arguments, or with our folders."""
         from megatron_rl_corr.mcore.checks import run_flags
-        from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
-        from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-
-        def check_weights() -> None:
-            with naming_checkpoint(self._options.model.hf_checkpoint):
-                HFCheckpoint(self._options.model.hf_checkpoint).check_files()
+        from megatron_rl_corr.mcore.checks.file_checks import check_files
 
         problems = Problems()
-        checks = (*run_flags.OF_THE_MODEL, check_tokenizer, check_vocabulary)
-        for check in (check_weights, *(functools.partial(one, settings) for one in checks)):
+        for check in (*run_flags.OF_THE_MODEL, check_tokenizer, check_vocabulary):
             with problems.catch():
-                check()
-        if self._options.export.save_hf is not None:
-            with problems.catch():
-                ExportFeature.check_folders(_folders_of(self._options), settings)
+                check(settings)
+        problems.check("files", lambda: check_files(self._options, settings))
         problems.raise_all()
-
-
-def _folders_of(options: WarmStart) -> argparse.Namespace:
-    return argparse.Namespace(save_hf=options.export.save_hf, hf_checkpoint=options.model.hf_checkpoint)
 
 
 def check_tokenizer(args: argparse.Namespace) -> None:

@@ -23,12 +23,12 @@ BUDGETS = {
     "weight_sync": 2_265,
     "doctor": 900,
     "moe": 965,
-    "mcore": 7_930,
+    "mcore": 7_970,
     "features": 4_200,
     "observability": 875,
-    "integrations": 515,
+    "integrations": 640,
     "commands": 5_620,
-    "modules": 945,
+    "modules": 955,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.features.export.folders import HFFolders
 from megatron_rl_corr.mcore.feature import EndedStep, Feature, RunParts
+from megatron_rl_corr.mcore.hf_folders import HFFolders
 
 
 class ExportFeature(Feature):

@@ -1,0 +1,65 @@
+"""The flags of a fine-tuning by Megatron's --sft; tests/matrix/test_sft_run.py runs some."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl_corr.config.problems import Problems
+from megatron_rl_corr.integrations import megatron_sft
+
+SFT = ["--sft", "--lr", "1e-5"]
+MODEL = ["--rollout-hf-checkpoint", "/models/a"]
+
+
+def read(*words):
+    problems = Problems()
+    options = megatron_sft.read(words, problems)
+    return options, problems.found
+
+
+def test_flags_when_read_then_those_of_the_model_and_of_the_export():
+    options, found = read(*SFT, *MODEL, "--rollout-save-hf", "out", "--rollout-save-hf-interval", "20")
+    assert not found
+    assert options.hf_checkpoint == "/models/a" and not options.allow_model_differences
+    assert options.save_hf == "out" and options.save_hf_interval == 20
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "--rollout-hf-checkpoint is required"),
+        ([*MODEL, "--rollout-url", "http://a:1"], "--rollout-url has no effect with --sft"),
+        ([*MODEL, "--rollout-is=token"], "--rollout-is has no effect with --sft"),
+        ([*MODEL, "--router-replay", "R3"], "--router-replay has no effect with --sft"),
+        ([*MODEL, "--rollout-save-hf-interval", "2"], "`save_hf_interval`"),
+        ([*MODEL, "--rollout-save-hf", "out", "--rollout-save-hf-interval", "0"], "`save_hf_interval`"),
+        (["--rollout-hf-checkpoint"], "--rollout-hf-checkpoint"),
+    ],
+)
+def test_flags_when_wrong_then_told_by_name(words, told):
+    [found] = read(*SFT, *words)[1]
+    assert told in found
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "ranks", "told"),
+    [
+        (151936, 151936, 2, None),
+        (151680, 151936, 1, "give 151936"),
+        (151936, 151669, 4, "give 37918"),
+        (151672, 151669, 4, None),  # the fewest that four ranks can hold
+    ],
+)
+def test_embedding_when_of_other_rows_than_the_model_then_the_divisor_that_makes_them(
+    rows, vocabulary, ranks, told
+):
+    args = SimpleNamespace(
+        padded_vocab_size=rows,
+        vocab_size=vocabulary,
+        tensor_model_parallel_size=ranks,
+        make_vocab_size_divisible_by=128,
+    )
+    if told is None:
+        return megatron_sft.check_vocabulary(args)
+    with pytest.raises(ValueError, match=told):
+        megatron_sft.check_vocabulary(args)
