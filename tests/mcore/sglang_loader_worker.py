@@ -1,9 +1,9 @@
 """Sends checkpoints to SGLang's own models through its own loaders, in this process and without a server.
 
 sglang_loader_worker.py MODEL_DIR ...  prints a line of JSON for each: what differs from the model that has
-loaded the folder itself, once with sent/units-1-0.json's units as requests and once with a request for
-each tensor; what the checksums prove; and what the count of parameters says of a push that is whole, and
-of one without its last unit.
+loaded the folder itself, once with the units of two stages (sent/units-4-*.json) as requests and once with
+a request for each tensor; what the checksums prove; and what the count of parameters says of a push that is
+whole, and of one without its last unit.
 """
 
 import json
@@ -60,7 +60,9 @@ def judge(path):
         return ServerChecksums("http://a", "cpu", 1, layout, None, ((0, sums),), layout_is_known=True)
 
     tensors = load_file(path / "model.safetensors")
-    names = json.loads((path / "sent/units-1-0.json").read_text())
+    names = [
+        unit for stage in (0, 1) for unit in json.loads((path / f"sent/units-4-{stage}.json").read_text())
+    ]
     units = [[(name, tensors[name]) for name in unit] for unit in names]
     singly = [[named] for unit in units for named in unit]
     found = {"model": path.name, "tensors": len(tensors)}
