@@ -38,7 +38,12 @@ from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.reference.policy import Reference
 from megatron_rl_corr.mcore.reference.start import make_reference, make_teacher
 from megatron_rl_corr.mcore.scoring import describe_start
-from megatron_rl_corr.mcore.serving import WeightPush, check_servers_and_prompts, reach_servers
+from megatron_rl_corr.mcore.serving import (
+    WeightPush,
+    begin_changes_of_servers,
+    check_servers_and_prompts,
+    reach_servers,
+)
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.updates import Updates
@@ -172,6 +177,8 @@ def start(
             mtp_layers=args.mtp_num_layers or 0,
         )
         opened.callback(push.servers.close)
+        if push.membership is not None:
+            opened.callback(push.membership.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
         with compat.gathered_parameters(*megatron.trained):
@@ -179,6 +186,14 @@ def start(
         try:
             first_step = check_servers_and_prompts(
                 options, args, collector.sampling, parts.source, push, layout, features
+            )
+            collector.turns = begin_changes_of_servers(
+                options,
+                push,
+                collector.sampling,
+                parts.source,
+                features,
+                lambda: compat.gathered_parameters(*megatron.trained),
             )
         except BaseException:
             opened.close()

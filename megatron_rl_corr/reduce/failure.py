@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ def communication_device() -> torch.device:
 def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None = None) -> None:
     """Return if no rank of the group has an error; else raise on every rank.
 
-    One collective of two numbers; every rank of the group must call it.
+    One collective of three numbers; every rank of the group must call it.
 
     Raises:
         error: on the first rank that has one.
@@ -130,7 +130,7 @@ def broadcast_made[Made](make: Callable[[], Made]) -> Made:
 
 @collective
 def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
-    """Whether every rank of the group is done: one collective of two numbers; every rank of the
+    """Whether every rank of the group is done: one collective of three numbers; every rank of the
     group must call it.
 
     Args:
@@ -141,15 +141,24 @@ def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup
     Raises:
         error, PeerFailure: as `all_reduce_failure`.
     """
+    return _meet(done, error, False, group)[0]
+
+
+@collective
+def _meet(
+    done: bool, error: BaseException | None, asks: bool, group: ProcessGroup | None = None
+) -> tuple[bool, bool]:
+    """(whether every rank of the group is done, whether one asks for a turn), as `all_reduce_done`."""
     rank, no_rank = dist.get_rank(group), dist.get_world_size(group)
-    flags = torch.tensor([no_rank if error is None else rank, int(done)], device=communication_device())
+    first = no_rank if error is None else rank
+    flags = torch.tensor([first, int(done), -int(asks)], device=communication_device())
     dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
-    first_failed, all_done = flags.tolist()
+    first_failed, all_done, asked = flags.tolist()
     if first_failed == rank and error is not None:
         raise error
     if first_failed < no_rank:
         raise PeerFailure("another rank failed; its message says why")
-    return bool(all_done)
+    return bool(all_done), bool(asked)
 
 
 @collective
@@ -176,11 +185,22 @@ def wait_for(future: Future) -> bool:
     return bool(concurrent.futures.wait([future], meeting_interval_s()).done)
 
 
+class Turns(Protocol):
+    """What all ranks do together while they wait for something else."""
+
+    def asks(self) -> bool:
+        """True on a rank that wants `take` to be called next."""
+
+    def take(self) -> None:
+        """Do it; every rank calls it at the same meeting."""
+
+
 @collective
 def all_reduce_results[Result, Used](
     future: Future[Result] | None,
     use: Callable[[Result], Used],
     wait: Callable[[Future[Result]], bool] = wait_for,
+    turns: Turns | None = None,
 ) -> Used | None:
     """use(result) on the ranks that wait for a future (None on others), once every rank has its own.
 
@@ -191,6 +211,7 @@ def all_reduce_results[Result, Used](
         future: what this rank waits for; None: nothing.
         use: called with the result, on this thread.
         wait: wait(future) returns after at most `meeting_interval_s` whether the future is done.
+        turns: what all ranks do between two meetings, where one asks for it; on every rank, or on none.
 
     Raises:
         Exception: of the future or of use(), as `all_reduce_failure` raises it; other ranks'
@@ -205,7 +226,9 @@ def all_reduce_results[Result, Used](
                     used = use(future.result())
                 except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
                     error = failure
-            done = all_reduce_done(not waiting, error)
+            done, asked = _meet(not waiting, error, turns is not None and turns.asks())
+            if asked:
+                turns.take()
     finally:
         if waiting:  # another rank failed, or Ctrl-C
             future.cancel()

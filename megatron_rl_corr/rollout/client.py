@@ -65,6 +65,7 @@ class RolloutClient(ServerControl):
             response in flight is computed anew where its weights change, and its routes from there on
             are known to be its own.
         decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
+        changes: servers come and go (`admit`, `retire`), and none need be there at first.
         ingest_process: samples are asked for, and their answers parsed, in a process of their own. None:
             where they have routed experts.
 
@@ -96,6 +97,7 @@ class RolloutClient(ServerControl):
         replicas: int = 1,
         pushes_retract: bool = False,
         decode: Decode | None = None,
+        changes: bool = False,
         ingest_process: bool | None = None,
     ):
         arguments = {
@@ -104,9 +106,9 @@ class RolloutClient(ServerControl):
             "connect_timeout_s": connect_timeout_s,
             "api_key": api_key,
             "ca_file": ca_file,
-            "max_in_flight": max_concurrency,
+            "changes": changes,
         }
-        fleet = Fleet(base_urls, **arguments)
+        fleet = Fleet(base_urls, **arguments, max_in_flight=max_concurrency)
         positive = {
             "vocab_size": vocab_size,
             "max_concurrency": max_concurrency,
@@ -144,11 +146,33 @@ class RolloutClient(ServerControl):
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
         if ingest_process is None:
             ingest_process = experts is not None and engine in OVER_HTTP
-        given = {"urls": fleet.urls, **arguments}
+        given = {"urls": fleet.urls, **arguments, "max_in_flight": max_concurrency}
 
         def made_process(**options: str) -> AskingProcess:  # a closure, so that no attribute has the API key
             return AskingProcess(fleet, given, **options)
 
+        def another(urls: Sequence[str]) -> RolloutClient:
+            return RolloutClient(
+                urls,
+                **arguments | {"changes": True},
+                vocab_size=vocab_size,
+                max_concurrency=max_concurrency,
+                max_per_server=max_per_server,
+                read_timeout_s=read_timeout_s,
+                outage_timeout_s=outage_timeout_s,
+                update_timeout_s=update_timeout_s,
+                max_retries=max_retries,
+                max_continuations=max_continuations,
+                experts=experts,
+                seed=seed,
+                keyed_cache=keyed_cache,
+                pushes_retract=pushes_retract,
+                decode=decode,
+                ingest_process=False,
+            )
+
+        self.another = another
+        """another(urls): a client like this one of other servers, which asks for samples in this process."""
         self._made_process = made_process
         self._ingest = made_process() if ingest_process else None
         self._retries = Retries(
@@ -207,6 +231,37 @@ class RolloutClient(ServerControl):
         self.base_urls = self.fleet.urls
         self._pool.use(self.base_urls)
 
+    async def admit(self, names: Mapping[str, str]) -> None:
+        """Use these servers too, which have the expected weights: address -> name of the engine there."""
+        self.fleet.change(names, ())
+        self.base_urls = self.fleet.urls
+        self._pool.add(tuple(names))
+        self._health.joined()
+
+    async def retire(self, urls: Collection[str], drain_s: float, why: str) -> None:
+        """Use these servers no more. Their samples in flight may end within drain_s; others are asked for
+        those that do not, which is no failure of a sample.
+
+        Args:
+            urls: of servers that this client uses.
+            drain_s: in seconds.
+            why: told of each sample that is asked for elsewhere.
+        """
+        self.fleet.change({}, urls)
+        self.base_urls = self.fleet.urls
+        for server in self._pool.remove(urls):
+            self._health.removed(server, drain_s, why)
+
+    @property
+    def servers_wanted(self) -> int:
+        """Servers that this client's requests would keep busy now, as `ServerPool`; from any thread."""
+        return self._pool.servers_wanted
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it was made in which it had no request in flight; from any thread."""
+        return self._pool.idle_s
+
     def counts(self) -> dict[str, int]:
         """The `Counts` since the client was made, by name."""
         return asdict(self._counts)
@@ -215,6 +270,16 @@ class RolloutClient(ServerControl):
     def left_out(self) -> list[str]:
         """Addresses of the servers that are not sampled from now; from any thread."""
         return [server.url for server in self._pool.left_out]
+
+    @property
+    def expected_version(self) -> str | None:
+        """What servers must call their weights; None: anything. From any thread."""
+        return self._health.expected_version
+
+    @property
+    def is_updating(self) -> bool:
+        """Between `expect_pause` and `expect_version`; from any thread."""
+        return self._pool.held
 
     def control(self, urls: Sequence[str] | None = None) -> ServerControl:
         """Control of some of the servers alone; None: of those that are sampled from now."""

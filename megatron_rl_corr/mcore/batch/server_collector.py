@@ -35,6 +35,8 @@ from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection, Taken
 from megatron_rl_corr.rollout.sample_file import Origin
 from megatron_rl_corr.rollout.sampling import training_sampling
 
+TURN_S = 1.0
+"""Seconds between two meetings of ranks that wait for groups, where something may ask for a turn."""
 PROGRESS_EVERY_S = 10.0
 """Interval of a leader's messages about a slow collection."""
 
@@ -248,15 +250,19 @@ class Collector(BatchCollector):
         return (*names, "+".join(names)) if len(names) > 1 else ()
 
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
-        self._tokens_before = self._client.counts()["tokens"]
+        self._tokens_before, self._told_at = self._client.counts()["tokens"], time.monotonic()
         return self._loop.submit(self._stream.take(number))
 
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
         """Progress is printed every PROGRESS_EVERY_S."""
-        end = time.monotonic() + meeting_interval_s()
+        interval_s = meeting_interval_s() if self.turns is None else min(TURN_S, meeting_interval_s())
+        end = time.monotonic() + interval_s
         while (left := end - time.monotonic()) > 0:
             if concurrent.futures.wait([taking], min(left, PROGRESS_EVERY_S)).done:
                 return True
+            if time.monotonic() - self._told_at < PROGRESS_EVERY_S:
+                continue
+            self._told_at = time.monotonic()
             speed = (self._client.counts()["tokens"] - self._tokens_before) / (time.monotonic() - since)
             filtered = f", {self._stream.filtered} did not pass" if self._filter is not None else ""
             print(
