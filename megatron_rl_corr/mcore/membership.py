@@ -85,11 +85,13 @@ class Candidates:
         """Servers that may join: address -> name of the engine there."""
         self._lost: dict[str, str] = {}
         """Servers that were restarted -> the version that they should have."""
+        self._joining: frozenset[str] = frozenset()
+        """Servers that all ranks are taking in now."""
         self._later: dict[str, float] = {}
         """Address -> when it is checked again."""
         self._told: dict[str, str] = {}
         """Address -> what was last told of it."""
-        self._awaited: float | None = None
+        self._awaited = False
         self._failure: BaseException | None = None
         self._stopped, self._thread = threading.Event(), None
 
@@ -103,7 +105,8 @@ class Candidates:
         while True:
             self.look()
             if self._checked and self._list.known:
-                return self._take_checked()
+                self._awaited = False
+                return self._checked
             if time.monotonic() > end:
                 told = [f"{name}: {why}" for name, why in (self._list.unread | self._told).items()]
                 raise StartupError(
@@ -114,7 +117,8 @@ class Candidates:
             self._stopped.wait(self._options.servers_poll_s)
 
     def start(self) -> None:
-        """Go on looking from now on."""
+        """Go on looking from now on; the run has the servers of `first`."""
+        self._checked = {}
         self._thread = threading.Thread(target=self._run, name="server-list", daemon=True)
         self._thread.start()
 
@@ -130,7 +134,8 @@ class Candidates:
 
     def leaving(self) -> tuple[str, ...]:
         """Servers of the run that are not listed any more."""
-        return tuple(url for url in self._client.base_urls if url not in self._listed)
+        listed = set(self._listed)
+        return tuple(url for url in self._client.base_urls if url not in listed)
 
     def change(self) -> Change:
         """What should change now. Raises what has ended the thread."""
@@ -141,8 +146,15 @@ class Candidates:
             lost = [url for url, version in self._lost.items() if version == expected]
             self._lost.clear()
         leaving = self.leaving()
-        joining = {url: name for url, name in self._take_checked().items() if url in self._listed}
+        with self._lock:  # `look` sees each as checked, as joining, or as a server of the run
+            joining = {url: name for url, name in self._checked.items() if url in self._listed}
+            self._checked, self._joining = {}, frozenset(joining)
         return Change(leaving, tuple(url for url in lost if url not in leaving), joining)
+
+    def end_change(self) -> None:
+        """All ranks have the servers of `change`, but those that were refused."""
+        with self._lock:
+            self._joining = frozenset()
 
     def refuse(self, url: str, why: str) -> None:
         """A server can't join, and is checked again later."""
@@ -150,29 +162,19 @@ class Candidates:
             self._later[url] = time.monotonic() + RETRY_S
         self._tell(url, why)
 
-    def postpone(self, urls: Sequence[str]) -> None:
-        """Servers could not join, for no fault of theirs: they are checked again at the next reading."""
-        with self._lock:
-            for url in urls:
-                self._later.pop(url, None)
-
     def joined(self, urls: Sequence[str]) -> None:
         """Servers have joined."""
-        self._awaited = None
         for url in urls:
             self._told.pop(url, None)
-
-    def _take_checked(self) -> dict[str, str]:
-        with self._lock:
-            checked, self._checked = self._checked, {}
-        return checked
 
     def _run(self) -> None:
         try:
             while not self._stopped.wait(self._options.servers_poll_s):
                 self.look()
                 self._look_for_restarted()
-                if len(self._client.left_out) == len(self._client.base_urls) and not self._checked:
+                if len(self._client.left_out) < len(self._client.base_urls):
+                    self._awaited = False
+                elif not self._checked:
                     self._tell_awaited()
         except BaseException as error:  # noqa: BLE001  raised by `change`, on the main thread
             if not self._stopped.is_set():
@@ -193,6 +195,7 @@ class Candidates:
                 for url in listed
                 if url not in self._client.base_urls
                 and url not in self._checked
+                and url not in self._joining
                 and self._later.get(url, 0.0) <= now
             ]
         if new:
@@ -244,8 +247,8 @@ class Candidates:
             EVENTS.tell("server_refused", why, server=url)
 
     def _tell_awaited(self) -> None:
-        if self._awaited is None:
-            self._awaited = time.monotonic()
+        if not self._awaited:
+            self._awaited = True
             why = (
                 f"no server is there to sample from; waiting up to {self._options.servers_wait_s:g} s for "
                 f"one in {', '.join(self._options.servers_file)}"
@@ -308,6 +311,8 @@ class Membership:
                 tell_removed(urls, why)
         if change.joining:
             self._join(change.joining)
+        if self.candidates is not None:
+            self.candidates.end_change()
 
     @collective
     def _join(self, names: Mapping[str, str]) -> None:
@@ -349,7 +354,6 @@ class Membership:
         why = "another rank's message says why" if isinstance(error, PeerFailure) else str(error)
         for url in guilty:
             self.candidates.refuse(url, f"it could not join: {why}")
-        self.candidates.postpone([url for url in urls if url not in guilty])
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from megatron_rl_corr.mcore.checks.source_check import difference_of_ids
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.reduce.failure import StartupError
+from megatron_rl_corr.rollout.agents.agents import longest_sequence
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.drafts import find_drafting
 from megatron_rl_corr.weight_sync.quantization import find_quantization
@@ -34,6 +35,8 @@ class FoundAtStart:
     quantization: BlockFP8 | None
     drafts: bool
     """They draft with the trained layers that predict further tokens."""
+    longest: int
+    """Tokens of the longest sequence that each of them takes."""
 
 
 async def found_at_start(
@@ -42,7 +45,10 @@ async def found_at_start(
     """What the servers of a client have, as the start has found it. Raises RolloutError."""
     infos = await client.server_info()
     dtypes = [client.engine_of(url).dtype(info) for url, info in zip(client.base_urls, infos, strict=True)]
-    return FoundAtStart(tuple(client.fleet.engines), tuple(dict.fromkeys(dtypes)), quantization, drafts)
+    longest = await longest_sequence(client)
+    return FoundAtStart(
+        tuple(client.fleet.engines), tuple(dict.fromkeys(dtypes)), quantization, drafts, longest
+    )
 
 
 async def check_joining(
@@ -70,6 +76,8 @@ async def check_joining(
         StartupError, RolloutError, ValueError: it can't be a server of this run.
     """
     (url,) = client.base_urls
+    if url in [other.rstrip("/") for other in options.scoring_urls]:
+        raise StartupError("it serves the reference or the teacher, which weights must not be pushed to")
     names = await client.find_servers(REACH_S)
     if tuple(names) != (url,):
         raise StartupError("it is a router; give its address itself to --rollout-servers-file")
@@ -107,6 +115,10 @@ async def _check_like_others(
             url,
             endpoint,
             f"it computes in {engine.dtype(info)}, and the servers at the start in {', '.join(found.dtypes)}",
+        )
+    if (longest := await longest_sequence(client)) < found.longest:
+        raise RolloutProtocolError(
+            url, endpoint, f"it takes sequences of {longest} tokens, and those at the start {found.longest}"
         )
     if await find_quantization(client, options.quantized_checkpoint) != found.quantization:
         raise RolloutProtocolError(url, endpoint, "its weights are quantised otherwise than at the start")
