@@ -261,7 +261,7 @@ class Candidates:
 class Membership:
     """Every rank's part of a fleet that changes.
 
-    `asks` and `take` are the `Turns` of ranks that wait for groups.
+    `asks` and `take` are the `MeetingTurns` of ranks that wait for groups.
     """
 
     options: RunConfig
@@ -362,9 +362,9 @@ class Joins:
 
     exporter: StageExporter
     servers: WeightServers
-    """Of the run's own servers."""
+    """What updates the run's own servers."""
     make_servers: Callable[[RolloutClient], WeightServers]
-    """Of others, whose failures do not end the run; collective."""
+    """Makes the same for others, whose failures do not end the run; collective."""
     gathered: Callable[[], AbstractContextManager]
     """The model has whole and current weights within it."""
     bucket_bytes: int

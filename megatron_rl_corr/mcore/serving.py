@@ -87,6 +87,12 @@ class WeightPush:
     membership: Membership | None = None
     """--rollout-servers-file: servers come and go."""
 
+    def close(self) -> None:
+        """Look for servers no more, and remove what the transport has set up at those of the run."""
+        if self.membership is not None:
+            self.membership.close()
+        self.servers.close()
+
     def __call__(self, version: int) -> dict[str, float]:
         """What the features found, and what took time, on every rank; all call it, with whole and
         current weights.
@@ -110,8 +116,6 @@ class WeightPush:
         )
         if self.membership is not None:
             self.membership.version = name
-            if not self.servers.urls:  # whoever joins gets these weights
-                return {}
         numbers = {} if self.colocation is None else self.colocation.begin_serving_turn()
         if self.deltas is not None:
             numbers["rollout/push_changed"] = self.deltas.share
@@ -246,7 +250,6 @@ def begin_changes_of_servers(
     push: WeightPush,
     sampling: SamplingParams,
     source: SampleSource,
-    features: Sequence[Feature],
     gathered: Callable[[], AbstractContextManager],
 ) -> Membership | None:
     """Let servers join and leave from now on, where the run's come and go; every rank calls it.
@@ -256,7 +259,6 @@ def begin_changes_of_servers(
         push: has sent the first weights, and the servers have passed their checks.
         sampling: of the run.
         source: its client has the servers.
-        features: the run's.
         gathered: makes the model's weights whole.
 
     Returns:
@@ -295,9 +297,9 @@ def begin_changes_of_servers(
         push.reference.check_live,
         sampling,
         options.server_check,
-        features,
+        push.features,
     )
-    further = [sampled.sampling for one in features for sampled in one.samplings()]
+    further = [sampled.sampling for one in push.features for sampled in one.samplings()]
     membership.begin(joins, found, [sampling, *further])
     return membership
 

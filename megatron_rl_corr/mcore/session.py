@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -176,25 +177,18 @@ def start(
             megatron.servers,
             mtp_layers=args.mtp_num_layers or 0,
         )
-        opened.callback(push.servers.close)
-        if push.membership is not None:
-            opened.callback(push.membership.close)
+        opened.callback(push.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
-        with compat.gathered_parameters(*megatron.trained):
+        gathered = partial(compat.gathered_parameters, *megatron.trained)
+        with gathered():
             push(updates.batches(args.iteration))
+        sampling = collector.sampling
         try:
             first_step = check_servers_and_prompts(
-                options, args, collector.sampling, parts.source, push, layout, features
+                options, args, sampling, parts.source, push, layout, features
             )
-            collector.turns = begin_changes_of_servers(
-                options,
-                push,
-                collector.sampling,
-                parts.source,
-                features,
-                lambda: compat.gathered_parameters(*megatron.trained),
-            )
+            collector.turns = begin_changes_of_servers(options, push, sampling, parts.source, gathered)
         except BaseException:
             opened.close()
             raise

@@ -30,6 +30,8 @@ MEETING_INTERVAL_S = 60.0
 three times as long. Gloo and NCCL end a run whose ranks wait for each other longer than
 --distributed-timeout-minutes, by default 10.
 """
+TURN_S = 1.0
+"""The same where something may ask for a turn between two."""
 POLL_INTERVAL_S = 1.0
 POLLS_PER_S = 4096
 """Load limit of the job's store: the ranks of a large job poll it less often."""
@@ -57,17 +59,18 @@ class StartupError(ValueError):
     """The texts of several."""
 
 
-def meeting_interval_s() -> float:
+def meeting_interval_s(turns: MeetingTurns | None = None) -> float:
     """Longest time between two collectives of ranks that wait for a slow result: a third of what a
     collective may wait.
 
-    At most MEETING_INTERVAL_S. The rest of the limit is for ranks that are late, and for a
+    At most MEETING_INTERVAL_S, or TURN_S where something may ask for a turn between two. The rest of the limit is for ranks that are late, and for a
     machine under load.
     """
     if not dist.is_initialized():
         return MEETING_INTERVAL_S
+    longest_s = MEETING_INTERVAL_S if turns is None else TURN_S
     backend = dist.distributed_c10d._get_default_group()._get_backend(communication_device())
-    return min(MEETING_INTERVAL_S, backend.options._timeout.total_seconds() / 3)
+    return min(longest_s, backend.options._timeout.total_seconds() / 3)
 
 
 def communication_device() -> torch.device:
@@ -185,7 +188,7 @@ def wait_for(future: Future) -> bool:
     return bool(concurrent.futures.wait([future], meeting_interval_s()).done)
 
 
-class Turns(Protocol):
+class MeetingTurns(Protocol):
     """What all ranks do together while they wait for something else."""
 
     def asks(self) -> bool:
@@ -200,7 +203,7 @@ def all_reduce_results[Result, Used](
     future: Future[Result] | None,
     use: Callable[[Result], Used],
     wait: Callable[[Future[Result]], bool] = wait_for,
-    turns: Turns | None = None,
+    turns: MeetingTurns | None = None,
 ) -> Used | None:
     """use(result) on the ranks that wait for a future (None on others), once every rank has its own.
 

@@ -109,25 +109,18 @@ class RolloutClient(ServerControl):
             "changes": changes,
         }
         fleet = Fleet(base_urls, **arguments, max_in_flight=max_concurrency)
-        positive = {
-            "vocab_size": vocab_size,
-            "max_concurrency": max_concurrency,
-            "max_per_server": max_per_server,
-            "timeout_s": timeout_s,
-            "connect_timeout_s": connect_timeout_s,
-            "read_timeout_s": read_timeout_s,
-            "update_timeout_s": update_timeout_s,
-        }
-        for name, value in positive.items():
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        for name, value in {
-            "outage_timeout_s": outage_timeout_s,
-            "max_retries": max_retries,
-            "max_continuations": max_continuations,
-        }.items():
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
+        _check_positive(
+            vocab_size=vocab_size,
+            max_concurrency=max_concurrency,
+            max_per_server=max_per_server,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            read_timeout_s=read_timeout_s,
+            update_timeout_s=update_timeout_s,
+        )
+        _check_not_negative(
+            outage_timeout_s=outage_timeout_s, max_retries=max_retries, max_continuations=max_continuations
+        )
         if not -(1 << 63) <= seed < 1 << 63:
             raise ValueError(f"seed must be an integer of 64 bits, got {seed}")
         self.vocab_size, self.seed, self.keyed_cache, self.experts = vocab_size, seed, keyed_cache, experts
@@ -461,3 +454,15 @@ class RolloutClient(ServerControl):
                 f"group_numbers must be {count} different numbers, one for each prompt, got {list(given)}"
             )
         return list(given)
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")

@@ -1,13 +1,14 @@
 """Servers that join and leave a run by a file, from none to two, to none, to one: nothing is lost."""
 
+import json
 import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 
-from megatron_rl_corr.observability.metrics_file import read_metrics
 from tests.faults.drills import drill, long
 from tests.matrix.engine_pair import SCRIPT, check_samples, samples_of, steps_of
 from tests.mcore.launched import REWARD, launch
@@ -15,31 +16,37 @@ from tests.preloaded import PreloadedServer, address
 from tools.cpu import environment, sglang_arguments
 
 STEPS = 8
+DRAIN_S = 5
+CHANGING = [
+    *("--rollout-servers-poll-s", 0.3),
+    *("--rollout-servers-drain-s", DRAIN_S),
+    *("--rollout-servers-wait-s", 300),
+]
 
 
 @contextmanager
-def fleet(model, folder, count):
-    """So many SGLang servers, which a test may stop and start."""
+def fleet(model, folder, *dtypes):
+    """A started SGLang server of each number type, in order."""
     address("megatron")
-    servers = {
-        str(number): PreloadedServer(
+    servers = [
+        PreloadedServer(
             model,
             engine="sglang",
-            dtype="float32",
+            dtype=dtype,
             log_path=folder / f"server{number}.log",
-            extra_arguments=sglang_arguments(),
+            extra_arguments=[*sglang_arguments(), "--enable-deterministic-inference"],
             environment=environment("sglang"),
         )
-        for number in range(count)
-    }
+        for number, dtype in enumerate(dtypes)
+    ]
     try:
-        for server in servers.values():
+        for server in servers:
             server.start()
-        for server in servers.values():
+        for server in servers:
             server.wait_ready()
         yield servers
     finally:
-        for server in servers.values():
+        for server in servers:
             server.stop()
 
 
@@ -50,7 +57,9 @@ def write_list(path, servers):
     os.replace(made, path)
 
 
-def run(folder, model, *flags, steps=STEPS, processes=2, tokens=8):
+def run(folder, model, *flags, steps=STEPS):
+    """The ended run of two replicas in this folder, which keeps samples, weights and events."""
+    folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
     own = [
@@ -68,7 +77,7 @@ def run(folder, model, *flags, steps=STEPS, processes=2, tokens=8):
     ]
     given = [word for pair in own for word in pair]
     words = ["--moe-grouped-gemm", "--moe-permute-fusion", *given, *flags]
-    return launch(folder, "run", model, None, SCRIPT, *words, processes=processes, tokens=tokens)
+    return launch(folder, "run", model, None, SCRIPT, *words, processes=2, tokens=8)
 
 
 def wait_for(happened, running, seconds=240):
@@ -80,14 +89,12 @@ def wait_for(happened, running, seconds=240):
         time.sleep(0.05)
 
 
-def told(folder, kind):
+def told(folder, kind, server=None):
+    """The events of a kind so far, of one server or of any."""
     path = folder / "events.jsonl"
-    return (
-        [] if not path.exists() else [line for line in path.read_text().splitlines() if f'"{kind}"' in line]
-    )
-
-
-CHANGING = ["--rollout-servers-poll-s", 0.3, "--rollout-servers-drain-s", 5, "--rollout-servers-wait-s", 300]
+    lines = path.read_text().splitlines() if path.exists() else []
+    events = [one for one in map(json.loads, lines) if one["kind"] == kind]
+    return [one for one in events if server is None or one["server"] == server.url]
 
 
 @long
@@ -95,33 +102,69 @@ CHANGING = ["--rollout-servers-poll-s", 0.3, "--rollout-servers-drain-s", 5, "--
     "a fleet of none, then two servers, none, and one again, during a run",
     promised="the run waits and goes on; every sample once, labelled with its weights; rewards of a twin",
 )
-@pytest.mark.parametrize("transport", ["tensor"])
-def test_run_when_servers_come_and_go_then_nothing_is_lost_or_doubled(
-    transport, tiny_moe_dir, tmp_path, seen
-):
-    listed = tmp_path / "servers.txt"
-    flags = ["--rollout-servers-file", listed, "--rollout-weight-transport", transport, *CHANGING]
-    with fleet(tiny_moe_dir, tmp_path, 2) as servers, ThreadPoolExecutor(1) as thread:
-        a, b = servers.values()
-        running = thread.submit(run, tmp_path, tiny_moe_dir, *flags)
-        wait_for(lambda: told(tmp_path, "servers_awaited"), running)
-        write_list(listed, [a, b])
-        wait_for(lambda: len(steps_of(tmp_path)) >= 2, running)
-        write_list(listed, [])
-        wait_for(lambda: len(told(tmp_path, "servers_awaited")) >= 2, running)
-        stopped = len(steps_of(tmp_path))
-        a.stop()
-        time.sleep(3)
-        assert len(steps_of(tmp_path)) == stopped
-        write_list(listed, [b])
+def test_run_when_servers_come_and_go_then_nothing_is_lost_or_doubled(tiny_moe_dir, tmp_path, seen):
+    listed, folder = tmp_path / "servers.txt", tmp_path / "changing"
+    transport = ["--rollout-weight-transport", "tensor"]
+    with fleet(tiny_moe_dir, tmp_path, "float32", "float32") as servers, ThreadPoolExecutor(1) as thread:
+        a, b = servers
+        running = thread.submit(
+            run, folder, tiny_moe_dir, "--rollout-servers-file", listed, *transport, *CHANGING
+        )
+        try:
+            wait_for(lambda: told(folder, "servers_awaited"), running)
+            write_list(listed, [a, b])
+            wait_for(lambda: len(steps_of(folder)) >= 2, running)
+            write_list(listed, [])
+            wait_for(lambda: len(told(folder, "servers_awaited")) >= 2, running)
+            time.sleep(DRAIN_S + 2)  # what is in flight may end a step
+            stopped = len(steps_of(folder))
+            time.sleep(3)
+            assert len(steps_of(folder)) == stopped < STEPS
+        finally:
+            write_list(listed, [b])
         done = running.result()
-        print(done.stdout[-8000:], done.stderr[-3000:])
-        assert done.returncode == 0, done.stderr[-6000:]
-        check_samples(tmp_path, servers, tiny_moe_dir, STEPS)
-    samples = samples_of(tmp_path)
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+        check_samples(folder, {"sglang": servers}, tiny_moe_dir, STEPS)
+        twin = run(tmp_path / "twin", tiny_moe_dir, "--rollout-url", a.url, b.url, *transport)
+        assert twin.returncode == 0, twin.stderr[-6000:]
+    samples = samples_of(folder)
     assert {row["server"] for row in samples[1]} == {a.url, b.url}
     assert {row["server"] for row in samples[STEPS]} == {b.url}
-    joined, removed = told(tmp_path, "server_joined"), told(tmp_path, "server_removed")
-    assert len(joined) == 1 and len(removed) == 2
-    read_metrics(tmp_path / "run/log/metrics.jsonl")
-    seen(f"{len(joined)} joined, {len(removed)} left; none for a while after step {stopped}")
+    assert [one["server"] for one in told(folder, "server_joined")] == [b.url]
+    assert sorted(one["server"] for one in told(folder, "server_removed")) == sorted([a.url, b.url])
+    own, others = ([step["reward/mean"] for step in steps_of(one)] for one in (folder, tmp_path / "twin"))
+    assert own == pytest.approx(others, abs=1e-6)
+    seen(f"no server after step {stopped}; then one; rewards of {STEPS} steps as the twin's")
+
+
+@long
+@drill(
+    "servers that join a run ahead of its training: one is well, one of another number type; one is killed",
+    promised="the well one is sampled from, the other left out by name, the killed one joins anew",
+)
+def test_run_when_one_that_joins_does_not_fit_then_it_is_left_out_and_named(tiny_moe_dir, tmp_path, seen):
+    listed, folder, steps = tmp_path / "servers.txt", tmp_path / "ahead", 14
+    transport = ["--rollout-weight-transport", "disk", "--rollout-weight-dir", tmp_path / "weights"]
+    flags = ["--rollout-servers-file", listed, *transport, *CHANGING, "--rollout-max-lag", 1]
+    with (
+        fleet(tiny_moe_dir, tmp_path, "float32", "float32", "bfloat16") as servers,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        a, b, other = servers
+        write_list(listed, [a])
+        running = thread.submit(run, folder, tiny_moe_dir, *flags, steps=steps)
+        wait_for(lambda: len(steps_of(folder)) >= 2, running)
+        write_list(listed, [a, b, other])
+        wait_for(lambda: told(folder, "server_joined", b) and told(folder, "server_refused", other), running)
+        os.killpg(a.pid, signal.SIGKILL)
+        a.stop()
+        wait_for(lambda: told(folder, "server_removed", a), running)
+        a.start().wait_ready()
+        wait_for(lambda: told(folder, "server_joined", a), running)
+        done = running.result()
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+        check_samples(folder, {"sglang": [a, b]}, tiny_moe_dir, steps, lag=1)
+    assert "it computes in bfloat16" in told(folder, "server_refused", other)[0]["reason"]
+    last = {row["server"] for row in samples_of(folder)[steps]}
+    assert last and other.url not in last
+    seen("joined, left out by name, killed and joined anew")

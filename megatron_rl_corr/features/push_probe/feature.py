@@ -40,6 +40,8 @@ class PushProbeFeature(Feature):
         print_probe(probe.compare_servers(servers, version))
 
     def after_push(self, push: WeightPush, version: str) -> dict[str, float]:
+        if not push.servers.urls:  # all have left the run; who joins is probed then
+            return {}
         found = self.probe.compare_servers(push.servers, version)
         if push.colocation is not None:
             push.colocation.servers.free_cached()  # of the probe's forward pass

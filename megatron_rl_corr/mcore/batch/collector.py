@@ -24,7 +24,7 @@ from megatron_rl_corr.mcore.batch.slices import share_batch
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
-    Turns,
+    MeetingTurns,
     all_reduce_failure,
     all_reduce_results,
     communication_device,
@@ -97,7 +97,7 @@ class BatchCollector(ABC):
         """Where each of these comes from; None where nobody asks."""
         self._sampling_masks: list[Part] | None = None
         """The ids that their tokens were drawn from, until they are sent."""
-        self.turns: Turns | None = None
+        self.turns: MeetingTurns | None = None
         """What all ranks do while they wait for groups, where something asks for it."""
         self.metrics: dict[str, Metric] = {}
         """Metrics of how the last batch was collected, this replica's share."""

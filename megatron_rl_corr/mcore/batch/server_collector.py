@@ -35,8 +35,6 @@ from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection, Taken
 from megatron_rl_corr.rollout.sample_file import Origin
 from megatron_rl_corr.rollout.sampling import training_sampling
 
-TURN_S = 1.0
-"""Seconds between two meetings of ranks that wait for groups, where something may ask for a turn."""
 PROGRESS_EVERY_S = 10.0
 """Interval of a leader's messages about a slow collection."""
 
@@ -255,8 +253,7 @@ class Collector(BatchCollector):
 
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
         """Progress is printed every PROGRESS_EVERY_S."""
-        interval_s = meeting_interval_s() if self.turns is None else min(TURN_S, meeting_interval_s())
-        end = time.monotonic() + interval_s
+        end = time.monotonic() + meeting_interval_s(self.turns)
         while (left := end - time.monotonic()) > 0:
             if concurrent.futures.wait([taking], min(left, PROGRESS_EVERY_S)).done:
                 return True
