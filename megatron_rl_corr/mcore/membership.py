@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from megatron_rl_corr.reduce.failure import (
     communication_device,
 )
 from megatron_rl_corr.rollout.client import RolloutClient
-from megatron_rl_corr.rollout.server_sources import ServerList, Unread
+from megatron_rl_corr.rollout.server_sources import EMPTY_READINGS, ServerList, behind_router
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import LEFT, LOST, Changing, WeightServers, tell_removed
 from megatron_rl_corr.weight_sync.update import push_weights
@@ -101,10 +102,12 @@ class Candidates:
         Raises:
             StartupError: there is none within servers_wait_s.
         """
-        end = time.monotonic() + self._options.servers_wait_s
+        end, looks = time.monotonic() + self._options.servers_wait_s, 0
         while True:
             self.look()
-            if self._checked and self._list.known:
+            looks += 1
+            # a source that can't be read must not hold up a run that the others give servers
+            if self._checked and (self._list.known or looks > EMPTY_READINGS):
                 self._awaited = False
                 return self._checked
             if time.monotonic() > end:
@@ -199,13 +202,13 @@ class Candidates:
                 and self._later.get(url, 0.0) <= now
             ]
         if new:
+            if self._texts is None:  # before the run samples: prompts are read by one thread at a time
+                tokenizer, prompts = self._source.tokenizer, self._source.prompts
+                self._texts = {} if tokenizer is None else texts_of(tokenizer, prompts)
             with ThreadPoolExecutor(min(len(new), CHECKS_AT_ONCE)) as threads:
                 list(threads.map(self._check, new))
 
     def _check(self, url: str) -> None:
-        if self._texts is None:
-            tokenizer, prompts = self._source.tokenizer, self._source.prompts
-            self._texts = {} if tokenizer is None else texts_of(tokenizer, prompts)
         client = self._client.another([url])
         try:
             names = self._loop.call(
@@ -403,19 +406,6 @@ def make_candidates(options: RunConfig, source: SampleSource) -> Candidates | No
     """Rank 0's; None on others."""
     if dist.get_rank() != 0:
         return None
-    client, loop = source.client, source.loop
-
-    def ask_router(url: str) -> Sequence[str]:
-        router = client.another([url])
-        try:
-            found = tuple(loop.call(router.find_servers(REACH_S)))
-        except RolloutError as error:
-            raise Unread(f"this router gives no list of servers: {error}") from None
-        finally:
-            loop.call(router.close())
-        if found == (url,):
-            raise Unread("this is a server and no router; give it to --rollout-url, or in a file")
-        return found
-
     fixed = [url.rstrip("/") for url in options.urls]
+    ask_router = partial(behind_router, source.client, source.loop)
     return Candidates(options, source, ServerList(options.servers_file, fixed, ask_router))

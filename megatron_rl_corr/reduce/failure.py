@@ -63,8 +63,8 @@ def meeting_interval_s(turns: MeetingTurns | None = None) -> float:
     """Longest time between two collectives of ranks that wait for a slow result: a third of what a
     collective may wait.
 
-    At most MEETING_INTERVAL_S, or TURN_S where something may ask for a turn between two. The rest of the limit is for ranks that are late, and for a
-    machine under load.
+    At most MEETING_INTERVAL_S, or TURN_S where something may ask for a turn between two. The rest of the
+    limit is for ranks that are late, and for a machine under load.
     """
     if not dist.is_initialized():
         return MEETING_INTERVAL_S

@@ -15,11 +15,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_rl_corr.config.urls import DNS, checked_urls, is_router
+from megatron_rl_corr.engines.errors import RolloutError
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.rollout.client import RolloutClient
 
 READINGS = 2
 """Equal lists, one after the other, before a change is believed: a file may be met half-written."""
 EMPTY_READINGS = 5
 """The same of an empty list, which would take every server from the run."""
+ROUTER_S = 5.0
+"""How long a router may take to list its servers."""
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +156,29 @@ def behind_name(source: str) -> list[str]:
         raise Unread(f"{source} is not resolved: {error}") from None
     hosts = sorted({address[0] for *_, address in found})
     return [f"http://{f'[{host}]' if ':' in host else host}:{parts.port}" for host in hosts]
+
+
+def behind_router(client: RolloutClient, loop: LoopThread, url: str) -> tuple[str, ...]:
+    """The addresses of the servers that a router lists now.
+
+    Args:
+        client: one like it asks the router.
+        loop: of the client.
+        url: of the router.
+
+    Raises:
+        Unread: it does not answer, has no server, has servers that can't be used, or is a server itself.
+    """
+    router = client.another([url])
+    try:
+        found = tuple(loop.call(router.find_servers(ROUTER_S)))
+    except RolloutError as error:
+        raise Unread(f"this router gives no list of servers: {error}") from None
+    finally:
+        loop.call(router.close())
+    if found == (url,):
+        raise Unread("this is a server and no router; give it to --rollout-url, or in a file")
+    return found
 
 
 def _reader(source: str, ask_router: Callable[[str], Sequence[str]]) -> Callable[[], Sequence[str]]:

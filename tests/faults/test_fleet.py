@@ -121,6 +121,7 @@ def test_run_when_servers_come_and_go_then_nothing_is_lost_or_doubled(tiny_moe_d
             time.sleep(3)
             assert len(steps_of(folder)) == stopped < STEPS
         finally:
+            listed_at = time.time()
             write_list(listed, [b])
         done = running.result()
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
@@ -130,11 +131,15 @@ def test_run_when_servers_come_and_go_then_nothing_is_lost_or_doubled(tiny_moe_d
     samples = samples_of(folder)
     assert {row["server"] for row in samples[1]} == {a.url, b.url}
     assert {row["server"] for row in samples[STEPS]} == {b.url}
-    assert [one["server"] for one in told(folder, "server_joined")] == [b.url]
+    (joined,) = told(folder, "server_joined")
+    assert joined["server"] == b.url
     assert sorted(one["server"] for one in told(folder, "server_removed")) == sorted([a.url, b.url])
     own, others = ([step["reward/mean"] for step in steps_of(one)] for one in (folder, tmp_path / "twin"))
     assert own == pytest.approx(others, abs=1e-6)
-    seen(f"no server after step {stopped}; then one; rewards of {STEPS} steps as the twin's")
+    seen(
+        f"no server after step {stopped}; one joins after {joined['time'] - listed_at:.0f} s; rewards of "
+        f"{STEPS} steps as the twin's"
+    )
 
 
 @long

@@ -123,7 +123,7 @@ def check_samples(folder, servers, model, steps, lag=0, exact=EXACT):
                     path = folder / f"run/hf/iter_{version:07d}" if version else model
                     weights[version] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
                 assert distance(row, weights[version], span["start"], span["end"]) < exact, row
-    for step in written:
+    for step in written if len(servers) > 1 else ():
         check_by_engine(step, samples[step["step"]])
     return rows
 
