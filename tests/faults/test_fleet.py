@@ -6,6 +6,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.mcore.launched import REWARD, launch
 from tests.preloaded import PreloadedServer, address
 from tools.cpu import environment, sglang_arguments
 
+KILLING = Path(__file__).with_name("server_killed_pretrain.py")
 STEPS = 8
 DRAIN_S = 5
 CHANGING = [
@@ -57,7 +59,7 @@ def write_list(path, servers):
     os.replace(made, path)
 
 
-def run(folder, model, *flags, steps=STEPS):
+def run(folder, model, *flags, steps=STEPS, script=SCRIPT, **variables):
     """The ended run of two replicas in this folder, which keeps samples, weights and events."""
     folder.mkdir(exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
@@ -77,7 +79,7 @@ def run(folder, model, *flags, steps=STEPS):
     ]
     given = [word for pair in own for word in pair]
     words = ["--moe-grouped-gemm", "--moe-permute-fusion", *given, *flags]
-    return launch(folder, "run", model, None, SCRIPT, *words, processes=2, tokens=8)
+    return launch(folder, "run", model, None, script, *words, processes=2, tokens=8, **variables)
 
 
 def wait_for(happened, running, seconds=240):
@@ -173,3 +175,30 @@ def test_run_when_one_that_joins_does_not_fit_then_it_is_left_out_and_named(tiny
     last = {row["server"] for row in samples_of(folder)[steps]}
     assert last and other.url not in last
     seen("joined, left out by name, killed and joined anew")
+
+
+@long
+@drill(
+    "the only server of a fleet that changes is killed in a push, then started again at its address",
+    promised="the run waits for it, sends it the weights, and goes on",
+)
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_run_when_its_only_server_dies_in_a_push_then_it_waits_and_goes_on(
+    transport, tiny_moe_dir, tmp_path, seen
+):
+    listed, folder = tmp_path / "servers.txt", tmp_path / "killed"
+    flags = ["--rollout-servers-file", listed, "--rollout-weight-transport", transport, *CHANGING]
+    with fleet(tiny_moe_dir, tmp_path, "float32") as (only,), ThreadPoolExecutor(1) as thread:
+        write_list(listed, [only])
+        killed = {"KILL_SERVER": f"{only.pid} {only.url} 3:/pause_generation"}
+        running = thread.submit(run, folder, tiny_moe_dir, *flags, steps=5, script=KILLING, **killed)
+        wait_for(lambda: told(folder, "server_removed", only), running)
+        only.stop()
+        only.start().wait_ready()
+        done = running.result()
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+        assert "[killed] /pause_generation" in done.stdout
+        check_samples(folder, {"sglang": only}, tiny_moe_dir, 5)
+    (joined,) = told(folder, "server_joined")
+    assert joined["version"].endswith("-2")  # the third push was of the weights after two steps
+    seen("killed in the third push; it joined anew with the weights of that push")
