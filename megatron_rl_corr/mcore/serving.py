@@ -6,7 +6,7 @@ import argparse
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,14 @@ from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
 from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_descriptor_limit
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch.server_collector import SampleSource
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.joining_check import found_at_start
 from megatron_rl_corr.mcore.checks.server_check import bound_first_step, check_servers
 from megatron_rl_corr.mcore.checks.source_check import check_source
 from megatron_rl_corr.mcore.colocation import Colocation, TrainerMemory
-from megatron_rl_corr.mcore.feature import Feature
+from megatron_rl_corr.mcore.feature import Feature, RunParts
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.membership import Joins, Membership, make_candidates
 from megatron_rl_corr.mcore.reference.policy import Reference
@@ -245,21 +246,13 @@ def reach_servers(
 
 
 @collective
-def begin_changes_of_servers(
-    options: RunConfig,
-    push: WeightPush,
-    sampling: SamplingParams,
-    source: SampleSource,
-    gathered: Callable[[], AbstractContextManager],
-) -> Membership | None:
+def begin_changes_of_servers(options: RunConfig, push: WeightPush, run: RunParts) -> Membership | None:
     """Let servers join and leave from now on, where the run's come and go; every rank calls it.
 
     Args:
         options: the run's.
         push: has sent the first weights, and the servers have passed their checks.
-        sampling: of the run.
-        source: its client has the servers.
-        gathered: makes the model's weights whole.
+        run: its source's client has the servers.
 
     Returns:
         What collecting ranks give a turn to; None: servers do not change.
@@ -270,7 +263,7 @@ def begin_changes_of_servers(
     membership, servers = push.membership, push.servers
     if membership is None:
         return None
-    client, loop = source.client, source.loop
+    client, loop, sampling = run.source.client, run.source.loop, run.collector.sampling
     found = broadcast_made(
         lambda: loop.call(found_at_start(client, servers.quantization, drafts=servers.drafts.sent))
     )
@@ -292,7 +285,7 @@ def begin_changes_of_servers(
         push.exporter,
         servers,
         make_servers,
-        gathered,
+        lambda: compat.gathered_parameters(run.model, run.optimizer),
         push.bucket_bytes,
         push.reference.check_live,
         sampling,

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -152,8 +151,7 @@ def start(
     opened.callback(reference.close)
     teacher = make_teacher(config, options, args, layout, loop=parts.loop, vocab_size=parts.vocab_size)
     opened.callback(teacher.close)
-    exporter = StageExporter.of(parts.parameters, layout)
-    collector = parts.collector
+    exporter, collector = StageExporter.of(parts.parameters, layout), parts.collector
     if collector.agent_branches is not None:
         check_branches(config)
     logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
@@ -180,15 +178,13 @@ def start(
         opened.callback(push.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
-        gathered = partial(compat.gathered_parameters, *megatron.trained)
-        with gathered():
+        with compat.gathered_parameters(*megatron.trained):
             push(updates.batches(args.iteration))
-        sampling = collector.sampling
         try:
             first_step = check_servers_and_prompts(
-                options, args, sampling, parts.source, push, layout, features
+                options, args, collector.sampling, parts.source, push, layout, features
             )
-            collector.turns = begin_changes_of_servers(options, push, sampling, parts.source, gathered)
+            collector.turns = begin_changes_of_servers(options, push, run)
         except BaseException:
             opened.close()
             raise

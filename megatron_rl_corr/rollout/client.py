@@ -125,9 +125,8 @@ class RolloutClient(ServerControl):
             raise ValueError(f"seed must be an integer of 64 bits, got {seed}")
         self.vocab_size, self.seed, self.keyed_cache, self.experts = vocab_size, seed, keyed_cache, experts
         self._decode, self._own_numbers = decode, itertools.count(FIRST_OWN_NUMBER)
-        self._counts = Counts()
+        self._counts, self._read_timeout_s = Counts(), read_timeout_s
         super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
-        self._read_timeout_s = read_timeout_s
         self._pool = pool = ServerPool(
             fleet.urls,
             max_outstanding=max_concurrency,
@@ -164,9 +163,8 @@ class RolloutClient(ServerControl):
                 ingest_process=False,
             )
 
-        self.another = another
+        self.another, self._made_process = another, made_process
         """another(urls): a client like this one of other servers, which asks for samples in this process."""
-        self._made_process = made_process
         self._ingest = made_process() if ingest_process else None
         self._retries = Retries(
             fleet,

@@ -202,3 +202,35 @@ def test_run_when_its_only_server_dies_in_a_push_then_it_waits_and_goes_on(
     (joined,) = told(folder, "server_joined")
     assert joined["version"].endswith("-2")  # the third push was of the weights after two steps
     seen("killed in the third push; it joined anew with the weights of that push")
+
+
+@long
+@drill(
+    "a server is killed in the push by which it joins a run, then started again at its address",
+    promised="it is left out by name, the run goes on with the other, and it joins later",
+)
+def test_run_when_a_server_dies_as_it_joins_then_the_others_go_on_and_it_joins_later(
+    tiny_moe_dir, tmp_path, seen
+):
+    listed, folder, steps = tmp_path / "servers.txt", tmp_path / "joining", 40
+    flags = ["--rollout-servers-file", listed, "--rollout-weight-transport", "distributed", *CHANGING]
+    with fleet(tiny_moe_dir, tmp_path, "float32", "float32") as servers, ThreadPoolExecutor(1) as thread:
+        stays, joins = servers
+        write_list(listed, [stays])
+        killed = {"KILL_SERVER": f"{joins.pid} {joins.url} 1:/pause_generation"}
+        running = thread.submit(run, folder, tiny_moe_dir, *flags, steps=steps, script=KILLING, **killed)
+        wait_for(lambda: len(steps_of(folder)) >= 1, running)
+        write_list(listed, servers)
+        wait_for(lambda: told(folder, "server_refused", joins), running)
+        refused_at = len(steps_of(folder))
+        joins.stop()
+        joins.start().wait_ready()
+        wait_for(lambda: told(folder, "server_joined", joins), running)
+        joined_at = len(steps_of(folder))
+        done = running.result()
+        assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+        check_samples(folder, {"sglang": servers}, tiny_moe_dir, steps)
+    assert "it could not join: " in told(folder, "server_refused", joins)[0]["reason"]
+    assert told(folder, "server_removed") == [] and joined_at > refused_at
+    assert joins.url in {row["server"] for row in samples_of(folder)[steps]}
+    seen(f"left out in step {refused_at + 1}, joined in step {joined_at + 1}")
