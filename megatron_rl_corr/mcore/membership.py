@@ -192,7 +192,7 @@ class Candidates:
             self._checked = {url: name for url, name in self._checked.items() if url in listed}
             for known in (self._later, self._told):
                 for url in known.keys() - set(listed):  # it is new when it comes back
-                    del known[url]
+                    known.pop(url, None)
             new = [
                 url
                 for url in listed

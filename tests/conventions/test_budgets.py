@@ -12,23 +12,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_836,
+    "config": 2_877,
     "models": 2_370,
     "engines": 5_685,
-    "reduce": 660,
+    "reduce": 673,
     "core": 2_630,
     "logprobs": 1_035,
     "data": 4_515,
-    "rollout": 7_665,
-    "weight_sync": 2_265,
+    "rollout": 7_909,
+    "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
-    "mcore": 7_930,
-    "features": 4_200,
+    "mcore": 8_416,
+    "features": 4_220,
     "observability": 875,
     "integrations": 515,
     "commands": 5_620,
-    "modules": 945,
+    "modules": 947,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

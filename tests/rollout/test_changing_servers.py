@@ -83,7 +83,7 @@ def test_server_when_it_does_not_end_its_samples_in_time_then_others_are_asked_o
         handle, may, asked = held()
         async with serving(handle) as leaving, serving(good) as staying:
             # not one retry is allowed: a sample that is handed back has not failed
-            async with client_of([leaving, staying], max_retries=0) as client:
+            async with client_of([leaving, staying], max_retries=0, read_timeout_s=3600.0) as client:
                 sampling = asyncio.create_task(client.generate([[1], [2]], ONE))
                 await until(lambda: asked)
                 await client.retire([leaving], 0.05, "it leaves")
@@ -130,6 +130,7 @@ def test_server_when_it_joins_while_others_sample_then_a_silent_one_is_still_not
         async with serving(good) as first, serving(handle) as silent, client_of([first]) as client:
             client._health._read_timeout_s = 0.5
             async with client._health.watching():
+                await asyncio.sleep(0.01)  # those of before are watched by now
                 await client.admit({silent: "sglang"})
                 found = await client.generate([[n] for n in range(1, 5)], ONE)
             assert asked and {sample.server for sample in found} == {first}
