@@ -24,6 +24,10 @@ from typing import Any
 KINDS = {
     "server_left_out": "a server failed, and is not sampled from until it answers again",
     "server_readmitted": "a server that was left out is sampled from again",
+    "server_joined": "a server of the list was checked, has the weights, and is sampled from",
+    "server_refused": "a server of the list fails a check; it is left out, and asked again later",
+    "server_removed": "a server has left the run: it is not in the list any more, or missed a push",
+    "servers_awaited": "there is no server, and the run waits for one to join",
     "server_missed_update": "a server does not have the weights of a push, and waits for the next one, or "
     "its restart",
     "server_taken_over": "a server was paused or half updated by a trainer that ended, and is taken over",

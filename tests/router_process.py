@@ -58,6 +58,13 @@ class RouterProcess:
         OPENER.open(request, timeout=10).close()
         self._until(lambda: server in self.workers())
 
+    def remove(self, server):
+        with OPENER.open(f"{self.url}/workers", timeout=5) as answer:
+            ids = {worker["url"]: worker["id"] for worker in json.load(answer)["workers"]}
+        request = urllib.request.Request(f"{self.url}/workers/{ids[server]}", method="DELETE")
+        OPENER.open(request, timeout=10).close()
+        self._until(lambda: server not in self.workers())
+
     def _until(self, holds):
         for _ in range(240):
             if self._process.poll() is not None:

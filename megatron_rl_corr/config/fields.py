@@ -89,7 +89,8 @@ def option(
             several, as "reward_function or reward_url".
         usual: its value where it is not given and what it needs is there.
         more: follows the docstring in help and in tables, as it is made from a table of the package.
-        required_unless: it must be given, except where this other option is.
+        required_unless: it must be given, except where this other option is, or one of several, as "replay or
+            servers_file".
     """
     metadata = {
         "flag": flag,
@@ -264,8 +265,8 @@ class Options:
         """ValueError for an option that has no effect, or that is required and not given."""
         self._check_need(one, given_as_word=given_as_word)
         if one.required_unless and not getattr(self, one.name):
-            other = one.required_unless
-            if not (hasattr(self, other) and getattr(self, other)):
+            others = one.required_unless.split(" or ")
+            if not any(hasattr(self, other) and getattr(self, other) for other in others):
                 raise ValueError(f"`{one.name}` is required; see --help")
 
     def _check_need(self, one: Option, *, given_as_word: bool) -> None:

@@ -26,7 +26,7 @@ from megatron_rl_corr.config.rewards import RewardsConfig
 from megatron_rl_corr.config.samples import SamplesConfig
 from megatron_rl_corr.config.supervision import SupervisionConfig
 from megatron_rl_corr.config.updates import UpdatesConfig
-from megatron_rl_corr.config.urls import check_urls_of, is_key
+from megatron_rl_corr.config.urls import check_source, check_urls_of, is_key
 
 ENGINES = {"sglang": "megatron_rl_corr.engines.sglang", "vllm": "megatron_rl_corr.engines.vllm"}
 """The programs that servers may run, and the module that speaks to each."""
@@ -36,14 +36,44 @@ OVER_HTTP = (AUTO, "sglang", "vllm")
 """Engines whose addresses are checked before anything is imported; another one checks its own."""
 
 
+CHANGING = ("servers_file", "servers_poll_s", "servers_drain_s", "servers_wait_s")
+"""Options of a fleet that changes; no client's."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServersConfig(Options):
     """Rollout servers: where they are, how many samples they are sent at a time, how long each
     answer may take.
     """
 
-    urls: tuple[str, ...] = option((), flag="--rollout-url", metavar="URL", required_unless="replay")
+    urls: tuple[str, ...] = option(
+        (), flag="--rollout-url", metavar="URL", required_unless="replay or servers_file"
+    )
     """Servers, for example http://127.0.0.1:30000."""
+
+    servers_file: tuple[str, ...] = option((), metavar="SOURCE")
+    """Where servers come and go while the run goes on: a file with an address a line, a folder of such
+    files, dns://NAME:PORT, or the address of a router. Beside those of `urls`, which stay.
+    """
+
+    servers_poll_s: Annotated[float | None, Positive()] = option(
+        None, metavar="S", needs="servers_file", usual=2.0
+    )
+    """Seconds between two readings of `servers_file`; a change is believed when two are equal."""
+
+    servers_drain_s: Annotated[float | None, Between(0)] = option(
+        None, metavar="S", needs="servers_file", usual=30.0
+    )
+    """Longest time that a server which was taken out of `servers_file` may go on with its samples; what
+    is not done then is sampled anew at another one.
+    """
+
+    servers_wait_s: Annotated[float | None, Positive()] = option(
+        None, metavar="S", needs="servers_file", usual=1800.0
+    )
+    """Longest wait for a server, at the start or later, when there is none, before the run ends; in the
+    place of `outage_timeout_s`.
+    """
 
     engine: str = option(AUTO, choices=(AUTO, *ENGINES))
     """The program that the servers run; auto: each is asked which it is, and a run may have
@@ -109,6 +139,14 @@ class ServersConfig(Options):
                 "leave it out"
             )
 
+    def check_servers_file(self) -> None:
+        """ValueError for a source that is none."""
+        for source in self.servers_file:
+            try:
+                check_source(source)
+            except ValueError as error:
+                raise ValueError(f"`servers_file`: {error}") from None
+
     def check_key(self) -> None:
         if self.api_key_env is not None and not os.environ.get(self.api_key_env):
             raise ValueError(
@@ -126,11 +164,13 @@ class ServersConfig(Options):
 
     def client_arguments(self) -> dict[str, Any]:
         """RolloutClient's keyword arguments. Reads the key, which is in no flag, no log and no file."""
-        others = ("urls", "server_check", "api_key_env")
+        others = ("urls", "server_check", "api_key_env", *CHANGING)
         names = [field.name for field in dataclasses.fields(ServersConfig) if field.name not in others]
         key = None if self.api_key_env is None else os.environ[self.api_key_env]
         given = {name: getattr(self, name) for name in names}
         process = {"auto": None, "on": True, "off": False}[self.ingest_process]
+        if self.servers_file:
+            given |= {"changes": True, "outage_timeout_s": self.servers_wait_s}
         return given | {"api_key": key, "ingest_process": process}
 
 
@@ -287,6 +327,14 @@ class RunConfig(*reversed(TOPICS)):
             raise ValueError(
                 f"`colocate` with `weight_transport` {self.weight_transport}: weights go from one process to "
                 "the other in the memory of the GPU that both are on; give `weight_transport` tensor"
+            )
+
+    def check_colocated_servers(self) -> None:
+        """ValueError for servers that come and go where each has the trainer's GPUs."""
+        if self.colocate and self.servers_file:
+            raise ValueError(
+                "`servers_file` with `colocate`: servers that come and go have no turn with the trainer on "
+                "its GPUs; drop one of them"
             )
 
     def check_colocated_lag(self) -> None:

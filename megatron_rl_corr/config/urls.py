@@ -42,6 +42,34 @@ def _is_address(url: str) -> bool:
     return right and not parts.query and not parts.fragment and not any(sign.isspace() for sign in url)
 
 
+DNS = "dns://"
+"""Begins a source of servers that is a name."""
+
+
+def is_router(source: str) -> bool:
+    """True if a source of servers is the address of a router."""
+    return source.startswith(("http://", "https://"))
+
+
+def check_source(source: str) -> None:
+    """ValueError for a source of servers that is no file, folder, dns://NAME:PORT or address of a router.
+
+    Files and folders need not be there yet.
+    """
+    if is_router(source):
+        _check_url(source.rstrip("/"))
+        return
+    if source.startswith(DNS):
+        if not _is_address(source.replace(DNS, "http://", 1)) or urlsplit(source).port is None:
+            raise ValueError(f"a name of servers is dns://NAME:PORT, got {source!r}")
+        return
+    if "://" in source or not source.strip():
+        raise ValueError(
+            "a source of servers is a file, a folder, dns://NAME:PORT or http(s)://ROUTER:PORT, got "
+            f"{source!r}"
+        )
+
+
 def is_key(key: str) -> bool:
     """True if a header can carry it."""
     return key.isascii() and key.isprintable() and key.strip() == key != ""

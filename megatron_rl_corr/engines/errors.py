@@ -177,7 +177,7 @@ class RolloutOutage(RolloutError):
 
     Attributes:
         causes: for each server, why it was left out, and why it was not taken back (None: it was
-            not asked again).
+            not asked again); none where there was no server.
     """
 
     def __init__(self, causes: Sequence[tuple[RolloutError, RolloutError | None]]):
@@ -187,8 +187,10 @@ class RolloutOutage(RolloutError):
         ]
         # One line, so that a log filtered by its first words keeps the causes.
         message = f"none of {len(reasons)} rollout servers is left to sample from: " + "; ".join(reasons)
+        if not causes:
+            message = "there was no rollout server to sample from for too long"
         urls = ", ".join(cause.url for cause, _ in causes)
-        super().__init__(urls, causes[0][0].endpoint, "; ".join(reasons), message)
+        super().__init__(urls, causes[0][0].endpoint if causes else "/", "; ".join(reasons), message)
         self.causes = tuple(causes)
 
     def __reduce__(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from megatron_rl_corr.config.run import AUTO, ENGINES
@@ -38,9 +38,11 @@ class Fleet(Transport):
         timeout_s, connect_timeout_s, api_key, ca_file: as `Engine.open_transport`'s.
         max_in_flight: samples at once, for the remedy of a process that has too few descriptors;
             None: not known.
+        changes: servers come and go (`change`), and none need be there at first.
 
     Raises:
-        ValueError: no address, an engine that is not known, or a key or file that can't be used.
+        ValueError: no address without `changes`, an engine that is not known, or a key or file that can't be
+            used.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class Fleet(Transport):
         api_key: str | None = None,
         ca_file: str | Path | None = None,
         max_in_flight: int | None = None,
+        changes: bool = False,
     ):
         self._timeout_s = timeout_s
         names = tuple(ENGINES) if engine == AUTO else (engine,)
         self._engines = {name: load_engine(name) for name in names}
-        self.urls = self._engines[names[0]].checked_urls(urls)
+        self.urls = () if changes and not urls else self._engines[names[0]].checked_urls(urls)
         self._transports = {
             name: loaded.open_transport(
                 self.urls,
@@ -84,8 +87,9 @@ class Fleet(Transport):
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """Name -> engine of those that some server runs, in the order of the servers."""
-        return {name: self._engines[name] for name in self.names.values()}
+        """Name -> engine of those that some server runs, or ran before it left, in the servers' order."""
+        self.names  # noqa: B018  fails where it is not known what a server runs
+        return {name: self._engines[name] for name in self._name_at.values()}
 
     @property
     def waiting_here(self) -> int:  # type: ignore[override]
@@ -177,6 +181,13 @@ class Fleet(Transport):
     def add(self, names: Mapping[str, str]) -> None:
         """Use these servers too, as `use`."""
         self.use({**self._name_at, **names})
+
+    def change(self, joined: Mapping[str, str], gone: Collection[str]) -> None:
+        """Use the `joined` servers too, as `use`, and those that are `gone` no more; what runs there stays
+        known, for the requests that are still in flight.
+        """
+        self._name_at |= joined
+        self.urls = (*(url for url in self.urls if url not in gone and url not in joined), *joined)
 
     async def send(self, url: str, request: Request, *, timeout_s: float | None = None) -> tuple[int, bytes]:
         """As `Transport.send`; what a server refuses because it is paused waits here until

@@ -34,11 +34,11 @@ def certificates(ca_file: str | Path | None, urls: Sequence[str]) -> ssl.SSLCont
     """How https servers are verified: by the authorities of a PEM file alone, or (None) by the system's.
 
     Raises:
-        ValueError: the file is no PEM file, or no address is https.
+        ValueError: the file is no PEM file, or there are addresses and none is https.
     """
     if ca_file is None:
         return True
-    if not any(url.startswith("https://") for url in urls):
+    if urls and not any(url.startswith("https://") for url in urls):
         raise ValueError(f"`ca_file` {ca_file} has no effect: no server address is https://; leave it out")
     try:
         return ssl.create_default_context(cafile=str(ca_file))

@@ -7,6 +7,7 @@
     a batch     after_scoring, save_batch                   step.py, corrected and not trained yet
     an update   settle                                      step.py, before the push of the batch's last one
                 before_push, after_push                     serving.WeightPush, the start's push too
+                after_join                                  membership.Joins, where servers come and go
                 end_step, after_step                        hooks.py, behind the push
     else        settle                                      hooks.py, before a checkpoint and when leaving
                 close                                       when the run has ended or failed
@@ -220,6 +221,18 @@ class Feature:
             RolloutError: on one rank, for servers that must not be sampled from.
         """
         return {}
+
+    def after_join(self, servers: Any, version: str) -> None:
+        """Servers that join the run have the weights of this name, and are not sampled from yet. May be
+        collective.
+
+        Args:
+            servers: WeightServers of these alone.
+            version: the weights' name.
+
+        Raises:
+            RolloutError: on one rank, for servers that must not be sampled from.
+        """
 
     def end_step(self, ended: EndedStep) -> None:
         """Write what is kept of a step that has ended. May be collective. In a run from saved samples too."""

@@ -182,7 +182,7 @@ class CorrectedTraining:
             ended = EndedStep(iteration + 1, self.session.step.times, ahead)
             for one in self.session.features:
                 one.end_step(ended)
-            self._supervision.end_step(iteration + 1)
+            self._supervision.end_step(iteration + 1, ended.times.seconds.get("time/collect_s", 0.0))
             for one in self.session.features:
                 one.after_step(ended)
             self._reports.end_step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -18,13 +19,16 @@ from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError
 from megatron_rl_corr.engines.local_faults import descriptors_needed, raise_descriptor_limit
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.mcore import compat
 from megatron_rl_corr.mcore.batch.server_collector import SampleSource
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
+from megatron_rl_corr.mcore.checks.joining_check import found_at_start
 from megatron_rl_corr.mcore.checks.server_check import bound_first_step, check_servers
 from megatron_rl_corr.mcore.checks.source_check import check_source
 from megatron_rl_corr.mcore.colocation import Colocation, TrainerMemory
-from megatron_rl_corr.mcore.feature import Feature
+from megatron_rl_corr.mcore.feature import Feature, RunParts
 from megatron_rl_corr.mcore.first_step import FirstStep
+from megatron_rl_corr.mcore.membership import Joins, Membership, make_candidates
 from megatron_rl_corr.mcore.reference.policy import Reference
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.models.names import NameTable
@@ -34,6 +38,7 @@ from megatron_rl_corr.reduce.failure import (
     WATCH,
     StartupError,
     all_reduce_failure,
+    all_reduce_results,
     all_reduce_startup,
     broadcast_made,
 )
@@ -49,7 +54,7 @@ from megatron_rl_corr.weight_sync.drafts import NO_DRAFTS, DraftLayers, find_dra
 from megatron_rl_corr.weight_sync.export import StageExporter, default_bucket_mib
 from megatron_rl_corr.weight_sync.memory import ServerMemory
 from megatron_rl_corr.weight_sync.quantization import find_quantization
-from megatron_rl_corr.weight_sync.servers import WeightServers
+from megatron_rl_corr.weight_sync.servers import Changing, WeightServers
 from megatron_rl_corr.weight_sync.transports import make_transport
 from megatron_rl_corr.weight_sync.transports.ipc import check_same_host
 from megatron_rl_corr.weight_sync.updatable import is_interrupted, wait_updatable
@@ -80,6 +85,14 @@ class WeightPush:
     """--rollout-push delta."""
     colocation: Colocation | None = None
     """--rollout-colocate: a push ends the trainer's turn on the GPUs."""
+    membership: Membership | None = None
+    """--rollout-servers-file: servers come and go."""
+
+    def close(self) -> None:
+        """Look for servers no more, and remove what the transport has set up at those of the run."""
+        if self.membership is not None:
+            self.membership.close()
+        self.servers.close()
 
     def __call__(self, version: int) -> dict[str, float]:
         """What the features found, and what took time, on every rank; all call it, with whole and
@@ -102,6 +115,8 @@ class WeightPush:
             bucket_bytes=self.bucket_bytes,
             deltas=self.deltas,
         )
+        if self.membership is not None:
+            self.membership.version = name
         numbers = {} if self.colocation is None else self.colocation.begin_serving_turn()
         if self.deltas is not None:
             numbers["rollout/push_changed"] = self.deltas.share
@@ -189,15 +204,26 @@ def reach_servers(
             that can't work.
         PeerFailure: then, on the other ranks.
     """
-    client, loop = source.client, source.loop
-    _print_at_start(f"reaching the servers: {', '.join(options.urls)}")
-    run_id = _reach_from_first_rank(client, loop)
+    client, loop, membership = source.client, source.loop, None
+    _print_at_start(f"reaching the servers: {', '.join((*options.urls, *options.servers_file))}")
+    if options.servers_file:
+        all_reduce_startup(lambda: _check_transport(options))
+        membership = Membership(options, source, make_candidates(options, source))
+    run_id = _reach_from_first_rank(client, loop, membership)
     _print_at_start(f"{len(client.base_urls)} servers answer, and get the weights next")
     all_reduce_startup(lambda: _raise_descriptor_limit(options, client) if layout.is_data_leader else None)
     quantization = _find_quantization(options, client, loop)
     drafts = _find_drafts(options, client, loop, quantization) if mtp_layers else NO_DRAFTS
     servers = _weight_servers(
-        options, exporter, client, loop, quantization, drafts, memory, samples=layout.is_data_leader
+        options,
+        exporter,
+        client,
+        loop,
+        quantization,
+        drafts,
+        memory,
+        samples=layout.is_data_leader,
+        changing=None if membership is None else membership.changing,
     )
     colocation = Colocation(exporter, servers, trainer) if isinstance(servers, ColocatedServers) else None
     bucket_mib = options.bucket_mib or default_bucket_mib(len(client.base_urls))
@@ -207,8 +233,78 @@ def reach_servers(
         _check_deltas(client, loop, quantization, drafts)
         all_reduce_startup(lambda: check_sizes(exporter.planned()))
     return WeightPush(
-        exporter, servers, run_id, int(bucket_mib * 2**20), reference, features, deltas, colocation
+        exporter,
+        servers,
+        run_id,
+        int(bucket_mib * 2**20),
+        reference,
+        features,
+        deltas,
+        colocation,
+        membership,
     )
+
+
+@collective
+def begin_changes_of_servers(options: RunConfig, push: WeightPush, run: RunParts) -> Membership | None:
+    """Let servers join and leave from now on, where the run's come and go; every rank calls it.
+
+    Args:
+        options: the run's.
+        push: has sent the first weights, and the servers have passed their checks.
+        run: its source's client has the servers.
+
+    Returns:
+        What collecting ranks give a turn to; None: servers do not change.
+
+    Raises:
+        RolloutError: on rank 0, for a server that does not tell what it computes in; PeerFailure on others.
+    """
+    membership, servers = push.membership, push.servers
+    if membership is None:
+        return None
+    client, loop, sampling = run.source.client, run.source.loop, run.collector.sampling
+    found = broadcast_made(
+        lambda: loop.call(found_at_start(client, servers.quantization, drafts=servers.drafts.sent))
+    )
+
+    def make_servers(joining: RolloutClient) -> WeightServers:
+        return _weight_servers(
+            options,
+            push.exporter,
+            joining,
+            loop,
+            servers.quantization,
+            servers.drafts,
+            None,
+            samples=False,
+            ends_run=False,
+        )
+
+    joins = Joins(
+        push.exporter,
+        servers,
+        make_servers,
+        lambda: compat.gathered_parameters(run.model, run.optimizer),
+        push.bucket_bytes,
+        push.reference.check_live,
+        sampling,
+        options.server_check,
+        push.features,
+    )
+    further = [sampled.sampling for one in push.features for sampled in one.samplings()]
+    membership.begin(joins, found, [sampling, *further])
+    return membership
+
+
+def _check_transport(options: RunConfig) -> None:
+    """StartupError for a push in which servers can't change."""
+    if options.weight_transport == "distributed" and torch.cuda.is_available():
+        raise StartupError(
+            "--rollout-servers-file with --rollout-weight-transport distributed over NCCL: a server that "
+            "ends in a broadcast of all holds up the others, and the trainer with them; use disk, or tensor "
+            "for servers on this host"
+        )
 
 
 @collective
@@ -245,6 +341,8 @@ def _weight_servers(
     memory: ServerMemory | None,
     *,
     samples: bool,
+    changing: Changing | None = None,
+    ends_run: bool = True,
 ) -> WeightServers:
     checkpoint = Path(options.hf_checkpoint)
     transport = all_reduce_startup(
@@ -275,8 +373,10 @@ def _weight_servers(
         quantization=quantization,
         quantized_checkpoint=options.quantized_checkpoint,
         drafts=drafts,
+        changing=changing,
+        ends_run=ends_run,
     )
-    if dist.get_rank() == 0:
+    if dist.get_rank() == 0 and ends_run:
         WATCH.on_failure(servers.release)  # whichever rank fails
     return servers
 
@@ -365,16 +465,21 @@ def _ask_from_first_rank[Found](ask: Callable[[], Found]) -> Found:
 
 
 @collective
-def _reach_from_first_rank(client: RolloutClient, loop: LoopThread) -> str:
+def _reach_from_first_rank(client: RolloutClient, loop: LoopThread, membership: Membership | None) -> str:
     """Check from rank 0 that every server answers: failing here is cheaper than in the middle of a step.
 
     The servers behind a router are listed once, so that all ranks talk to the same ones. Returns the id of
     this start in the names of its weight versions, also rank 0's.
     """
 
+    listed: list[dict[str, str]] = []
+    if membership is not None:
+        first = membership.candidates and loop.submit(asyncio.to_thread(membership.candidates.first))
+        all_reduce_results(first, listed.append)
+
     def reached() -> tuple[dict[str, str], str]:
         try:
-            return _reach(client, loop), versions.new_run_id()
+            return listed[0] if listed else _reach(client, loop), versions.new_run_id()
         except (RolloutError, ValueError) as failure:
             error = StartupError(f"--rollout-url: {failure}")
             error.__notes__ = [*getattr(failure, "__notes__", ())]

@@ -38,7 +38,12 @@ from megatron_rl_corr.mcore.forward import LogprobSettings
 from megatron_rl_corr.mcore.reference.policy import Reference
 from megatron_rl_corr.mcore.reference.start import make_reference, make_teacher
 from megatron_rl_corr.mcore.scoring import describe_start
-from megatron_rl_corr.mcore.serving import WeightPush, check_servers_and_prompts, reach_servers
+from megatron_rl_corr.mcore.serving import (
+    WeightPush,
+    begin_changes_of_servers,
+    check_servers_and_prompts,
+    reach_servers,
+)
 from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.updates import Updates
@@ -146,8 +151,7 @@ def start(
     opened.callback(reference.close)
     teacher = make_teacher(config, options, args, layout, loop=parts.loop, vocab_size=parts.vocab_size)
     opened.callback(teacher.close)
-    exporter = StageExporter.of(parts.parameters, layout)
-    collector = parts.collector
+    exporter, collector = StageExporter.of(parts.parameters, layout), parts.collector
     if collector.agent_branches is not None:
         check_branches(config)
     logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
@@ -171,7 +175,7 @@ def start(
             megatron.servers,
             mtp_layers=args.mtp_num_layers or 0,
         )
-        opened.callback(push.servers.close)
+        opened.callback(push.close)
         opened.callback(collector.close)  # once more: what samples ends before the servers are left
         check_models(options, parts.source.client, parts.loop)
         with compat.gathered_parameters(*megatron.trained):
@@ -180,6 +184,7 @@ def start(
             first_step = check_servers_and_prompts(
                 options, args, collector.sampling, parts.source, push, layout, features
             )
+            collector.turns = begin_changes_of_servers(options, push, run)
         except BaseException:
             opened.close()
             raise

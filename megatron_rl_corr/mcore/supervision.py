@@ -33,6 +33,7 @@ class Supervision:
         self._options = options
         self._endpoint: Endpoint | None = None
         self._began, self._last = time.time(), time.monotonic()
+        self._waited_s = 0.0
         self._step: int | None = None
         """The last step that has ended."""
         self._restarts = 0
@@ -98,8 +99,9 @@ class Supervision:
         else:
             EVENTS.tell("run_started", at)
 
-    def end_step(self, step: int) -> None:
-        """A step has ended; it is counted from 1."""
+    def end_step(self, step: int, waited_s: float) -> None:
+        """A step has ended; it is counted from 1. waited_s: seconds of it that it waited for samples."""
+        self._waited_s += waited_s
         self._step, self._last = step, time.monotonic()
         EVENTS.step = step + 1
 
@@ -146,6 +148,7 @@ class Supervision:
                 "Rollout servers by state: in are sampled from, left_out are not.",
                 self._servers(),
             ),
+            *self._waits(),
             (
                 "groups",
                 "gauge",
@@ -174,6 +177,21 @@ class Supervision:
         client = source.client
         out, gone = len(client.left_out), len(client.fleet.dropped)  # at a restart, until the next one
         return {'{state="in"}': len(client.base_urls) - out, '{state="left_out"}': out + gone}
+
+    def _waits(self) -> list[tuple[str, str, str, Mapping[str, float]]]:
+        """What an autoscaler goes by."""
+        source = self._session and self._session.parts.source
+        if not source:
+            return []
+        client = source.client
+        wanted = "Servers that the samples wanted now would keep busy: see the guide to servers."
+        waited = "Seconds that steps which have ended waited for samples."
+        idle = "Seconds in which rank 0's replica had no request at any server."
+        return [
+            ("servers_wanted", "gauge", wanted, {"": client.servers_wanted}),
+            ("training_waits_seconds_total", "counter", waited, {"": self._waited_s}),
+            ("sampling_waits_seconds_total", "counter", idle, {"": client.idle_s}),
+        ]
 
     def _groups(self) -> dict[str, int]:
         collector = self._session and self._session.parts.collector

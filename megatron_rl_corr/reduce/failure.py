@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ MEETING_INTERVAL_S = 60.0
 three times as long. Gloo and NCCL end a run whose ranks wait for each other longer than
 --distributed-timeout-minutes, by default 10.
 """
+TURN_S = 1.0
+"""The same where something may ask for a turn between two."""
 POLL_INTERVAL_S = 1.0
 POLLS_PER_S = 4096
 """Load limit of the job's store: the ranks of a large job poll it less often."""
@@ -57,17 +59,18 @@ class StartupError(ValueError):
     """The texts of several."""
 
 
-def meeting_interval_s() -> float:
+def meeting_interval_s(turns: MeetingTurns | None = None) -> float:
     """Longest time between two collectives of ranks that wait for a slow result: a third of what a
     collective may wait.
 
-    At most MEETING_INTERVAL_S. The rest of the limit is for ranks that are late, and for a
-    machine under load.
+    At most MEETING_INTERVAL_S, or TURN_S where something may ask for a turn between two. The rest of the
+    limit is for ranks that are late, and for a machine under load.
     """
     if not dist.is_initialized():
         return MEETING_INTERVAL_S
+    longest_s = MEETING_INTERVAL_S if turns is None else TURN_S
     backend = dist.distributed_c10d._get_default_group()._get_backend(communication_device())
-    return min(MEETING_INTERVAL_S, backend.options._timeout.total_seconds() / 3)
+    return min(longest_s, backend.options._timeout.total_seconds() / 3)
 
 
 def communication_device() -> torch.device:
@@ -81,7 +84,7 @@ def communication_device() -> torch.device:
 def all_reduce_failure(error: BaseException | None, group: ProcessGroup | None = None) -> None:
     """Return if no rank of the group has an error; else raise on every rank.
 
-    One collective of two numbers; every rank of the group must call it.
+    One collective of three numbers; every rank of the group must call it.
 
     Raises:
         error: on the first rank that has one.
@@ -130,7 +133,7 @@ def broadcast_made[Made](make: Callable[[], Made]) -> Made:
 
 @collective
 def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup | None = None) -> bool:
-    """Whether every rank of the group is done: one collective of two numbers; every rank of the
+    """Whether every rank of the group is done: one collective of three numbers; every rank of the
     group must call it.
 
     Args:
@@ -141,15 +144,24 @@ def all_reduce_done(done: bool, error: BaseException | None, group: ProcessGroup
     Raises:
         error, PeerFailure: as `all_reduce_failure`.
     """
+    return _meet(done, error, False, group)[0]
+
+
+@collective
+def _meet(
+    done: bool, error: BaseException | None, asks: bool, group: ProcessGroup | None = None
+) -> tuple[bool, bool]:
+    """(whether every rank of the group is done, whether one asks for a turn), as `all_reduce_done`."""
     rank, no_rank = dist.get_rank(group), dist.get_world_size(group)
-    flags = torch.tensor([no_rank if error is None else rank, int(done)], device=communication_device())
+    first = no_rank if error is None else rank
+    flags = torch.tensor([first, int(done), -int(asks)], device=communication_device())
     dist.all_reduce(flags, op=dist.ReduceOp.MIN, group=group)
-    first_failed, all_done = flags.tolist()
+    first_failed, all_done, asked = flags.tolist()
     if first_failed == rank and error is not None:
         raise error
     if first_failed < no_rank:
         raise PeerFailure("another rank failed; its message says why")
-    return bool(all_done)
+    return bool(all_done), bool(asked)
 
 
 @collective
@@ -176,11 +188,22 @@ def wait_for(future: Future) -> bool:
     return bool(concurrent.futures.wait([future], meeting_interval_s()).done)
 
 
+class MeetingTurns(Protocol):
+    """What all ranks do together while they wait for something else."""
+
+    def asks(self) -> bool:
+        """True on a rank that wants `take` to be called next."""
+
+    def take(self) -> None:
+        """Do it; every rank calls it at the same meeting."""
+
+
 @collective
 def all_reduce_results[Result, Used](
     future: Future[Result] | None,
     use: Callable[[Result], Used],
     wait: Callable[[Future[Result]], bool] = wait_for,
+    turns: MeetingTurns | None = None,
 ) -> Used | None:
     """use(result) on the ranks that wait for a future (None on others), once every rank has its own.
 
@@ -191,6 +214,7 @@ def all_reduce_results[Result, Used](
         future: what this rank waits for; None: nothing.
         use: called with the result, on this thread.
         wait: wait(future) returns after at most `meeting_interval_s` whether the future is done.
+        turns: what all ranks do between two meetings, where one asks for it; on every rank, or on none.
 
     Raises:
         Exception: of the future or of use(), as `all_reduce_failure` raises it; other ranks'
@@ -205,7 +229,9 @@ def all_reduce_results[Result, Used](
                     used = use(future.result())
                 except Exception as failure:  # noqa: BLE001  raised below, on this rank, once the others know
                     error = failure
-            done = all_reduce_done(not waiting, error)
+            done, asked = _meet(not waiting, error, turns is not None and turns.asks())
+            if asked:
+                turns.take()
     finally:
         if waiting:  # another rank failed, or Ctrl-C
             future.cancel()

@@ -65,6 +65,7 @@ class RolloutClient(ServerControl):
             response in flight is computed anew where its weights change, and its routes from there on
             are known to be its own.
         decode: decode(ids) -> their text, special tokens included; needed where `stop` has texts.
+        changes: servers come and go (`admit`, `retire`), and none need be there at first.
         ingest_process: samples are asked for, and their answers parsed, in a process of their own. None:
             where they have routed experts.
 
@@ -96,6 +97,7 @@ class RolloutClient(ServerControl):
         replicas: int = 1,
         pushes_retract: bool = False,
         decode: Decode | None = None,
+        changes: bool = False,
         ingest_process: bool | None = None,
     ):
         arguments = {
@@ -104,35 +106,27 @@ class RolloutClient(ServerControl):
             "connect_timeout_s": connect_timeout_s,
             "api_key": api_key,
             "ca_file": ca_file,
-            "max_in_flight": max_concurrency,
+            "changes": changes,
         }
-        fleet = Fleet(base_urls, **arguments)
-        positive = {
-            "vocab_size": vocab_size,
-            "max_concurrency": max_concurrency,
-            "max_per_server": max_per_server,
-            "timeout_s": timeout_s,
-            "connect_timeout_s": connect_timeout_s,
-            "read_timeout_s": read_timeout_s,
-            "update_timeout_s": update_timeout_s,
-        }
-        for name, value in positive.items():
-            if value is not None and value <= 0:
-                raise ValueError(f"{name} must be positive, got {value}")
-        for name, value in {
-            "outage_timeout_s": outage_timeout_s,
-            "max_retries": max_retries,
-            "max_continuations": max_continuations,
-        }.items():
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
+        fleet = Fleet(base_urls, **arguments, max_in_flight=max_concurrency)
+        _check_positive(
+            vocab_size=vocab_size,
+            max_concurrency=max_concurrency,
+            max_per_server=max_per_server,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            read_timeout_s=read_timeout_s,
+            update_timeout_s=update_timeout_s,
+        )
+        _check_not_negative(
+            outage_timeout_s=outage_timeout_s, max_retries=max_retries, max_continuations=max_continuations
+        )
         if not -(1 << 63) <= seed < 1 << 63:
             raise ValueError(f"seed must be an integer of 64 bits, got {seed}")
         self.vocab_size, self.seed, self.keyed_cache, self.experts = vocab_size, seed, keyed_cache, experts
         self._decode, self._own_numbers = decode, itertools.count(FIRST_OWN_NUMBER)
-        self._counts = Counts()
+        self._counts, self._read_timeout_s = Counts(), read_timeout_s
         super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
-        self._read_timeout_s = read_timeout_s
         self._pool = pool = ServerPool(
             fleet.urls,
             max_outstanding=max_concurrency,
@@ -144,12 +138,33 @@ class RolloutClient(ServerControl):
         self._health = ServerHealth(fleet, pool, self._counts, read_timeout_s=read_timeout_s)
         if ingest_process is None:
             ingest_process = experts is not None and engine in OVER_HTTP
-        given = {"urls": fleet.urls, **arguments}
+        given = {"urls": fleet.urls, **arguments, "max_in_flight": max_concurrency}
 
         def made_process(**options: str) -> AskingProcess:  # a closure, so that no attribute has the API key
             return AskingProcess(fleet, given, **options)
 
-        self._made_process = made_process
+        def another(urls: Sequence[str]) -> RolloutClient:
+            return RolloutClient(
+                urls,
+                **arguments | {"changes": True},
+                vocab_size=vocab_size,
+                max_concurrency=max_concurrency,
+                max_per_server=max_per_server,
+                read_timeout_s=read_timeout_s,
+                outage_timeout_s=outage_timeout_s,
+                update_timeout_s=update_timeout_s,
+                max_retries=max_retries,
+                max_continuations=max_continuations,
+                experts=experts,
+                seed=seed,
+                keyed_cache=keyed_cache,
+                pushes_retract=pushes_retract,
+                decode=decode,
+                ingest_process=False,
+            )
+
+        self.another, self._made_process = another, made_process
+        """another(urls): a client like this one of other servers, which asks for samples in this process."""
         self._ingest = made_process() if ingest_process else None
         self._retries = Retries(
             fleet,
@@ -207,6 +222,37 @@ class RolloutClient(ServerControl):
         self.base_urls = self.fleet.urls
         self._pool.use(self.base_urls)
 
+    async def admit(self, names: Mapping[str, str]) -> None:
+        """Use these servers too, which have the expected weights: address -> name of the engine there."""
+        self.fleet.change(names, ())
+        self.base_urls = self.fleet.urls
+        self._pool.add(tuple(names))
+        self._health.joined()
+
+    async def retire(self, urls: Collection[str], drain_s: float, why: str) -> None:
+        """Use these servers no more. Their samples in flight may end within drain_s; others are asked for
+        those that do not, which is no failure of a sample.
+
+        Args:
+            urls: of servers that this client uses.
+            drain_s: in seconds.
+            why: told of each sample that is asked for elsewhere.
+        """
+        self.fleet.change({}, urls)
+        self.base_urls = self.fleet.urls
+        for server in self._pool.remove(urls):
+            self._health.removed(server, drain_s, why)
+
+    @property
+    def servers_wanted(self) -> int:
+        """Servers that this client's requests would keep busy now, as `ServerPool`; from any thread."""
+        return self._pool.servers_wanted
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it was made in which it had no request in flight; from any thread."""
+        return self._pool.idle_s
+
     def counts(self) -> dict[str, int]:
         """The `Counts` since the client was made, by name."""
         return asdict(self._counts)
@@ -215,6 +261,16 @@ class RolloutClient(ServerControl):
     def left_out(self) -> list[str]:
         """Addresses of the servers that are not sampled from now; from any thread."""
         return [server.url for server in self._pool.left_out]
+
+    @property
+    def expected_version(self) -> str | None:
+        """What servers must call their weights; None: anything. From any thread."""
+        return self._health.expected_version
+
+    @property
+    def is_updating(self) -> bool:
+        """Between `expect_pause` and `expect_version`; from any thread."""
+        return self._pool.held
 
     def control(self, urls: Sequence[str] | None = None) -> ServerControl:
         """Control of some of the servers alone; None: of those that are sampled from now."""
@@ -396,3 +452,15 @@ class RolloutClient(ServerControl):
                 f"group_numbers must be {count} different numbers, one for each prompt, got {list(given)}"
             )
         return list(given)
+
+
+def _check_positive(**values: float | None) -> None:
+    for name, value in values.items():
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _check_not_negative(**values: float) -> None:
+    for name, value in values.items():
+        if value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")

@@ -52,6 +52,7 @@ class ServerHealth:
         self._probes: dict[Server, asyncio.Task] = {}
         self._unreached: frozenset[str] = frozenset()
         self._watchers, self._watched = 0, None
+        self._joined = asyncio.Event()
         self._released = False
 
     @property
@@ -126,7 +127,7 @@ class ServerHealth:
             joined: its `joined` when the request was sent: an older failure says nothing about it any more.
             cause: the failure.
         """
-        if server.cause is not None or server.joined != joined:
+        if server.cause is not None or server.joined != joined or server.removed:
             return
         self._counts.left_out += 1
         server.flaps += 1
@@ -239,8 +240,41 @@ class ServerHealth:
             if problem is not None:
                 raise RolloutProtocolError(url, engine.generate_endpoint, problem)
 
+    def joined(self) -> None:
+        """Servers have joined the pool: watch these too."""
+        self._joined.set()
+
+    def removed(self, server: Server, drain_s: float, why: str) -> None:
+        """A server has left the pool: ask after it no more, and end what it has in flight after drain_s."""
+        if (probe := self._probes.pop(server, None)) is not None:
+            probe.cancel()
+        endpoint = self._fleet.engine_of(server.url).generate_endpoint
+        cause = RolloutServerError(server.url, endpoint, None, why)
+        asyncio.get_running_loop().call_later(drain_s, server.abandon, cause)
+
     async def _watch(self) -> None:
-        await asyncio.gather(*(self._watch_server(server) for server in self._pool.servers))
+        watches: dict[Server, asyncio.Task] = {}
+        try:
+            while True:
+                for server in self._pool.servers:
+                    if server not in watches:
+                        watches[server] = asyncio.create_task(self._watch_server(server))
+                self._joined.clear()
+                joined = asyncio.create_task(self._joined.wait())
+                waited = [joined, *watches.values()]
+                try:
+                    ended, _ = await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    joined.cancel()
+                for server, watch in list(watches.items()):
+                    if watch in ended:
+                        watch.result()
+                        del watches[server]
+        finally:
+            for watch in watches.values():
+                watch.cancel()
+            if watches:
+                await asyncio.wait(watches.values())
 
     async def _watch_server(self, server: Server) -> None:
         """Leave the server out, and end its requests, where they have made no progress for read_timeout_s.
@@ -258,7 +292,7 @@ class ServerHealth:
         )
         pause, progress, moved = period * random.random(), None, -math.inf  # many clients watch a server
         answers = server.answers
-        while True:
+        while not server.removed or server.outstanding:
             due = now() + pause
             await asyncio.sleep(pause)
             pause = period

@@ -263,6 +263,11 @@ class Retries:
             except RolloutError as error:
                 if trace is not None:
                     trace.failure = type(error).__name__
+                if server.removed:  # it may be gone by now, and says nothing about the sample
+                    place = {"group": group_number, "sample": names["sample_index"]}
+                    EVENTS.tell("request_retried", str(error), server=server.url, **place)
+                    self._counts.retries += 1
+                    continue
                 failed.add(server.url)
                 if not may_retry(error):
                     if refusal is not None:
@@ -311,6 +316,7 @@ class Retries:
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
         endpoint = self._fleet.engine_of(server.url).generate_endpoint
+        begun = asyncio.get_running_loop().time()
         sending = asyncio.ensure_future(self._ingest.answer(server.url, asked))
         try:
             async with asyncio.timeout(None) as scope:
@@ -327,6 +333,8 @@ class Retries:
             raise
         part = answer.part
         server.answers += 1
+        seconds = asyncio.get_running_loop().time() - begun
+        self._pool.note_speed(server, part.output_ids.numel(), seconds)
         if trace is not None:
             trace.answered, trace.server_times = clock(), answer.server_times
         # The weights may have been updated in flight, also more than once: by this trainer, and

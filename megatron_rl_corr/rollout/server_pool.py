@@ -4,11 +4,19 @@ out. Sends nothing.
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl_corr.engines.errors import RolloutError, RolloutOutage
+
+MEASURED_ANSWERS, KEPT_SHARE = 8, 0.95
+"""Answers before which a server's speed is not judged; what is kept of the sums with each further one."""
+USUAL_SPEED, LEAST_SHARE, WEIGHED_S = 0.8, 0.125, 1.0
+"""From this share of the fastest server's speed on a server gets as many requests; a slower one gets fewer,
+down to LEAST_SHARE; seconds between two comparisons.
+"""
 
 
 @dataclass(eq=False)
@@ -42,6 +50,14 @@ class Server:
     """Times that it was left out since it last gave an answer."""
     place: int = 0
     """Its number in the pool's list."""
+    removed: bool = False
+    """It has left the pool: it ends its requests in flight, or `abandon` does."""
+    tokens: float = 0.0
+    """Tokens of its last answers, the older ones fading."""
+    seconds: float = 0.0
+    """The seconds that these took, each from its sending to its answer."""
+    share: float = 1.0
+    """Requests that it should have in flight where a server of usual speed has one."""
     unreached_until: float = -math.inf
     """Until then, by the loop's clock, another one is taken first: this process could not reach it, for a
     fault of its own that may be of this address alone.
@@ -51,6 +67,11 @@ class Server:
     def oldest_sent(self) -> float | None:
         """When the oldest request in flight was sent, by the loop's clock."""
         return next(iter(self.scopes.values()), None)
+
+    @property
+    def speed(self) -> float | None:
+        """Tokens a second of one of its requests, over its last answers; None: too few."""
+        return self.tokens / self.seconds if self.answers >= MEASURED_ANSWERS and self.seconds > 0 else None
 
     def abandon(self, cause: RolloutError) -> None:
         """End the requests in flight with TimeoutError."""
@@ -70,6 +91,8 @@ def rotated(urls: Sequence[str], replica: int, replicas: int) -> list[str]:
 
 NOT_FREE = 1 << 62
 """The load of a server that is left out or full."""
+LOAD_STEPS = 64
+"""Parts of a request that loads are told apart by."""
 CROWDED, FEW = 2, 4
 """A preferred server is taken while it has up to CROWDED * (n + FEW) requests in flight, n those
 of the freest one.
@@ -105,22 +128,45 @@ class ServerPool:
         self._place = replica, replicas
         self._max_outstanding = max_outstanding
         self._max_per_server = max_per_server or max_outstanding
-        self.use(urls)
         self._outage_timeout_s = outage_timeout_s
+        self._idle_s, self._idle_since = 0.0, time.monotonic()
         self._waiters: deque[asyncio.Future] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._is_outage, self._held = False, False
+        self.use(urls)
 
     def use(self, urls: Sequence[str]) -> None:
         """Use these servers and no others; call it before the first is taken."""
-        self.servers = [Server(url, place=place) for place, url in enumerate(rotated(urls, *self._place))]
         self.outstanding = 0
         """Requests in flight over all servers."""
-        self._at = {server.url: server for server in self.servers}
-        self._loads = [0] * len(self.servers)
+        self._weighed = -math.inf
+        self._list([Server(url) for url in rotated(urls, *self._place)])
+
+    def _list(self, servers: list[Server]) -> None:
+        self.servers = servers
+        self._at = {server.url: server for server in servers}
+        self._loads = [0] * len(servers)
         """The load of each server, as one number: with hundreds of servers a request must not look at each
         of them in Python.
         """
+        for place, server in enumerate(servers):
+            server.place = place
+            self._note_load(server)
+
+    def add(self, urls: Sequence[str]) -> None:
+        """Send these servers requests too; they begin as if they had been asked as often as the others."""
+        asked = min((server.asked for server in self.servers), default=0)
+        self._list([*self.servers, *(Server(url, asked=asked) for url in urls)])
+        self._end_outage()
+
+    def remove(self, urls: Collection[str]) -> list[Server]:
+        """Send these servers no more requests, and forget them; those in flight go on. Returns them."""
+        gone = [server for server in self.servers if server.url in urls]
+        for server in gone:
+            server.removed = True
+        self._list([server for server in self.servers if not server.removed])
+        self._time_outage()
+        return gone
 
     @property
     def left_out(self) -> list[Server]:
@@ -147,7 +193,11 @@ class ServerPool:
             if self._is_outage:
                 raise RolloutOutage([(server.cause, server.refused) for server in self.servers])
             server = self._freest(avoid, prefer)
+            if server is None and not self.servers:
+                self._time_outage()
             if server is not None:
+                if self.outstanding == 0:
+                    self._idle_s += time.monotonic() - self._idle_since
                 server.outstanding += 1
                 server.asked += 1
                 self.outstanding += 1
@@ -159,11 +209,13 @@ class ServerPool:
         """Free the slot of a request that has ended, well or not."""
         server.outstanding -= 1
         self.outstanding -= 1
+        if self.outstanding == 0:
+            self._idle_since = time.monotonic()
         self._note_load(server)
         self._wake(1)
 
     def leave_out(self, server: Server, cause: RolloutError) -> None:
-        """Send the server no more requests until it rejoins."""
+        """Send the server no more requests until it rejoins; nothing happens to one that was removed."""
         server.cause, server.refused, server.answered = cause, None, False
         self._note_load(server)
         self._time_outage()
@@ -173,10 +225,53 @@ class ServerPool:
         server.cause = server.refused = None
         server.joined += 1
         self._note_load(server)
+        self._end_outage()
+
+    def _end_outage(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer, self._is_outage = None, False
         self._wake(len(self._waiters))
+
+    def note_speed(self, server: Server, tokens: int, seconds: float) -> None:
+        """Take note of an answer, of so many tokens after so many seconds, and deal by the servers' speeds.
+
+        The speed is that of one request, Σ tokens / Σ seconds over a server's last answers: more requests
+        make it smaller, so that shares settle, while the tokens of the whole server would grow with its
+        share. Servers within USUAL_SPEED of the fastest count as equal, so noise moves nothing.
+        """
+        server.tokens = KEPT_SHARE * server.tokens + tokens
+        server.seconds = KEPT_SHARE * server.seconds + seconds
+        now = asyncio.get_running_loop().time()
+        if now - self._weighed < WEIGHED_S:
+            return
+        self._weighed = now
+        speeds = {one: one.speed for one in self.servers if one.speed is not None}
+        fastest = max(speeds.values(), default=0.0)
+        for one, speed in speeds.items():
+            relative = speed / fastest if fastest else 1.0
+            one.share = 1.0 if relative >= USUAL_SPEED else max(relative, LEAST_SHARE)
+            self._note_load(one)
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since it was made in which no request was in flight; from any thread."""
+        return self._idle_s + (0.0 if self.outstanding else time.monotonic() - self._idle_since)
+
+    @property
+    def servers_wanted(self) -> int:
+        """Servers that the requests of now would keep busy: ceil(min(in flight + waiting, max_outstanding) /
+        max_per_server).
+
+        Example: 30 in flight, 50 waiting, at most 64 in flight and 16 at a server: ceil(64 / 16) = 4.
+        """
+        wanted = min(self.outstanding + self.waiting, self._max_outstanding)
+        return math.ceil(wanted / self._max_per_server)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a slot; from any thread."""
+        return sum(not waiter.done() for waiter in list(self._waiters))
 
     def hold(self) -> None:
         """Until `release` no outage is declared: servers that are paused do not answer."""
@@ -203,6 +298,8 @@ class ServerPool:
     def _freest(self, avoid: Collection[str], prefer: str | None) -> Server | None:
         if self.outstanding >= self._max_outstanding:
             return None
+        if not self.servers:
+            return None
         freest = self.servers[self._loads.index(min(self._loads))]
         if not self._is_free(freest):
             return None
@@ -221,9 +318,15 @@ class ServerPool:
         return self._loads[server.place] != NOT_FREE
 
     def _note_load(self, server: Server) -> None:
-        """Its requests in flight, then how often it was asked, as one number; after a change of either."""
+        """Its requests in flight, as many as they are for its speed, then how often it was asked, as one
+        number; after a change of any of these.
+        """
+        if server.removed:
+            return
         free = server.cause is None and server.outstanding < self._max_per_server
-        self._loads[server.place] = server.outstanding << 40 | server.asked if free else NOT_FREE
+        # one more of a server with share 1/2 is as much as two more of another
+        load = round(LOAD_STEPS * ((server.outstanding + 1) / server.share - 1))
+        self._loads[server.place] = load << 32 | server.asked if free else NOT_FREE
 
     async def _slot_freed(self) -> None:
         waiter = asyncio.get_running_loop().create_future()

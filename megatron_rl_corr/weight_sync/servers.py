@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
+
+import torch.distributed as dist
 
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
@@ -29,12 +32,24 @@ from megatron_rl_corr.weight_sync.updatable import (
 )
 from megatron_rl_corr.weight_sync.verify import PushVerifier
 
-ABSENT, READY, RESTARTED = 0, 1, 2
+ABSENT, READY, RESTARTED, LEAVING = 0, 1, 2, 3
 """A server before an update: it does not answer; it has the last weights; it has others, as
-after a restart.
+after a restart; it was taken out of the list of servers.
 """
+LOST = "it missed a push of weights, or was restarted, and has to join anew"
+LEFT = "it was taken out of the list of servers"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Changing:
+    """Servers that come and go."""
+
+    drain_s: float
+    """How long a server that leaves may go on with its samples."""
+    leaving: Callable[[], Collection[str]]
+    """Rank 0: the addresses of servers that are to leave."""
 
 
 class WeightServers:
@@ -58,6 +73,10 @@ class WeightServers:
         rounding: "none", or how what is sent is rounded, a key of weight_sync/rounding.py ROUNDINGS.
         quantization: of all servers, by `find_quantization`, which was given `quantized_checkpoint`.
         drafts: which weights are a draft model's, and whether they are sent.
+        changing: how servers come and go; None: they are always the same ones. Otherwise an update is of
+            those alone that have the weights of the last one, none may be left, and the others leave the
+            client.
+        ends_run: a failed update ends the run.
     """
 
     _colocated = False
@@ -78,6 +97,8 @@ class WeightServers:
         quantization: BlockFP8 | None = None,
         quantized_checkpoint: str | None = None,
         drafts: DraftLayers = NO_DRAFTS,
+        changing: Changing | None = None,
+        ends_run: bool = True,
     ):
         self.client, self.transport, self.verifiers, self.coverage = client, transport, verifiers, coverage
         self.rounding, self.quantization, self._quantized_checkpoint = (
@@ -85,7 +106,9 @@ class WeightServers:
             quantization,
             quantized_checkpoint,
         )
-        self.drafts = drafts
+        self.drafts, self._changing, self.ends_run = drafts, changing, ends_run
+        self._admitted: set[str] = set()
+        """Servers that have joined since the last update: nothing that it set up is there."""
         self._loop, self._pause_mode, self._samples, self._samples_ahead = (
             loop,
             pause_mode,
@@ -114,20 +137,29 @@ class WeightServers:
         """
 
     @property
+    def loop(self) -> LoopThread:
+        """The event loop of the client."""
+        return self._loop
+
+    @property
     def urls(self) -> tuple[str, ...]:
         """Addresses of the servers in the current update."""
         return self._control.base_urls
 
     def find(self) -> list[int]:
-        """ABSENT, READY or RESTARTED for each server of the client.
+        """ABSENT, READY, RESTARTED or LEAVING for each server of the client.
 
         Raises:
-            RolloutServerError: none answers.
+            RolloutServerError: none answers, and they are always the same ones.
             RolloutProtocolError: one lacks memory that this trainer can't give back.
         """
         states, versions = [], self._reported_versions()
+        leaving = () if self._changing is None else self._changing.leaving()
         for url, version in zip(self.client.base_urls, versions, strict=True):
             engine = self.client.engine_of(url).name
+            if url in leaving:
+                states.append(LEAVING)
+                continue
             if version is None:
                 if url not in self._told_absent:
                     logger.warning("%s server %s does not answer and misses a weight update", engine, url)
@@ -172,7 +204,14 @@ class WeightServers:
         return states
 
     def _reported_versions(self) -> list[str | None]:
-        return reported_versions(self.client, self._loop, self.urls)
+        if not self.client.base_urls:
+            return []
+        try:
+            return reported_versions(self.client, self._loop, self.urls)
+        except RolloutServerError:
+            if self._changing is None:
+                raise
+            return [None] * len(self.client.base_urls)
 
     def _is_own(self, name: str) -> bool:
         """True if weights of this name are those of the last update, or of this one, whole or not."""
@@ -180,15 +219,19 @@ class WeightServers:
 
     def use(self, states: Sequence[int]) -> None:
         """Begin an update of the servers that are not ABSENT. Until `expect`, silent
-        servers are no outage.
+        servers are no outage. Where servers come and go, those that are not READY leave the client.
         """
         self._loop.call(self.client.expect_pause())
         state = dict(zip(self.client.base_urls, states, strict=True))
+        if self._changing is not None:
+            self._let_leave(state, self._changing)
+            state = {url: READY for url in state if state[url] == READY}
         urls = tuple(url for url in state if state[url] != ABSENT)
         self._restarted |= {url for url in urls if state[url] == RESTARTED}
         rejoined = None
-        if RESTARTED in states or urls != self.urls:
-            rejoined = [url for url in self.urls if state[url] == READY]
+        if RESTARTED in states or urls != self.urls or self._admitted:
+            rejoined = [url for url in self.urls if state.get(url) == READY and url not in self._admitted]
+        self._admitted.clear()
         self._control = self.client.control(urls)
         self.same_as_before = rejoined is None and self._version is not None
         self.transport.aim(self._control, rejoined=rejoined)
@@ -196,6 +239,17 @@ class WeightServers:
             verifier.clear()
         if self.coverage is not None:
             self.coverage.clear()
+
+    def _let_leave(self, state: Mapping[str, int], changing: Changing) -> None:
+        for drain_s, why, kinds in ((changing.drain_s, LEFT, (LEAVING,)), (0.0, LOST, (ABSENT, RESTARTED))):
+            gone = [url for url in state if state[url] in kinds]
+            if gone:
+                self._loop.call(self.client.retire(gone, drain_s, why))
+                tell_removed(gone, why)
+
+    def note_admitted(self, urls: Collection[str]) -> None:
+        """These servers have joined the client, with the weights of the last update."""
+        self._admitted |= set(urls)
 
     def start(self, version: str) -> None:
         """Prepare the transport; rank 0 calls it before anything is sent."""
@@ -388,3 +442,11 @@ class WeightServers:
     def close(self) -> None:
         """Remove what the transport has set up at the servers."""
         self.transport.close()
+
+
+def tell_removed(urls: Collection[str], why: str) -> None:
+    """Say on rank 0 that servers have left the run."""
+    if dist.get_rank() == 0:
+        for url in urls:
+            logger.warning("rollout server %s leaves the run: %s", url, why)
+            EVENTS.tell("server_removed", why, server=url)

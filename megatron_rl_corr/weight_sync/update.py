@@ -73,6 +73,8 @@ def push_weights(
         bucket_bytes: size of a bucket; only a unit that is larger makes a larger bucket.
         deltas: sends changes alone where it can; None: always everything.
 
+    Where servers come and go, an update of none sends nothing: what joins later gets these weights.
+
     Raises:
         RolloutError: on the rank that saw it, for any other failure of a server.
         IncompletePush: on one rank, if not all of the checkpoint's tensors were sent.
@@ -84,6 +86,9 @@ def push_weights(
     repeated = False
     changes = None if deltas is None else deltas.changes(same_servers=servers.same_as_before)
     while True:
+        if not servers.urls:
+            servers.expect(version)
+            return
         try:
             _push_once(exporter, servers, version, bucket_bytes, changes)
             if deltas is not None:
@@ -408,7 +413,8 @@ def _compare_checksums(exporter: StageExporter, servers: WeightServers) -> None:
 
 
 def _abandon(exporter: StageExporter, servers: WeightServers, error: BaseException) -> None:
-    WATCH.report(error)  # before the servers: one of them may not answer, and the other ranks wait
+    if servers.ends_run:
+        WATCH.report(error)  # before the servers: one of them may not answer, and the other ranks wait
     if exporter.leads:
         failure = _failure_of(servers.abandon)
         if failure is not None:

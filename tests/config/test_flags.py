@@ -45,6 +45,10 @@ CLIENT = {
 }
 DEFAULTS = CLIENT | {
     "urls": ("http://a:30000", "http://b:30000"),
+    "servers_file": (),
+    "servers_poll_s": None,
+    "servers_drain_s": None,
+    "servers_wait_s": None,
     "api_key_env": None,
     "hf_checkpoint": "model",
     "prompts": ("prompts.jsonl",),
@@ -513,7 +517,7 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     # The flags' defaults are the client's, which has more arguments.
     others = {"connect_timeout_s": 10.0, "experts": None, "seed": 0, "keyed_cache": False, "decode": None}
     others |= {"api_key": None, "engine": "sglang"}  # a client need not ask first what its servers run
-    others |= {"pushes_retract": False, "replica": 0, "replicas": 1}
+    others |= {"pushes_retract": False, "replica": 0, "replicas": 1, "changes": False}
     assert RolloutClient.__init__.__kwdefaults__ == CLIENT | others
 
 

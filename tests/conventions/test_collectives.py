@@ -26,6 +26,7 @@ MARKED_BY_THEIR_NAMES = {
     "settle",
     "before_push",
     "after_push",
+    "after_join",
     "end_step",
     "after_step",
     "forward",

@@ -56,7 +56,7 @@ HOST_READS = {
     ("reduce/metrics.py", "value"): "one rank's number, when a person asks",
     ("reduce/collectives.py", "all_reduce_metrics"): "the one read of a step's metrics",
     ("reduce/slices.py", "_wait"): "a leader makes no further slice before one has left its memory",
-    ("reduce/failure.py", "all_reduce_done"): "whether to stop decides what Python does next",
+    ("reduce/failure.py", "_meet"): "whether to stop decides what Python does next",
 }
 """(file, function): why it may wait for the device."""
 
@@ -64,6 +64,7 @@ BROAD_EXCEPTIONS = {
     ("data/reward_worker.py", "attempt"): "the trainer counts it, and shows the traceback",
     ("data/worker_pool.py", "_run"): "raised where the call is awaited",
     ("mcore/batch/collector.py", "_deal_and_lay_out"): "all_reduce_failure raises it on all ranks",
+    ("mcore/membership.py", "_run"): "raised by change, on the main thread",
     ("reduce/failure.py", "all_reduce_results"): "all_reduce_done raises it once the other ranks know",
     ("reduce/failure.py", "broadcast_made"): "all_reduce_failure raises it once the other ranks know",
     ("weight_sync/update.py", "run"): "the thread's error is raised where its answer is read",

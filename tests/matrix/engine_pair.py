@@ -96,11 +96,14 @@ def check_samples(folder, servers, model, steps, lag=0, exact=EXACT):
     """All rows, once every step is known to have trained whole groups with the log-probs of the
     weights they name.
 
+    servers: engine -> its server, or a list of them.
     exact: largest distance of a log-prob, in nats.
     """
     from transformers import AutoModelForCausalLM
 
-    urls, weights = {name: server.url for name, server in servers.items()}, {}
+    urls, weights = {}, {}
+    for name, own in servers.items():
+        urls[name] = [server.url for server in (own if isinstance(own, list) else [own])]
     written, samples = steps_of(folder), samples_of(folder)
     assert [step["step"] for step in written] == sorted(samples) == list(range(1, steps + 1))
     rows = [row for step in samples for row in samples[step]]
@@ -111,7 +114,7 @@ def check_samples(folder, servers, model, steps, lag=0, exact=EXACT):
     for step, own in samples.items():
         for row in own:
             # A response that was continued elsewhere names both engines, and the server that ended it.
-            assert row["server"] in [urls[name] for name in row["engine"].split("+")], row
+            assert row["server"] in [url for name in row["engine"].split("+") for url in urls[name]], row
             for span in row["weight_versions"]:
                 version = int(span["version"].rpartition("-")[2])
                 # With a lag, one that took long may be older still, and is trained too.
@@ -120,7 +123,7 @@ def check_samples(folder, servers, model, steps, lag=0, exact=EXACT):
                     path = folder / f"run/hf/iter_{version:07d}" if version else model
                     weights[version] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
                 assert distance(row, weights[version], span["start"], span["end"]) < exact, row
-    for step in written:
+    for step in written if len(servers) > 1 else ():
         check_by_engine(step, samples[step["step"]])
     return rows
 

@@ -158,7 +158,7 @@ class Started:
         self.step, self.fails, self.begun, self.closed = step, fails, 0.0, False
         self.evaluation = types.SimpleNamespace(sets=[HeldOut(EvaluationSet("", "p", 2), None)])
 
-    def all_reduce_metrics(self):
+    def all_reduce_metrics(self, turns=None):
         if self.fails:
             raise RuntimeError("no server is left")
         return {"eval/reward": self.step / 10, "eval/pass@2": 0.5}
@@ -171,7 +171,7 @@ def reports(reporter=True, fails=False):
     """(the feature, its reports, their rows, the end of a step; an evaluation is due after even ones)."""
     rows = []
     made, feature = StepReports(rows.append), EvaluationFeature(None)
-    feature.open(types.SimpleNamespace(reports=made))
+    feature.open(types.SimpleNamespace(reports=made, collector=types.SimpleNamespace(turns=None)))
     feature.evaluation = types.SimpleNamespace(
         is_due=lambda step: step % 2 == 0, start=lambda step: Started(step, fails)
     )

@@ -41,7 +41,9 @@ def get(port, path="/metrics"):
 
 def session(urls=("a", "b"), left_out=("b",), running=3, ready=1, dropped=()):
     fleet = types.SimpleNamespace(dropped=dropped)
-    client = types.SimpleNamespace(base_urls=urls, left_out=list(left_out), fleet=fleet)
+    client = types.SimpleNamespace(
+        base_urls=urls, left_out=list(left_out), fleet=fleet, servers_wanted=4, idle_s=2.5
+    )
     collector = types.SimpleNamespace(waiting=lambda: {"running": running, "ready": ready})
     parts = types.SimpleNamespace(source=types.SimpleNamespace(client=client), collector=collector)
     return types.SimpleNamespace(parts=parts)
@@ -73,14 +75,17 @@ def test_text_when_read_by_prometheus_then_step_age_servers_groups_and_every_kin
     before = values(shown.text())
     assert before["megatron_rl_corr_step",] == 0 and ("megatron_rl_corr_servers", "in") not in before
     shown.started(session(), 4)
-    shown.end_step(5)
-    shown.end_step(6)
+    shown.end_step(5, 1.5)
+    shown.end_step(6, 0.25)
     time.sleep(0.05)
     fresh.tell("server_left_out", "connection refused")
     found = values(shown.text())
     assert found["megatron_rl_corr_step",] == 6
     assert 0.05 <= found["megatron_rl_corr_last_step_age_seconds",] < 20
     assert found["megatron_rl_corr_servers", "in"] == found["megatron_rl_corr_servers", "left_out"] == 1
+    assert found["megatron_rl_corr_servers_wanted",] == 4
+    assert found["megatron_rl_corr_training_waits_seconds_total",] == 1.75
+    assert found["megatron_rl_corr_sampling_waits_seconds_total",] == 2.5
     assert found["megatron_rl_corr_groups", "running"] == 3 and found["megatron_rl_corr_groups", "ready"] == 1
     counted = {kind: found["megatron_rl_corr_events_total", kind] for kind in KINDS}
     assert {kind for kind, count in counted.items() if count} == {"run_started", "server_left_out"}
@@ -101,7 +106,7 @@ def test_text_when_the_host_s_clock_jumps_then_the_age_of_the_last_step_is_the_t
 ):
     shown = Supervision(SupervisionConfig())
     shown.started(session(), 0)
-    shown.end_step(1)
+    shown.end_step(1, 0.0)
     clock = time.time
     monkeypatch.setattr(time, "time", lambda: clock() + jump_s)
     assert 0 <= values(shown.text())["megatron_rl_corr_last_step_age_seconds",] < 20
@@ -112,7 +117,7 @@ def test_run_when_started_anew_then_its_events_are_appended_and_say_how(fresh, t
     first = Supervision(SupervisionConfig(events=str(path)))
     first.open()
     first.started(session(), 0)
-    first.end_step(1)
+    first.end_step(1, 0.0)
     fresh.tell("group_dropped", "a sample failed", group=7)
     fresh.close()  # killed
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")

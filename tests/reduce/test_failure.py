@@ -47,3 +47,13 @@ def test_clean_up_when_a_session_has_ended_then_what_it_left_to_do_is_forgotten(
     watch.on_failure(lambda: done.append("new servers"))
     watch.clean_up()
     assert done == ["new servers"]
+
+
+def test_ranks_when_one_asks_for_a_turn_then_all_take_it_while_they_wait(ranks):
+    # rank 1 asks at the first two meetings; rank 0's result comes at the fourth
+    assert [rank["turns"] for rank in ranks] == [
+        [1, None, 2],
+        [11, None, 2],
+        [None, None, 2],
+        [None, None, 2],
+    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,7 +27,12 @@ from megatron_rl_corr.reduce.collectives import (
     gather_to,
     merge,
 )
-from megatron_rl_corr.reduce.failure import PeerFailure, all_reduce_done, all_reduce_failure
+from megatron_rl_corr.reduce.failure import (
+    PeerFailure,
+    all_reduce_done,
+    all_reduce_failure,
+    all_reduce_results,
+)
 
 WORLD = 4
 NAN = float("nan")
@@ -163,6 +169,35 @@ def run_failures(rank: int) -> list[str | bool]:
     return outcomes + [all_reduce_done(rank != 2, None), all_reduce_done(True, None)]
 
 
+class CountedTurns:
+    """Rank 1 asks for two turns, as rank 0 of a run does whose servers change."""
+
+    def __init__(self, rank: int):
+        self.rank, self.taken = rank, 0
+
+    def asks(self) -> bool:
+        return self.rank == 1 and self.taken < 2
+
+    def take(self) -> None:
+        self.taken += 1
+        dist.all_reduce(torch.zeros(1))  # every rank is here
+
+
+def run_turns(rank: int) -> list:
+    """Turns of ranks of which the first two wait for results, and rank 0 the longest."""
+    turns, future = CountedTurns(rank), Future() if rank < 2 else None
+    waits = iter([False, True] if rank == 1 else [False, False, False, True])
+
+    def wait(future: Future) -> bool:
+        if done := next(waits):
+            future.set_result(10 * rank)
+        return done
+
+    used = all_reduce_results(future, lambda result: result + 1, wait, turns)
+    without = all_reduce_results(None, lambda result: result)
+    return [used, without, turns.taken]
+
+
 # Gathers
 
 
@@ -193,6 +228,7 @@ def main(rank: int, folder: str) -> None:
         "correction": {cut: run_correction(cut, rank, groups) for cut in ("zigzag", "contiguous")},
         "microbatches": run_microbatches(rank),
         "failures": run_failures(rank),
+        "turns": run_turns(rank),
         "gather": all_gather_stacked(torch.tensor([[rank, 10 * rank]]), pair),
         "gather to": run_gather_to(rank),
         "inputs": {"batch": global_batch()},

@@ -1,6 +1,7 @@
 """Slots of servers: who gets the next one, who waits, and what an outage and a return change."""
 
 import asyncio
+import random
 
 import pytest
 
@@ -156,5 +157,122 @@ def test_hold_when_no_server_is_left_then_no_outage_before_its_time_has_passed_a
         pool.release()
         with pytest.raises(RolloutOutage):
             await asyncio.wait_for(waiting, timeout=20)
+
+    run(scenario())
+
+
+def test_pool_when_a_server_joins_then_asked_as_often_as_the_others():
+    async def scenario():
+        pool = pool_of(most=8)
+        a, b = pool.servers
+        for _ in range(3):
+            pool.give_back(await pool.take())
+        pool.add(["http://c:1"])
+        c = pool.servers[2]
+        # asked 2 and 1 times; the new one as often as the one that was asked least
+        assert [server.asked for server in (a, b, c)] == [2, 1, 1]
+        assert [await pool.take() for _ in range(4)] == [b, c, a, b]
+
+    run(scenario())
+
+
+def test_pool_when_a_server_is_removed_then_no_more_requests_and_its_own_end():
+    async def scenario():
+        pool = pool_of(most=2)
+        a, b = await pool.take(), await pool.take()
+        assert pool.remove({a.url}) == [a] and pool.servers == [b] and a.removed
+        waiting = asyncio.create_task(pool.take())
+        assert await is_waiting(waiting)  # its request still counts among all
+        pool.leave_out(a, dead(a))  # it fails: nobody is left out for it
+        pool.give_back(a)
+        assert await waiting is b and pool.left_out == []
+        assert (a.outstanding, b.outstanding, pool.outstanding) == (0, 2, 2)
+
+    run(scenario())
+
+
+def test_pool_when_it_has_no_server_then_waits_for_one_or_for_the_outage():
+    async def scenario():
+        pool = pool_of(outage_s=5.0)
+        pool.remove(set(URLS))
+        waiting = asyncio.create_task(pool.take())
+        await asyncio.sleep(4.0)
+        assert not waiting.done()
+        pool.add(["http://c:1"])
+        assert (await waiting).url == "http://c:1"
+        pool.remove({"http://c:1"})
+        began = asyncio.get_running_loop().time()
+        with pytest.raises(RolloutOutage, match="no rollout server to sample from for too long"):
+            await pool.take()
+        assert asyncio.get_running_loop().time() - began == pytest.approx(5.0)
+
+    run(scenario())
+
+
+def test_pool_when_begun_without_servers_then_waits_for_the_first():
+    async def scenario():
+        pool = pool_of([], outage_s=5.0)
+        waiting = asyncio.create_task(pool.take())
+        assert await is_waiting(waiting)
+        pool.add(URLS)
+        assert (await waiting).url in URLS
+
+    run(scenario())
+
+
+async def in_flight_at(speeds, most, count=1500):
+    """Mean of requests in flight at each server, over the later half of `count` requests of 50 to 150 tokens.
+
+    speeds: tokens a second of one request at each.
+    """
+    loop, flying, lengths, seen = asyncio.get_running_loop(), set(), random.Random(0), []
+    pool = pool_of(most=most)
+
+    async def ask(server, tokens):
+        began = loop.time()
+        await asyncio.sleep(tokens / speeds[server.place])
+        server.answers += 1
+        pool.note_speed(server, tokens, loop.time() - began)
+        pool.give_back(server)
+
+    for _ in range(count):
+        task = asyncio.create_task(ask(await pool.take(), lengths.randint(50, 150)))
+        flying.add(task)
+        task.add_done_callback(flying.discard)
+        seen.append([server.outstanding for server in pool.servers])
+    await asyncio.gather(*flying)
+    return [sum(column) / len(column) for column in zip(*seen[count // 2 :], strict=True)]
+
+
+def test_slots_when_a_server_is_slow_then_it_gets_fewer():
+    # of 24 in flight n are at the slow one, which has a third of the speed: 3 (n + 1) = 24 - n + 1, n = 5.5
+    slow, fast = run(in_flight_at([10.0, 30.0], 24))
+    assert slow == pytest.approx(5.5, abs=1.0) and slow + fast == pytest.approx(24, abs=0.5)
+
+
+@pytest.mark.parametrize("other", [28.0, 25.0])
+def test_slots_when_speeds_are_nearly_equal_then_as_many(other):
+    slow, fast = run(in_flight_at([other, 30.0], 24))
+    assert slow == pytest.approx(fast, abs=0.5)
+
+
+def test_slots_when_a_server_hardly_moves_then_it_keeps_an_eighth_of_a_share():
+    # 8 (n + 1) = 90 - n + 1, n = 9.2; a share of 1/30 would leave it 2
+    slow, _ = run(in_flight_at([1.0, 30.0], 90, 4000))
+    assert slow == pytest.approx(9.2, abs=2.0)
+
+
+def test_wanted_when_requests_wait_then_servers_that_they_would_keep_busy():
+    async def scenario():
+        pool = pool_of(most=5, per_server=2)
+        assert pool.servers_wanted == 0
+        waiting = [asyncio.create_task(pool.take()) for _ in range(4)]
+        await asyncio.sleep(0.01)
+        assert pool.servers_wanted == 2  # 4 in flight at 2 each
+        waiting += [asyncio.create_task(pool.take()) for _ in range(6)]
+        await asyncio.sleep(0.01)
+        assert pool.waiting == 6 and pool.servers_wanted == 3  # of 10 at most 5 may be in flight
+        for task in waiting:
+            task.cancel()
 
     run(scenario())

@@ -13,7 +13,16 @@ from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerE
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.weight_sync import updatable
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
-from megatron_rl_corr.weight_sync.servers import ABSENT, READY, RESTARTED, WeightServers
+from megatron_rl_corr.weight_sync.servers import (
+    ABSENT,
+    LEAVING,
+    LEFT,
+    LOST,
+    READY,
+    RESTARTED,
+    Changing,
+    WeightServers,
+)
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
 from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
 
@@ -80,15 +89,19 @@ class Group:
         self.leave = lambda: client.asked.append((name, "trainer"))
 
 
-def made(client):
+def made(client, **options):
     loop = SimpleNamespace(call=asyncio.run)
-    return WeightServers(client, loop, DistributedTransport(client.control, loop, backend="gloo"))
+    return WeightServers(client, loop, DistributedTransport(client.control, loop, backend="gloo"), **options)
 
 
 @pytest.fixture
 def servers(client):
-    """After an update to version 1 that made a group."""
-    servers = made(client)
+    """After an update to version 1 that made a group of each."""
+    return updated(client)
+
+
+def updated(client, **options):
+    servers = made(client, **options)
     servers.use(servers.find())
     servers.transport._groups = [Group(name, client, url) for name, url in zip("abc", (A, B, C), strict=True)]
     servers.expect("1")
@@ -398,3 +411,65 @@ def test_name_when_memory_is_changing_then_that_is_known_and_the_version_too():
     name = updatable.changing("7")
     assert updatable.is_changing(name) and not updatable.is_changing("7")
     assert updatable.weights_of(name) == updatable.weights_of(updatable.released("7")) == "7"
+
+
+class Changed(Recorder):
+    """A client whose servers come and go."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.retired = []
+
+    async def retire(self, urls, drain_s, why):
+        self.retired.append((sorted(urls), drain_s, why))
+        self.base_urls = tuple(url for url in self.base_urls if url not in urls)
+
+
+@pytest.fixture
+def changing(monkeypatch):
+    """(client, its servers after an update to version 1, addresses that are to leave)"""
+    monkeypatch.setattr("megatron_rl_corr.weight_sync.servers.dist.get_rank", lambda: 0)
+    monkeypatch.setattr(updatable, "PATIENCE_S", 0.01)
+    leaving = []
+    client = Changed([A, B, C], {A: "1", B: "1", C: "1"}, [])
+    return client, updated(client, changing=Changing(30.0, lambda: leaving)), leaving
+
+
+def test_use_when_servers_change_then_those_without_the_last_weights_and_unlisted_ones_leave(changing):
+    client, servers, leaving = changing
+    leaving.append(A)
+    client.versions |= {B: "default"}
+    states = servers.find()
+    assert states == [LEAVING, RESTARTED, READY]
+    servers.use(states)
+    # who leaves may end its samples; one that was restarted has none
+    assert client.retired == [([A], 30.0, LEFT), ([B], 0.0, LOST)]
+    assert client.base_urls == servers.urls == (C,)
+    servers.expect("2")
+    assert (client.restarted, client.missed) == ([], [])
+    assert [name for name, _ in client.asked] == ["a", "b"]  # their groups alone are left
+
+
+def test_find_when_servers_change_and_none_answers_then_all_leave_and_it_is_no_failure(changing):
+    client, servers, _ = changing
+
+    async def reported():
+        raise RolloutServerError(A, "/model_info", None, "connection refused")
+
+    client.versions_for_update = reported
+    states = servers.find()
+    assert states == [ABSENT] * 3
+    servers.use(states)
+    assert client.base_urls == servers.urls == () and servers.find() == []
+    servers.expect("2")
+    assert client.expected == "2"
+
+
+def test_use_when_a_server_left_and_joined_since_then_its_group_is_made_anew(changing):
+    client, servers, _ = changing
+    servers.note_admitted([B])  # it is at its address again, and knows nothing of the group
+    servers.use(servers.find())
+    assert [group.name for group in servers.transport._groups] == ["a", "c"]
+    assert not servers.same_as_before  # so changes alone are not sent
+    servers.use(servers.find())
+    assert [group.name for group in servers.transport._groups] == ["a", "c"]

@@ -11,7 +11,7 @@ from megatron_rl_corr.config.fields import docs_of, options_of
 from megatron_rl_corr.config.policy import ModelConfig
 from megatron_rl_corr.config.prompts import PromptsConfig
 from megatron_rl_corr.config.rewards import RewardsConfig
-from megatron_rl_corr.config.run import EnvironmentConfig, RunConfig, ServersConfig
+from megatron_rl_corr.config.run import CHANGING, EnvironmentConfig, RunConfig, ServersConfig
 from megatron_rl_corr.config.samples import SamplesConfig
 
 TOPICS = (
@@ -27,6 +27,7 @@ OF_TRAINING = (
     "stale_samples",
     "pause_mode",
     "truncated_samples",
+    *CHANGING,
 )
 """Options of these topics that only a trainer has a use for."""
 OF_THE_MODEL = ("hf_checkpoint",)

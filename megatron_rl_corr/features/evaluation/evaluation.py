@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,12 @@ from megatron_rl_corr.features.evaluation.pass_at_k import pass_at_k, powers_up_
 from megatron_rl_corr.mcore.batch.server_collector import PROGRESS_EVERY_S, SampleSource
 from megatron_rl_corr.mcore.feature import RunSettings
 from megatron_rl_corr.reduce.collectives import collective
-from megatron_rl_corr.reduce.failure import all_reduce_results, communication_device, meeting_interval_s
+from megatron_rl_corr.reduce.failure import (
+    MeetingTurns,
+    all_reduce_results,
+    communication_device,
+    meeting_interval_s,
+)
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.groups import mean_reward
 from megatron_rl_corr.rollout.sampling import sampling_of_row
@@ -210,11 +216,17 @@ class RunningEvaluation:
     done: int = 0
     failed: int = 0
     begun: float = field(default_factory=time.monotonic)
+    told_after_s: float = 0.0
+    """When its progress was last printed."""
 
     @collective
-    def all_reduce_metrics(self) -> dict[str, float]:
-        """Metrics of all sets, once every replica has its samples: on every rank, which all call."""
-        own = all_reduce_results(self.future, lambda totals: totals, self._has_ended)
+    def all_reduce_metrics(self, turns: MeetingTurns | None = None) -> dict[str, float]:
+        """Metrics of all sets, once every replica has its samples: on every rank, which all call.
+
+        turns: of the ranks while they wait; None: they have none, as the servers must stay as they are.
+        """
+        ended = partial(self._has_ended, turns)
+        own = all_reduce_results(self.future, lambda totals: totals, ended, turns)
         sums = torch.zeros(self.evaluation.size(), dtype=torch.float64) if own is None else own
         sums = sums.to(communication_device())
         dist.all_reduce(sums)
@@ -228,13 +240,16 @@ class RunningEvaluation:
         if self.future is not None:
             self.future.cancel()
 
-    def _has_ended(self, future: Future) -> bool:
+    def _has_ended(self, turns: MeetingTurns | None, future: Future) -> bool:
         """True if it ends within `meeting_interval_s`; progress is printed every PROGRESS_EVERY_S."""
-        end = time.monotonic() + meeting_interval_s()
+        end = time.monotonic() + meeting_interval_s(turns)
         while (left := end - time.monotonic()) > 0:
             if concurrent.futures.wait([future], min(left, PROGRESS_EVERY_S)).done:
                 return True
             seconds = time.monotonic() - self.begun
+            if seconds < self.told_after_s + PROGRESS_EVERY_S:
+                continue
+            self.told_after_s = seconds
             print(
                 f"[rollout] evaluation after step {self.step}: {self.done} of {self.total} samples are done, "
                 f"{self.failed} failed, {seconds:.0f} s",

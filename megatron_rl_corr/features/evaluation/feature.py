@@ -17,6 +17,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.features.evaluation.evaluation import Evaluation, RunningEvaluation
 from megatron_rl_corr.features.evaluation.held_out import held_out_prompts
+from megatron_rl_corr.mcore.batch.collector import BatchCollector
 from megatron_rl_corr.mcore.batch.server_collector import SampleSource
 from megatron_rl_corr.mcore.feature import (
     EndedStep,
@@ -42,6 +43,7 @@ class EvaluationFeature(Feature):
         super().__init__(options)
         self.evaluation: Evaluation | None = None
         self._reports: StepReports | None = None
+        self._collector: BatchCollector | None = None
         self._running: RunningEvaluation | None = None
 
     @classmethod
@@ -79,7 +81,7 @@ class EvaluationFeature(Feature):
         return [FurtherSampling(self.evaluation.sampling, names, "evaluations are sampled so")]
 
     def open(self, run: RunParts) -> None:
-        self._reports = run.reports
+        self._reports, self._collector = run.reports, run.collector
 
     def after_step(self, ended: EndedStep) -> None:
         if not self.evaluation.is_due(ended.number):
@@ -106,7 +108,8 @@ class EvaluationFeature(Feature):
         running, self._running = self._running, None
         evaluated: dict[str, float] = {}
         try:
-            evaluated = running.all_reduce_metrics()
+            # not waited: it goes on while the weights have changed, which nobody who joins may get
+            evaluated = running.all_reduce_metrics(self._collector.turns if waited else None)
         finally:  # without the evaluation where it failed
             found = dict(evaluated)
             if waited:

@@ -174,11 +174,12 @@ def _trajectory(text: tuple[int, ...]) -> Trajectory:
 
 
 @collective
-def make_probe(run: RunParts) -> PushProbe:
+def make_probe(run: RunParts, *, joining: bool = False) -> PushProbe:
     """The probe of a run; every rank calls it.
 
     Args:
         run: its collector has the responses of the last batch, on rank 0.
+        joining: of servers that join the run, which nobody has asked before.
 
     Raises:
         RolloutError, ValueError, OSError: on rank 0, where its data can't be read.
@@ -194,7 +195,7 @@ def make_probe(run: RunParts) -> PushProbe:
             push_rounding=options.push_rounding,
             responses=lambda: run.collector.trajectories,
             longest=args.seq_length - 1,
-            resumed=args.iteration > 0,
+            resumed=joining or args.iteration > 0,
         )
     broadcast_made(lambda: judge.texts)
     unit = 0 if keeps_shape(args) else RANK_TOKENS * layout.cp_size * layout.tp_group.size()

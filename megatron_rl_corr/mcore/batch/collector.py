@@ -23,7 +23,12 @@ from megatron_rl_corr.mcore.batch.sampling_masks import Part, cut_sampling_masks
 from megatron_rl_corr.mcore.batch.slices import share_batch
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
-from megatron_rl_corr.reduce.failure import all_reduce_failure, all_reduce_results, communication_device
+from megatron_rl_corr.reduce.failure import (
+    MeetingTurns,
+    all_reduce_failure,
+    all_reduce_results,
+    communication_device,
+)
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.reduce.metrics import Metric
 from megatron_rl_corr.rollout.cursor import SavedCursor
@@ -92,6 +97,8 @@ class BatchCollector(ABC):
         """Where each of these comes from; None where nobody asks."""
         self._sampling_masks: list[Part] | None = None
         """The ids that their tokens were drawn from, until they are sent."""
+        self.turns: MeetingTurns | None = None
+        """What all ranks do while they wait for groups, where something asks for it."""
         self.metrics: dict[str, Metric] = {}
         """Metrics of how the last batch was collected, this replica's share."""
         self.filtered = self.oversampled = False
@@ -318,7 +325,9 @@ class BatchCollector(ABC):
             )
             return torch.tensor(self._count(taken, number), dtype=torch.float64)
 
-        counted = all_reduce_results(taking, read, lambda taking: self._has_arrived(taking, number, since))
+        counted = all_reduce_results(
+            taking, read, lambda taking: self._has_arrived(taking, number, since), self.turns
+        )
         return torch.zeros(len(COUNTED), dtype=torch.float64) if counted is None else counted
 
     def _kept(self, scored: list[Rewarded]) -> tuple[list[Trajectory], torch.Tensor]:

@@ -248,15 +248,18 @@ class Collector(BatchCollector):
         return (*names, "+".join(names)) if len(names) > 1 else ()
 
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
-        self._tokens_before = self._client.counts()["tokens"]
+        self._tokens_before, self._told_at = self._client.counts()["tokens"], time.monotonic()
         return self._loop.submit(self._stream.take(number))
 
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
         """Progress is printed every PROGRESS_EVERY_S."""
-        end = time.monotonic() + meeting_interval_s()
+        end = time.monotonic() + meeting_interval_s(self.turns)
         while (left := end - time.monotonic()) > 0:
             if concurrent.futures.wait([taking], min(left, PROGRESS_EVERY_S)).done:
                 return True
+            if time.monotonic() - self._told_at < PROGRESS_EVERY_S:
+                continue
+            self._told_at = time.monotonic()
             speed = (self._client.counts()["tokens"] - self._tokens_before) / (time.monotonic() - since)
             filtered = f", {self._stream.filtered} did not pass" if self._filter is not None else ""
             print(

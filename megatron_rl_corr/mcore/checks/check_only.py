@@ -126,7 +126,7 @@ def check(config: RolloutCorrectionConfig, options: RunConfig, args: argparse.Na
         lines.append(f"weights: {' '.join(without_weights)} has none yet, and a run would need them")
     return [
         *lines,
-        f"servers: {' '.join(options.urls) or 'none'}; not asked",
+        f"servers: {' '.join((*options.urls, *options.servers_file)) or 'none'}; not asked",
         "checked, and nothing was started",
     ]
 

@@ -33,6 +33,7 @@ def check_servers(
     client: RolloutClient,
     loop: LoopThread,
     further: Sequence[FurtherSampling] = (),
+    urls: Sequence[str] | None = None,
 ) -> None:
     """Whether the servers can sample so, and the doctor's quick check; from rank 0, after the first push.
 
@@ -44,6 +45,7 @@ def check_servers(
         client: of the servers.
         loop: the event loop of the client.
         further: what they must be able to sample beside it.
+        urls: of the servers that are asked; None: all that are sampled from.
 
     Raises:
         StartupError: a server was started so that it can't sample so; a semantic finding, or with
@@ -54,9 +56,9 @@ def check_servers(
     error = None
     if dist.get_rank() == 0:
         try:
-            error = _sampling_problem(sampling, client, loop)
+            error = _sampling_problem(sampling, client, loop, urls)
             for one in further:
-                if error is None and (refused := _sampling_problem(one.sampling, client, loop)) is not None:
+                if error is None and (refused := _sampling_problem(one.sampling, client, loop, urls)):
                     error = StartupError(one.explain(str(refused)))
             if error is None and kind != "off":
                 expected = Expected(
@@ -69,13 +71,13 @@ def check_servers(
 
 
 def _sampling_problem(
-    sampling: SamplingParams, client: RolloutClient, loop: LoopThread
+    sampling: SamplingParams, client: RolloutClient, loop: LoopThread, urls: Sequence[str] | None
 ) -> StartupError | None:
     try:
         client.check_sampling(sampling)  # now that it is known what the servers run
     except ValueError as refusal:
         return StartupError(str(refusal))
-    problem = loop.call(client.control().sampling_problem(sampling))
+    problem = loop.call(client.control(urls).sampling_problem(sampling))
     return None if problem is None else StartupError(problem)
 
 

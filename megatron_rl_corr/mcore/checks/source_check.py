@@ -45,7 +45,7 @@ def check_source(kind: str, source: SampleSource, layout: Layout) -> None:
     tokenizer, error = source.tokenizer, _difference_between_replicas(source.prompts, layout)
     if error is None and kind != "off" and tokenizer is not None and dist.get_rank() == 0:
         try:
-            error = source.loop.call(_difference(source.client, texts_of(tokenizer, source.prompts)))
+            error = source.loop.call(difference_of_ids(source.client, texts_of(tokenizer, source.prompts)))
         except RolloutError as failure:
             error = failure
     all_reduce_failure(error)
@@ -112,7 +112,16 @@ def encoded(tokenizer: Tokenizer, texts: Iterable[str]) -> dict[str, list[int]]:
     return found
 
 
-async def _difference(client: RolloutClient, texts: dict[str, list[int]]) -> StartupError | None:
+async def difference_of_ids(client: RolloutClient, texts: Mapping[str, list[int]]) -> StartupError | None:
+    """What tells the tokenizer of one of the servers from the checkpoint's; None: nothing, or not known.
+
+    Args:
+        client: of the servers.
+        texts: text -> the checkpoint's ids.
+
+    Raises:
+        RolloutError: a server does not answer.
+    """
     remedy = (
         "start the server with this checkpoint as its model or tokenizer path, or train nevertheless with "
         "--rollout-server-check off"
