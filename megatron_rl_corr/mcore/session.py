@@ -28,6 +28,7 @@ from megatron_rl_corr.mcore.batch.packing import pack_limits
 from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import Collector, SampleSource
+from megatron_rl_corr.mcore.checks.batch_invariance import check_in_force
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.model_check import check_models
 from megatron_rl_corr.mcore.checks.policy_check import check_model
@@ -431,6 +432,8 @@ def sample_source(
 
 
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) -> LogprobSettings:
+    if options.batch_invariant:
+        all_reduce_startup(lambda: check_in_force(compat.unwrapped(model)))
     return LogprobSettings(
         layout.tp_group,
         options.temperature,
@@ -438,6 +441,7 @@ def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) 
         from_hidden=options.linear_logprobs,
         fp32_lm_head=options.fp32_lm_head,
         inplace_gradient=options.inplace_gradient,
+        whole_rows=options.batch_invariant,
         before_copies=not options.linear_logprobs and compat.has_output_processor(compat.unwrapped(model)),
     )
 
