@@ -1,4 +1,4 @@
-"""Compares the log-prob of every sampled token with the server's, before the update; certifies that they agree.
+"""Compares the log-prob of every sampled token with the server's, before the update.
 
 The comparison is of the first pass under the weights that sampled: the pass for old log-probs where there is
 one, else the training pass. Its sums and extrema travel with the step's other metrics.
@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.core.ledger_verdict import TERMS, WORDS, verdict_line
 from megatron_rl_corr.features.exact.certificate import Certificate
 from megatron_rl_corr.features.exact.comparison import (
     FIRST,
@@ -25,8 +24,7 @@ from megatron_rl_corr.features.exact.comparison import (
     token_keys,
     ulps_apart,
 )
-from megatron_rl_corr.mcore import versions
-from megatron_rl_corr.mcore.batch.microbatch import Microbatch
+from megatron_rl_corr.features.exact.message import message
 from megatron_rl_corr.mcore.feature import CorrectedBatch, EndedStep, Feature, RunParts
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, broadcast_made
@@ -35,6 +33,10 @@ from megatron_rl_corr.reduce.metrics import Metric
 MODES = ("batch_invariant_mode", "deterministic_mode", "attention_backend", "flash_attention_version")
 SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
 """Megatron's arguments that a certificate names."""
+
+
+if TYPE_CHECKING:
+    from megatron_rl_corr.mcore.batch.microbatch import Microbatch
 
 
 class InexactRun(StartupError):
@@ -105,6 +107,8 @@ class ExactFeature(Feature):
     def _begin_certificate(self) -> None:
         if not self._layout.is_job_reporter:
             return
+        from megatron_rl_corr.mcore import versions  # which imports Megatron
+
         args, layout = self._run.settings.args, self._layout
         given = vars(args)
         modes = {name: given[name] for name in MODES if name in given}
@@ -165,7 +169,7 @@ class ExactFeature(Feature):
             return None
         step = self._batch.iteration + 1
         self._certificate.refute(step, token)
-        return InexactRun(_message(self.options, step, token, numbers))
+        return InexactRun(message(self.options, step, token, numbers))
 
     def _own_token(self) -> dict[str, Any] | None:
         """The first token that is apart, on ranks that have it."""
@@ -221,35 +225,6 @@ class ExactFeature(Feature):
         numbers = self._run.reports.numbers
         if self._certificate is not None and "exact/tokens" in numbers:
             self._certificate.add(ended.number, self._batch.number, numbers)
-
-
-def _message(options: RunConfig, step: int, token: Mapping[str, Any], numbers: Mapping[str, float]) -> str:
-    kind = token["number_type"]
-    found = (
-        f"--rollout-expect-exact {options.expect_exact:g}: in step {step} "
-        f"{numbers['exact/tokens_apart']:.0f} of {numbers['exact/tokens']:.0f} sampled tokens have another "
-        f"log-prob in training than at the server, up to {numbers['exact/ulps_max']:g} ulps of {kind}; nothing was trained. The first is token "
-        f"{token.get('token')} (id {token['token_id']}, position {token['position']}) of sample "
-        f"{token['sample']} of replica {token['replica']}: training has {token['log_p_train']!r}, "
-        f"{token.get('server') or 'the saved sample'} with weights {token.get('weight_version')} has "
-        f"{token['log_q_server']!r}, {token['ulps']:g} ulps apart"
-    )
-    return f"{found}. {_ledger(numbers, options)}"
-
-
-def _ledger(numbers: Mapping[str, float], options: RunConfig) -> str:
-    """Where the ledger puts the difference; else what would tell."""
-    if not numbers.get("ledger/tokens"):
-        return (
-            "--rollout-ledger-interval 1 --rollout-ledger-share 1 names the part that it comes from; docs: "
-            "guides/exact.md has what must agree"
-        )
-    shares = {name: numbers[f"ledger/{name}/share"] for name in TERMS if f"ledger/{name}/share" in numbers}
-    largest = max(shares, key=shares.__getitem__)
-    return (
-        f"Ledger: {round(100 * shares[largest])} % is {largest} ({WORDS[largest]}); "
-        f"{verdict_line(numbers, urls=options.urls)}"
-    )
 
 
 FEATURE = ExactFeature

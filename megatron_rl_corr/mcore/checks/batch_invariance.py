@@ -1,4 +1,4 @@
-"""--rollout-batch-invariant in Megatron: its flags are set before the model is made, and in force after it."""
+"""--rollout-batch-invariant in Megatron: flags are set before the model is made, and in force after it."""
 
 from __future__ import annotations
 
