@@ -35,9 +35,9 @@ def attend(
     Returns:
         [b, h, t, d].
     """
-    if batch_invariant.is_on() and sinks is None and not dropout_p:
+    if batch_invariant.is_on() and not dropout_p:
         shape = (len(query), 1, query.shape[2], key.shape[2])
-        return batch_invariant.attend_rows(query, key, value, visible.expand(shape), scale)
+        return batch_invariant.attend_rows(query, key, value, visible.expand(shape), scale, sinks)
     mask = visible
     if sinks is not None:
         # One more key, of zeros, whose score is what the mask adds.

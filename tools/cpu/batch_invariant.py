@@ -55,12 +55,15 @@ def _batched(a: Tensor, b: Tensor) -> Tensor:
     )
 
 
-def attend_rows(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float) -> Tensor:
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     """Softmax attention, each query by itself over the keys that it sees.
 
     Args:
         query: [b, h, t, d]; key, value: [b, g, T, d].
         visible: bool [b, 1, t, T], each query sees a key.
+        sinks: [h], one more score of each head without a value; None: there are none.
 
     Returns:
         [b, h, t, d of the values].
@@ -73,7 +76,9 @@ def attend_rows(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, scal
         for at in range(q.shape[1]):
             places = seen[at].nonzero()[:, 0]
             scores = (q[:, at, None] * k[:, places]).sum(-1) * scale
-            shares = scores.float().softmax(-1).to(v.dtype)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.to(scores.dtype)[:, None]], dim=-1)
+            shares = scores.float().softmax(-1).to(v.dtype)[:, : len(places)]
             of_queries.append((shares[:, None] * v[:, places].transpose(1, 2).contiguous()).sum(-1))
         rows.append(torch.stack(of_queries, dim=1))
     return torch.stack(rows)
