@@ -168,6 +168,14 @@ def test_server_without_its_mode_then_refused_with_the_remedy(server, dense_dir,
     assert not (tmp_path / "plain/log" / NAME).exists()
 
 
+def test_megatron_without_kernels_for_it_then_each_flag_is_refused(server, dense_dir, tmp_path):
+    wrong = ["--context-parallel-size", 2, "--attention-backend", "unfused", "--fp8-format", "hybrid"]
+    done = run(tmp_path, "wrong", dense_dir, server("invariant"), *EXACT, *wrong, processes=2)
+    assert done.returncode != 0
+    for flag in ("--context-parallel-size 2", "--attention-backend unfused", "--fp8-format hybrid"):
+        assert f"{flag} with --rollout-batch-invariant" in done.stderr
+
+
 def test_run_without_the_modes_then_a_tolerance_holds_and_none_does_not(server, dense_dir, tmp_path):
     done = run(tmp_path, "wide", dense_dir, server("plain"), "--rollout-expect-exact", 64)
     assert done.returncode == 0, done.stderr[-4000:]
