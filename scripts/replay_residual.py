@@ -52,9 +52,8 @@ def table(records: dict[str, dict]) -> list[str]:
     return [*lines, END]
 
 
-def _share(share: float) -> str:
-    # Without any mismatch there is nothing to share.
-    return "-" if share != share else f"{share:.0%}"
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"  # without any mismatch there is nothing to share
 
 
 def main() -> None:

@@ -49,6 +49,7 @@ from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_pa
 from megatron_rl_corr.moe.padding import check_packed_routers
 from megatron_rl_corr.moe.routes import Routes, make_routes
 from megatron_rl_corr.moe.statistics import ExpertLog
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_startup
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -431,6 +432,7 @@ def sample_source(
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
 
+@collective
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) -> LogprobSettings:
     if options.batch_invariant:
         all_reduce_startup(lambda: check_in_force(compat.unwrapped(model)))
