@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_265,
     "doctor": 900,
     "moe": 965,
-    "mcore": 8_010,
+    "mcore": 8_015,
     "features": 4_575,
     "observability": 875,
     "integrations": 515,
