@@ -218,9 +218,8 @@ def test_run_that_goes_on_then_its_certificate_has_both_starts(server, dense_dir
     assert [(one["first_step"], one["last_step"]) for one in found["parts"]] == [(1, 1), (2, 2)]
     assert found["held"] and found["tokens"] == sum(one["exact/tokens"] for one in steps(tmp_path, "run"))
     replay = [*EXACT, "--rollout-replay", tmp_path / "samples"]
-    done = run(
-        tmp_path, "replay", model, None, *replay
-    )  # in the same layout, as updates round otherwise in others
+    # In the same layout: another one's updates round otherwise.
+    done = run(tmp_path, "replay", model, None, *replay)
     assert done.returncode == 0, done.stderr[-4000:]
     again = certificate(tmp_path, "replay")
     assert again["held"] and again["tokens"] == found["tokens"]
