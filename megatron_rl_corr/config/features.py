@@ -11,6 +11,7 @@ FEATURES = (
     "router_replay_effect",
     "filtered_mismatch",
     "ledger",
+    "exact",
     "samples",
     "export",
     "trace",

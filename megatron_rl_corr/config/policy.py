@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from megatron_rl_corr.config.fields import Between, Options, Positive, WrittenFolder, option
+from megatron_rl_corr.config.problems import Refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,13 @@ class ModelConfig(Options):
     inplace_gradient: bool = False
     """Write the gradient of the logits over the logits, which saves one copy; nothing else may read them."""
 
+    batch_invariant: bool = False
+    """Require that a token's log-prob does not depend on what else is computed with it: Megatron gets
+    --batch-invariant-mode, its log-probs are made as servers make them, by log-softmax of whole rows, and
+    every server must run in its own such mode (SGLang --enable-deterministic-inference, vLLM
+    VLLM_BATCH_INVARIANT=1), or the run does not start.
+    """
+
     pad_sequences: bool = False
     """Train on rows padded to --seq-length, instead of sequences packed one behind the other: for
     --transformer-impl local, and for what else packing is refused with."""
@@ -57,6 +65,19 @@ class ModelConfig(Options):
                 f"`max_tokens_per_microbatch` {self.max_tokens_per_microbatch} has no effect with "
                 "`pad_sequences`; drop one"
             )
+
+    def check_batch_invariant(self) -> None:
+        if not self.batch_invariant:
+            return
+        refused = {
+            "`linear_logprobs`, which sums over the vocabulary in other parts": self.linear_logprobs,
+            "`top_p`, `top_k` or `min_p`, whose log-probs each side renormalises in its own way": (
+                self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+            ),
+        }
+        given = [text for text, is_given in refused.items() if is_given]
+        if given:
+            raise Refusal(f"`batch_invariant` does not go with {text}; drop one of them" for text in given)
 
     def check_lm_head(self) -> None:
         if self.fp32_lm_head and not self.linear_logprobs:

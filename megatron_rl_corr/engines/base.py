@@ -97,6 +97,16 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """Why this server, as it was started, can't sample so, with the remedy; None: it can."""
         return None
 
+    def batch_invariance_problem(self, server_info: Mapping[str, Any]) -> str | None:
+        """Why a token's log-prob may depend on what else this server computes, with the remedy; None: it
+        does not.
+        """
+        return f"`batch_invariant`: {self.name} has no batch-invariant mode that is known; leave it out"
+
+    def logprob_type(self, server_info: Mapping[str, Any]) -> str:
+        """The number type that the server's log-probs have, by torch's name."""
+        return "float32"
+
     def sampling_test(self, sampling: SamplingParams) -> Request | None:
         """Ask for a sample that shows which distribution log-probs are of; None: there is
         nothing to find out.

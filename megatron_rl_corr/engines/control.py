@@ -314,6 +314,8 @@ class ServerControl:
         for url, info in zip(self.base_urls, await self.server_info(), strict=True):
             engine = self.engine_of(url)
             problem, test = engine.sampling_problem(info, sampling), engine.sampling_test(sampling)
+            if problem is None and sampling.batch_invariant:
+                problem = engine.batch_invariance_problem(info)
             if problem is None and test is not None:
                 problem = engine.sampling_test_problem(await self.ask(url, test), sampling)
             if problem is not None:

@@ -61,6 +61,8 @@ class SamplingParams:
     """
     top_logprobs: int = 0
     """K: the K likeliest ids of each sampled token are returned, with their log-probs. 0: none."""
+    batch_invariant: bool = False
+    """The server must compute a token's log-prob alike whatever else it computes with it."""
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:

@@ -16,7 +16,7 @@ from megatron_rl_corr.logprobs import torch_backend
 from megatron_rl_corr.logprobs.further_ids import IdColumns, id_logits
 from megatron_rl_corr.logprobs.sampled_rows import SampledRows
 from megatron_rl_corr.logprobs.torch_backend import LogitColumns
-from megatron_rl_corr.reduce.collectives import all_gather_stacked
+from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 
 
 def vocab_parallel_logprobs(
@@ -32,6 +32,7 @@ def vocab_parallel_logprobs(
     inplace_gradient: bool = False,
     sampled: SampledRows | None = None,
     ids: Tensor | None = None,
+    whole_rows: bool = False,
 ) -> tuple[Tensor | None, ...]:
     """Log-prob of each label, log softmax(logits / temperature)[label], entropy, -sum p log p, and
     collision, sum p^2.
@@ -59,6 +60,9 @@ def vocab_parallel_logprobs(
         ids: [T, I] of any integer type, more global ids, distinct for a token, whose log-probs are wanted
             too: they travel in the same collective, and have a gradient where neither they nor the label's
             are -inf.
+        whole_rows: make the labels' log-probs by torch.log_softmax of whole rows in float32, as servers do,
+            so that both may agree in every bit; ranks exchange C rows of logits at a time. The gradient is
+            the same.
 
     Returns:
         (log-probs [T] float32, entropies [T] float32 or None), with_collision the collisions [T] float32, and
@@ -73,8 +77,10 @@ def vocab_parallel_logprobs(
         raise ValueError(f"ids {tuple(ids.shape)} do not fit labels of {len(labels)}")
     first, limit = vocab_columns(logits.shape[1], tp_group, vocab_size)
     columns = LogitColumns(first, limit, temperature, with_entropy, chunk_tokens, with_collision)
+    size = 1 if tp_group is None else tp_group.size()
+    whole = (size * logits.shape[1] if vocab_size is None else vocab_size) if whole_rows else None
     logprobs, entropy, *more = _VocabParallelLogProbs.apply(
-        logits, labels, tp_group, columns, sampled, inplace_gradient, ids
+        logits, labels, tp_group, columns, sampled, inplace_gradient, ids, whole
     )
     return logprobs, entropy if with_entropy else None, *more
 
@@ -143,9 +149,36 @@ def backend(logits: Tensor) -> ModuleType:
     return torch_backend
 
 
+@collective
+def _with_whole_rows(
+    combined: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    tp_group: ProcessGroup | None,
+    columns: LogitColumns,
+    sampled: SampledRows | None,
+    vocab_size: int,
+) -> Tensor:
+    """`combine_stats`' result with log-probs by log-softmax of the logits of all ranks, C rows at a time."""
+    rows = torch.arange(len(labels), device=labels.device) if sampled is None else sampled.rows
+    found = combined.new_empty(len(rows))
+    for start in range(0, len(rows), columns.chunk_tokens):
+        some = rows[start : start + columns.chunk_tokens]
+        # [tp, C, V/tp] -> [C, V]: a server has the columns one behind the other
+        parts = all_gather_stacked(logits[some], tp_group).movedim(0, 1).flatten(1)
+        logprobs = torch.log_softmax(parts[:, :vocab_size].float() / columns.temperature, dim=1)
+        labels_here = labels[some]
+        known = (labels_here >= 0) & (labels_here < vocab_size)
+        of_labels = logprobs.gather(1, labels_here.clamp(0, vocab_size - 1)[:, None])[:, 0]
+        found[start : start + len(some)] = torch.where(known, of_labels, -torch.inf)
+    # A row of no finite logit has the constant -inf, as in `combine_stats`.
+    found = torch.where(combined[0, rows] == -torch.inf, -torch.inf, found)
+    return torch.cat([combined[0].index_copy(0, rows, found)[None], combined[1:]])
+
+
 class _VocabParallelLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, labels, tp_group, columns, sampled, inplace_gradient, ids):
+    def forward(ctx, logits, labels, tp_group, columns, sampled, inplace_gradient, ids, whole_rows):
         kernels = backend(logits)
         stats = kernels.label_stats(logits, labels, columns, sampled)
         if ids is not None:
@@ -154,6 +187,8 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         stats, of_ids = stats.split([columns.num_stats, stats.shape[1] - columns.num_stats], dim=1)
         # Every rank combines the same numbers in one order, so tensor-parallel ranks agree bit by bit.
         combined = kernels.combine_stats(stats.contiguous(), columns.with_entropy, sampled)
+        if whole_rows is not None:
+            combined = _with_whole_rows(combined, logits, labels, tp_group, columns, sampled, whole_rows)
         logprobs, entropy, *more = combined[0], combined[1], *combined[4:]
         ctx.mark_non_differentiable(*([] if columns.with_entropy else [entropy]), *more)
         if ids is not None:
@@ -189,4 +224,4 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if grad_ids is not None:
             at = IdColumns(labels, combined, ids, id_logprobs, ctx.columns, ctx.sampled)
             at.write_gradient(grad_label, grad_ids, grad_entropy, out)
-        return out, None, None, None, None, None, None
+        return out, None, None, None, None, None, None, None

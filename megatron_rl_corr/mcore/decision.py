@@ -45,6 +45,8 @@ class Decision:
     """Mean k3 between pi_old and the policy, where --rollout-max-kl-to-old bounds it."""
     ess: float = 1.0
     """ESS / n over the update's sequences."""
+    stops: float = 0.0
+    """Features that end the run before the update, 0 or 1."""
     mismatch: MeasuredMismatch = MeasuredMismatch()
     """The batch's, in its first update."""
 

@@ -5,7 +5,8 @@
                 open, start                                 session.start, before the servers are reached
                 samplings                                   serving.check_servers_and_prompts
     a batch     after_scoring, save_batch                   step.py, corrected and not trained yet
-    an update   settle                                      step.py, before the push of the batch's last one
+    an update   in_training_pass, stops_update, why_stopped step.py, before the optimizer's step
+                settle                                      step.py, before the push of the batch's last one
                 before_push, after_push                     serving.WeightPush, the start's push too
                 after_join                                  membership.Joins, where servers come and go
                 end_step, after_step                        hooks.py, behind the push
@@ -30,10 +31,12 @@ from megatron_rl_corr.config.features import FEATURES, feature_options
 from megatron_rl_corr.config.run import RunConfig
 
 if TYPE_CHECKING:  # a feature's settings are read without Megatron
+    from torch import Tensor
+
     from megatron_rl_corr.data.tokenizer import Tokenizer
     from megatron_rl_corr.engines.trajectory import SamplingParams
     from megatron_rl_corr.mcore.batch.collector import BatchCollector
-    from megatron_rl_corr.mcore.batch.microbatch import LossInputs
+    from megatron_rl_corr.mcore.batch.microbatch import LossInputs, Microbatch
     from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape, RolloutBatch
     from megatron_rl_corr.mcore.batch.server_collector import SampleSource
     from megatron_rl_corr.mcore.forward import BatchForward, LogprobSettings
@@ -192,6 +195,32 @@ class Feature:
     def after_scoring(self, scored: CorrectedBatch) -> dict[str, Metric]:
         """This rank's share of metrics of a batch before it trains. May be collective."""
         return {}
+
+    def in_training_pass(self, micro: Microbatch, logprobs: Tensor) -> dict[str, Metric]:
+        """This rank's share of metrics of a microbatch, by logged name, the same names for each.
+
+        Called in the training pass, on the last stage, where no pass for old log-probs came before. It must
+        not read from the device.
+
+        Args:
+            micro: the microbatch.
+            logprobs: [b * L] float32 of its labels, without a gradient.
+        """
+        return {}
+
+    def stops_update(self, numbers: dict[str, float]) -> bool:
+        """True if the run must end before this update; on ranks of the last stage, all of which say the same.
+
+        Args:
+            numbers: of the update, over the global batch; what is not to be logged may be taken out.
+        """
+        return False
+
+    def why_stopped(self, numbers: Mapping[str, float]) -> Exception | None:
+        """The error that ends the run, on one rank; called where a feature's `stops_update` was True. May be
+        collective. numbers: as there, on the last stage.
+        """
+        return None
 
     def save_batch(self, scored: CorrectedBatch) -> bool:
         """Write what is kept of a batch before it trains; False: nothing is. May be collective."""

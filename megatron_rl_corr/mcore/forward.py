@@ -189,6 +189,7 @@ def label_logprobs(
         with_entropy=with_entropy,
         with_collision=with_collision,
         inplace_gradient=settings.inplace_gradient,
+        whole_rows=settings.whole_rows,
         sampled=micro.sampled,
         ids=micro.top_ids,
     )

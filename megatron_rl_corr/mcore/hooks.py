@@ -27,6 +27,7 @@ from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.mcore import checkpoint_cursor, checkpoint_files, compat, serving, session, versions
 from megatron_rl_corr.mcore.checks import run_flags, start_checks
+from megatron_rl_corr.mcore.checks.batch_invariance import set_batch_invariance
 from megatron_rl_corr.mcore.checks.packed_flags import set_packed
 from megatron_rl_corr.mcore.colocation import trainers_turn
 from megatron_rl_corr.mcore.feature import EndedStep
@@ -139,6 +140,8 @@ class CorrectedTraining:
             all_reduce_startup(lambda: self._check_start(settings))
             if not self._options.pad_sequences:
                 set_packed(settings)
+            if self._options.batch_invariant:
+                set_batch_invariance(settings)
             memory = serving.release_servers_at_start(self._options, self._opened)
             model, optimizer, scheduler = original(*args, **kwargs)
             all_reduce_startup(lambda: run_flags.check_loaded_iteration(settings))

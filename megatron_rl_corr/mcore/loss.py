@@ -5,6 +5,7 @@ S sequences of this replica, T tokens of this context-parallel rank; a microbatc
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -199,6 +200,8 @@ class CorrectedLoss:
     """Measure the KL to pi_old for the decision whether the batch goes on."""
     first_step: FirstStep | None = None
     """Measure the KL that it bounds, on tokens that the weights that are trained sampled."""
+    watchers: Sequence[Callable[[Microbatch, Tensor], dict[str, Metric]]] = ()
+    """watcher(microbatch, its log-probs [T]): further metrics, by logged name."""
     metrics: dict[int, dict[str, Metric]] = field(default_factory=dict)
     """Microbatch -> its metrics by logged name, and decision/*; one that Megatron replays counts once."""
 
@@ -253,6 +256,8 @@ class CorrectedLoss:
         self.metrics[micro.index] = {
             f"{prefix}/{name}": metric for prefix, part in parts.items() for name, metric in part.items()
         }
+        for watch in self.watchers:
+            self.metrics[micro.index] |= watch(micro, current)
         return self.scale.schedule_result((losses * inputs.coefficients).sum(), micro.counted)
 
     def _distilled(self, micro: Microbatch, current: Tensor, of_top: list[Tensor]) -> Distilled | None:

@@ -41,6 +41,8 @@ class LogprobSettings:
     """Logits in float32, from float32 copies of hidden states and weight; with from_hidden."""
     inplace_gradient: bool = False
     """The logits' gradient is written over them."""
+    whole_rows: bool = False
+    """Log-probs by log-softmax of whole rows, as servers make them; not with from_hidden."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,7 @@ def label_logprobs_of_layer(
         with_entropy=context.with_entropy,
         with_collision=context.with_collision,
         inplace_gradient=settings.inplace_gradient,
+        whole_rows=settings.whole_rows,
         sampled=None if context.sampled is None else context.sampled.column_major(rows),
         ids=None if ids is None else ids.view(rows, -1, ids.shape[1]).transpose(0, 1).flatten(0, 1),
     )

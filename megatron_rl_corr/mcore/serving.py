@@ -7,7 +7,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -324,6 +324,7 @@ def check_servers_and_prompts(
         StartupError, RolloutError: as `check_servers`, `check_source` and `bound_first_step`.
     """
     further = [sampled for one in features for sampled in one.samplings()]
+    sampling = replace(sampling, batch_invariant=options.batch_invariant)
     check_servers(options.server_check, sampling, source.client, source.loop, further)
     check_source(options.server_check, source, layout)
     rounded = options.push_rounding != "none" or push.servers.quantization is not None

@@ -28,6 +28,7 @@ from megatron_rl_corr.mcore.batch.packing import pack_limits
 from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import Collector, SampleSource
+from megatron_rl_corr.mcore.checks.batch_invariance import check_in_force
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.model_check import check_models
 from megatron_rl_corr.mcore.checks.policy_check import check_model
@@ -53,6 +54,7 @@ from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_pa
 from megatron_rl_corr.moe.padding import check_packed_routers
 from megatron_rl_corr.moe.routes import Routes, make_routes
 from megatron_rl_corr.moe.statistics import ExpertLog
+from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_startup
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.blocking import LoopThread
@@ -431,7 +433,10 @@ def sample_source(
     return SampleSource(client, loop, prompts, rewards, episodes, tokenizer)
 
 
+@collective
 def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) -> LogprobSettings:
+    if options.batch_invariant:
+        all_reduce_startup(lambda: check_in_force(compat.unwrapped(model)))
     return LogprobSettings(
         layout.tp_group,
         options.temperature,
@@ -439,6 +444,7 @@ def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) 
         from_hidden=options.linear_logprobs,
         fp32_lm_head=options.fp32_lm_head,
         inplace_gradient=options.inplace_gradient,
+        whole_rows=options.batch_invariant,
         before_copies=not options.linear_logprobs and compat.has_output_processor(compat.unwrapped(model)),
     )
 

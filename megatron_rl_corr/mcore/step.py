@@ -212,7 +212,8 @@ class CorrectedStep:
             # Called within optimizer.step: behind the backward pass, when all metrics are known.
             agreement = {} if scored else self._routing_agreement(whole.batch, iteration)
             numbers.update(self._global_numbers(metrics | agreement, loss))
-            found = Decision.pop_from(numbers)
+            stops = [one.stops_update(numbers) for one in self.features if numbers]
+            found = replace(Decision.pop_from(numbers), stops=float(any(stops)))
             if inputs is not None and scored:  # the whole batch may have been filtered out
                 found = replace(found, kept=min(found.kept, float(inputs.correction.kept_tokens)))
             factor = self._agree_on_update(found, iteration, whole, numbers)
@@ -305,6 +306,7 @@ class CorrectedStep:
             first_step=self.first_step if self._is_first(iteration) else None,
             updates=self.updates.count,
             bounds_kl=self.updates.bounds_kl(iteration),
+            watchers=() if self.scoring_reasons else [one.in_training_pass for one in self.features],
         )
 
     def _is_first(self, iteration: int) -> bool:
@@ -319,12 +321,16 @@ class CorrectedStep:
 
         Raises:
             StartupError: in the first step, on one rank, where what is trained is not what was sampled.
+            Exception: on one rank, of a feature that ends the run.
             PeerFailure: then, on the other ranks.
         """
         bounded, scales = self.updates.bounds_kl(iteration), self.updates.ess_step_scale
         decision = Decision.agreed_decision(
             found, self.layout, self.collector.device, take_largest=bounded or scales or self.auto is not None
         )
+        if decision.stops:
+            for one in self.features:
+                all_reduce_failure(one.why_stopped(numbers))
         chooses = self.auto is not None and iteration % self.updates.count == 0
         if chooses:
             numbers.update(self.auto.numbers)

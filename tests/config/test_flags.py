@@ -105,6 +105,8 @@ DEFAULTS = CLIENT | {
     "linear_logprobs": False,
     "fp32_lm_head": False,
     "inplace_gradient": False,
+    "batch_invariant": False,
+    "expect_exact": None,
     "pad_sequences": False,
     "max_tokens_per_microbatch": None,
     "server_check": "semantic",

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from tools.cpu import batch_invariant
+
 
 def within(left: int, queries: Tensor, keys: Tensor) -> Tensor:
     """[t, T] bool: the key lies at most `left` positions before the query. Positions: [t], [T]."""
@@ -33,6 +35,9 @@ def attend(
     Returns:
         [b, h, t, d].
     """
+    if batch_invariant.is_on() and not dropout_p:
+        shape = (len(query), 1, query.shape[2], key.shape[2])
+        return batch_invariant.attend_rows(query, key, value, visible.expand(shape), scale, sinks)
     mask = visible
     if sinks is not None:
         # One more key, of zeros, whose score is what the mask adds.

@@ -8,7 +8,7 @@ import importlib.util
 
 import torch
 
-from tools.cpu import torch_cuda, torch_devices, torch_gloo
+from tools.cpu import batch_invariant, torch_cuda, torch_devices, torch_gloo
 from tools.cpu.replacement import MissingName, Replacement
 
 EARLY = [
@@ -114,6 +114,20 @@ def _compile_if_missing(original):
     return _compile_dependencies
 
 
+def _invariant_in_torch(original):
+    def enable_batch_invariant_mode() -> None:
+        batch_invariant.enable()
+
+    return enable_batch_invariant_mode
+
+
+def _invariant_is_on(original):
+    def is_batch_invariant_mode_enabled() -> bool:
+        return batch_invariant.is_on()
+
+    return is_batch_invariant_mode_enabled
+
+
 _RANDOM = "the CPU's generator is the device's, so its state is what the tracker saves and restores"
 
 LATE = [
@@ -154,6 +168,19 @@ LATE = [
         "LocalSpecProvider.core_attention",
         _attention_over_context_ranks,
         "its own attention refuses context parallelism, and Transformer Engine's needs a GPU",
+    ),
+    Replacement(
+        "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+        "enable_batch_invariant_mode",
+        _invariant_in_torch,
+        "--batch-invariant-mode puts GPU kernels in the place of torch's matrix products; these do the same "
+        "on a CPU",
+    ),
+    Replacement(
+        "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+        "is_batch_invariant_mode_enabled",
+        _invariant_is_on,
+        "it tells of the kernels that are not there",
     ),
     Replacement(
         "megatron.training.initialize",

@@ -7,7 +7,7 @@ import sys
 import torch
 from torch import Tensor
 
-from tools.cpu import sglang_delta_nets, sglang_fp8, sglang_memory, sglang_sinks
+from tools.cpu import batch_invariant, sglang_delta_nets, sglang_fp8, sglang_memory, sglang_sinks
 from tools.cpu.replacement import MissingName, Replacement
 from tools.cpu.torch_gloo import ONE_DEVICE
 
@@ -84,11 +84,30 @@ def _latent_by_torch(original):
     return get_handler
 
 
-def _nothing(original):
+def _invariant_in_torch(original):
     def enable_batch_invariant_mode(enable_bmm: bool = True) -> None:
-        pass
+        batch_invariant.enable()
 
     return enable_batch_invariant_mode
+
+
+def _each_query_by_itself(original):
+    @functools.wraps(original)
+    def scaled_dot_product_attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
+        if not batch_invariant.is_on():
+            return original(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        queries, keys = query.shape[2], key.shape[2]
+        visible = torch.ones(queries, keys, dtype=torch.bool) if attn_mask is None else attn_mask
+        if is_causal:
+            visible = visible.tril()
+        visible = visible.expand(len(query), 1, queries, keys)
+        return batch_invariant.attend_rows(query, key, value, visible, scale or query.shape[-1] ** -0.5)
+
+    return scaled_dot_product_attention
 
 
 def _then_fork(original):
@@ -131,8 +150,16 @@ LATE = [
     Replacement(
         "sglang.srt.batch_invariant_ops",
         "enable_batch_invariant_mode",
-        _nothing,
-        "--enable-deterministic-inference puts GPU kernels in the place of torch's matrix products",
+        _invariant_in_torch,
+        "--enable-deterministic-inference puts GPU kernels in the place of torch's matrix products; these do "
+        "the same on a CPU",
+    ),
+    Replacement(
+        "sglang.srt.layers.attention.torch_native_backend",
+        "scaled_dot_product_attention",
+        _each_query_by_itself,
+        "with --enable-deterministic-inference a query's attention must not depend on the others, as in the "
+        "GPU kernels that SGLang asks for then",
     ),
     Replacement(
         "sglang.kernels.ops.elementwise.elementwise",

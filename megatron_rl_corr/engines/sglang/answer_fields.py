@@ -24,6 +24,10 @@ FIELDS: dict[str, Fields] = {
         "kv_cache_dtype": TEXT.or_null(),
         "quantization": TEXT.or_null(),
         **dict.fromkeys(
+            ("attention_backend", "rl_on_policy_target"),
+            TEXT.or_null(),
+        ),
+        **dict.fromkeys(
             ("speculative_algorithm", "weight_cache_mode", "hicache_storage_backend", "radix_cache_backend"),
             TEXT.or_null(),
         ),

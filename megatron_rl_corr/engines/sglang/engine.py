@@ -101,6 +101,8 @@ class SGLang(Engine):
     continue_generation = staticmethod(requests.continue_generation)
     pause_problem = staticmethod(prefix_caches.pause_problem)
     sampling_problem = staticmethod(servers.sampling_problem)
+    batch_invariance_problem = staticmethod(servers.batch_invariance_problem)
+    logprob_type = staticmethod(servers.logprob_type)
     flush_cache = staticmethod(requests.flush_cache)
     memory_problem = staticmethod(memory.memory_problem)
     memory_report = staticmethod(requests.memory_report)

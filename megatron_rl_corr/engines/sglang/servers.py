@@ -140,6 +140,32 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     return None
 
 
+def batch_invariance_problem(server_info: Mapping[str, Any]) -> str | None:
+    """Why a token's log-prob may depend on what else the server computes, with the remedy; None: it does
+    not.
+
+    Args:
+        server_info: its answer to /server_info.
+    """
+    if server_info.get("enable_deterministic_inference"):
+        return None
+    if server_info.get("device") == "cpu":
+        return (
+            "`batch_invariant`: SGLang has batch-invariant kernels on GPUs alone, and this server runs with "
+            "--device cpu; serve from a GPU with --enable-deterministic-inference"
+        )
+    return (
+        f"`batch_invariant`: it runs {server_info.get('version')} with --attention-backend "
+        f"{server_info.get('attention_backend')} and without --enable-deterministic-inference; start it with "
+        "that flag and --attention-backend fa3, fa4, flashinfer or triton"
+    )
+
+
+def logprob_type(server_info: Mapping[str, Any]) -> str:
+    """bfloat16 with --rl-on-policy-target, which makes log-probs of logits in 16 bits; else float32."""
+    return "bfloat16" if server_info.get("rl_on_policy_target") else "float32"
+
+
 def is_quantized(server_info: Mapping[str, Any]) -> bool:
     """True if the server computes with weights, or keeps keys and values, of fewer than 16 bits."""
     cache = server_info.get("kv_cache_dtype") or "auto"

@@ -16,6 +16,7 @@ from megatron_rl_corr.engines.answer_types import (
 FIELDS: dict[str, Fields] = {
     "/server_info": {
         "system_env": {"vllm_version": TEXT.or_null()},
+        "vllm_env": {"VLLM_BATCH_INVARIANT": FLAG},
         "vllm_config": {
             "parallel_config": {
                 **dict.fromkeys(
@@ -30,6 +31,7 @@ FIELDS: dict[str, Fields] = {
                 "max_model_len": COUNT.or_null(),
                 "logits_processors": LIST.or_null(),
             },
+            "device_config": {"device_type": TEXT.or_null()},
             "cache_config": {
                 "cache_dtype": TEXT.or_null(),
                 "block_size": COUNT.or_null(),

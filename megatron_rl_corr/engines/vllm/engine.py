@@ -64,6 +64,7 @@ class VLLM(Engine):
     generate = staticmethod(requests.generate_request)
     parse = staticmethod(responses.parse_generate)
     sampling_problem = staticmethod(sampling_checks.sampling_problem)
+    batch_invariance_problem = staticmethod(sampling_checks.batch_invariance_problem)
     sampling_test = staticmethod(sampling_checks.sampling_test)
     sampling_test_problem = staticmethod(sampling_checks.sampling_test_problem)
 

@@ -66,6 +66,23 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     return _mask_problem(bool(model.get("return_sampling_mask")), sampling)
 
 
+def batch_invariance_problem(server_info: Mapping[str, Any]) -> str | None:
+    """Why a token's log-prob may depend on what else the server computes, with the remedy; None: it does
+    not.
+
+    Args:
+        server_info: its answer to /server_info.
+    """
+    if (server_info.get("vllm_env") or {}).get("VLLM_BATCH_INVARIANT"):
+        return None
+    if config_of(server_info, "device_config").get("device_type") == "cpu":
+        return (
+            "`batch_invariant`: vLLM has batch-invariant kernels on GPUs alone, and this server runs on a "
+            "CPU; serve from a GPU with VLLM_BATCH_INVARIANT=1 in its environment"
+        )
+    return "`batch_invariant`: start the server with VLLM_BATCH_INVARIANT=1 in its environment"
+
+
 def needs_processed(sampling: SamplingParams) -> bool:
     """True if raw log-probs are of another distribution than the one sampled from, and are used."""
     return sampling.with_support and (sampling.temperature not in (0, 1) or sampling.truncated)

@@ -12,6 +12,7 @@ from megatron.training import checkpointing
 from megatron_rl_corr.config.flags import warn
 from megatron_rl_corr.config.problems import Problems, Refusal, check_each
 from megatron_rl_corr.mcore import compat
+from megatron_rl_corr.mcore.checks.batch_invariance import check_batch_invariance
 from megatron_rl_corr.mcore.checks.packed_flags import check_packed
 from megatron_rl_corr.mcore.checks.policy_check import check_policy
 from megatron_rl_corr.mcore.colocation import check_colocation
@@ -30,6 +31,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
     checks = (
         check_router_replay,
         check_context_parallel,
+        check_batch_invariance,
         *OF_THE_MODEL,
         _check_packed_if,
         check_per_token_loss,
