@@ -43,7 +43,7 @@ from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.providers import parameter_names
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
 from megatron_rl_corr.moe.padding import check_packed_routers
 from megatron_rl_corr.moe.routes import Routes, make_routes
@@ -463,5 +463,7 @@ def _parameters(checkpoint: HFCheckpoint, args: argparse.Namespace, model: list)
     check_model(chunks, args)
     experts = (args.num_experts or 0) // args.expert_model_parallel_size
     with naming_checkpoint(str(checkpoint.path)):
-        table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+        table = parameter_names(
+            checkpoint.config, args.rollout_model_provider, padded_vocab_size=args.padded_vocab_size
+        )
         return local_parameters(chunks, table, experts_per_rank=experts)

@@ -1,9 +1,8 @@
-"""Names and layouts from Megatron-Bridge, NVIDIA's package of mappings between Megatron-core and Hugging Face.
+"""Names and layouts from Megatron-Bridge: NVIDIA's mappings of weights between Megatron-core and Hugging Face.
 
-Bridge converts one parameter at a time, and talks to the other ranks meanwhile. Here its mappings convert
-without a collective: each believes that it is rank 0 of R, and what it would scatter or gather is handed over
-by this process. So they are layouts as those of models/layouts.py, and loading, pushes, exports, coverage and
-checksums are the same code for both.
+A mapping of Bridge converts one parameter and talks to other ranks meanwhile. Here it talks to none: it is
+told that it is rank 0 of R, and what it would scatter or gather it gets from this process. So it is a layout
+as those of models/layouts.py; loading, pushes, exports, coverage and checksums are the same code for both.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl_corr.models.layouts import Vocabulary
@@ -23,87 +21,203 @@ from megatron_rl_corr.models.names import ParameterNames, ParameterRule
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-DISTRIBUTION = "megatron-bridge"
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Parameters of a row per token id, which Megatron pads and Bridge's mappings do not."""
+FLAG = "--rollout-model-provider bridge"
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+"""Parameters with a row per token id, which Megatron pads; Bridge's mappings do not."""
+PROVEN = (
+    "deepseek_v2",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "minimax_m2",
+    "mistral",
+    "nemotron",
+    "olmoe",
+    "exaone_moe",
+)
+"""`model_type` of families that the table lacks, and whose logits by Bridge's model are transformers'."""
+OTHER_MODEL = {
+    "ernie4_5_moe": "Megatron-Bridge 0.6 scores its experts by sigmoids, and transformers by a softmax",
+    "deepseek_v32": "its attention takes the keys that an indexer chooses, and what servers chose is not "
+    "replayed",
+    "glm_moe_dsa": "its attention takes the keys that an indexer chooses, and what servers chose is not "
+    "replayed",
+    "falcon_h1": "its layers are of Mamba too, which the forward pass of packed or padded rows is not proven "
+    "with",
+    "nemotron_h": "most of its layers are of Mamba, which the forward pass of packed or padded rows is not "
+    "proven with",
+}
+"""`model_type` that Bridge knows and that is refused all the same -> why."""
 
 
 def installed_version() -> str | None:
     """Megatron-Bridge's version, or None where it is not installed; nothing of it is imported."""
     try:
-        return importlib.metadata.version(DISTRIBUTION)
+        return importlib.metadata.version("megatron-bridge")
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
+def check_family(hf_config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a model whose weights Megatron-Bridge can't give, without importing it.
+
+    Args:
+        hf_config: the model's config.json.
+    """
+    kind = hf_config.get("model_type")
+    if installed_version() is None:
+        raise ValueError(
+            f"{FLAG}: Megatron-Bridge is not installed; install megatron-bridge (make setup-bridge, or `pip "
+            "install megatron-bridge` beside Transformer Engine), or use a model of the table"
+        )
+    if kind in OTHER_MODEL:
+        raise ValueError(
+            f"config.json: model_type {kind!r} is not supported through Megatron-Bridge either: "
+            f"{OTHER_MODEL[kind]}; use another model"
+        )
+
+
+@cache
+def _architectures() -> type:
+    try:
+        from megatron.bridge import AutoBridge
+    except ImportError as error:
+        raise ValueError(
+            f"{FLAG}: Megatron-Bridge {installed_version()} can't be imported ({error}); install what it "
+            "needs, Transformer Engine among it, or use a model of the table"
+        ) from error
+    return AutoBridge
+
+
+def auto_bridge(hf_config: Mapping[str, Any]) -> Any:
+    """Bridge's AutoBridge of a model; this imports Megatron-Bridge, which takes about 10 s.
+
+    Args:
+        hf_config: the model's config.json.
+
+    Raises:
+        ValueError: Bridge can't be imported, or it, or transformers, does not know the model.
+    """
+    check_family(hf_config)
+    found = _architectures()
+    from transformers import AutoConfig
+
+    try:
+        return found.from_hf_config(AutoConfig.for_model(**hf_config))
+    except (ValueError, AttributeError, NotImplementedError) as error:
+        raise ValueError(
+            f"config.json: Megatron-Bridge {installed_version()} can't take model_type "
+            f"{hf_config.get('model_type')!r}: {str(error).strip().splitlines()[0]}; use another model, or "
+            "a newer Megatron-Bridge"
+        ) from error
+
+
 class BridgeNames(ParameterNames):
-    """As NameTable, from Megatron-Bridge's mappings of one model.
+    """As `NameTable`, from Megatron-Bridge's mappings.
 
     Args:
         hf_config: the model's config.json.
         padded_vocab_size: rows of Megatron's embedding.
 
     Raises:
-        ValueError: Bridge is not installed, can't be imported or does not know the architecture; or the
-            checkpoint is quantised, or the vocabulary does not fit.
+        ValueError: as `auto_bridge`; or the checkpoint is quantised, or the vocabulary does not fit.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int):
         super().__init__(hf_config, padded_vocab_size=padded_vocab_size)
-        self._bridge = model_bridge(hf_config)
+        self._bridge = auto_bridge(hf_config)._model_bridge
         self._registry = self._bridge.mapping_registry()
         self._vocabulary = Vocabulary(hf_config["vocab_size"], padded_vocab_size)
         self._rules: dict[str, ParameterRule] = {}
 
+    def check_model(self, *, num_layers: int, tied: bool, mtp_layers: int = 0) -> None:
+        if mtp_layers:
+            raise ValueError(
+                f"--mtp-num-layers {mtp_layers}: layers that predict further tokens are not trained through "
+                "Megatron-Bridge; leave it out"
+            )
+        super().check_model(num_layers=num_layers, tied=tied)
+
     def find(self, name: str, module: nn.Module | None = None) -> ParameterRule:
-        """As `NameTable.find`; module: the one that has the parameter, which a mapping asks for its kind."""
         if name not in self._rules:
             self._rules[name] = self._rule(name, module)
         return self._rules[name]
 
-    def _rule(self, name: str, module: nn.Module) -> ParameterRule:
+    def _rule(self, name: str, module: nn.Module | None) -> ParameterRule:
+        if module is None:
+            raise ValueError(
+                f"{name}: Megatron-Bridge's mappings need Megatron's model, which is not here; export from "
+                "a run, by --rollout-save-hf"
+            )
+        if name == OUTPUT and self.tied:
+            return ParameterRule(self._vocabulary, self._names(EMBEDDING), False, is_copy=True)
+        names = self._names(name)
+        if name in (EMBEDDING, OUTPUT):
+            return ParameterRule(self._vocabulary, names, False)
+        mapping = self._registry.megatron_to_hf_lookup(name)
+        return ParameterRule(BridgeLayout(mapping, self._bridge, module), names, mapping.is_expert)
+
+    def _names(self, name: str) -> tuple[str, ...]:
         mapping = self._registry.megatron_to_hf_lookup(name)
         if mapping is None:
             raise ValueError(
-                f"Megatron's parameter {name} does not exist in Megatron-Bridge's mappings of this model "
-                f"({type(self._bridge).__name__}); do the model flags describe that model, and does its "
-                "pretrain script build it as Megatron-Bridge does?"
+                f"Megatron's parameter {name} has no mapping in Megatron-Bridge's "
+                f"{type(self._bridge).__name__}; does the pretrain script build the model as Bridge does "
+                "(mcore/bridge_model.py), and do the model flags describe it?"
             )
-        names = mapping.hf_param if isinstance(mapping.hf_param, str) else tuple(mapping.hf_param.values())
-        names = (names,) if isinstance(names, str) else names
-        if name in VOCABULARY:
-            tied = name == VOCABULARY[1] and self.tied
-            if tied:
-                embedding = self._registry.megatron_to_hf_lookup(VOCABULARY[0])
-                names = (embedding.hf_param,)
-            return ParameterRule(self._vocabulary, names, False, is_copy=tied)
-        if getattr(mapping, "is_grouped_export", False):
-            raise ValueError("grouped")
-        layout = BridgeLayout(mapping, self._bridge, module)
-        return ParameterRule(layout, names, mapping.is_expert)
+        if vars(mapping).get("is_grouped_export", False) or getattr(
+            type(mapping), "is_grouped_export", False
+        ):
+            raise ValueError(
+                f"{name}: one Hugging Face tensor stacks all experts of a layer in Megatron-Bridge's "
+                f"{type(mapping).__name__}, of which loads and pushes are not proven; use another model"
+            )
+        return hf_names(mapping)
+
+
+def hf_names(mapping: Any) -> tuple[str, ...]:
+    """The Hugging Face tensors of one of Bridge's mappings, in their order."""
+    names = mapping.hf_param
+    return (names,) if isinstance(names, str) else tuple(names.values())
 
 
 class _Group:
-    """Stands for a process group of which this process is rank 0; nothing can be exchanged in it."""
+    """In the place of a process group of `ranks`: nothing can be exchanged in it."""
 
-    def __init__(self, size: int):
-        self._size = size
+    def __init__(self, ranks: int, rank: int = 0):
+        self._ranks, self._rank = ranks, rank
 
     def size(self) -> int:
-        return self._size
+        return self._ranks
 
     def rank(self) -> int:
-        return 0
+        return self._rank
 
 
 @dataclass
 class _Groups:
-    """Bridge's collection of process groups, for R tensor-parallel ranks and no others."""
+    """Bridge's collection of process groups: tensor-parallel ranks, dense and of experts, pipeline, experts.
+
+    Whatever else a mapping would do with one of them fails, as none is a process group.
+    """
 
     tp: _Group
     expt_tp: _Group
     pp: _Group
     ep: _Group
+
+
+def _nothing(given: Any) -> Any:
+    raise AssertionError("a mapping of Megatron-Bridge exchanges what it was not known to")
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """What tensor-parallel ranks would exchange, by this process alone."""
+
+    gather: Callable[[Tensor], list[Tensor]] = _nothing
+    scatter: Callable[[list[Tensor]], Tensor] = _nothing
+    broadcast: Callable[[Tensor], Tensor] = _nothing
 
 
 class _GathersError(Exception):
@@ -114,22 +228,20 @@ class BridgeLayout:
     """One of Bridge's mappings as a layout (see models/layouts.py).
 
     Args:
-        mapping: for one parameter, without wildcards.
-        bridge: of the model; it may change tensors before they are converted.
-        module: the one that has the parameter.
+        mapping: of one parameter, without wildcards.
+        bridge: of the model; it may change a tensor before it is converted.
+        module: Megatron's, which has the parameter.
     """
 
     def __init__(self, mapping: Any, bridge: Any, module: nn.Module):
         self._mapping, self._bridge, self._module = mapping, bridge, module
-        self._names = (
-            {"": mapping.hf_param} if isinstance(mapping.hf_param, str) else dict(mapping.hf_param)
-        )
         self.replicated = not self._gathers()
 
     def _gathers(self) -> bool:
-        """Whether ranks have parts of the parameter: Bridge gathers those, and nothing else."""
+        """True if ranks have parts of the parameter: Bridge gathers those, and nothing else."""
         import torch
 
+        # under the name of the first expert, whose number the module has on every rank
         name = re.sub(r"\d+$", "0", self._mapping.megatron_param.rpartition(".")[2])
         shard = torch.empty_like(getattr(self._module, name), device="meta")
 
@@ -143,82 +255,103 @@ class BridgeLayout:
         return False
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        size = 1 if self.replicated else len(shards)
-        calls = iter(range(1_000))
-        pieces: dict[int, list[Tensor]] = {}
+        """As `TensorLayout.merge`."""
+        first, size = shards[0], 1 if self.replicated else len(shards)
+        pieces: list[list[Tensor]] = []
 
-        def gather(piece):
-            number = next(calls)
-            if piece.data_ptr() == shards[0].data_ptr() and piece.shape == shards[0].shape:
+        def gather(piece: Tensor) -> list[Tensor]:
+            pieces.append([piece])
+            if _is_same(piece, first):
                 return list(shards)
-            # Of a part of the shard each rank has its own, which its own conversion shows.
-            for rank in range(1, size):
-                if rank not in pieces:
-                    pieces[rank] = []
-                    self._converted(shards[rank], size, lambda p, r=rank: pieces[r].append(p) or [p] * size)
-            return [piece, *(pieces[rank][number] for rank in range(1, size))]
+            # Of a part of the shard each rank has its own: that which its own conversion would gather next.
+            number = len(pieces) - 1
+            return [piece, *(self._nth_piece(shard, size, number) for shard in shards[1:])]
 
-        converted = self._converted(shards[0], size, gather)
-        return [converted[name] for name in self._names.values()]
+        converted = self._converted(first, size, gather)
+        return [converted[name] for name in hf_names(self._mapping)]
 
-    def _converted(self, shard: Tensor, size: int, gather: Callable) -> dict[str, Tensor]:
-        mapping = self._alone(size, gather=gather)
-        return mapping.megatron_to_hf(shard, self._module)
+    def _nth_piece(self, shard: Tensor, size: int, number: int) -> Tensor:
+        """What a rank with this shard would gather at its call `number`."""
+        found: list[Tensor] = []
+
+        def gather(piece: Tensor) -> list[Tensor]:
+            found.append(piece)
+            if len(found) > number:
+                raise _GathersError
+            return [piece] * size
+
+        try:
+            self._converted(shard, size, gather)
+        except _GathersError:
+            return found[number]
+        raise AssertionError("ranks gather different numbers of pieces")
+
+    def _converted(
+        self, shard: Tensor, size: int, gather: Callable[[Tensor], list[Tensor]]
+    ) -> dict[str, Tensor]:
+        return self._alone(size, _Exchange(gather=gather)).megatron_to_hf(shard, self._module)
 
     def split(self, tensors: Sequence[Tensor], rank: int, size: int) -> Tensor:
-        size = 1 if self.replicated else size
-        rank = 0 if self.replicated else rank
-        by_name = dict(zip(self._names.values(), tensors, strict=True))
-        weights = self._bridge.maybe_modify_loaded_hf_weight(self._mapping.hf_param, by_name)
-        mapping = self._alone(size, scatter=lambda splits: splits[rank])
-        return mapping.hf_to_megatron(weights, self._module)
+        """As `TensorLayout.split`."""
+        rank, size = (0, 1) if self.replicated else (rank, size)
+        given = dict(zip(hf_names(self._mapping), tensors, strict=True))
+        weights = self._bridge.maybe_modify_loaded_hf_weight(self._mapping.hf_param, given)
+        sent: list[Tensor] = []
+        exchange = _Exchange(
+            scatter=lambda splits: splits[rank], broadcast=lambda one: sent.append(one) or one
+        )
+        found = self._alone(size, exchange).hf_to_megatron(weights, self._module)
+        if not sent:
+            return found
+        # A mapping that broadcasts cuts by itself: on this rank, from what the first one has sent.
+        received = iter(sent)
+        exchange = _Exchange(broadcast=lambda one: next(received))
+        return self._alone(size, exchange, rank).hf_to_megatron(weights, self._module)
 
-    def _alone(self, size: int, *, gather: Callable | None = None, scatter: Callable | None = None) -> Any:
-        """The mapping as of rank 0 of `size`, which exchanges nothing."""
-        group, alone = _Group(size), _Group(1)
-        return _handing_over(self._mapping, _Groups(group, group, alone, alone), gather, scatter)
+    def _alone(self, size: int, exchange: _Exchange, rank: int = 0) -> Any:
+        """The mapping as of one of `size` ranks, which gets from `exchange` what it would exchange."""
+        group, alone = _Group(size, rank), _Group(1)
+        return _copied(self._mapping, _Groups(group, group, alone, alone), exchange)
 
 
-def _handing_over(mapping: Any, groups: _Groups, gather: Callable | None, scatter: Callable | None) -> Any:
-    """A copy of a mapping, and of those in it, that hands over what it would exchange."""
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """True if both are all of the same memory in the same order."""
+    return one is other or (
+        one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
+    )
+
+
+def _copied(mapping: Any, groups: _Groups, exchange: _Exchange) -> Any:
+    """A copy of a mapping, and of those in it, that exchanges nothing."""
     from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 
     found = copy(mapping)
     for name, child in vars(mapping).items():
         if isinstance(child, MegatronParamMapping):
-            setattr(found, name, _handing_over(child, groups, gather, scatter))
-    found.__class__ = _alone(type(mapping))
-    found.tp_groups, found.gather, found.scatter = groups, gather, scatter
+            setattr(found, name, _copied(child, groups, exchange))
+    found.__class__ = _alone_class(type(mapping))
+    found.groups_alone, found.exchange = groups, exchange
     found.set_process_groups_from_pg_collection(groups)
     return found
 
 
 @cache
-def _alone(kind: type) -> type:
-    """A subclass of a class of mappings that exchanges nothing."""
+def _alone_class(kind: type) -> type:
+    """A subclass of a class of Bridge's mappings, with Bridge's names for what they exchange."""
 
     class Alone(kind):
         def gather_from_tp_ranks(self, tensor):
-            return [tensor] if self.tp_size == 1 else self.gather(tensor)
+            return [tensor] if self.tp_size == 1 else self.exchange.gather(tensor)
 
         def scatter_to_tp_ranks(self, splits, output_shape, dtype, device, src_rank=0):
-            return splits[0] if self.tp_size == 1 else self.scatter(splits)
+            return splits[0] if self.tp_size == 1 else self.exchange.scatter(splits)
+
+        def broadcast_tensor_to_tp_ranks(self, tensor, src_rank=0):
+            return tensor if self.tp_size == 1 else self.exchange.broadcast(tensor)
 
         def _get_or_create_mapping(self, parallelism_type):  # AutoMapping's, once it knows the module
             made = super()._get_or_create_mapping(parallelism_type)
-            return _handing_over(made, self.tp_groups, self.gather, self.scatter)
+            return _copied(made, self.groups_alone, self.exchange)
 
     Alone.__name__ = kind.__name__
     return Alone
-
-
-def auto_bridge(config: Mapping[str, Any]):
-    from megatron.bridge import AutoBridge
-    from transformers import AutoConfig
-
-    hf = AutoConfig.for_model(**{k: v for k, v in config.items()})
-    return AutoBridge.from_hf_config(hf)
-
-
-def model_bridge(config):
-    return auto_bridge(config)._model_bridge

@@ -144,6 +144,7 @@ class ParameterNames(CheckpointNames):
                 f"does{' not' if self.tied else ''}; {remedy} --untie-embeddings-and-output-weights"
             )
 
+
 class NameTable(ParameterNames):
     """The rules of the tables in models/architectures.py.
 
