@@ -1,4 +1,4 @@
-"""Names and layouts from Megatron-Bridge: NVIDIA's mappings of weights between Megatron-core and Hugging Face.
+"""Names and layouts from Megatron-Bridge, NVIDIA's mappings of weights from Megatron-core to Hugging Face.
 
 A mapping of Bridge converts one parameter and talks to other ranks meanwhile. Here it talks to none: it is
 told that it is rank 0 of R, and what it would scatter or gather it gets from this process. So it is a layout

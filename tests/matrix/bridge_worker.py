@@ -1,0 +1,143 @@
+"""Builds models by Megatron-Bridge, those that are refused too; loads and exports them by this package and by
+Bridge itself.
+
+bridge_worker.py PROCESSES MODEL_DIR ...  in so many processes (2: PP 2; 4: TP 2, PP 2, EP 2 of a model with
+experts) prints for each model a line of JSON: the worst difference of the logits, the names of the tensors that
+are sent, and of those that are not the folder's or not Bridge's own export.
+"""
+
+import json
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from bridge_models import LENGTH, ROWS, VOCAB
+from hf_models_worker import EP2, NO_FUSED_ROPE, PP2, RUN, TE, TP2
+from megatron.core import parallel_state as ps
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.global_vars import set_args, unset_global_variables
+from torch.multiprocessing import start_processes
+
+from megatron_rl_corr.mcore import bridge_model, compat
+from megatron_rl_corr.models import bridge
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
+from megatron_rl_corr.models.megatron_flags import add_missing_flags
+from megatron_rl_corr.models.providers import parameter_names
+from megatron_rl_corr.models.shards import load_shards, local_parameters
+from megatron_rl_corr.weight_sync.export import StageExporter
+from tools.local_server import free_port
+
+
+def arguments(path):
+    """Megatron's own, from the flags that Bridge's model has, and the layout's."""
+    flags = bridge_model.flags_of(path)
+    if dist.get_world_size() > 1:
+        flags += PP2
+    if dist.get_world_size() == 4:
+        flags += [*TP2, *(EP2 if "--num-experts" in flags else [])]
+    sys.argv = ["worker", *flags, *TE, NO_FUSED_ROPE, *RUN]
+    args = parse_args(add_missing_flags)
+    validate_args(args)
+    args.rollout_hf_checkpoint = str(path)
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    args.padded_vocab_size = -(-VOCAB // multiple) * multiple
+    return args
+
+
+def logits_of(model, tokens, layout):
+    """[ROWS, LENGTH, VOCAB] on the last stage, None elsewhere."""
+
+    def forward_step(iterator, model):
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
+        return model(next(iterator), torch.arange(LENGTH)[None], mask), lambda logits, non_loss_data: logits
+
+    with torch.no_grad():
+        rows = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(tokens.split(1)),
+            model=[model],
+            num_microbatches=ROWS,
+            seq_length=LENGTH,
+            micro_batch_size=1,
+            forward_only=True,
+            collect_non_loss_data=True,
+        )
+    if not layout.is_last_stage:
+        return None
+    shard = torch.cat(rows)
+    shards = [torch.empty_like(shard) for _ in range(layout.tp_group.size())]
+    dist.all_gather(shards, shard, group=layout.tp_group)
+    return torch.cat(shards, dim=-1)[..., :VOCAB]
+
+
+def load(path):
+    """The model with the folder's weights, this rank's place, the stage's exporter and the folder."""
+    args = arguments(path)
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
+    model_parallel_cuda_manual_seed(1)
+    set_args(args)
+    model = bridge_model.bridge_model(ps.is_pipeline_first_stage(), ps.is_pipeline_last_stage()).eval()
+    layout, checkpoint = compat.layout(sequence_parallel=args.sequence_parallel), HFCheckpoint(path)
+    names = parameter_names(checkpoint.config, "bridge", padded_vocab_size=args.padded_vocab_size)
+    experts = (args.num_experts or 0) // args.expert_model_parallel_size
+    parameters = local_parameters([model], names, experts_per_rank=experts)
+    # MiniMax's norms ask for the number of this rank's GPU, which is a device without one
+    with mock.patch("torch.cuda.current_device", return_value=0):
+        load_shards(parameters, checkpoint, layout.shard)
+    problems = bridge_model.model_problems(model, bridge_model.configured_provider(args))
+    assert not problems, problems
+    return model, layout, StageExporter.of(parameters, layout), checkpoint
+
+
+def compare(path):
+    """This rank's part of the line of JSON."""
+    model, layout, exporter, checkpoint = load(path)
+    reference, found = torch.load(path / "reference.pt", weights_only=True), {}
+    logits = logits_of(model, reference["tokens"], layout)
+    if logits is not None:
+        found["logits"] = float((logits - reference["logits"]).abs().max())
+    sent = dict(named for unit in exporter.units() for named in unit)
+    theirs = bridge.auto_bridge(checkpoint.config).export_hf_weights([model], cpu=True, show_progress=False)
+    # Bridge leaves the rows of the padded vocabulary in
+    theirs = {name: tensor[: sent[name].shape[0]] for name, tensor in theirs if name in sent}
+    if exporter.sends:
+        assert exporter.planned() == {name: list(tensor.shape) for name, tensor in sent.items()}
+        found["sent"] = sorted(sent)
+        found["not the folder's"] = [n for n, t in sent.items() if not torch.equal(t, checkpoint.tensor(n))]
+        found["not Bridge's"] = [
+            n for n, t in sent.items() if n not in theirs or not torch.equal(t, theirs[n])
+        ]
+    unset_global_variables()
+    ps.destroy_model_parallel()
+    return found
+
+
+@mock.patch.dict(bridge.OTHER_MODEL, clear=True)
+def work(rank, processes, port, folders):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
+    for folder in folders:
+        found = [None] * processes
+        dist.all_gather_object(found, compare(Path(folder)))
+        if rank == 0:
+            keys = ("sent", "not the folder's", "not Bridge's")
+            whole = {key: [name for one in found for name in one.get(key, [])] for key in keys}
+            whole["logits"] = max(one["logits"] for one in found if "logits" in one)
+            print(json.dumps({"model": Path(folder).name, **whole}), flush=True)
+
+
+if __name__ == "__main__":
+    processes = int(sys.argv[1])
+    arguments_of_all = (processes, free_port(), sys.argv[2:])
+    if processes == 1:
+        work(0, *arguments_of_all)
+    else:
+        start_processes(work, arguments_of_all, nprocs=processes, start_method="spawn")
