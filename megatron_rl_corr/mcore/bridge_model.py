@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional
 
-from megatron_rl_corr.models.bridge import PROVEN, auto_bridge
+from megatron_rl_corr.models.bridge import auto_bridge
 from megatron_rl_corr.models.hf_checkpoint import read_model
 
 PLAIN_SPECS = ("default_layer_spec", "get_gpt_decoder_block_spec")
@@ -113,17 +113,6 @@ def is_plain(provider: Any) -> bool:
     return type(provider).__name__ in PLAIN_PROVIDERS and name in PLAIN_SPECS
 
 
-def unproven(hf_config: Mapping[str, Any]) -> list[str]:
-    """A line for a family that nobody has compared with transformers here; [] for others."""
-    kind = hf_config["model_type"]
-    if kind in PROVEN:
-        return []
-    return [
-        f"config.json: model_type {kind!r}: Megatron-Bridge has it, and its model is not among those whose "
-        f"logits were compared with transformers' ({', '.join(PROVEN)}); use one of them"
-    ]
-
-
 def run_problems(args: argparse.Namespace, provider: Any) -> list[str]:
     """A line for each of a run's flags that Bridge's model is not proven with.
 
@@ -134,6 +123,11 @@ def run_problems(args: argparse.Namespace, provider: Any) -> list[str]:
     if is_plain(provider):
         return []
     kind, lines = provider.transformer_layer_spec.__name__, []
+    if kind == "olmoe_layer_spec" and args.tensor_model_parallel_size > 1:
+        lines.append(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: Megatron-Bridge's {kind} takes "
+            "the norms of queries and keys over all heads, of which a rank has a part; use 1"
+        )
     if not args.rollout_pad_sequences:
         lines.append(
             f"no --rollout-pad-sequences: Megatron-Bridge's {kind} is not proven with packed sequences; "

@@ -33,7 +33,6 @@ PROVEN = (
     "mistral",
     "nemotron",
     "olmoe",
-    "exaone_moe",
 )
 """`model_type` of families that the table lacks, and whose logits by Bridge's model are transformers'."""
 OTHER_MODEL = {

@@ -38,7 +38,7 @@ MODELS = {
     },
     "gemma": {"head_dim": 8},
     "gemma2": WINDOWED,
-    "gemma3_text": WINDOWED,
+    "gemma3_text": {**WINDOWED, "num_hidden_layers": 6},
     "minimax_m2": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
     "mistral": {"head_dim": 8, "sliding_window": None},
     "nemotron": {},

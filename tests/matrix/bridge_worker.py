@@ -2,8 +2,8 @@
 Bridge itself.
 
 bridge_worker.py PROCESSES MODEL_DIR ...  in so many processes (2: PP 2; 4: TP 2, PP 2, EP 2 of a model with
-experts) prints for each model a line of JSON: the worst difference of the logits, the names of the tensors that
-are sent, and of those that are not the folder's or not Bridge's own export.
+experts) prints for each model a line of JSON: the worst difference of the logits, names of what is sent, and
+of what of it is not the folder's or not Bridge's own export.
 """
 
 import json

@@ -1,5 +1,5 @@
-"""Whole runs of families that only Megatron-Bridge has, from prompts to an exported folder: real SGLang servers,
-and ranks in tensor, pipeline and expert parallel groups.
+"""Whole runs of families that Megatron-Bridge has and the table lacks, with real SGLang servers, to a folder:
+in tensor, pipeline and expert parallel groups.
 """
 
 import importlib.util

@@ -4,6 +4,7 @@ import pytest
 
 from megatron_rl_corr.models import bridge, providers
 from megatron_rl_corr.models.architectures import FAMILIES
+from megatron_rl_corr.models.bridge_settings import not_proven
 from megatron_rl_corr.models.hf_checkpoint import transformers_config
 from megatron_rl_corr.models.names import CheckpointNames, NameTable
 from megatron_rl_corr.models.providers import parameter_names, takes_bridge
@@ -78,3 +79,47 @@ def test_config_when_no_table_has_the_family_then_with_transformers_defaults():
     assert filled["tie_word_embeddings"] is True and filled["vocab_size"] == 8  # in no published file
     unknown = {"model_type": "unheard_of", "vocab_size": 8}
     assert transformers_config(unknown) == unknown
+
+
+def saved(kind, **settings):
+    """As transformers saves it."""
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **settings).to_dict()
+
+
+@pytest.mark.parametrize("kind", bridge.PROVEN)
+def test_settings_when_transformers_own_and_other_sizes_then_proven(kind):
+    window = {"sliding_window": None} if kind == "mistral" else {}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 100, "rope_theta": 5e5}
+    assert not_proven(saved(kind, **sizes, **window)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "key"),
+    [
+        ("mistral", {"sliding_window": 512}, "sliding_window"),
+        ("mistral", {"sliding_window": None, "hidden_act": "gelu"}, "hidden_act"),
+        ("mistral", {"sliding_window": None, "logit_scale": 2.0}, "logit_scale"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv"),
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"q_lora_rank": None}, "q_lora_rank"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("deepseek_v2", {"routed_scaling_factor": 16.0}, "routed_scaling_factor"),
+        ("gemma2", {"layer_types": ["full_attention"] * 26}, "layer_types"),
+        ("nemotron", {"partial_rotary_factor": 1.0}, "partial_rotary_factor"),
+        (
+            "gemma",
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+            "rope_parameters",
+        ),
+    ],
+)
+def test_setting_when_it_was_not_compared_then_its_name(kind, settings, key):
+    lines = not_proven(saved(kind, **({"sliding_window": None} if kind == "mistral" else {})) | settings)
+    assert len(lines) == 1 and f" {key} " in lines[0]
+
+
+def test_family_when_it_was_not_compared_then_its_name():
+    [line] = not_proven({"model_type": "exaone4"})
+    assert "exaone4" in line

@@ -23,6 +23,7 @@ from megatron_rl_corr.mcore import bridge_model
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
 from megatron_rl_corr.mcore.mtp import mtp_problems
+from megatron_rl_corr.models.bridge_settings import not_proven
 from megatron_rl_corr.models.hf_checkpoint import read_config, read_model
 from megatron_rl_corr.models.megatron_flags import add_missing_flags, flags_despite_settings
 from megatron_rl_corr.models.providers import takes_bridge
@@ -91,7 +92,7 @@ def check_policy(args: argparse.Namespace) -> None:
     with naming_checkpoint(path):
         config = read_config(path)
         bridged = takes_bridge(config, args.rollout_model_provider)
-        lines = bridge_model.unproven(config) if bridged else not_trained(config)
+        lines = not_proven(config) if bridged else not_trained(config)
         differences = [f"--rollout-hf-checkpoint {path}: {line}" for line in lines]
     try:
         with naming_checkpoint(path):
