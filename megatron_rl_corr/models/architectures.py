@@ -496,9 +496,9 @@ def parts_of(config: Config) -> tuple[Part, ...]:
     kind = config.get("model_type")
     if not has_table(config):
         why = f": {UNPROVEN[kind]}" if isinstance(kind, str) and kind in UNPROVEN else ""
-        remedy = (
-            "" if why else ", or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
-        ) + BRIDGE_REMEDY
+        remedy = "" if why else ", or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
+        if not why or kind == "minimax_m2":
+            remedy += BRIDGE_REMEDY
         raise ValueError(
             f"config.json: model_type {kind!r} is not supported{why} (supported: {', '.join(FAMILIES)}); use "
             f"a model of one of these{remedy}"

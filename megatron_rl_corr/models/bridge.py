@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from megatron_rl_corr.models.architectures import UNPROVEN
 from megatron_rl_corr.models.layouts import Vocabulary
 from megatron_rl_corr.models.names import ParameterNames, ParameterRule
 
@@ -37,14 +38,8 @@ PROVEN = (
 """`model_type` of families that the table lacks, and whose logits by Bridge's model are transformers'."""
 OTHER_MODEL = {
     "ernie4_5_moe": "Megatron-Bridge 0.6 scores its experts by sigmoids, and transformers by a softmax",
-    "deepseek_v32": "its attention takes the keys that an indexer chooses, and what servers chose is not "
-    "replayed",
-    "glm_moe_dsa": "its attention takes the keys that an indexer chooses, and what servers chose is not "
-    "replayed",
-    "falcon_h1": "its layers are of Mamba too, which the forward pass of packed or padded rows is not proven "
-    "with",
-    "nemotron_h": "most of its layers are of Mamba, which the forward pass of packed or padded rows is not "
-    "proven with",
+    "falcon_h1": "its layers are of Mamba too, which no run was proven with",
+    **{kind: UNPROVEN[kind] for kind in ("deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h")},
 }
 """`model_type` that Bridge knows and that is refused all the same -> why."""
 

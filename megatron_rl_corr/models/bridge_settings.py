@@ -68,8 +68,8 @@ def not_proven(hf_config: Mapping[str, Any]) -> list[str]:
         if any(key in keys for keys in HARMLESS.values()) or _is_proven(kind, key, value, defaults):
             continue
         lines.append(
-            f"config.json: {key} {value!r} was not compared with transformers in a model that Megatron-Bridge "
-            f"builds ({kind}; {defaults.get(key, 'no such key')} was); use a model without it"
+            f"config.json: {key} {value!r} was not compared with transformers in a {kind} that "
+            f"Megatron-Bridge builds ({defaults.get(key, 'no such key')} was); use a model without it"
         )
     return lines
 
