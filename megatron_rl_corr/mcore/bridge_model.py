@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional
 
+from megatron_rl_corr.mcore.checks.policy_flags import COMPARED
 from megatron_rl_corr.models.bridge import auto_bridge
 from megatron_rl_corr.models.hf_checkpoint import read_model
 
@@ -27,62 +28,20 @@ PLAIN_SPECS = ("default_layer_spec", "get_gpt_decoder_block_spec")
 """Bridge's layers that are Megatron's own, which its flags make too."""
 PLAIN_PROVIDERS = ("GPTModelProvider", "MLAModelProvider", "MistralModelProvider")
 """Bridge's providers that build Megatron's GPTModel from its configuration alone."""
-ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "normalization",
+BESIDE_FLAGS = (
+    "activation_func",
+    "add_bias_linear",
+    "gated_linear_unit",
     "layernorm_epsilon",
     "layernorm_zero_centered_gamma",
-    "add_bias_linear",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "gated_linear_unit",
-    "activation_func",
-    "activation_func_clamp_value",
-    "glu_linear_offset",
-    "rotary_interleaved",
-    "window_size",
-    "window_attn_skip_freq",
-    "no_rope_freq",
-    "softmax_scale",
-    "softmax_type",
-    "attention_output_gate",
-    "apply_residual_connection_post_layernorm",
-    "multi_latent_attention",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_head_dim",
-    "qk_pos_emb_head_dim",
-    "v_head_dim",
-    "rope_type",
-    "rotary_base",
-    "rotary_percent",
-    "rotary_scaling_factor",
-    "original_max_position_embeddings",
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
     "num_moe_experts",
-    "moe_layer_freq",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
-    "moe_shared_expert_gate",
-    "moe_router_topk",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_pre_softmax",
-    "moe_router_score_function",
-    "moe_router_enable_expert_bias",
-    "moe_router_topk_scaling_factor",
-    "moe_apply_probs_on_input",
+    "original_max_position_embeddings",
+    "softmax_scale",
+    "yarn_correction_range_round_to_int",
 )
-"""Fields of Megatron's configuration that say what a model computes: Bridge's, of which the flags' must be
-equal.
+ARCHITECTURE = (*(flag.removeprefix("--").replace("-", "_") for flag in COMPARED), *BESIDE_FLAGS)
+"""Fields of Megatron's configuration that say what a model computes, by their flags' names or others: they are
+Bridge's, and the flags' must be equal.
 """
 BRIDGES_OWN = ("mtp_num_layers", "hidden_dropout", "attention_dropout")
 """Further fields that are set here, and not by flags."""
@@ -108,9 +67,13 @@ def provider_of(hf_config: Mapping[str, Any]) -> Any:
 
 def is_plain(provider: Any) -> bool:
     """True if Megatron's flags build the same layers as Bridge."""
+    return type(provider).__name__ in PLAIN_PROVIDERS and _layers(provider) in PLAIN_SPECS
+
+
+def _layers(provider: Any) -> str:
+    """The name of the function that makes the layers' specification."""
     spec = provider.transformer_layer_spec
-    name = (spec.func if isinstance(spec, partial) else spec).__name__
-    return type(provider).__name__ in PLAIN_PROVIDERS and name in PLAIN_SPECS
+    return (spec.func if isinstance(spec, partial) else spec).__name__
 
 
 def run_problems(args: argparse.Namespace, provider: Any) -> list[str]:
@@ -122,7 +85,7 @@ def run_problems(args: argparse.Namespace, provider: Any) -> list[str]:
     """
     if is_plain(provider):
         return []
-    kind, lines = provider.transformer_layer_spec.__name__, []
+    kind, lines = _layers(provider), []
     if kind == "olmoe_layer_spec" and args.tensor_model_parallel_size > 1:
         lines.append(
             f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: Megatron-Bridge's {kind} takes "
@@ -238,7 +201,7 @@ def provider_flags(provider: Any) -> list[str]:
     Args:
         provider: of `provider_of`.
     """
-    has = {name: vars(provider).get(name) for name in (*ARCHITECTURE, "rope_scaling", "rope_scaling_factor")}
+    has = vars(provider)
     flags: list[Any] = [
         *("--num-layers", has["num_layers"], "--hidden-size", has["hidden_size"]),
         *("--ffn-hidden-size", has["ffn_hidden_size"], "--num-attention-heads", has["num_attention_heads"]),
@@ -248,7 +211,7 @@ def provider_flags(provider: Any) -> list[str]:
         *_activation(provider),
         *_switches(provider),
     ]
-    if has["multi_latent_attention"]:
+    if has.get("multi_latent_attention"):
         flags += ["--multi-latent-attention", *_given(has, LATENT), "--rope-type", has["rope_type"]]
     else:
         groups = has["num_query_groups"] or has["num_attention_heads"]
@@ -306,7 +269,7 @@ SWITCHES = {
 
 
 def _given(has: Mapping[str, Any], flags: Mapping[str, str]) -> list[Any]:
-    return [word for flag, name in flags.items() if has[name] is not None for word in (flag, has[name])]
+    return [word for flag, name in flags.items() if has.get(name) is not None for word in (flag, has[name])]
 
 
 def _switches(provider: Any) -> list[str]:

@@ -4,7 +4,7 @@ import json
 
 import torch
 
-LENGTH, ROWS, VOCAB = 32, 2, 90
+LENGTH, ROWS, VOCAB = 48, 2, 90  # as in tiny_models.py
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -57,8 +57,11 @@ OTHER_MODEL = {
 """A family whose model Bridge builds otherwise than transformers."""
 
 
-def make_bridge_model(kind, folder):
-    """Save a model whose weights are far from their initial ones, and its logits in reference.pt."""
+def make_bridge_model(kind, folder, save_gradients=lambda *given: None):
+    """Save a model whose weights are far from their initial ones, and its logits in reference.pt.
+
+    save_gradients: of tiny_models.py, where these are wanted.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = SHAPE | (MODELS | OTHER_MODEL)[kind]
@@ -76,8 +79,10 @@ def make_bridge_model(kind, folder):
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
-    tokens = torch.randint(0, VOCAB, (ROWS, LENGTH))
+    tokens, pull = torch.randint(0, VOCAB, (ROWS, LENGTH)), torch.randn(ROWS, LENGTH, VOCAB)
     with torch.no_grad():
-        torch.save({"tokens": tokens, "logits": model(tokens).logits}, folder / "reference.pt")
+        logits = model(tokens).logits
+    torch.save({"tokens": tokens, "logits": logits, "pull": pull}, folder / "reference.pt")
+    save_gradients(model, tokens, pull, folder / "gradients")
     saved = folder / "config.json"
     saved.write_text(json.dumps(json.loads(saved.read_text()) | {"torch_dtype": "float32"}))

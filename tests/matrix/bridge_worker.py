@@ -2,8 +2,8 @@
 Bridge itself.
 
 bridge_worker.py PROCESSES MODEL_DIR ...  in so many processes (2: PP 2; 4: TP 2, PP 2, EP 2 of a model with
-experts) prints for each model a line of JSON: the worst difference of the logits, names of what is sent, and
-of what of it is not the folder's or not Bridge's own export.
+experts) prints for each model a line of JSON: the worst difference of the logits, names of what is sent, of
+what of it is not the folder's or not Bridge's own export, and relative errors of gradients.
 """
 
 import json
@@ -13,10 +13,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bridge_models import LENGTH, ROWS, VOCAB
-from hf_models_worker import EP2, NO_FUSED_ROPE, PP2, RUN, TE, TP2
+from bridge_models import VOCAB
+from hf_models_worker import (
+    EP2,
+    NO_FUSED_ROPE,
+    PP2,
+    RUN,
+    TE,
+    TP2,
+    all_gather_logits,
+    check_exchange,
+    gradients,
+)
 from megatron.core import parallel_state as ps
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.global_vars import set_args, unset_global_variables
@@ -48,34 +57,8 @@ def arguments(path):
     return args
 
 
-def logits_of(model, tokens, layout):
-    """[ROWS, LENGTH, VOCAB] on the last stage, None elsewhere."""
-
-    def forward_step(iterator, model):
-        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
-        return model(next(iterator), torch.arange(LENGTH)[None], mask), lambda logits, non_loss_data: logits
-
-    with torch.no_grad():
-        rows = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(tokens.split(1)),
-            model=[model],
-            num_microbatches=ROWS,
-            seq_length=LENGTH,
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-    if not layout.is_last_stage:
-        return None
-    shard = torch.cat(rows)
-    shards = [torch.empty_like(shard) for _ in range(layout.tp_group.size())]
-    dist.all_gather(shards, shard, group=layout.tp_group)
-    return torch.cat(shards, dim=-1)[..., :VOCAB]
-
-
 def load(path):
-    """The model with the folder's weights, this rank's place, the stage's exporter and the folder."""
+    """The model with the folder's weights, this rank's place and parameters, and the folder."""
     args = arguments(path)
     ps.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -95,16 +78,18 @@ def load(path):
         load_shards(parameters, checkpoint, layout.shard)
     problems = bridge_model.model_problems(model, bridge_model.configured_provider(args))
     assert not problems, problems
-    return model, layout, StageExporter.of(parameters, layout), checkpoint
+    return model, layout, parameters, checkpoint
 
 
 def compare(path):
     """This rank's part of the line of JSON."""
-    model, layout, exporter, checkpoint = load(path)
+    model, layout, parameters, checkpoint = load(path)
     reference, found = torch.load(path / "reference.pt", weights_only=True), {}
-    logits = logits_of(model, reference["tokens"], layout)
+    logits = all_gather_logits(model, reference["tokens"], layout)
     if logits is not None:
         found["logits"] = float((logits - reference["logits"]).abs().max())
+    check_exchange(model, layout, parameters, reference["tokens"], logits)
+    exporter = StageExporter.of(parameters, layout)
     sent = dict(named for unit in exporter.units() for named in unit)
     theirs = bridge.auto_bridge(checkpoint.config).export_hf_weights([model], cpu=True, show_progress=False)
     # Bridge leaves the rows of the padded vocabulary in
@@ -116,6 +101,12 @@ def compare(path):
         found["not Bridge's"] = [
             n for n, t in sent.items() if n not in theirs or not torch.equal(t, theirs[n])
         ]
+    if (path / "gradients").is_dir():
+        expected, made = HFCheckpoint(path / "gradients"), gradients(model, layout, parameters, reference)
+        found["gradients"] = {
+            name: float((one.double() - expected.tensor(name)).norm() / expected.tensor(name).norm())
+            for name, one in made.items()
+        }
     unset_global_variables()
     ps.destroy_model_parallel()
     return found
@@ -130,6 +121,7 @@ def work(rank, processes, port, folders):
         if rank == 0:
             keys = ("sent", "not the folder's", "not Bridge's")
             whole = {key: [name for one in found for name in one.get(key, [])] for key in keys}
+            whole["gradients"] = {n: x for one in found for n, x in one.get("gradients", {}).items()}
             whole["logits"] = max(one["logits"] for one in found if "logits" in one)
             print(json.dumps({"model": Path(folder).name, **whole}), flush=True)
 

@@ -13,6 +13,7 @@ from megatron_rl_corr.models.bridge import OTHER_MODEL as REFUSED
 from megatron_rl_corr.models.bridge import PROVEN
 from tests.matrix.bridge_environment import needs_bridge, with_bridge
 from tests.matrix.bridge_models import MODELS, OTHER_MODEL, make_bridge_model
+from tests.mcore.tiny_models import save_gradients
 
 pytestmark = [pytest.mark.matrix, *needs_bridge]
 HERE = Path(__file__).resolve().parent
@@ -44,7 +45,7 @@ def folders(tmp_path_factory):
     for kind in [*MODELS, *OTHER_MODEL]:
         found[kind] = tmp_path_factory.mktemp("models") / kind
         found[kind].mkdir()
-        make_bridge_model(kind, found[kind])
+        make_bridge_model(kind, found[kind], save_gradients)
     return found
 
 
@@ -80,6 +81,14 @@ def test_export_when_on_one_rank_or_several_then_the_folders_and_bridges_bit_for
     for found in (of_one[kind], of_several[kind]):
         assert sorted(found["sent"]) == sorted(names)
         assert found["not the folder's"] == [] and found["not Bridge's"] == []
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_when_on_one_rank_or_several_then_transformers_in_float64(kind, of_one, of_several):
+    for found in (of_one[kind], of_several[kind]):
+        assert {*found["sent"]} - {*found["gradients"]} <= {n for n in found["sent"] if "correction" in n}
+        worst = max(found["gradients"], key=found["gradients"].get)
+        assert found["gradients"][worst] < 2e-5, worst
 
 
 @pytest.mark.parametrize("kind", OTHER_MODEL)

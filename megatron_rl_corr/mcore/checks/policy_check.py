@@ -132,15 +132,15 @@ def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
     names = {flag: action.dest for flag, action in parser.actions.items() if action.dest in fields}
     for chunk in chunks:
         config = chunk.config
-        if bridged:
-            differences += bridge_model.model_problems(chunk, expected)
-            continue
         refused += [
             f"{row.flag}: the script's model has {names[row.flag]} {getattr(config, names[row.flag])}: "
             f"{row.why}"
             for row in REFUSED
             if row.flag in names and row.where(getattr(config, names[row.flag]), args)
         ]
+        if bridged:
+            differences += bridge_model.model_problems(chunk, expected)
+            continue
         differences += [
             f"{flag}: the script's model has {names[flag]} {getattr(config, names[flag])}, and its arguments "
             f"say {getattr(expected, names[flag])}; make its configuration by Megatron's "
