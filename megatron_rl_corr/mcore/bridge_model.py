@@ -40,8 +40,8 @@ BESIDE_FLAGS = (
     "yarn_correction_range_round_to_int",
 )
 ARCHITECTURE = (*(flag.removeprefix("--").replace("-", "_") for flag in COMPARED), *BESIDE_FLAGS)
-"""Fields of Megatron's configuration that say what a model computes, by their flags' names or others: they are
-Bridge's, and the flags' must be equal.
+"""Fields of Megatron's configuration that say what a model computes, by their flags' names or others: they
+are Bridge's, and the flags' must be equal.
 """
 BRIDGES_OWN = ("mtp_num_layers", "hidden_dropout", "attention_dropout")
 """Further fields that are set here, and not by flags."""
