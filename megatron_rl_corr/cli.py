@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from megatron_rl_corr import __version__
 
@@ -403,9 +404,10 @@ def _model_flags(arguments: argparse.Namespace) -> None:
 
     config = read_config(arguments.hf_dir)
     if takes_bridge(config, "auto"):
-        from megatron_rl_corr.mcore.bridge_model import flags_of
+        with redirect_stdout(sys.stderr):  # Megatron-Bridge logs there
+            from megatron_rl_corr.mcore.bridge_model import flags_of
 
-        flags = flags_of(arguments.hf_dir)
+            flags = flags_of(arguments.hf_dir)
     else:
         flags = model_flags(config)
     # Without quotes, so that a shell's $(...) can take them: none has a blank in it.

@@ -79,7 +79,8 @@ def make_bridge_model(kind, folder, save_gradients=lambda *given: None):
             if name.endswith("correction_bias"):
                 buffer.normal_(0, 0.1)
     model.save_pretrained(folder)
-    tokens, pull = torch.randint(0, VOCAB, (ROWS, LENGTH)), torch.randn(ROWS, LENGTH, VOCAB)
+    # not 0: transformers takes the gradient of the padding token out of some embeddings
+    tokens, pull = torch.randint(1, VOCAB, (ROWS, LENGTH)), torch.randn(ROWS, LENGTH, VOCAB)
     with torch.no_grad():
         logits = model(tokens).logits
     torch.save({"tokens": tokens, "logits": logits, "pull": pull}, folder / "reference.pt")

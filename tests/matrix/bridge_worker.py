@@ -7,6 +7,7 @@ what of it is not the folder's or not Bridge's own export, and relative errors o
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from unittest import mock
@@ -114,6 +115,7 @@ def compare(path):
 
 @mock.patch.dict(bridge.OTHER_MODEL, clear=True)
 def work(rank, processes, port, folders):
+    os.environ |= {"WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=processes)
     for folder in folders:
         found = [None] * processes

@@ -5,6 +5,7 @@ in tensor, pipeline and expert parallel groups.
 import importlib.util
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,11 +57,11 @@ CASES = {
 def model_flags(model):
     """What `megatron-rl-corr model-flags` prints."""
     done = subprocess.run(
-        [shutil.which("megatron-rl-corr") or ".venv/bin/megatron-rl-corr", "model-flags", str(model)],
+        [sys.executable, "-m", "megatron_rl_corr.cli", "model-flags", str(model)],
         env=with_bridge(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
