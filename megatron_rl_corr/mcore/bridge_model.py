@@ -43,6 +43,12 @@ ARCHITECTURE = (*(flag.removeprefix("--").replace("-", "_") for flag in COMPARED
 """Fields of Megatron's configuration that say what a model computes, by their flags' names or others: they
 are Bridge's, and the flags' must be equal.
 """
+WITHOUT_TP = {
+    "minimax_m2_layer_spec": "cuts the norms of queries and keys over ranks, where their gradients are wrong "
+    "(Megatron adds up over ranks those of all norms of queries and keys)",
+    "olmoe_layer_spec": "takes the norms of queries and keys over all heads, of which a rank has a part",
+}
+"""Bridge's layers that are not right on tensor-parallel ranks -> why."""
 BRIDGES_OWN = ("mtp_num_layers", "hidden_dropout", "attention_dropout")
 """Further fields that are set here, and not by flags."""
 
@@ -86,10 +92,10 @@ def run_problems(args: argparse.Namespace, provider: Any) -> list[str]:
     if is_plain(provider):
         return []
     kind, lines = _layers(provider), []
-    if kind == "olmoe_layer_spec" and args.tensor_model_parallel_size > 1:
+    if kind in WITHOUT_TP and args.tensor_model_parallel_size > 1:
         lines.append(
-            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: Megatron-Bridge's {kind} takes "
-            "the norms of queries and keys over all heads, of which a rank has a part; use 1"
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size}: Megatron-Bridge's {kind} "
+            f"{WITHOUT_TP[kind]}; use 1"
         )
     if not args.rollout_pad_sequences:
         lines.append(

@@ -45,6 +45,8 @@ MODELS = {
     "olmoe": {"num_key_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
 """`model_type` -> its settings beside SHAPE."""
+WITHOUT_TP = ("minimax_m2", "olmoe")
+"""Of which Bridge's layers are not right on tensor-parallel ranks."""
 OTHER_MODEL = {
     "ernie4_5_moe": {
         "moe_num_experts": 4,

@@ -1,9 +1,10 @@
 """Builds models by Megatron-Bridge, those that are refused too; loads and exports them by this package and by
 Bridge itself.
 
-bridge_worker.py PROCESSES MODEL_DIR ...  in so many processes (2: PP 2; 4: TP 2, PP 2, EP 2 of a model with
-experts) prints for each model a line of JSON: the worst difference of the logits, names of what is sent, of
-what of it is not the folder's or not Bridge's own export, and relative errors of gradients.
+bridge_worker.py 1|4 MODEL_DIR ...  in so many processes (4: PP 2, TP 2 where Bridge's layers are right with
+it, EP 2 of a model with experts) prints for each model a line of JSON: the worst difference of the logits,
+names of what is sent, of what of it is not the folder's or not Bridge's own export, and relative errors of
+gradients.
 """
 
 import json
@@ -14,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from bridge_models import VOCAB
+from bridge_models import VOCAB, WITHOUT_TP
 from hf_models_worker import (
     EP2,
     NO_FUSED_ROPE,
@@ -48,7 +49,8 @@ def arguments(path):
     if dist.get_world_size() > 1:
         flags += PP2
     if dist.get_world_size() == 4:
-        flags += [*TP2, *(EP2 if "--num-experts" in flags else [])]
+        flags += [] if path.name in WITHOUT_TP else TP2
+        flags += EP2 if "--num-experts" in flags else []
     sys.argv = ["worker", *flags, *TE, NO_FUSED_ROPE, *RUN]
     args = parse_args(add_missing_flags)
     validate_args(args)

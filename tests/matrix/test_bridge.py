@@ -17,10 +17,10 @@ from tests.mcore.tiny_models import save_gradients
 
 pytestmark = [pytest.mark.matrix, *needs_bridge]
 HERE = Path(__file__).resolve().parent
-TOLERANCE = {"gemma2": 2e-4, "gemma3_text": 2e-4}
-"""Of float32 logits of up to 10; measured 7e-5, where a score's tanh and a scale are fused."""
-ONE_RANK_ALONE = {"olmoe"}
-"""Bridge's model is wrong on tensor-parallel ranks; on pipeline- and expert-parallel ones it is not."""
+TOLERANCE = {"gemma2": 3e-4, "gemma3_text": 3e-4}
+"""Of float32 logits of up to 10; measured 1.4e-4 after a tanh of scores and logits, 2e-5 in others."""
+GRADIENTS = {"gemma2": 1e-4, "gemma3_text": 1e-4}
+"""Relative to a gradient's norm; measured 4e-5, and 8e-6 of other families."""
 
 
 def compared(processes, folders):
@@ -56,9 +56,7 @@ def of_one(folders):
 
 @pytest.fixture(scope="module")
 def of_several(folders):
-    """On four ranks; what Bridge can't cut over tensor-parallel ranks on two pipeline stages."""
-    whole = [folders[kind] for kind in MODELS if kind not in ONE_RANK_ALONE]
-    return compared(4, whole) | compared(2, [folders[kind] for kind in ONE_RANK_ALONE])
+    return compared(4, [folders[kind] for kind in MODELS])
 
 
 def test_models_of_this_test_then_all_that_are_said_to_be_proven():
@@ -88,7 +86,7 @@ def test_gradients_when_on_one_rank_or_several_then_transformers_in_float64(kind
     for found in (of_one[kind], of_several[kind]):
         assert {*found["sent"]} - {*found["gradients"]} <= {n for n in found["sent"] if "correction" in n}
         worst = max(found["gradients"], key=found["gradients"].get)
-        assert found["gradients"][worst] < 2e-5, worst
+        assert found["gradients"][worst] < GRADIENTS.get(kind, 2e-5), worst
 
 
 @pytest.mark.parametrize("kind", OTHER_MODEL)
