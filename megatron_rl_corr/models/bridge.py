@@ -232,7 +232,11 @@ class BridgeLayout:
         self.replicated = not self._gathers()
 
     def _gathers(self) -> bool:
-        """True if ranks have parts of the parameter: Bridge gathers those, and nothing else."""
+        """True if ranks have parts of the parameter: Bridge gathers those, and nothing else.
+
+        Raises:
+            ValueError: it gathers anything but the shard.
+        """
         import torch
 
         # under the name of the first expert, whose number the module has on every rank
@@ -240,6 +244,11 @@ class BridgeLayout:
         shard = torch.empty_like(getattr(self._module, name), device="meta")
 
         def gather(piece: Tensor) -> list[Tensor]:
+            if piece is not shard:
+                raise ValueError(
+                    f"{self._mapping.megatron_param}: Megatron-Bridge's {type(self._mapping).__name__} "
+                    "gathers pieces of it, of which loads and pushes are not proven; use another model"
+                )
             raise _GathersError
 
         try:
@@ -250,35 +259,10 @@ class BridgeLayout:
 
     def merge(self, shards: Sequence[Tensor]) -> list[Tensor]:
         """As `TensorLayout.merge`."""
-        first, size = shards[0], 1 if self.replicated else len(shards)
-        pieces: list[list[Tensor]] = []
-
-        def gather(piece: Tensor) -> list[Tensor]:
-            pieces.append([piece])
-            if _is_same(piece, first):
-                return list(shards)
-            # Of a part of the shard each rank has its own: that which its own conversion would gather next.
-            number = len(pieces) - 1
-            return [piece, *(self._nth_piece(shard, size, number) for shard in shards[1:])]
-
-        converted = self._converted(first, size, gather)
+        converted = self._converted(
+            shards[0], 1 if self.replicated else len(shards), lambda piece: list(shards)
+        )
         return [converted[name] for name in hf_names(self._mapping)]
-
-    def _nth_piece(self, shard: Tensor, size: int, number: int) -> Tensor:
-        """What a rank with this shard would gather at its call `number`."""
-        found: list[Tensor] = []
-
-        def gather(piece: Tensor) -> list[Tensor]:
-            found.append(piece)
-            if len(found) > number:
-                raise _GathersError
-            return [piece] * size
-
-        try:
-            self._converted(shard, size, gather)
-        except _GathersError:
-            return found[number]
-        raise AssertionError("ranks gather different numbers of pieces")
 
     def _converted(
         self, shard: Tensor, size: int, gather: Callable[[Tensor], list[Tensor]]
@@ -306,13 +290,6 @@ class BridgeLayout:
         """The mapping as of one of `size` ranks, which gets from `exchange` what it would exchange."""
         group, alone = _Group(size, rank), _Group(1)
         return _copied(self._mapping, _Groups(group, group, alone, alone), exchange)
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    """True if both are all of the same memory in the same order."""
-    return one is other or (
-        one.data_ptr() == other.data_ptr() and one.shape == other.shape and one.stride() == other.stride()
-    )
 
 
 def _copied(mapping: Any, groups: _Groups, exchange: _Exchange) -> Any:
