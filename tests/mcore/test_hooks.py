@@ -562,6 +562,7 @@ def flags(interval, prompts=("held_out.jsonl",), **run):
         position_embedding_type="rope",
         quick_geglu=False,
         rollout_hf_checkpoint="no such folder",
+        rollout_model_provider="auto",
     )
 
 
