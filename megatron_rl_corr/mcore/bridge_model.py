@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 from torch.nn import functional
 
+from megatron_rl_corr.mcore.bridge_names import auto_bridge
 from megatron_rl_corr.mcore.checks.policy_flags import COMPARED
-from megatron_rl_corr.models.bridge import auto_bridge
 from megatron_rl_corr.models.hf_checkpoint import read_model
 
 PLAIN_SPECS = ("default_layer_spec", "get_gpt_decoder_block_spec")

@@ -28,6 +28,7 @@ from megatron_rl_corr.mcore.batch.packing import pack_limits
 from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import Collector, SampleSource
+from megatron_rl_corr.mcore.bridge_names import parameter_names
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.model_check import check_models
 from megatron_rl_corr.mcore.checks.policy_check import check_model
@@ -43,7 +44,6 @@ from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.providers import parameter_names
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
 from megatron_rl_corr.moe.padding import check_packed_routers
 from megatron_rl_corr.moe.routes import Routes, make_routes

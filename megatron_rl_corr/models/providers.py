@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_rl_corr.models.architectures import has_table, parts_of
-from megatron_rl_corr.models.bridge import BridgeNames, check_family, installed_version
-from megatron_rl_corr.models.names import NameTable, ParameterNames
+from megatron_rl_corr.models.bridge import check_family, installed_version
 
 
 def takes_bridge(hf_config: Mapping[str, Any], choice: str) -> bool:
@@ -27,17 +26,3 @@ def takes_bridge(hf_config: Mapping[str, Any], choice: str) -> bool:
         parts_of(hf_config)  # which says what is missing
     check_family(hf_config)
     return True
-
-
-def parameter_names(hf_config: Mapping[str, Any], choice: str, *, padded_vocab_size: int) -> ParameterNames:
-    """The rules of a model's parameters.
-
-    Args:
-        hf_config, choice: as `takes_bridge`.
-        padded_vocab_size: rows of Megatron's embedding.
-
-    Raises:
-        ValueError: as `takes_bridge`, `NameTable` and `BridgeNames`.
-    """
-    kind = BridgeNames if takes_bridge(hf_config, choice) else NameTable
-    return kind(hf_config, padded_vocab_size=padded_vocab_size)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
     "config": 2_836,
-    "models": 2_725,
+    "models": 2_545,
     "engines": 5_685,
     "reduce": 660,
     "core": 2_630,
@@ -23,12 +23,12 @@ BUDGETS = {
     "weight_sync": 2_265,
     "doctor": 900,
     "moe": 965,
-    "mcore": 8_180,
+    "mcore": 8_330,
     "features": 4_200,
     "observability": 875,
     "integrations": 515,
     "commands": 5_620,
-    "modules": 950,
+    "modules": 952,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -34,10 +34,10 @@ from megatron.training.global_vars import set_args, unset_global_variables
 from torch.multiprocessing import start_processes
 
 from megatron_rl_corr.mcore import bridge_model, compat
+from megatron_rl_corr.mcore.bridge_names import auto_bridge, parameter_names
 from megatron_rl_corr.models import bridge
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.megatron_flags import add_missing_flags
-from megatron_rl_corr.models.providers import parameter_names
 from megatron_rl_corr.models.shards import load_shards, local_parameters
 from megatron_rl_corr.weight_sync.export import StageExporter
 from tools.local_server import free_port
@@ -94,7 +94,7 @@ def compare(path):
     check_exchange(model, layout, parameters, reference["tokens"], logits)
     exporter = StageExporter.of(parameters, layout)
     sent = dict(named for unit in exporter.units() for named in unit)
-    theirs = bridge.auto_bridge(checkpoint.config).export_hf_weights([model], cpu=True, show_progress=False)
+    theirs = auto_bridge(checkpoint.config).export_hf_weights([model], cpu=True, show_progress=False)
     # Bridge leaves the rows of the padded vocabulary in
     theirs = {name: tensor[: sent[name].shape[0]] for name, tensor in theirs if name in sent}
     if exporter.sends:

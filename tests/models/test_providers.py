@@ -6,8 +6,8 @@ from megatron_rl_corr.models import bridge, providers
 from megatron_rl_corr.models.architectures import FAMILIES
 from megatron_rl_corr.models.bridge_settings import not_proven
 from megatron_rl_corr.models.hf_checkpoint import transformers_config
-from megatron_rl_corr.models.names import CheckpointNames, NameTable
-from megatron_rl_corr.models.providers import parameter_names, takes_bridge
+from megatron_rl_corr.models.names import CheckpointNames
+from megatron_rl_corr.models.providers import takes_bridge
 
 SIZES = {"vocab_size": 8, "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 LLAMA = {"model_type": "llama", **SIZES}
@@ -30,10 +30,6 @@ def not_installed(monkeypatch):
 @pytest.mark.parametrize("choice", ["auto", "table"])
 def test_family_of_the_table_when_bridge_is_installed_then_the_table(kind, choice, installed):
     assert not takes_bridge({"model_type": kind}, choice)
-
-
-def test_names_of_a_family_of_the_table_when_auto_then_of_the_table():
-    assert type(parameter_names(LLAMA, "auto", padded_vocab_size=8)) is NameTable
 
 
 def test_family_of_the_table_when_bridge_is_chosen_then_bridge(installed):
