@@ -41,16 +41,6 @@ TENSOR = ("--tensor-model-parallel-size", 2, "--sequence-parallel")
 CASES = {
     # by the flags of a script that knows nothing of Bridge, in packed sequences
     "mistral": Case("pretrain_any.py", 4, (*TENSOR, *PIPELINE)),
-    # of Bridge's own layers
-    "olmoe": Case(
-        "pretrain_bridge.py",
-        4,
-        (
-            *PIPELINE,
-            *("--expert-model-parallel-size", 2, "--rollout-pad-sequences", "--router-replay", "R3"),
-        ),
-        ("--enable-return-routed-experts",),
-    ),
 }
 
 
