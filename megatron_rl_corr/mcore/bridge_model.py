@@ -234,6 +234,8 @@ def provider_flags(provider: Any) -> list[str]:
         flags += ["--num-experts", has["num_moe_experts"], *_given(has, EXPERTS)]
         flags += ["--moe-router-load-balancing-type", "none", "--moe-router-dtype", "fp32"]
         flags += ["--moe-token-dispatcher-type", "alltoall"]
+        # some of Bridge's mappings have no names for experts one by one
+        flags += ["--moe-grouped-gemm"] if provider.moe_grouped_gemm else []
         if has["moe_layer_freq"] != 1:
             flags += ["--moe-layer-freq", _listed(has["moe_layer_freq"])]
     return [str(word) for word in flags]
