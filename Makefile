@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-agents test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
+.PHONY: help setup setup-vllm setup-agents setup-bridge test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
 	agent agent-stop study study-stop lab clean
 
 PYTHON := .venv/bin/python
@@ -25,6 +25,9 @@ setup-vllm: setup ## Lay vLLM for the CPU beside .venv (once), for make quicksta
 setup-agents: setup ## Make .venv-agents (once), the harnesses of make agent, with which tests ask the gateway too
 	@scripts/setup-agents
 
+setup-bridge: setup ## Lay Megatron-Bridge beside .venv (once), for --rollout-model-provider bridge and its tests
+	@scripts/setup-bridge
+
 # Tests start thousands of interpreters; without bytecode each would compile the package again.
 test test-matrix test-faults: export PYTHONDONTWRITEBYTECODE :=
 
@@ -35,7 +38,7 @@ test: setup-vllm setup-agents ## Run every test; TESTS=path or TESTS="-k name" f
 test-fast: setup-vllm ## Run the tests that start no process, in about 2 minutes; TESTS= chooses
 	$(PYTHON) -m pytest --fast -q -r fE -n 3 --ignore=tests/matrix $(TESTS)
 
-test-matrix: setup-vllm ## Run what make test leaves out: every release of megatron-core (fetches five wheels once), layouts, sizes; MEGATRON_CHECKOUT= adds one
+test-matrix: setup-vllm setup-bridge ## Run what make test leaves out: every release of megatron-core (fetches five wheels once), layouts, sizes; MEGATRON_CHECKOUT= adds one
 	MEGATRON_RELEASES=all $(PYTHON) -m pytest -n 2 -m matrix $(TESTS)
 
 # Everything that breaks something on purpose, the long ones too; a slice of it runs with `make test`.

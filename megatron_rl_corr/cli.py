@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from megatron_rl_corr import __version__
 
@@ -399,9 +400,18 @@ def _export(arguments: argparse.Namespace) -> None:
 def _model_flags(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.models.hf_checkpoint import read_config
     from megatron_rl_corr.models.megatron_flags import model_flags
+    from megatron_rl_corr.models.providers import takes_bridge
 
+    config = read_config(arguments.hf_dir)
+    if takes_bridge(config, "auto"):
+        with redirect_stdout(sys.stderr):  # Megatron-Bridge logs there
+            from megatron_rl_corr.mcore.bridge_model import flags_of
+
+            flags = flags_of(arguments.hf_dir)
+    else:
+        flags = model_flags(config)
     # Without quotes, so that a shell's $(...) can take them: none has a blank in it.
-    print(" ".join(model_flags(read_config(arguments.hf_dir))))
+    print(" ".join(flags))
 
 
 def _presets(arguments: argparse.Namespace) -> None:

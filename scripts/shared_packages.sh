@@ -1,4 +1,4 @@
-# Sourced by scripts/setup, setup-vllm and setup-agents, which set MAKE_TARGET: folders of packages outside of the checkout,
+# Sourced by scripts/setup, setup-vllm, setup-agents and setup-bridge, which set MAKE_TARGET: folders of packages outside of the checkout,
 # shared by all checkouts with the same lock and Python; made once, then only read.
 ENVS=${MEGATRON_RL_CORR_ENVS:-${XDG_CACHE_HOME:-$HOME/.cache}/megatron_rl_corr}
 SHOW_EVERY_S=10

@@ -20,6 +20,11 @@ class ModelConfig(Options):
     starts without --load, and the source of weight names and of the true vocabulary size.
     """
 
+    model_provider: Literal["auto", "table", "bridge"] = "auto"
+    """Where names and layouts of the model's weights come from: this package's table, or Megatron-Bridge,
+    which has families that the table lacks. auto: the table where it has the model_type, else Bridge.
+    """
+
     allow_model_differences: bool = False
     """Warn of Megatron flags that make another model than config.json of `hf_checkpoint` describes,
     instead of refusing them.

@@ -19,7 +19,7 @@ from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.config.run import RunConfig
 
 ASKS = "--sft"
-READ = ("hf_checkpoint", "allow_model_differences", "save_hf", "save_hf_interval")
+READ = ("hf_checkpoint", "model_provider", "allow_model_differences", "save_hf", "save_hf_interval")
 """Options that have an effect here."""
 OWN_TEMPLATE = "default"
 """The value of --sft-tokenizer-prompt-format with which the tokenizer's own template is taken."""

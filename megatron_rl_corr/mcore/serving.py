@@ -31,7 +31,7 @@ from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.mcore.membership import Joins, Membership, make_candidates
 from megatron_rl_corr.mcore.reference.policy import Reference
 from megatron_rl_corr.models.hf_checkpoint import read_model
-from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.names import CheckpointNames
 from megatron_rl_corr.models.quantization import BlockFP8
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import (
@@ -447,7 +447,7 @@ def _find_drafts(
     sent = _ask_from_first_rank(
         lambda: loop.call(find_drafting(client.control(client.base_urls), quantization))
     )
-    return DraftLayers(NameTable(config, padded_vocab_size=config["vocab_size"]).is_of_mtp, sent=sent)
+    return DraftLayers(CheckpointNames(config).is_of_mtp, sent=sent)
 
 
 @collective

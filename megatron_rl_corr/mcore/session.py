@@ -28,6 +28,7 @@ from megatron_rl_corr.mcore.batch.packing import pack_limits
 from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import Collector, SampleSource
+from megatron_rl_corr.mcore.bridge_names import parameter_names
 from megatron_rl_corr.mcore.checks.batch_invariance import check_in_force
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.model_check import check_models
@@ -49,7 +50,6 @@ from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.updates import Updates
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.names import NameTable
 from megatron_rl_corr.models.shards import LocalParameter, load_shards, local_parameters
 from megatron_rl_corr.moe.padding import check_packed_routers
 from megatron_rl_corr.moe.routes import Routes, make_routes
@@ -485,7 +485,9 @@ def loaded_parameters(
     check_model(chunks, args)
     experts = (args.num_experts or 0) // args.expert_model_parallel_size
     with naming_checkpoint(str(checkpoint.path)):
-        table = NameTable(checkpoint.config, padded_vocab_size=args.padded_vocab_size)
+        table = parameter_names(
+            checkpoint.config, args.rollout_model_provider, padded_vocab_size=args.padded_vocab_size
+        )
         parameters = local_parameters(chunks, table, experts_per_rank=experts)
         if load and args.iteration == 0 and not compat.begins_with_pretrained(args):
             load_shards(parameters, checkpoint, layout.shard)

@@ -475,6 +475,18 @@ UNPROVEN = {
 """Architectures that are known and refused, by `model_type` -> why."""
 
 
+BRIDGED = "names and layouts of weights are Megatron-Bridge's"
+BRIDGE_REMEDY = (
+    "; Megatron-Bridge, where it is installed, has more families (--rollout-model-provider bridge)"
+)
+
+
+def has_table(config: Config) -> bool:
+    """True if FAMILIES has the parts of this model."""
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in FAMILIES
+
+
 def parts_of(config: Config) -> tuple[Part, ...]:
     """The parts of a layer of this model.
 
@@ -482,9 +494,11 @@ def parts_of(config: Config) -> tuple[Part, ...]:
         ValueError: its architecture is not supported.
     """
     kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in FAMILIES:
+    if not has_table(config):
         why = f": {UNPROVEN[kind]}" if isinstance(kind, str) and kind in UNPROVEN else ""
         remedy = "" if why else ", or add its row to FAMILIES in megatron_rl_corr/models/architectures.py"
+        if not why or kind == "minimax_m2":
+            remedy += BRIDGE_REMEDY
         raise ValueError(
             f"config.json: model_type {kind!r} is not supported{why} (supported: {', '.join(FAMILIES)}); use "
             f"a model of one of these{remedy}"
@@ -508,7 +522,9 @@ def unusual_weights(config: Config) -> str | None:
     """Those weights of a model, in words, whose pushes are proven whole and at some engines alone; None where
     it has none of them.
     """
-    parts = FAMILIES.get(str(config.get("model_type")), ())
+    if not has_table(config):
+        return BRIDGED
+    parts = FAMILIES[config["model_type"]]
     if stacked_experts in parts or rows_of_experts in parts:
         return "one tensor stacks all experts of a layer"
     return "some layers are gated delta nets" if gated_attention in parts else None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from megatron_rl_corr.models.architectures import has_table
 from megatron_rl_corr.models.settings import with_defaults
 
 if TYPE_CHECKING:
@@ -33,7 +34,22 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def read_model(path: str | Path) -> dict[str, Any]:
     """As `read_config`, with transformers' default for each setting of the model that is not there."""
-    return with_defaults(read_config(path))
+    config = read_config(path)
+    return with_defaults(config) if has_table(config) else transformers_config(config)
+
+
+def transformers_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json of a family that no table has, with the defaults of transformers' class for it.
+
+    Args:
+        config: it; of a type that transformers does not know it is returned as it is.
+    """
+    from transformers import AutoConfig  # which takes seconds, and known families do not need it
+
+    try:
+        return AutoConfig.for_model(**config).to_dict() | dict(config)
+    except (ValueError, TypeError, AttributeError):
+        return dict(config)
 
 
 class HFCheckpoint:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_rl_corr.files import refuse_link
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
 from megatron_rl_corr.models.mtp import hf_prefixes, num_mtp_layers
-from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.names import CheckpointNames
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class UnfinishedFolder:
     def _keep_untrained(self, source: HFCheckpoint) -> None:
         file_of = _file_of(self.path)
         written = set(file_of)
-        table = NameTable(source.config, padded_vocab_size=source.config["vocab_size"])
+        table = CheckpointNames(source.config)
         left = [name for name in source.names if name not in written]
         missing = [name for name in left if table.why_kept(name) is None]
         if missing or (foreign := sorted(written - set(source.names))):

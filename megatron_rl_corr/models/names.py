@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_rl_corr.models.architectures import (
     FAMILIES,
@@ -21,6 +21,9 @@ from megatron_rl_corr.models.architectures import (
 from megatron_rl_corr.models.layouts import TensorLayout
 from megatron_rl_corr.models.mtp import hf_prefixes, mtp_rows, num_mtp_layers, shared_tensors
 from megatron_rl_corr.models.settings import with_defaults
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ARCHITECTURES = tuple(FAMILIES)
 
@@ -50,20 +53,44 @@ class ParameterRule:
     """Experts in that tensor."""
 
 
-class NameTable:
-    """The rules for all parameters of one model.
+class CheckpointNames:
+    """What a model's config.json alone says of its checkpoint's tensors; see `NameTable` for the rest.
+
+    Args:
+        hf_config: the model's config.json, of any architecture.
+    """
+
+    def __init__(self, hf_config: Mapping[str, Any]):
+        hf_config = with_defaults(hf_config)
+        self.tied = is_tied(hf_config)
+        self.shared_by_mtp = shared_tensors(hf_config)
+        """Copies that the checkpoint's MTP layers may hold -> the tensors that they are copies of."""
+        self._mtp_layers, self._mtp_prefixes = num_mtp_layers(hf_config), tuple(hf_prefixes(hf_config))
+        self._num_layers = hf_config["num_hidden_layers"]
+        self._kept = [(re.compile(kept.pattern), kept.reason) for kept in kept_as_loaded(hf_config)]
+
+    def why_kept(self, name: str) -> str | None:
+        """Why servers keep a tensor of the checkpoint as they loaded it; None if it must be sent."""
+        return next((reason for pattern, reason in self._kept if pattern.fullmatch(name)), None)
+
+    def is_of_mtp(self, name: str) -> bool:
+        """True if a tensor of the checkpoint is one of its MTP layers' own, which are trained all or none."""
+        return name.startswith(self._mtp_prefixes) and name not in self.shared_by_mtp
+
+
+class ParameterNames(CheckpointNames):
+    """The rules for all parameters of one model, whoever gives them; `find` is a subclass's.
 
     Args:
         hf_config: the model's config.json.
         padded_vocab_size: rows of Megatron's embedding.
 
     Raises:
-        ValueError: the architecture is not supported, the checkpoint is quantised, or the
-            vocabulary does not fit.
+        ValueError: the checkpoint is quantised, or the vocabulary does not fit.
     """
 
     def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int):
-        hf_config, parts = with_defaults(hf_config), parts_of(with_defaults(hf_config))
+        super().__init__(hf_config)
         if hf_config.get("quantization_config"):
             raise ValueError(
                 "config.json: quantization_config is set, and quantised weights are not loaded; name the "
@@ -76,15 +103,19 @@ class NameTable:
                 "--tokenizer-type NullTokenizer where Megatron's own tokenizer has fewer ids: it makes no "
                 "prompts"
             )
-        self._config = hf_config
-        self._tied, self._num_layers = is_tied(hf_config), hf_config["num_hidden_layers"]
-        layer_rows = [row for part in parts for row in part(hf_config)]
-        rows = [*ends(hf_config, padded_vocab_size), *layer_rows, *mtp_rows(hf_config, layer_rows)]
-        self._mtp_layers, self._mtp_prefixes = num_mtp_layers(hf_config), tuple(hf_prefixes(hf_config))
-        self.shared_by_mtp = shared_tensors(hf_config)
-        """Copies that the checkpoint's MTP layers may hold -> the tensors that they are copies of."""
-        self._rules = [(re.compile(row.pattern), row) for row in rows]
-        self._kept = [(re.compile(kept.pattern), kept.reason) for kept in kept_as_loaded(hf_config)]
+
+    def find(self, name: str, module: nn.Module | None = None) -> ParameterRule:
+        """The layout and the Hugging Face tensors of a parameter.
+
+        Args:
+            name: Megatron's, with the numbers that layer and expert have in the whole model
+                (see `global_name`).
+            module: the one that has the parameter, where a model is there; the table does not need it.
+
+        Raises:
+            ValueError: the architecture has no such parameter.
+        """
+        raise NotImplementedError
 
     def check_model(self, *, num_layers: int, tied: bool, mtp_layers: int = 0) -> None:
         """Raise ValueError if Megatron's model has other layers or another output layer than the checkpoint.
@@ -105,32 +136,36 @@ class NameTable:
                 f"--mtp-num-layers {mtp_layers}: the checkpoint has {self._mtp_layers or 'no'} layers that "
                 f"predict further tokens (num_nextn_predict_layers in config.json); {remedy}leave it out"
             )
-        if tied != self._tied:
+        if tied != self.tied:
             # Otherwise the trainer would have an output layer that the servers lack, or the other way round.
-            problem, remedy = ("ties", "leave out") if self._tied else ("does not tie", "give")
+            problem, remedy = ("ties", "leave out") if self.tied else ("does not tie", "give")
             raise ValueError(
                 f"config.json: the checkpoint {problem} its word embeddings and Megatron's model "
-                f"does{' not' if self._tied else ''}; {remedy} --untie-embeddings-and-output-weights"
+                f"does{' not' if self.tied else ''}; {remedy} --untie-embeddings-and-output-weights"
             )
 
-    def why_kept(self, name: str) -> str | None:
-        """Why servers keep a tensor of the checkpoint as they loaded it; None if it must be sent."""
-        return next((reason for pattern, reason in self._kept if pattern.fullmatch(name)), None)
 
-    def is_of_mtp(self, name: str) -> bool:
-        """True if a tensor of the checkpoint is one of its MTP layers' own, which are trained all or none."""
-        return name.startswith(self._mtp_prefixes) and name not in self.shared_by_mtp
+class NameTable(ParameterNames):
+    """The rules of the tables in models/architectures.py.
 
-    def find(self, name: str) -> ParameterRule:
-        """The layout and the Hugging Face tensors of a parameter.
+    Args:
+        hf_config: the model's config.json.
+        padded_vocab_size: rows of Megatron's embedding.
 
-        Args:
-            name: Megatron's, with the numbers that layer and expert have in the whole model
-                (see `global_name`).
+    Raises:
+        ValueError: the architecture is not supported, the checkpoint is quantised, or the
+            vocabulary does not fit.
+    """
 
-        Raises:
-            ValueError: the architecture has no such parameter.
-        """
+    def __init__(self, hf_config: Mapping[str, Any], *, padded_vocab_size: int):
+        hf_config, parts = with_defaults(hf_config), parts_of(with_defaults(hf_config))
+        super().__init__(hf_config, padded_vocab_size=padded_vocab_size)
+        self._config = hf_config
+        layer_rows = [row for part in parts for row in part(hf_config)]
+        rows = [*ends(hf_config, padded_vocab_size), *layer_rows, *mtp_rows(hf_config, layer_rows)]
+        self._rules = [(re.compile(row.pattern), row) for row in rows]
+
+    def find(self, name: str, module: nn.Module | None = None) -> ParameterRule:
         for pattern, row in self._rules:
             match = pattern.fullmatch(name)
             if match:

@@ -20,6 +20,7 @@ from megatron_rl_corr.models.architectures import (
     WINDOWED,
     WINDOWED_TYPES,
     Config,
+    has_table,
     num_experts,
     of_text,
     parts_of,
@@ -310,9 +311,19 @@ def why_harmless(key: str, config: Config) -> str | None:
 def computed(config: Config) -> dict[str, Any]:
     """The settings that decide what a model computes, each under one name and with its default; no limits.
 
+    Of a model that no table has these are all settings that are not known to be harmless.
+
     Raises:
-        ValueError: the model is not supported, or its rotary settings are not.
+        ValueError: its rotary settings are not supported.
     """
+    if not has_table(config):
+        return {
+            key: value
+            for key, value in config.items()
+            if key not in ("architectures", "max_position_embeddings")
+            and not key.endswith("_token_id")
+            and all(key not in keys for keys in HARMLESS.values())
+        }
     kind, filled = family_of(config), with_defaults(config)
     only = _only(kind)
     found = {key: one.values[0] for key, one in only.items() if key not in filled}

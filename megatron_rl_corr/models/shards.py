@@ -13,7 +13,7 @@ from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hybrid import gpt_name, layers_per_block
 from megatron_rl_corr.models.layouts import RowsOrWhole
 from megatron_rl_corr.models.mtp import PREFIX as MTP
-from megatron_rl_corr.models.names import NameTable, ParameterRule, global_name
+from megatron_rl_corr.models.names import CheckpointNames, ParameterNames, ParameterRule, global_name
 
 EXPERT_BIAS = ".router.expert_bias"
 """The buffer that balances experts without an auxiliary loss; Megatron changes it after every step."""
@@ -39,11 +39,13 @@ class LocalParameter:
     local_name: str
     layer_offset: int
     experts_per_rank: int
-    table: NameTable
+    table: ParameterNames
     is_hybrid: bool = False
     """It belongs to a HybridModel, whose layers have other numbers."""
     is_copy: bool = False
     """Another stage has the same parameter, and sends it."""
+    module: nn.Module | None = None
+    """The one that has the parameter, by which Megatron-Bridge knows its kind."""
 
     def rule(self, ep_rank: int) -> ParameterRule:
         """The layout and the Hugging Face tensors of this parameter on one expert-parallel rank.
@@ -53,13 +55,13 @@ class LocalParameter:
         """
         offset = ep_rank * self.experts_per_rank
         name = global_name(self.local_name, layer_offset=self.layer_offset, expert_offset=offset)
-        rule = self.table.find(gpt_name(name) if self.is_hybrid else name)
+        rule = self.table.find(gpt_name(name) if self.is_hybrid else name, self.module)
         layout = rule.layout.resolve(self.tensor) if isinstance(rule.layout, RowsOrWhole) else rule.layout
         return replace(rule, layout=layout, is_copy=rule.is_copy or self.is_copy)
 
 
 def local_parameters(
-    chunks: Sequence[nn.Module], table: NameTable, *, experts_per_rank: int
+    chunks: Sequence[nn.Module], table: ParameterNames, *, experts_per_rank: int
 ) -> list[LocalParameter]:
     """All parameters of this rank in the model's order, the routers' expert biases included.
 
@@ -93,7 +95,10 @@ def local_parameters(
         for name, tensor in [*parameters, *biases]:
             # MTP layers embed tokens too, on the last stage, by a copy that Megatron keeps the same.
             is_copy = has_mtp and name == EMBEDDING and not chunk.pre_process
-            found.append(LocalParameter(tensor, name, offset, experts_per_rank, table, block == 2, is_copy))
+            module = chunk.get_submodule(name.rpartition(".")[0])
+            found.append(
+                LocalParameter(tensor, name, offset, experts_per_rank, table, block == 2, is_copy, module)
+            )
     return found
 
 
@@ -146,7 +151,7 @@ def _read(checkpoint: HFCheckpoint, name: str, rule: ParameterRule) -> Tensor:
     return checkpoint.row(name, rule.row)
 
 
-def _check_shared(table: NameTable, checkpoint: HFCheckpoint) -> None:
+def _check_shared(table: CheckpointNames, checkpoint: HFCheckpoint) -> None:
     """Raise ValueError if MTP layers have another embedding or output layer than the model, whose
     Megatron lets them use.
     """

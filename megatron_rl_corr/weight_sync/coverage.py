@@ -18,7 +18,7 @@ from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.errors import IncompletePush, RolloutProtocolError
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
-from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.names import CheckpointNames
 from megatron_rl_corr.models.quantization import SCALE, BlockFP8
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, communication_device
@@ -35,7 +35,7 @@ def make_coverage(checkpoint: Path, quantization: BlockFP8 | None = None) -> Cov
         quantization: of the servers.
     """
     folder = HFCheckpoint(checkpoint)
-    table = NameTable(folder.config, padded_vocab_size=folder.config["vocab_size"])
+    table = CheckpointNames(folder.config)
     quantised = [name for name in folder.names if quantization is not None and quantization.quantises(name)]
     scales = [name + SCALE for name in quantised if table.why_kept(name) is None]
     return Coverage([*folder.names, *scales], table.why_kept)

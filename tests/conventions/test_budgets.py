@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
     "config": 2_895,
-    "models": 2_370,
+    "models": 2_530,
     "engines": 5_725,
     "reduce": 673,
     "core": 2_630,
@@ -23,12 +23,12 @@ BUDGETS = {
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
-    "mcore": 8_560,
+    "mcore": 8_970,
     "features": 4_570,
     "observability": 875,
     "integrations": 640,
     "commands": 5_620,
-    "modules": 955,
+    "modules": 965,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -25,10 +25,13 @@ def process_environment(*paths):
     return release_environment(OVERLAID[-1], *paths) | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def cpu_flags(model):
-    """What a user's script is started with today, on a machine without a GPU: two steps of eight samples."""
+def cpu_flags(model, words=None):
+    """What a user's script is started with today, on a machine without a GPU: two steps of eight samples.
+
+    words: the model's flags; by default those of the table.
+    """
     flags = [
-        *model_flags(json.loads((Path(model) / "config.json").read_text())),
+        *(words or model_flags(json.loads((Path(model) / "config.json").read_text()))),
         *megatron_arguments(),
         "--seq-length",
         32,

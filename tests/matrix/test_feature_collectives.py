@@ -33,6 +33,7 @@ FLAGS = {
     "samples": ["--rollout-save-trajectories", "OUT/samples"],
     "export": ["--rollout-save-hf", "OUT/hf", "--rollout-save-hf-interval", 1],
     "trace": ["--rollout-trace", "OUT/traces"],
+    "peak_memory": ["--rollout-peak-memory"],
     "push_probe": ["--rollout-probe-push", "on"],
     "evaluation": ["--rollout-eval-prompts", "FOLDER/prompts.jsonl", "--eval-interval", 1],
 }
@@ -44,6 +45,7 @@ ADDED: dict[str, dict[str, int]] = {
     "samples": {"all_reduce 2": 1},
     "export": {"all_reduce 2": 3},
     "trace": {},
+    "peak_memory": {},
     "push_probe": {"all_reduce 2": 5, "broadcast 2": 1, "broadcast_object_list 2": 2},
     "evaluation": {"all_reduce 2": 2},
 }

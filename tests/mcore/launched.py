@@ -87,12 +87,14 @@ def run_command(
     torchrun=None,
     rewarded=True,
     correction=("--rollout-correction-preset", "decoupled_token_is"),
+    model_words=None,
 ):
     """The words of a run's command.
 
     url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a
     row too long. checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags,
-    beside the processes. rewarded: by the reward in the folder. correction: flags.
+    beside the processes. rewarded: by the reward in the folder. correction: flags. model_words: as
+    `cpu_flags`.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     urls = [url] if isinstance(url, str) else url
@@ -138,7 +140,7 @@ def run_command(
         *torchrun,
         "-m",
         "megatron_rl_corr.launch",
-        *map(str, [script, *cpu_flags(model), *flags, *ours]),
+        *map(str, [script, *cpu_flags(model, model_words), *flags, *ours]),
     ]
 
 

@@ -563,6 +563,7 @@ def flags(interval, prompts=("held_out.jsonl",), **run):
         position_embedding_type="rope",
         quick_geglu=False,
         rollout_hf_checkpoint="no such folder",
+        rollout_model_provider="auto",
     )
 
 
@@ -1196,15 +1197,25 @@ def fails(*args):
     raise ValueError("the checkpoint has no tensor lm_head.weight")
 
 
-session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4})
+session.HFCheckpoint = lambda path: types.SimpleNamespace(config={"vocab_size": 4}, path="m")
 session.sample_source = lambda *args: "source"
-session._parameters, session.load_shards = lambda *args: [], fails
+session.check_model = session.parameter_names = session.local_parameters = lambda *args, **kwargs: []
+session.load_shards = fails
 closed, opened = [], session.ExitStack()
 collector = types.SimpleNamespace(sampling=None, close=lambda: closed.append("collector"))
 session.Collector = lambda *args, **kwargs: collector
 session.LoopThread = lambda: types.SimpleNamespace(close=lambda: closed.append("loop"))
 megatron = types.SimpleNamespace(
-    args=types.SimpleNamespace(iteration=0, finetune=False, train_iters=1), model=[]
+    args=types.SimpleNamespace(
+        iteration=0,
+        finetune=False,
+        train_iters=1,
+        num_experts=None,
+        expert_model_parallel_size=1,
+        padded_vocab_size=4,
+        rollout_model_provider="auto",
+    ),
+    model=[],
 )
 try:
     session._prepare(

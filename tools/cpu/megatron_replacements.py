@@ -88,7 +88,7 @@ def _attention_over_context_ranks(original):
     def core_attention(self):
         from megatron.core import parallel_state
 
-        if parallel_state.get_context_parallel_world_size() == 1:
+        if not parallel_state.is_initialized() or parallel_state.get_context_parallel_world_size() == 1:
             return original(self)
         from tools.cpu.cp_attention import ContextParallelAttention
 

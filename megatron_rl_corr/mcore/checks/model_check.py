@@ -16,8 +16,8 @@ from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.errors import RolloutError
 from megatron_rl_corr.engines.types import ServerChecksums
 from megatron_rl_corr.models.architectures import CODE_OF, unusual_weights
-from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
-from megatron_rl_corr.models.names import NameTable
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_model
+from megatron_rl_corr.models.names import CheckpointNames
 from megatron_rl_corr.models.settings import computed
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure
@@ -98,7 +98,7 @@ def other_settings(folder: Path, config: Mapping[str, Any]) -> str:
     wherever it stands in the file, and with settings that are not known here.
     """
     try:
-        served = read_config(folder)
+        served = read_model(folder)
     except (ValueError, OSError):  # a name of the Hub, or a folder that this user may not read
         return ""
     try:
@@ -114,7 +114,7 @@ def other_settings(folder: Path, config: Mapping[str, Any]) -> str:
 
 def other_names(engine: Engine, server: ServerChecksums, checkpoint: HFCheckpoint) -> str:
     """The parameters that a server lacks, or has more of; "" where it has those of the checkpoint."""
-    table = NameTable(checkpoint.config, padded_vocab_size=checkpoint.config["vocab_size"])
+    table = CheckpointNames(checkpoint.config)
     sent = {engine.server_parameter(name)[0] for name in checkpoint.names if table.why_kept(name) is None}
     held = {name for _, sums in server.ranks for name in sums}
     lacking = sorted(name for name in sent if engine.held_in(name, held) not in held)

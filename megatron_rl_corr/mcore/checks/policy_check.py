@@ -19,11 +19,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import nn
 
 from megatron_rl_corr.config.flags import warn
+from megatron_rl_corr.mcore import bridge_model
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.policy_flags import ALLOW, COMPARED, EFFECTIVE, IGNORED, REFUSED
 from megatron_rl_corr.mcore.mtp import mtp_problems
-from megatron_rl_corr.models.hf_checkpoint import read_config
+from megatron_rl_corr.models.bridge_settings import not_proven
+from megatron_rl_corr.models.hf_checkpoint import read_config, read_model
 from megatron_rl_corr.models.megatron_flags import add_missing_flags, flags_despite_settings
+from megatron_rl_corr.models.providers import takes_bridge
 from megatron_rl_corr.models.settings import not_trained
 
 MADE_BY_FLAGS = {
@@ -85,19 +88,27 @@ def check_policy(args: argparse.Namespace) -> None:
         ValueError: lists every flag by which the trained policy would not be the sampled one, each
             with the remedy.
     """
-    parser, path = MegatronParser(), args.rollout_hf_checkpoint
+    parser, path, provider = MegatronParser(), args.rollout_hf_checkpoint, None
     with naming_checkpoint(path):
         config = read_config(path)
-        differences = [f"--rollout-hf-checkpoint {path}: {line}" for line in not_trained(config)]
+        bridged = takes_bridge(config, args.rollout_model_provider)
+        lines = not_proven(config) if bridged else not_trained(config)
+        differences = [f"--rollout-hf-checkpoint {path}: {line}" for line in lines]
     try:
         with naming_checkpoint(path):
-            words = flags_despite_settings(config)
+            if bridged:
+                provider = bridge_model.provider_of(read_model(path))
+                words = bridge_model.provider_flags(provider)
+            else:
+                words = flags_despite_settings(config)
             parser.parse(words)
     except ValueError as error:  # Megatron, or this release of it, computes something else than that model
         differences.append(str(error))
     else:
         differences += model_differences(args, words, parser)
     refused = refused_flags(args, parser) + mtp_problems(args, config)
+    if provider is not None:
+        refused += bridge_model.run_problems(args, provider)
     _refuse(refused, differences, args.rollout_allow_model_differences)
 
 
@@ -110,7 +121,12 @@ def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
     """
     from megatron.training import arguments
 
-    expected, parser = arguments.core_transformer_config_from_args(args), MegatronParser()
+    bridged = takes_bridge(read_config(args.rollout_hf_checkpoint), args.rollout_model_provider)
+    if bridged:
+        expected = bridge_model.configured_provider(args)
+    else:
+        expected = arguments.core_transformer_config_from_args(args)
+    parser = MegatronParser()
     refused, differences = [], []
     fields = {field.name for field in dataclasses.fields(expected)}
     names = {flag: action.dest for flag, action in parser.actions.items() if action.dest in fields}
@@ -122,6 +138,9 @@ def check_model(chunks: Sequence[nn.Module], args: argparse.Namespace) -> None:
             for row in REFUSED
             if row.flag in names and row.where(getattr(config, names[row.flag]), args)
         ]
+        if bridged:
+            differences += bridge_model.model_problems(chunk, expected)
+            continue
         differences += [
             f"{flag}: the script's model has {names[flag]} {getattr(config, names[flag])}, and its arguments "
             f"say {getattr(expected, names[flag])}; make its configuration by Megatron's "

@@ -17,7 +17,7 @@ from megatron_rl_corr.mcore.checks.packed_flags import check_packed
 from megatron_rl_corr.mcore.checks.policy_check import check_policy
 from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.feature import feature_classes, number_of_steps
-from megatron_rl_corr.models.architectures import unusual_weights
+from megatron_rl_corr.models.architectures import BRIDGED, unusual_weights
 from megatron_rl_corr.models.hf_checkpoint import read_config
 from megatron_rl_corr.models.megatron_flags import DELTA_NETS
 from megatron_rl_corr.moe.routers import check_router_replay
@@ -223,6 +223,8 @@ def check_unusual_weights(args: argparse.Namespace) -> None:
     """ValueError for pushes that are not proven of all weights of the checkpoint."""
     path = Path(args.rollout_hf_checkpoint)
     which = unusual_weights(read_config(path)) if (path / "config.json").is_file() else None
+    if args.rollout_model_provider == "bridge":
+        which = which or BRIDGED
     if which is None:
         return
     problems, why = Problems(), f"in {path} {which}"

@@ -23,8 +23,10 @@ from megatron_rl_corr.mcore.reference.policy import LocalReference, Reference, R
 from megatron_rl_corr.mcore.reference.served_scores import ServedScores
 from megatron_rl_corr.mcore.reference.server import ServedReference
 from megatron_rl_corr.mcore.reference.teacher import FLAG, Teacher, check_teacher
-from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config
+from megatron_rl_corr.models.architectures import has_table
+from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint, read_config, read_model
 from megatron_rl_corr.models.megatron_flags import model_flags
+from megatron_rl_corr.models.settings import computed
 from megatron_rl_corr.models.shards import LocalParameter, ShardRanks
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, all_reduce_failure, all_reduce_startup
@@ -267,11 +269,18 @@ def _check_same_model(path: str, start: str) -> None:
     place of the others.
     """
     with naming_checkpoint(path, "--rollout-reference-checkpoint"):
-        theirs = model_flags(read_config(path))
-    ours = model_flags(read_config(start))
+        theirs = _described(path)
+    ours = _described(start)
     if theirs != ours:
         other = sorted(set(theirs) ^ set(ours))
         raise ValueError(
             f"--rollout-reference-checkpoint {path} is another model than --rollout-hf-checkpoint {start}: "
             f"their config.json differ in {', '.join(other)}; use one of the same architecture"
         )
+
+
+def _described(path: str) -> list[str]:
+    """Words that two folders of one model have both: Megatron's flags, or settings where no table has it."""
+    if has_table(read_config(path)):
+        return model_flags(read_config(path))
+    return [f"{key} {value}" for key, value in computed(read_model(path)).items()]
