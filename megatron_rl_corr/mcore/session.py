@@ -21,13 +21,14 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.auto_weights import AutoWeights
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
-from megatron_rl_corr.mcore import checkpoint_cursor, compat
+from megatron_rl_corr.mcore import checkpoint_cursor, checkpoint_groups, compat
 from megatron_rl_corr.mcore.abandoned_steps import clear_abandoned_folders
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
 from megatron_rl_corr.mcore.batch.packing import pack_limits
 from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import Collector, SampleSource
+from megatron_rl_corr.mcore.checkpoint_groups import SavedGroups, WaitingWriter, settings_of
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.model_check import check_models
 from megatron_rl_corr.mcore.checks.policy_check import check_model
@@ -102,6 +103,8 @@ class Session:
     step: CorrectedStep
     features: Sequence[Feature]
     parts: _Parts
+    waiting: WaitingWriter | None
+    """Saves groups that wait to be trained; None: they are not saved."""
 
 
 def start(
@@ -131,12 +134,16 @@ def start(
         all_reduce_startup(lambda: check_packed_routers(megatron.model))
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
+    sampled_with, restored = {}, None
+    if options.replay is None:
+        sampled_with = all_reduce_startup(lambda: settings_of(options) if layout.is_data_leader else {})
+        restored = checkpoint_groups.broadcast_saved(args, saved, sampled_with)
     updates, features = Updates.of(options, args.seed, args.iteration, saved), features_of(options)
     auto = _auto_weights(options, args, saved)
     for one in features:
         opened.callback(one.close)
     parts = all_reduce_startup(
-        lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, features, opened)
+        lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, restored, features, opened)
     )
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
@@ -183,6 +190,8 @@ def start(
         except BaseException:
             opened.close()
             raise
+    if first_step is not None and restored is not None and restored.groups:
+        first_step = replace(first_step, restored=True)
     step = CorrectedStep(
         config=config if auto is None else auto.corrected(config),
         auto=auto,
@@ -200,9 +209,19 @@ def start(
         teacher=teacher,
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
+    waiting = None
+    if options.replay is None and options.save_waiting_gib:
+        waiting = WaitingWriter(
+            layout,
+            options,
+            sampled_with,
+            collector.sampling,
+            lambda number: parts.source.prompts.index_at(number),
+        )
+        opened.callback(waiting.close)
     clear_abandoned_folders(options, layout, args.iteration)
     _print_start(config, step)
-    return Session(step, features, parts)
+    return Session(step, features, parts, waiting)
 
 
 def _auto_weights(
@@ -249,6 +268,7 @@ def _prepare(
     routes: Routes,
     updates: Updates,
     saved: SavedCursor | None,
+    restored: SavedGroups | None,
     features: Sequence[Feature],
     opened: ExitStack,
 ) -> _Parts:
@@ -298,7 +318,15 @@ def _prepare(
         settings = RunSettings(options, args, layout, vocab_size)
         source = sample_source(settings, loop, routes, features, opened, problems)
         collector = collector_of(
-            settings, shape, source, features, problems, batches=batches, saved=saved, routes=routes
+            settings,
+            shape,
+            source,
+            features,
+            problems,
+            batches=batches,
+            saved=saved,
+            restored=restored,
+            routes=routes,
         )
     if collector is not None:
         opened.callback(collector.close)
