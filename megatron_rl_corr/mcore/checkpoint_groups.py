@@ -1,9 +1,8 @@
 """The groups that wait to be trained, in Megatron's checkpoints: scored samples that a run which goes on
 trains and does not ask for again.
 
-They are in a folder of the checkpoint (iter_0000040/rollout_waiting), which each replica's data leader writes
-in a thread once Megatron's save has returned. A checkpoint whose folder is not whole is like one without: what
-lacks is sampled again.
+They are in a folder of the checkpoint (iter_0000040/rollout_waiting), which each replica's data leader
+writes in a thread once Megatron's save has returned. What lacks there, or is damaged, is sampled again.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl_corr.config.fields import flag_of
+from megatron_rl_corr.config.flags import flags_by_field
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.tokenizer import FILES
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -40,6 +39,7 @@ from megatron_rl_corr.rollout.waiting_groups import (
     write_waiting,
 )
 
+NOT_SAVED = "it was above --rollout-save-waiting-gib when the checkpoint was saved"
 CLOSE_S = 60.0
 """Seconds that a run which ends waits for its groups' files."""
 SAMPLED_WITH = (
@@ -91,6 +91,8 @@ class SavedGroups:
     groups: tuple[SavedGroup, ...] = ()
     max_lag: int = 0
     """--rollout-max-lag of the run that saved them."""
+    lacking: Mapping[int, str] = field(default_factory=dict)
+    """Why groups that waited are not among them, by their numbers."""
 
     def read(self, waiting: Sequence[int], *, version: int, max_lag: int, longest: int) -> list[Group]:
         """Those of the groups that can be trained, in this order. Events name the others, which are sampled
@@ -107,7 +109,7 @@ class SavedGroups:
         for number in waiting:
             try:
                 if number not in listed:
-                    raise ValueError("the checkpoint does not hold it")
+                    raise ValueError(self.lacking.get(number, NOT_SAVED))
                 group = read_group(self.folder, listed[number])
                 _check_usable(group, version - max_lag if max_lag < self.max_lag else 0, longest)
                 found.append(group)
@@ -149,7 +151,7 @@ def broadcast_saved(
     args: argparse.Namespace, saved: SavedCursor | None, settings: dict[str, Any]
 ) -> SavedGroups | None:
     """The groups of the checkpoint that Megatron has loaded, on every rank; None where it has no folder of
-    them. Rank 0 tells of lists that are left out, as of samples of other settings. Every rank calls it.
+    them, of which rank 0 tells. Every rank calls it.
 
     Args:
         args: Megatron's.
@@ -165,26 +167,26 @@ def _read(args: argparse.Namespace, saved: SavedCursor, settings: dict[str, Any]
     folders = [folder / FOLDER for folder in folders_to_load(args)]
     folder = next((one for one in folders if one.is_dir()), None)
     if folder is None:
+        _tell_sampled_again(
+            f"the checkpoint has no {FOLDER}; an older version saved it, or the run ended in between",
+            [number for replica in saved.replicas for number in replica.waiting],
+        )
         return None
-    groups, max_lag = [], 0
+    groups, max_lag, lacking = [], 0, {}
     for rank, replica in enumerate(saved.replicas):
         if not replica.waiting:
             continue
+        path = list_path(folder, rank)
         try:
-            listed = WaitingList.parse(list_path(folder, rank).read_text())
+            listed = WaitingList.parse(path.read_text())
             _check_list(listed, replica.waiting, settings)
         except (OSError, ValueError) as error:
-            print(
-                f"[rollout] the checkpoint's list of replica {rank}'s waiting groups is not used: "
-                f"{list_path(folder, rank)}: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            lacking |= dict.fromkeys(replica.waiting, f"{path} is not used: {error}")
             continue
         groups += listed.groups
         max_lag = listed.max_lag
     print(f"[rollout] {len(groups)} groups that wait to be trained are in {folder}", flush=True)
-    return SavedGroups(folder, tuple(groups), max_lag)
+    return SavedGroups(folder, tuple(groups), max_lag, lacking)
 
 
 def _check_list(listed: WaitingList, waiting: Sequence[int], settings: dict[str, Any]) -> None:
@@ -194,7 +196,7 @@ def _check_list(listed: WaitingList, waiting: Sequence[int], settings: dict[str,
     for name in sorted({*settings, *listed.settings}):
         one, other = listed.settings.get(name), settings.get(name)
         if one != other:
-            known = flag_of(name) if name in SAMPLED_WITH else name
+            known = flags_by_field().get(name, name)
             raise ValueError(f"its samples are of other settings: {known} {one!r} there, {other!r} here")
 
 

@@ -19,16 +19,16 @@ BUDGETS = {
     "core": 2_630,
     "logprobs": 1_035,
     "data": 4_515,
-    "rollout": 7_665,
+    "rollout": 7_795,
     "weight_sync": 2_265,
     "doctor": 900,
     "moe": 965,
-    "mcore": 7_930,
+    "mcore": 8_190,
     "features": 4_200,
     "observability": 875,
     "integrations": 515,
     "commands": 5_620,
-    "modules": 945,
+    "modules": 949,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -130,8 +130,8 @@ def load(folder, out, door, model, *flags, processes):
 
 
 def assert_each_trained_once(before, after):
-    """All groups up to the last, each by one of the two attempts; what the first trained behind its checkpoint
-    is done anew.
+    """All groups up to the last, each by one of the two attempts; what the first trained behind its
+    checkpoint is done anew.
     """
     trained = [one["number"] for one in notes_of(before, "taken") if one["step"] < SAVED]
     trained += [one["number"] for one in notes_of(after, "taken")]

@@ -1,4 +1,6 @@
-"""Groups that wait at a checkpoint: every bit comes back, their order is defined, and what is damaged is named."""
+"""Groups that wait at a checkpoint: every bit comes back, their order is defined, and what is damaged is
+named.
+"""
 
 import itertools
 import json
