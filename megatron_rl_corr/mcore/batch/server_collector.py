@@ -161,7 +161,7 @@ class Collector(BatchCollector):
             resumed=None if own is None else StreamState.resumed(own.waiting, own.counts),
             ready=ready,
         )
-        self._waiting: list[Group] = []
+        self._saves_waiting, self._waiting = options.save_waiting_gib > 0, []
         if own is not None:
             self._failures.restore(own.counts.get("failures", {}))
             if self._filter is not None:
@@ -184,7 +184,7 @@ class Collector(BatchCollector):
 
         async def drawn() -> Drawn:
             state = self._stream.state(with_taken=with_last)
-            self._waiting = self._stream.waiting(with_taken=with_last)
+            self._waiting = self._stream.waiting(with_taken=with_last) if self._saves_waiting else []
             counts = state.counts() | {"failures": self._failures.state()}
             if self._filter is not None:
                 counts["unjudged_in_a_row"] = self._filter.failed_in_a_row
