@@ -237,7 +237,7 @@ class WaitingWriter:
             groups: of this replica, on its data leader.
         """
         folder = broadcast_made(lambda: folder)
-        self._writing = folder is not None
+        self._writing, self._files = folder is not None, None
         if folder is not None and self._layout.is_data_leader and groups:
             self._files = self._thread.submit(self._write, folder / FOLDER, list(groups))
 
@@ -286,6 +286,6 @@ class WaitingWriter:
 
     def close(self) -> None:
         """Wait for the files of a run that has ended, for a time."""
-        if self._files is not None:
-            wait([self._files], CLOSE_S)
+        if self._files is not None and not wait([self._files], CLOSE_S).done:
+            print(f"[rollout] waiting groups are not written after {CLOSE_S:g} s", file=sys.stderr, flush=True)
         self._thread.shutdown(wait=False)
