@@ -25,7 +25,7 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import sha256_of
 from megatron_rl_corr.mcore.checkpoint_files import folders_to_load
 from megatron_rl_corr.reduce.collectives import collective
-from megatron_rl_corr.reduce.failure import all_reduce_results, broadcast_made
+from megatron_rl_corr.reduce.failure import all_reduce_results, all_reduce_startup, broadcast_made
 from megatron_rl_corr.reduce.layout import Layout
 from megatron_rl_corr.rollout.cursor import SavedCursor
 from megatron_rl_corr.rollout.groups import Group
@@ -144,6 +144,23 @@ def _tell_sampled_again(why: str, numbers: Sequence[int]) -> None:
         flush=True,
     )
     EVENTS.tell("groups_sampled_again", why, groups=list(numbers))
+
+
+@collective
+def load(
+    options: RunConfig, args: argparse.Namespace, layout: Layout, saved: SavedCursor | None
+) -> tuple[dict[str, Any], SavedGroups | None]:
+    """(on data leaders `settings_of` the run, what `broadcast_saved` finds); ({}, None) in a replay. Every
+    rank calls it.
+
+    Raises:
+        StartupError: on one rank, for a file that can't be read.
+        PeerFailure: then, on the others.
+    """
+    if options.replay is not None:
+        return {}, None
+    settings = all_reduce_startup(lambda: settings_of(options) if layout.is_data_leader else {})
+    return settings, broadcast_saved(args, saved, settings)
 
 
 @collective
@@ -287,5 +304,7 @@ class WaitingWriter:
     def close(self) -> None:
         """Wait for the files of a run that has ended, for a time."""
         if self._files is not None and not wait([self._files], CLOSE_S).done:
-            print(f"[rollout] waiting groups are not written after {CLOSE_S:g} s", file=sys.stderr, flush=True)
+            print(
+                f"[rollout] waiting groups are not written after {CLOSE_S:g} s", file=sys.stderr, flush=True
+            )
         self._thread.shutdown(wait=False)

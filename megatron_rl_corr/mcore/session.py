@@ -28,7 +28,7 @@ from megatron_rl_corr.mcore.batch.packing import pack_limits
 from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import Collector, SampleSource
-from megatron_rl_corr.mcore.checkpoint_groups import SavedGroups, WaitingWriter, settings_of
+from megatron_rl_corr.mcore.checkpoint_groups import SavedGroups, WaitingWriter
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.model_check import check_models
 from megatron_rl_corr.mcore.checks.policy_check import check_model
@@ -134,10 +134,7 @@ def start(
         all_reduce_startup(lambda: check_packed_routers(megatron.model))
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
-    sampled_with, restored = {}, None
-    if options.replay is None:
-        sampled_with = all_reduce_startup(lambda: settings_of(options) if layout.is_data_leader else {})
-        restored = checkpoint_groups.broadcast_saved(args, saved, sampled_with)
+    sampled_with, restored = checkpoint_groups.load(options, args, layout, saved)
     updates, features = Updates.of(options, args.seed, args.iteration, saved), features_of(options)
     auto = _auto_weights(options, args, saved)
     for one in features:
@@ -153,8 +150,7 @@ def start(
     opened.callback(reference.close)
     teacher = make_teacher(config, options, args, layout, loop=parts.loop, vocab_size=parts.vocab_size)
     opened.callback(teacher.close)
-    exporter = StageExporter.of(parts.parameters, layout)
-    collector = parts.collector
+    exporter, collector = StageExporter.of(parts.parameters, layout), parts.collector
     if collector.agent_branches is not None:
         check_branches(config)
     logprobs = _logprobs(options, layout, parts.vocab_size, megatron.model)
@@ -190,8 +186,6 @@ def start(
         except BaseException:
             opened.close()
             raise
-    if first_step is not None and restored is not None and restored.groups:
-        first_step = replace(first_step, restored=True)
     step = CorrectedStep(
         config=config if auto is None else auto.corrected(config),
         auto=auto,
@@ -204,24 +198,30 @@ def start(
         updates=updates,
         logprob_settings=logprobs,
         features=features,
-        first_step=first_step,
+        first_step=first_step and replace(first_step, restored=bool(restored and restored.groups)),
         reference=reference,
         teacher=teacher,
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
-    waiting = None
-    if options.replay is None and options.save_waiting_gib:
-        waiting = WaitingWriter(
-            layout,
-            options,
-            sampled_with,
-            collector.sampling,
-            lambda number: parts.source.prompts.index_at(number),
-        )
-        opened.callback(waiting.close)
     clear_abandoned_folders(options, layout, args.iteration)
     _print_start(config, step)
-    return Session(step, features, parts, waiting)
+    return Session(step, features, parts, _waiting_writer(options, layout, parts, sampled_with, opened))
+
+
+def _waiting_writer(
+    options: RunConfig, layout: Layout, parts: _Parts, sampled_with: dict[str, Any], opened: ExitStack
+) -> WaitingWriter | None:
+    if options.replay is not None or not options.save_waiting_gib:
+        return None
+    waiting = WaitingWriter(
+        layout,
+        options,
+        sampled_with,
+        parts.collector.sampling,
+        row_of=lambda number: parts.source.prompts.index_at(number),  # a rank that draws none has no prompts
+    )
+    opened.callback(waiting.close)
+    return waiting
 
 
 def _auto_weights(

@@ -121,14 +121,7 @@ class Collector(BatchCollector):
                     f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again"
                 )
                 EVENTS.tell("groups_forgotten", difference, groups=list(saved.again))
-        ready = []
-        if restored is not None and own is not None and layout.is_data_leader:
-            ready = restored.read(
-                own.waiting,
-                version=batches[0],
-                max_lag=options.max_lag,
-                longest=shape.seq_length + 1,  # the last token is a label only
-            )
+        ready = self._read(restored, own, batches[0], options.max_lag)
         there = {group.number for group in ready}
         drawn = own and replace(own, waiting=tuple(n for n in own.waiting if n not in there))
         self._sampler = sampler = GroupSampler(
@@ -213,6 +206,15 @@ class Collector(BatchCollector):
         self._loop.call(self._rewards.close())
         if self._filter is not None:
             self._loop.call(self._filter.close())
+
+    def _read(
+        self, restored: SavedGroups | None, own: Drawn | None, version: int, max_lag: int
+    ) -> list[Group]:
+        """The groups of a checkpoint that this leader's steps take first."""
+        if restored is None or own is None or not self._layout.is_data_leader:
+            return []
+        longest = self._shape.seq_length + 1  # the last token is a label only
+        return restored.read(own.waiting, version=version, max_lag=max_lag, longest=longest)
 
     def _selection(self, options: RunConfig, aside: int) -> Selection:
         """Which groups the stream's steps take."""
