@@ -16,7 +16,7 @@ from megatron_rl_corr.rollout.cursor import dealt_order
 from megatron_rl_corr.rollout.waiting_groups import FOLDER
 from tests.conftest import ROOT
 from tests.faults.door import Door
-from tests.faults.drills import drill
+from tests.faults.drills import drill, long
 from tests.matrix.patched import unchanged
 from tests.mcore.launched import launch, write_data
 
@@ -156,7 +156,7 @@ def assert_restored(out, door, hashes):
     "SIGKILL of all ranks with groups sampled ahead, then --load on as many replicas or half of them",
     promised="trained as they were, not sampled again",
 )
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=long)])
 def test_groups_when_killed_and_loaded_then_trained_bit_for_bit_in_order(
     killed, door, tiny_moe_dir, seen, processes
 ):
@@ -191,6 +191,7 @@ def flip(path):
     path.write_bytes(content)
 
 
+@long
 @drill(
     "a bit flipped in one saved group, another cut, a third gone",
     promised="named, and these alone are sampled again",
@@ -221,6 +222,7 @@ def test_groups_when_files_are_damaged_then_named_and_sampled_again(killed, door
     seen(f"3 of {len(hashes)} groups were sampled again, in their places")
 
 
+@long
 @drill(
     "SIGKILL while a replica writes its groups", promised="its groups are sampled again, the others' are not"
 )
@@ -246,6 +248,7 @@ def test_groups_when_killed_in_the_write_then_that_replicas_are_sampled_again(
     seen(f"{len(again)} groups were sampled again, {len(hashes)} were not")
 
 
+@long
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
