@@ -1211,9 +1211,8 @@ megatron = types.SimpleNamespace(
     args=types.SimpleNamespace(iteration=0, finetune=False, train_iters=1), model=[]
 )
 try:
-    session._prepare(
-        parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None, (), opened
-    )
+    layout = types.SimpleNamespace(shard=None)
+    session._prepare(parse(FLAGS)[1], megatron, layout, None, None, Updates(), None, None, (), opened)
     said = ""
 except ValueError as error:
     said = str(error)
