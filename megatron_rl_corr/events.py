@@ -58,6 +58,10 @@ KINDS = {
     "warning_began": "a trend of the metrics warns; the report says what it means",
     "warning_ended": "that trend is over",
     "files_moved": "files of an earlier run in a folder of this one were moved aside",
+    "groups_saved": "groups that wait to be trained are in the checkpoint",
+    "groups_not_saved": "waiting groups are not in the checkpoint; a run that loads it samples them again",
+    "groups_restored": "groups that waited at the checkpoint are trained without being sampled again",
+    "groups_sampled_again": "groups that waited at the checkpoint can't be used, and are asked for again",
     "groups_forgotten": "open groups of a checkpoint are not drawn again, as the data are others",
     "files_dropped": "rows or files of steps that a later attempt does anew were removed",
 }

@@ -234,7 +234,7 @@ IDLE_TOPICS = (
     WeightSyncConfig,
     *(topic for topic in TOPICS if not topic.acts_in_replay),
 )
-IDLE_OPTIONS = ("max_lag", "stale_samples", "pause_mode")
+IDLE_OPTIONS = ("max_lag", "stale_samples", "pause_mode", "save_waiting_gib")
 """What has no effect in a replay."""
 OF_SCORERS = ("engine", "max_concurrency", "timeout_s", "max_retries", "api_key_env", "ca_file")
 """Options of servers that act on those of a reference policy and of a teacher too."""

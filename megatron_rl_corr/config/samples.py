@@ -66,6 +66,12 @@ class SamplesConfig(Options):
     in_place goes on with the old ones, and needs servers with --disable-overlap-schedule.
     """
 
+    save_waiting_gib: Annotated[float, Between(0, finite=True)] = option(8.0, metavar="GIB")
+    """Groups that are scored and wait to be trained are saved in each checkpoint, beside the training: up to
+    so many GiB of samples for each data-parallel replica, with routes a byte or two for each token, layer and
+    expert. A run that goes on trains them first; what is not saved is sampled again. 0: none.
+    """
+
     def check(self) -> None:
         wrong = [token for token in self.stop_token_ids if not str(token).isdecimal()]
         if wrong:

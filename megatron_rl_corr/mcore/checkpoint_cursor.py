@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.files import refuse_link, write_atomically
 from megatron_rl_corr.mcore.checkpoint_files import folders_to_load, put_in
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import StartupError, broadcast_made
 from megatron_rl_corr.rollout.cursor import SavedCursor
+from megatron_rl_corr.rollout.waiting_groups import FOLDER
 
 FILE_NAME = "rollout_cursor.json"
 
@@ -72,17 +75,25 @@ def _read(args: argparse.Namespace) -> SavedCursor | None:
     return None
 
 
-def saved_with(iteration: int, cursor: SavedCursor | None) -> AbstractContextManager:
-    """Within, Megatron saves this iteration, and rank 0 the cursor with it. cursor: None on ranks
-    that do not write.
+@contextmanager
+def saved_with(iteration: int, cursor: SavedCursor | None) -> Iterator[list[Path]]:
+    """Within, Megatron saves this iteration, and rank 0 the cursor with it. Yields a list that has the
+    checkpoint's folder then. cursor: None on ranks that do not write.
+
+    Waiting groups of another attempt, in a checkpoint that is written over, are removed.
     """
+    found: list[Path] = []
 
     def put(folder: Path) -> None:
+        refuse_link(folder / FOLDER)
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)
         write_atomically(folder / FILE_NAME, json.dumps(asdict(cursor)).encode())
+        found.append(folder)
 
-    return put_in(
+    with put_in(
         iteration,
         None if cursor is None else put,
         name=FILE_NAME,
         without="may train prompts twice or not at all",
-    )
+    ):
+        yield found

@@ -28,6 +28,14 @@ class FirstStep:
     """Iteration that the run starts from: the number of steps before it."""
     max_kl: float
     """--rollout-max-first-step-kl, or `first_step_bound`."""
+    restored: bool = False
+    """The first steps may train samples of a checkpoint alone, all of older weights: such a step is not
+    judged, but the next one in its place.
+    """
+
+    def is_left_to_next(self, kl: float) -> bool:
+        """True if the step has no token to judge by, as its samples are a checkpoint's. kl: as in `judge`."""
+        return self.restored and math.isnan(kl)
 
     @property
     def most(self) -> float:

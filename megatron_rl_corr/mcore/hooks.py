@@ -204,6 +204,9 @@ class CorrectedTraining:
             # A step's numbers may wait for a feature: a run that goes on from here would never write them.
             self._settle()
             step, source = self.session.step, self._options.hf_checkpoint
+            waiting = self.session.waiting
+            if waiting is not None:
+                waiting.settle()  # the last checkpoint's
             step.reference.check_live("saved")
             # A batch whose first update ends the run is still there; within one, nobody else saves.
             batches, lost = step.updates.batches(iteration), step.training is not None
@@ -214,8 +217,11 @@ class CorrectedTraining:
                 iteration, step.reference, training.get_args(), source
             )
             turn = trainers_turn(step.colocation, step.push, batches)
-            with checkpoint_cursor.saved_with(iteration, cursor), reference, turn:
-                return original(iteration, *args, **kwargs)
+            with checkpoint_cursor.saved_with(iteration, cursor) as folder, reference, turn:
+                result = original(iteration, *args, **kwargs)
+            if waiting is not None:
+                waiting.begin(folder[0] if folder else None, step.collector.take_waiting())
+            return result
 
         return save_checkpoint
 

@@ -21,7 +21,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.core.auto_weights import AutoWeights
 from megatron_rl_corr.data.rewards import Rewards
 from megatron_rl_corr.data.tokenizer import Tokenizer
-from megatron_rl_corr.mcore import checkpoint_cursor, compat
+from megatron_rl_corr.mcore import checkpoint_cursor, checkpoint_groups, compat
 from megatron_rl_corr.mcore.abandoned_steps import clear_abandoned_folders
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
 from megatron_rl_corr.mcore.batch.packing import pack_limits
@@ -29,6 +29,7 @@ from megatron_rl_corr.mcore.batch.replay_collector import ReplayCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import Collector, SampleSource
 from megatron_rl_corr.mcore.bridge_names import parameter_names
+from megatron_rl_corr.mcore.checkpoint_groups import SavedGroups, WaitingWriter
 from megatron_rl_corr.mcore.checks.batch_invariance import check_in_force
 from megatron_rl_corr.mcore.checks.early_checks import naming_checkpoint
 from megatron_rl_corr.mcore.checks.model_check import check_models
@@ -109,6 +110,8 @@ class Session:
     step: CorrectedStep
     features: Sequence[Feature]
     parts: _Parts
+    waiting: WaitingWriter | None
+    """Saves groups that wait to be trained; None: they are not saved."""
 
 
 def start(
@@ -138,12 +141,13 @@ def start(
         all_reduce_startup(lambda: check_packed_routers(megatron.model))
     routes = _routes(options, megatron, layout)
     saved = checkpoint_cursor.broadcast_saved(args)
+    sampled_with, restored = checkpoint_groups.load(options, args, layout, saved)
     updates, features = Updates.of(options, args.seed, args.iteration, saved), features_of(options)
     auto = _auto_weights(options, args, saved)
     for one in features:
         opened.callback(one.close)
     parts = all_reduce_startup(
-        lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, features, opened)
+        lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, restored, features, opened)
     )
     if args.iteration == 0:
         megatron.optimizer.reload_model_params()
@@ -202,14 +206,30 @@ def start(
         updates=updates,
         logprob_settings=logprobs,
         features=features,
-        first_step=first_step,
+        first_step=first_step and replace(first_step, restored=bool(restored and restored.groups)),
         reference=reference,
         teacher=teacher,
         colocation=push.colocation if isinstance(push, WeightPush) else None,
     )
     clear_abandoned_folders(options, layout, args.iteration)
     _print_start(config, step)
-    return Session(step, features, parts)
+    return Session(step, features, parts, _waiting_writer(options, layout, parts, sampled_with, opened))
+
+
+def _waiting_writer(
+    options: RunConfig, layout: Layout, parts: _Parts, sampled_with: dict[str, Any], opened: ExitStack
+) -> WaitingWriter | None:
+    if options.replay is not None or not options.save_waiting_gib:
+        return None
+    waiting = WaitingWriter(
+        layout,
+        options,
+        sampled_with,
+        parts.collector.sampling,
+        row_of=lambda number: parts.source.prompts.index_at(number),  # a rank that draws none has no prompts
+    )
+    opened.callback(waiting.close)
+    return waiting
 
 
 def _auto_weights(
@@ -256,6 +276,7 @@ def _prepare(
     routes: Routes,
     updates: Updates,
     saved: SavedCursor | None,
+    restored: SavedGroups | None,
     features: Sequence[Feature],
     opened: ExitStack,
 ) -> _Parts:
@@ -297,7 +318,15 @@ def _prepare(
         settings = RunSettings(options, args, layout, vocab_size)
         source = sample_source(settings, loop, routes, features, opened, problems)
         collector = collector_of(
-            settings, shape, source, features, problems, batches=batches, saved=saved, routes=routes
+            settings,
+            shape,
+            source,
+            features,
+            problems,
+            batches=batches,
+            saved=saved,
+            restored=restored,
+            routes=routes,
         )
     if collector is not None:
         opened.callback(collector.close)

@@ -336,7 +336,10 @@ class CorrectedStep:
             numbers.update(self.auto.numbers)
             whole.chosen = self.auto.after(decision.mismatch)
         if self._is_first(iteration):
-            all_reduce_failure(self.first_step.judge(decision.first_step_kl))
+            if self.first_step.is_left_to_next(decision.first_step_kl):
+                self.first_step = replace(self.first_step, iteration=iteration + self.updates.count)
+            else:
+                all_reduce_failure(self.first_step.judge(decision.first_step_kl))
         left_out = self.updates.too_far(iteration, decision.kl_to_old) if bounded else None
         if decision.makes_update and left_out is None:
             return decision.step_scale if scales else 1.0

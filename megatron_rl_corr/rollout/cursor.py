@@ -115,6 +115,21 @@ class GroupNumbers:
         return Drawn(self._base, tuple(waiting), tuple(running), (*again, *self._again))
 
 
+def dealt_order(waiting: Sequence[Sequence[int]]) -> list[int]:
+    """The order of all replicas' waiting groups: the first of each, then the second of each, and so on.
+
+    Where each replica's step takes G groups, and each has G or more, the first R G are those that the step of
+    all R replicas takes.
+
+    Example: dealt_order([(6, 4), (3,), (5, 2)]) == [6, 3, 5, 4, 2].
+
+    Args:
+        waiting: of each replica, in the order in which its steps take them.
+    """
+    longest = max(map(len, waiting), default=0)
+    return [own[place] for place in range(longest) for own in waiting if place < len(own)]
+
+
 @dataclass(frozen=True)
 class SavedCursor:
     """Where all replicas stood, in the data of which prompts, and which of these had failed."""
@@ -207,6 +222,17 @@ class SavedCursor:
         """
         same = len(self.replicas) == size and self.difference(prompts) is None
         return self.replicas[rank] if same else None
+
+    def dealt_of(self, prompts: PromptDataset, rank: int, size: int) -> Drawn | None:
+        """The place of a replica among another number of them, where the checkpoint holds the groups that
+        waited: all are dealt out in the order of `dealt_order`, then the rest by number. None with other
+        prompts.
+        """
+        if self.difference(prompts) is not None:
+            return None
+        waiting = dealt_order([replica.waiting for replica in self.replicas])
+        rest = sorted(set(self.again).difference(waiting))
+        return Drawn(self.next, tuple(waiting[rank::size]), again=tuple(rest[rank::size]))
 
     def failed_of(self, prompts: PromptDataset) -> FailedPrompts:
         """The prompts that failed so far; none of other prompts."""

@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,8 @@ class GroupStream:
         drop_stale: put groups aside that are older than max_lag when they are done.
         selection: which groups pass, and how many more are sampled.
         resumed: what `state` gave when a checkpoint was saved. Groups that waited then are taken before all
-            others, in the order of then; so `draw` must give their numbers first.
+            others, in the order of then; so `draw` must give their numbers first, but for those of `ready`.
+        ready: groups of these that the checkpoint holds: they are done.
 
     Raises:
         ValueError: groups_per_step below 1 or max_lag below 0.
@@ -66,6 +67,7 @@ class GroupStream:
         drop_stale: bool = False,
         selection: Selection | None = None,
         resumed: StreamState | None = None,
+        ready: Sequence[Group] = (),
     ):
         if groups_per_step < 1 or max_lag < 0:
             raise ValueError(
@@ -77,10 +79,10 @@ class GroupStream:
         self._version = self._next = first
         self._running: dict[asyncio.Task, tuple[int, int]] = {}
         """Number of the group, and the weight version at which it was begun."""
-        self._done: deque[Group] = deque()
+        self._done: deque[Group] = deque(ready)
         self._again: deque[int] = deque()
         """Numbers that were drawn and aborted."""
-        self._taken: list[int] = []
+        self._taken: list[Group] = []
         self._dropped, self._aborted, self._refilled = 0, 0, 0
         self._filtered, self._surplus = PutAside(), PutAside()
         self._spare: deque[Group] = deque(maxlen=groups_per_step)
@@ -149,14 +151,18 @@ class GroupStream:
         """What a checkpoint keeps. with_taken: as in `untrained`; the groups taken last are
         taken first then.
         """
-        done = [group.number for group in sorted(self._done, key=self._place)]
         return StreamState(
-            tuple([*self._taken, *done] if with_taken else done),
+            tuple(group.number for group in self.waiting(with_taken=with_taken)),
             tuple(number for number, _ in self._running.values()),
             tuple(self._again),
             replace(self._filtered),
             self._dropped,
         )
+
+    def waiting(self, *, with_taken: bool = False) -> list[Group]:
+        """The groups of `StreamState.waiting`."""
+        done = sorted(self._done, key=self._place)
+        return [*self._taken, *done] if with_taken else done
 
     async def close(self) -> None:
         """Cancel the groups that are being sampled."""
@@ -286,7 +292,7 @@ class GroupStream:
         # stable: the others stay in the order of their ends
         self._done = deque(sorted(self._done, key=self._place))
         groups = sorted((self._done.popleft() for _ in range(self._per_step)), key=lambda group: group.number)
-        self._taken, self._next = [group.number for group in groups], self._version + 1
+        self._taken, self._next = groups, self._version + 1
         if self._max_lag == 0:
             await self._end_surplus()
         beyond = self.running + self.ready - self._steps_ahead * self._per_step

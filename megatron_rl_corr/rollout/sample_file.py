@@ -91,6 +91,7 @@ def write_trajectories(
     sampling: SamplingParams | None = None,
     batch: SavedBatch | None = None,
     tokens_per_group: int = TOKENS_PER_GROUP,
+    compression: str = "zstd",
 ) -> Path:
     """Write the samples to a Parquet file, one row a response; an older file stays until the
     new one is whole.
@@ -102,6 +103,7 @@ def write_trajectories(
             temperature, over the sampling mask's ids where one is kept. None: not known.
         batch: which samples they are; None: not known.
         tokens_per_group: a row group ends with the response that reaches so many tokens.
+        compression: one of Parquet's, which a reader learns from the file.
 
     Returns:
         The path.
@@ -111,7 +113,7 @@ def write_trajectories(
         key: json.dumps(asdict(one)).encode() for key, one in ((SAMPLING, sampling), (BATCH, batch)) if one
     }
     schema = SCHEMA.with_metadata({**SCHEMA.metadata, **known})
-    with atomic_writer(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
+    with atomic_writer(path) as file, pq.ParquetWriter(file, schema, compression=compression) as writer:
         for group in _groups(samples, tokens_per_group):
             table = table_of(group).replace_schema_metadata(schema.metadata)
             writer.write_table(table, row_group_size=len(group))

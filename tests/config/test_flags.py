@@ -95,6 +95,7 @@ DEFAULTS = CLIENT | {
     "max_lag": 0,
     "stale_samples": "keep",
     "pause_mode": "retract",
+    "save_waiting_gib": 8.0,
     "top_p": 1.0,
     "top_k": -1,
     "min_p": 0.0,

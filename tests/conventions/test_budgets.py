@@ -19,16 +19,16 @@ BUDGETS = {
     "core": 2_630,
     "logprobs": 1_060,
     "data": 4_515,
-    "rollout": 7_909,
+    "rollout": 8_040,
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
-    "mcore": 8_970,
+    "mcore": 9_245,
     "features": 4_570,
     "observability": 875,
     "integrations": 640,
     "commands": 5_620,
-    "modules": 965,
+    "modules": 970,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

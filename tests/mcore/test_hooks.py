@@ -263,7 +263,11 @@ def gathered(batches, *, with_last):
 class Step:
     close = staticmethod(lambda: None)
     features = (types.SimpleNamespace(settle=lambda: asked.append("settled")),)
-    collector = types.SimpleNamespace(cursor_of_all_replicas=gathered)
+    waiting = types.SimpleNamespace(
+        settle=lambda: asked.append("groups written"),
+        begin=lambda folder, groups: asked.append([folder and folder.name, groups, path.exists()]),
+    )
+    collector = types.SimpleNamespace(cursor_of_all_replicas=gathered, take_waiting=lambda: ["group"])
     step = types.SimpleNamespace(collector=collector, training=None,
                                  reference=Reference(), updates=Updates(parts=2, earlier=5), colocation=None,
                                  push=None, auto=AutoWeights(64, "sequence"))
@@ -330,14 +334,15 @@ def test_cursor_when_megatron_saves_then_it_is_in_the_folder_before_the_checkpoi
 
 
 def test_cursor_when_a_batch_has_no_update_yet_then_its_prompts_are_to_be_drawn_again(results):
-    assert results["cursor"]["asked"] == [
-        "settled",
-        [25, False],
-        "settled",
-        [25, False],
-        "settled",
-        [25, True],
-    ]
+    begun = [one for one in results["cursor"]["asked"] if isinstance(one, list) and len(one) == 2]
+    assert begun == [[25, False], [25, False], [25, True]]
+
+
+def test_waiting_groups_when_megatron_saves_then_they_are_begun_behind_the_cursor(results):
+    local, saved, without_folder = (results["cursor"]["asked"][at : at + 4] for at in (0, 4, 8))
+    assert saved == ["settled", "groups written", [25, False], ["iter_0000040", ["group"], True]]
+    assert local[1:] == ["groups written", [25, False], [None, ["group"], False]]
+    assert without_folder[3] == [None, ["group"], False]
 
 
 def test_batches_when_a_checkpoint_was_made_with_other_updates_a_batch_then_they_are_counted_on(results):
@@ -429,7 +434,7 @@ step = CorrectedStep(
     report=None,
     reference=reference,
 )
-run.session = types.SimpleNamespace(step=step, features=())
+run.session = types.SimpleNamespace(step=step, features=(), waiting=None)
 folder = pathlib.Path(tempfile.mkdtemp())
 others = folder / "iter_0000001/rollout_reference"
 others.mkdir(parents=True)
@@ -1218,9 +1223,8 @@ megatron = types.SimpleNamespace(
     model=[],
 )
 try:
-    session._prepare(
-        parse(FLAGS)[1], megatron, types.SimpleNamespace(shard=None), None, None, Updates(), None, (), opened
-    )
+    layout = types.SimpleNamespace(shard=None)
+    session._prepare(parse(FLAGS)[1], megatron, layout, None, None, Updates(), None, None, (), opened)
     said = ""
 except ValueError as error:
     said = str(error)

@@ -469,6 +469,42 @@ def resumed_stream(state, base, sampler, **options):
     return GroupStream(sampler, draw, groups_per_step=2, last=10, resumed=state, **options)
 
 
+def test_take_when_the_checkpoint_holds_groups_then_they_are_taken_first_and_not_sampled():
+    """Of 5, 0 and 4 that waited, 0 was lost with its file; 2 was running."""
+
+    async def scenario(stream, sampler):
+        again = Sampler()
+        state = StreamState((5, 0, 4), running=(2,))
+        place = Drawn(6, waiting=(0,), running=(2,))  # without those that the checkpoint holds
+        ready = [Group(number, [sample_of(0)], [1.0]) for number in (5, 4)]
+        resumed = GroupStream(
+            again,
+            GroupNumbers(Cursor(0), 0, 1, place).draw,
+            groups_per_step=2,
+            first=1,
+            last=10,
+            max_lag=2,
+            resumed=state,
+            ready=ready,
+        )
+        assert resumed.state().waiting == (5, 4)  # 0 is not done yet
+        step = asyncio.create_task(resumed.take(1))
+        await settle()
+        assert again.begun == [0, 2, 6, 7]
+        await again.finish(2, 6)
+        assert not step.done()  # for 0, which is before 4
+        await again.finish(0)
+        taken = await step
+        assert numbers(taken) == [0, 5] and ready[0] in taken.groups
+        assert resumed.waiting()[0] is ready[1]
+        assert resumed.waiting(with_taken=True)[:2] == taken.groups
+        assert numbers(await again.step(resumed, 2)) == [2, 4]
+        await resumed.close()
+        assert not {5, 4} & set(again.begun)
+
+    run(scenario)
+
+
 @drill(
     "a checkpoint with groups done and running, at lag 2",
     promised="those that waited are taken first, in order",

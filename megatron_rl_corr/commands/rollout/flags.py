@@ -26,6 +26,7 @@ OF_TRAINING = (
     "max_lag",
     "stale_samples",
     "pause_mode",
+    "save_waiting_gib",
     "truncated_samples",
     *CHANGING,
 )

@@ -103,10 +103,12 @@ class ServerPrefill:
         return await asyncio.gather(*[self._score(sample, version, places) for sample in samples])
 
     async def _score(self, sample: Trajectory, version: int, places: asyncio.Semaphore) -> PrefillScores:
-        """The scores of R tokens; unknown where other weights sampled them, and where no answer comes."""
+        """The scores of R tokens; unknown where other weights sampled them, or a server that has left since a
+        checkpoint, and where no answer comes.
+        """
         lags = versions.token_lags(sample, version).numpy()
         unknown = self._unknown(len(lags))
-        if not len(lags) or (lags > 0).all():
+        if not len(lags) or (lags > 0).all() or sample.server not in self.source.client.base_urls:
             return unknown
         prompt, output = sample.prompt_ids.tolist(), sample.output_ids.tolist()
         client = self.source.client

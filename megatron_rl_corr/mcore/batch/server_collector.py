@@ -19,6 +19,7 @@ from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore.batch.collect_metrics import COUNTED, count_samples
 from megatron_rl_corr.mcore.batch.collector import BatchCollector
 from megatron_rl_corr.mcore.batch.rollout_batch import AgentBranches, BatchShape
+from megatron_rl_corr.mcore.checkpoint_groups import SavedGroups
 from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, meeting_interval_s
@@ -74,12 +75,14 @@ class Collector(BatchCollector):
         *,
         batches: tuple[int, int],
         saved: SavedCursor | None = None,
+        restored: SavedGroups | None = None,
         routes: Routes | None = None,
         traces: bool = False,
         origins: bool = False,
         aside: int = 0,
     ):
-        """batches: first and last. saved: the cursor of a checkpoint. routes: take the
+        """batches: first and last. saved: the cursor of a checkpoint. restored: the groups
+            that it holds. routes: take the
         samples' routed experts. traces: note when each sample was made. origins:
         know which row each is of. aside: samples that a leader keeps a step of groups that do not pass.
 
@@ -110,16 +113,21 @@ class Collector(BatchCollector):
         if saved is not None and prompts is not None:
             cursor, self._failed_prompts = saved.cursor_of(prompts), saved.failed_of(prompts)
             own = saved.own_of(prompts, layout.dp_rank, layout.dp_size)
+            if own is None and restored is not None:
+                own = saved.dealt_of(prompts, layout.dp_rank, layout.dp_size)
             if layout.dp_rank == 0 and (difference := saved.difference(prompts)):
                 warn(
                     f"--rollout-prompts are not those of the checkpoint: {difference}; they go on at place "
                     f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again"
                 )
                 EVENTS.tell("groups_forgotten", difference, groups=list(saved.again))
+        ready = self._read(restored, own, batches[0], options.max_lag)
+        there = {group.number for group in ready}
+        drawn = own and replace(own, waiting=tuple(n for n in own.waiting if n not in there))
         self._sampler = sampler = GroupSampler(
             client,
             prompts,
-            GroupNumbers(cursor, layout.dp_rank, layout.dp_size, own),
+            GroupNumbers(cursor, layout.dp_rank, layout.dp_size, drawn),
             self.sampling,
             group_size=shape.group_size,
             rewards=source.rewards,
@@ -144,7 +152,9 @@ class Collector(BatchCollector):
             drop_stale=options.stale_samples == "drop",
             selection=self._selection(options, aside),
             resumed=None if own is None else StreamState.resumed(own.waiting, own.counts),
+            ready=ready,
         )
+        self._saves_waiting, self._waiting = options.save_waiting_gib > 0, []
         if own is not None:
             self._failures.restore(own.counts.get("failures", {}))
             if self._filter is not None:
@@ -167,6 +177,7 @@ class Collector(BatchCollector):
 
         async def drawn() -> Drawn:
             state = self._stream.state(with_taken=with_last)
+            self._waiting = self._stream.waiting(with_taken=with_last) if self._saves_waiting else []
             counts = state.counts() | {"failures": self._failures.state()}
             if self._filter is not None:
                 counts["unjudged_in_a_row"] = self._filter.failed_in_a_row
@@ -184,12 +195,26 @@ class Collector(BatchCollector):
             replicas, self._prompts, self._failed_prompts, batches, self._failed_fraction.state()
         )
 
+    def take_waiting(self) -> list[Group]:
+        """On a data leader the groups that waited when the last cursor was asked for, in its order, once."""
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
     def close(self) -> None:
         """Stop sampling ahead, and the processes that compute rewards."""
         self._loop.call(self._stream.close())
         self._loop.call(self._rewards.close())
         if self._filter is not None:
             self._loop.call(self._filter.close())
+
+    def _read(
+        self, restored: SavedGroups | None, own: Drawn | None, version: int, max_lag: int
+    ) -> list[Group]:
+        """The groups of a checkpoint that this leader's steps take first."""
+        if restored is None or own is None or not self._layout.is_data_leader:
+            return []
+        longest = self._shape.seq_length + 1  # the last token is a label only
+        return restored.read(own.waiting, version=version, max_lag=max_lag, longest=longest)
 
     def _selection(self, options: RunConfig, aside: int) -> Selection:
         """Which groups the stream's steps take."""

@@ -1,0 +1,310 @@
+"""The groups that wait to be trained, in Megatron's checkpoints: scored samples that a run which goes on
+trains and does not ask for again.
+
+They are in a folder of the checkpoint (iter_0000040/rollout_waiting), which each replica's data leader
+writes in a thread once Megatron's save has returned. What lacks there, or is damaged, is sampled again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_rl_corr.config.flags import flags_by_field
+from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.data.tokenizer import FILES
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.files import sha256_of
+from megatron_rl_corr.mcore.checkpoint_files import folders_to_load
+from megatron_rl_corr.reduce.collectives import collective
+from megatron_rl_corr.reduce.failure import all_reduce_results, all_reduce_startup, broadcast_made
+from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.rollout.cursor import SavedCursor
+from megatron_rl_corr.rollout.groups import Group
+from megatron_rl_corr.rollout.waiting_groups import (
+    FOLDER,
+    SavedGroup,
+    WaitingList,
+    Written,
+    list_path,
+    read_group,
+    write_waiting,
+)
+
+NOT_SAVED = "it was above --rollout-save-waiting-gib when the checkpoint was saved"
+CLOSE_S = 60.0
+"""Seconds that a run which ends waits for its groups' files."""
+SAMPLED_WITH = (
+    *("group_size", "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids"),
+    *("score_centering", "router_replay", "truncated_samples", "group_filter", "on_failed_reward"),
+    *("reward_function", "reward_url", "reward_weights", "input_key", "label_key", "apply_chat_template"),
+    *("system_prompt", "tools_key", "sampling_key", "chat_template_kwargs"),
+)
+"""Options whose change makes other samples, rewards or groups."""
+FUNCTIONS = ("reward_function", "group_filter")
+"""Options that may name functions of the user, FILE.py:NAME."""
+
+
+def settings_of(options: RunConfig) -> dict[str, Any]:
+    """What groups are sampled and scored with, as JSON has it: options, the user's files and the tokenizer's,
+    by checksum.
+
+    Raises:
+        OSError: a file can't be read.
+    """
+    maker = options.maker
+    made_by = () if maker is None else (*maker.asked_by, maker.turns)
+    settings = {name: getattr(options, name) for name in (*SAMPLED_WITH, *made_by)}
+    functions = (*FUNCTIONS, *(() if maker is None else maker.functions))
+    for path in sorted({path for name in functions for path in _files_of(getattr(options, name))}):
+        settings[f"the file {path}"] = sha256_of(path)
+    digest = hashlib.sha256()
+    for path in (Path(options.hf_checkpoint) / name for name in (*FILES, "chat_template.jinja")):
+        digest.update(sha256_of(path).encode() if path.is_file() else b"-")
+    return json.loads(json.dumps(settings | {"tokenizer": digest.hexdigest()}))
+
+
+def _files_of(specs: str | Sequence[str] | None) -> list[str]:
+    """The files of FILE.py:NAME and NAME=FILE.py:NAME."""
+    listed = [specs] if isinstance(specs, str) else specs or ()
+    paths = [one.rpartition(":")[0] for one in listed]
+    paths = [path if Path(path).is_file() else path.partition("=")[2] for path in paths]
+    return [path for path in paths if path.endswith(".py") and Path(path).is_file()]
+
+
+@dataclass(frozen=True)
+class SavedGroups:
+    """The groups that a checkpoint holds, which a run with these settings can train.
+
+    Example: SavedGroups(Path("checkpoints/iter_0000040/rollout_waiting"), (SavedGroup(6, ...), ...)).
+    """
+
+    folder: Path
+    groups: tuple[SavedGroup, ...] = ()
+    max_lag: int = 0
+    """--rollout-max-lag of the run that saved them."""
+    lacking: Mapping[int, str] = field(default_factory=dict)
+    """Why groups that waited are not among them, by their numbers."""
+
+    def read(self, waiting: Sequence[int], *, version: int, max_lag: int, longest: int) -> list[Group]:
+        """Those of the groups that can be trained, in this order. Events name the others, which are sampled
+        again.
+
+        Args:
+            waiting: numbers of groups.
+            version: of the weights that the run begins with.
+            max_lag: of this run. Where it is smaller than that of the run that saved them, groups that are
+                older can't be trained; else they are as old as they were.
+            longest: tokens of a sequence, at most.
+        """
+        listed, found, problems = {one.number: one for one in self.groups}, [], {}
+        for number in waiting:
+            try:
+                if number not in listed:
+                    raise ValueError(self.lacking.get(number, NOT_SAVED))
+                group = read_group(self.folder, listed[number])
+                _check_usable(group, version - max_lag if max_lag < self.max_lag else 0, longest)
+                found.append(group)
+            except (OSError, ValueError) as error:
+                problems.setdefault(str(error), []).append(number)
+        if found:
+            EVENTS.tell(
+                "groups_restored",
+                "they waited at the checkpoint, and are trained without being sampled again",
+                groups=[group.number for group in found],
+            )
+        for why, numbers in problems.items():
+            _tell_sampled_again(why, numbers)
+        return found
+
+
+def _check_usable(group: Group, oldest: int, longest: int) -> None:
+    if group.oldest_version < oldest:
+        raise ValueError(
+            f"stale: it has samples of version {group.oldest_version}, and with the smaller "
+            f"--rollout-max-lag of now {oldest} is the oldest that is trained"
+        )
+    most = max(len(one.prompt_ids) + len(one.output_ids) for one in group.trajectories)
+    if most > longest:
+        raise ValueError(f"too long: it has {most} tokens, and --seq-length takes {longest}")
+
+
+def _tell_sampled_again(why: str, numbers: Sequence[int]) -> None:
+    print(
+        f"[rollout] {len(numbers)} groups that waited at the checkpoint are sampled again: {why}",
+        file=sys.stderr,
+        flush=True,
+    )
+    EVENTS.tell("groups_sampled_again", why, groups=list(numbers))
+
+
+@collective
+def load(
+    options: RunConfig, args: argparse.Namespace, layout: Layout, saved: SavedCursor | None
+) -> tuple[dict[str, Any], SavedGroups | None]:
+    """(on data leaders `settings_of` the run, what `broadcast_saved` finds); ({}, None) in a replay. Every
+    rank calls it.
+
+    Raises:
+        StartupError: on one rank, for a file that can't be read.
+        PeerFailure: then, on the others.
+    """
+    if options.replay is not None:
+        return {}, None
+    settings = all_reduce_startup(lambda: settings_of(options) if layout.is_data_leader else {})
+    return settings, broadcast_saved(args, saved, settings)
+
+
+@collective
+def broadcast_saved(
+    args: argparse.Namespace, saved: SavedCursor | None, settings: dict[str, Any]
+) -> SavedGroups | None:
+    """The groups of the checkpoint that Megatron has loaded, on every rank; None where it has no folder of
+    them, of which rank 0 tells. Every rank calls it.
+
+    Args:
+        args: Megatron's.
+        saved: the cursor of the checkpoint.
+        settings: `settings_of` this run.
+    """
+    if saved is None or not any(replica.waiting for replica in saved.replicas):
+        return None
+    return broadcast_made(lambda: _read(args, saved, settings))
+
+
+def _read(args: argparse.Namespace, saved: SavedCursor, settings: dict[str, Any]) -> SavedGroups | None:
+    folders = [folder / FOLDER for folder in folders_to_load(args)]
+    folder = next((one for one in folders if one.is_dir()), None)
+    if folder is None:
+        _tell_sampled_again(
+            f"the checkpoint has no {FOLDER}; an older version saved it, or the run ended in between",
+            [number for replica in saved.replicas for number in replica.waiting],
+        )
+        return None
+    groups, max_lag, lacking = [], 0, {}
+    for rank, replica in enumerate(saved.replicas):
+        if not replica.waiting:
+            continue
+        path = list_path(folder, rank)
+        try:
+            listed = WaitingList.parse(path.read_text())
+            _check_list(listed, replica.waiting, settings)
+        except (OSError, ValueError) as error:
+            lacking |= dict.fromkeys(replica.waiting, f"{path} is not used: {error}")
+            continue
+        groups += listed.groups
+        max_lag = listed.max_lag
+    print(f"[rollout] {len(groups)} groups that wait to be trained are in {folder}", flush=True)
+    return SavedGroups(folder, tuple(groups), max_lag, lacking)
+
+
+def _check_list(listed: WaitingList, waiting: Sequence[int], settings: dict[str, Any]) -> None:
+    """ValueError where the list is another checkpoint's, or of other settings."""
+    if listed.waiting != tuple(waiting):
+        raise ValueError("it is of another save, as the cursor has other groups")
+    for name in sorted({*settings, *listed.settings}):
+        one, other = listed.settings.get(name), settings.get(name)
+        if one != other:
+            known = flags_by_field().get(name, name)
+            raise ValueError(f"its samples are of other settings: {known} {one!r} there, {other!r} here")
+
+
+class WaitingWriter:
+    """Writes the waiting groups of this rank's replica into checkpoints, in a thread.
+
+    Args:
+        layout: this rank's process groups.
+        options: of the run.
+        settings: `settings_of` it.
+        sampling: what samples are drawn with.
+        row_of: the data set's row of a group's number.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        options: RunConfig,
+        settings: dict[str, Any],
+        sampling: SamplingParams,
+        row_of: Callable[[int], int],
+    ):
+        self._layout, self._row_of = layout, row_of
+        self._max_bytes = options.save_waiting_gib * 2**30
+        self._how = {"settings": settings, "max_lag": options.max_lag, "sampling": sampling}
+        self._thread = ThreadPoolExecutor(1, "waiting-groups")
+        self._writing = False
+        """Some leader's files may not be whole yet."""
+        self._files: Future | None = None
+        """The writing of this rank's."""
+
+    @collective
+    def begin(self, folder: Path | None, groups: Sequence[Group]) -> None:
+        """Begin to write the groups of a checkpoint; every rank calls it.
+
+        Args:
+            folder: of the checkpoint, on rank 0; None where it has none.
+            groups: of this replica, on its data leader.
+        """
+        folder = broadcast_made(lambda: folder)
+        self._writing, self._files = folder is not None, None
+        if folder is not None and self._layout.is_data_leader and groups:
+            self._files = self._thread.submit(self._write, folder / FOLDER, list(groups))
+
+    def _write(self, folder: Path, groups: list[Group]) -> None:
+        replica = self._layout.dp_rank
+        try:
+            written = write_waiting(
+                folder, replica, groups, max_bytes=self._max_bytes, row_of=self._row_of, **self._how
+            )
+        except OSError as error:
+            numbers = [group.number for group in groups]
+            self._tell_not_saved(f"{folder} can't be written: {error}", numbers)
+            return
+        self._tell(written)
+
+    def _tell(self, written: Written) -> None:
+        EVENTS.tell(
+            "groups_saved",
+            f"{len(written.groups)} groups wait, {written.bytes} bytes in {written.seconds:.3f} s",
+            groups=list(written.groups),
+            bytes=written.bytes,
+            seconds=round(written.seconds, 3),
+        )
+        if written.beyond:
+            self._tell_not_saved(
+                f"--rollout-save-waiting-gib {self._max_bytes / 2**30:g} holds no more", written.beyond
+            )
+
+    def _tell_not_saved(self, why: str, numbers: Sequence[int]) -> None:
+        print(
+            f"[rollout] {len(numbers)} waiting groups are not in the checkpoint: {why}; a run that loads it "
+            "samples them again",
+            file=sys.stderr,
+            flush=True,
+        )
+        EVENTS.tell("groups_not_saved", why, groups=list(numbers))
+
+    @collective
+    def settle(self) -> None:
+        """Wait until the files of the last checkpoint are whole, however long a disk takes; the ranks meet
+        meanwhile.
+        """
+        if self._writing:
+            self._writing = False
+            all_reduce_results(self._files, lambda _: None)
+
+    def close(self) -> None:
+        """Wait for the files of a run that has ended, for a time."""
+        if self._files is not None and not wait([self._files], CLOSE_S).done:
+            print(
+                f"[rollout] waiting groups are not written after {CLOSE_S:g} s", file=sys.stderr, flush=True
+            )
+        self._thread.shutdown(wait=False)

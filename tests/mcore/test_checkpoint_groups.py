@@ -1,0 +1,163 @@
+"""Which of a checkpoint's waiting groups a run can train, and what it says of the others. Runs of real ranks
+are in tests/faults/test_waiting.py.
+"""
+
+import json
+import math
+from argparse import Namespace
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_rl_corr.config.flags import parse
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.mcore import checkpoint_groups
+from megatron_rl_corr.mcore.checkpoint_groups import SavedGroups, WaitingWriter, settings_of
+from megatron_rl_corr.mcore.first_step import FirstStep
+from megatron_rl_corr.rollout import SamplingParams, Trajectory, VersionSpan
+from megatron_rl_corr.rollout.cursor import Drawn, SavedCursor
+from megatron_rl_corr.rollout.groups import Group
+from megatron_rl_corr.rollout.waiting_groups import FOLDER
+
+FLAGS = ["--rollout-url", "http://127.0.0.1:1", "--rollout-prompts", "p", "--rollout-group-size", "2"]
+FLAGS += ["--rollout-max-new-tokens", "4", "--rollout-correction-preset", "decoupled_token_is"]
+
+
+def group_of(number, version=2, tokens=3):
+    sample = Trajectory(
+        0,
+        0,
+        torch.tensor([1, 2]),
+        torch.arange(tokens),
+        torch.full((tokens,), -0.5),
+        "stop",
+        (VersionSpan(f"5f2c91ab-{version}", 0, tokens),),
+        0,
+        "http://a",
+    )
+    return Group(number, [sample, replace(sample, sample_index=1)], [1.0, 0.5], [{}, {}])
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """The events: (kind, reason, groups)."""
+    found = []
+    monkeypatch.setattr(EVENTS, "tell", lambda kind, why, **facts: found.append((kind, why, facts["groups"])))
+    return found
+
+
+@pytest.fixture
+def options(tmp_path):
+    reward, model = tmp_path / "reward.py", tmp_path / "model"
+    reward.write_text("def reward(sample):\n    return 1.0\n")
+    model.mkdir()
+    (model / "tokenizer.json").write_text("{}")
+    given = ["--rollout-hf-checkpoint", str(model), "--rollout-reward-function", f"{reward}:reward"]
+    return lambda *more: parse([*FLAGS, *given, *more])[1]
+
+
+def write(folder, groups, options, replica=0):
+    """As the writer of a replica does in its thread."""
+    layout = Namespace(dp_rank=replica, is_data_leader=True)
+    writer = WaitingWriter(layout, options, settings_of(options), SamplingParams(4), lambda number: number)
+    writer._write(folder / FOLDER, groups)
+    writer.close()
+
+
+def read(folder, waiting, options, *, monkeypatch, version=3, longest=100, max_lag=None, replicas=None):
+    """The groups that the leader of the first of these replicas reads."""
+    monkeypatch.setattr(checkpoint_groups, "folders_to_load", lambda args: [folder])
+    replicas = replicas or (Drawn(20, waiting=waiting),)
+    saved = SavedCursor(1, 9, 20, (), replicas=replicas)
+    found = checkpoint_groups._read(None, saved, settings_of(options))
+    lag = options.max_lag if max_lag is None else max_lag
+    return found and found.read(waiting, version=version, max_lag=lag, longest=longest)
+
+
+def test_groups_when_nothing_changed_then_all_in_their_order(tmp_path, options, told, monkeypatch):
+    run = options("--rollout-max-lag", "2")
+    write(tmp_path, [group_of(6, version=0), group_of(4)], run)
+    found = read(tmp_path, (6, 4), run, monkeypatch=monkeypatch)
+    assert [group.number for group in found] == [6, 4]  # the first is older than the lag, as it was
+    assert [(kind, groups) for kind, _, groups in told] == [
+        ("groups_saved", [6, 4]),
+        ("groups_restored", [6, 4]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (["--rollout-temperature", "0.5"], "--rollout-temperature 1.0 there, 0.5 here"),
+        (["--rollout-group-size", "4"], "--rollout-group-size 2 there, 4 here"),
+        (["--rollout-reward-weights", "2"], "--rollout-reward-weights [] there, [2.0] here"),
+        (["--rollout-group-filter", "spread"], "--rollout-group-filter None there, 'spread' here"),
+        (["--rollout-system-prompt", "hi"], "--rollout-system-prompt None there, 'hi' here"),
+        (["--router-replay", "R3"], "--router-replay 'off' there, 'R3' here"),
+    ],
+)
+def test_groups_when_a_setting_changed_then_it_is_named(tmp_path, options, told, monkeypatch, flags, name):
+    write(tmp_path, [group_of(6)], options())
+    assert read(tmp_path, (6,), options(*flags), monkeypatch=monkeypatch) == []
+    kind, why, groups = told[-1]
+    assert (kind, groups) == ("groups_sampled_again", [6]) and name in why
+
+
+@pytest.mark.parametrize("file", ["reward.py", "model/tokenizer.json"])
+def test_groups_when_a_file_changed_then_it_is_named(tmp_path, options, told, monkeypatch, file):
+    write(tmp_path, [group_of(6)], options())
+    (tmp_path / file).write_text("[]")
+    assert read(tmp_path, (6,), options(), monkeypatch=monkeypatch) == []
+    assert ("tokenizer" if "tokenizer" in file else file) in told[-1][1]
+
+
+def test_groups_when_the_lag_is_smaller_then_older_ones_are_stale(tmp_path, options, told, monkeypatch):
+    write(tmp_path, [group_of(6, 1), group_of(4, 2), group_of(5, 3)], options("--rollout-max-lag", "2"))
+    found = read(tmp_path, (6, 4, 5), options("--rollout-max-lag", "1"), monkeypatch=monkeypatch)
+    assert [group.number for group in found] == [4, 5]
+    assert told[-1][0] == "groups_sampled_again" and told[-1][1].startswith("stale") and told[-1][2] == [6]
+
+
+def test_groups_when_too_long_missing_or_of_another_save_then_named(tmp_path, options, told, monkeypatch):
+    run = options()
+    write(tmp_path, [group_of(6), group_of(4, tokens=9)], run)
+    assert [g.number for g in read(tmp_path, (6, 4), run, longest=10, monkeypatch=monkeypatch)] == [6]
+    assert "too long: it has 11 tokens, and --seq-length takes 10" in told[-1][1]
+    assert read(tmp_path, (4, 6), run, monkeypatch=monkeypatch) == []
+    assert "it is of another save" in told[-1][1] and told[-1][2] == [4, 6]
+    replicas = (Drawn(20, waiting=(6, 4)), Drawn(20, waiting=(9,)))
+    assert read(tmp_path, (6, 9), run, monkeypatch=monkeypatch, replicas=replicas)[0].number == 6
+    assert "replica1.json is not used" in told[-1][1] and told[-1][2] == [9]
+    assert read(tmp_path / "older", (6,), run, monkeypatch=monkeypatch) is None
+    assert f"has no {FOLDER}" in told[-1][1] and told[-1][2] == [6]
+
+
+def test_writer_when_the_bound_is_reached_or_the_folder_gone_then_told(tmp_path, options, told, monkeypatch):
+    # 2 samples of 2 prompt ids and 3 tokens: 2 x (16 + 36) bytes
+    bound = f"{150 / 2**30:.12f}"
+    run = options("--rollout-save-waiting-gib", bound)
+    write(tmp_path, [group_of(6), group_of(4)], run)
+    saved, left = told
+    assert saved[0::2] == ("groups_saved", [6]) and left[0::2] == ("groups_not_saved", [4])
+    assert [group.number for group in read(tmp_path, (6, 4), run, monkeypatch=monkeypatch)] == [6]
+    assert "above --rollout-save-waiting-gib" in told[-1][1] and told[-1][2] == [4]
+    write(tmp_path / "gone", [group_of(6)], run)
+    assert told[-1][0::2] == ("groups_not_saved", [6]) and "can't be written" in told[-1][1]
+
+
+def test_settings_when_made_then_json_keeps_them(options):
+    settings = settings_of(options())
+    assert json.loads(json.dumps(settings)) == settings
+    assert sum(name.startswith("the file ") for name in settings) == 1
+
+
+def test_first_step_when_all_its_samples_are_a_checkpoints_then_left_to_the_next():
+    judged, restored = FirstStep(4, 1e-2), FirstStep(4, 1e-2, restored=True)
+    assert not judged.is_left_to_next(math.nan) and restored.is_left_to_next(math.nan)
+    assert not restored.is_left_to_next(0.5) and restored.judge(0.5) is not None
+
+
+def test_saved_groups_when_empty_then_none_is_read(tmp_path, told):
+    found = SavedGroups(tmp_path).read((3,), version=1, max_lag=1, longest=9)
+    assert found == [] and told[-1][0] == "groups_sampled_again"
