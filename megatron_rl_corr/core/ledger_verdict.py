@@ -65,6 +65,8 @@ LAYOUTS = {
     "layout": {
         "gate_up": "gate and up exchanged",
         "gate_up_turns": "gate and up one behind the other, not in turns",
+        "gate_up_experts": "gate and up of routed experts exchanged",
+        "gate_up_shared": "gate and up of shared experts exchanged",
         "keys_values": "keys and values exchanged",
         "qkv_behind": "queries, keys and values by groups of heads, not one behind the other",
         "rotary_pairs": "rotated dimensions in halves, not in pairs",

@@ -72,6 +72,24 @@ def test_gate_and_up_then_halves_change_places_and_turns_are_taken_apart():
     assert not any(_fits(one, norm) for one in layouts_of(ARGS, config())["layout/gate_up"].moves)
 
 
+def test_gate_and_up_when_there_are_shared_experts_then_of_either_kind_alone():
+    mixed = config(num_moe_experts=4, moe_shared_expert_intermediate_size=8)
+    routed = [
+        "decoder.layers.3.mlp.experts.linear_fc1.weight7",
+        "decoder.layers.3.mlp.experts.local_experts.1.linear_fc1.bias",
+    ]
+    shared, dense = (f"decoder.layers.3.mlp.{part}linear_fc1.weight" for part in ("shared_experts.", ""))
+    for cause, names, others in (
+        ("layout/gate_up_experts", routed, [shared, dense]),
+        ("layout/gate_up_shared", [shared], [*routed, dense]),
+    ):
+        for name in names:
+            assert moved(cause, name, rows(1, 2, 11, 12), mixed).tolist() == [11, 12, 1, 2]
+        [move] = layouts_of(ARGS, mixed)[cause].moves
+        assert not any(_fits(move, name) for name in others)
+    assert "layout/gate_up_experts" not in layouts_of(ARGS, config(num_moe_experts=4))
+
+
 # Four query heads of two rows, two groups: q0 = 1, 2, q1 = 3, 4 (group 0), q2 = 5, 6, q3 = 7, 8 (group 1),
 # k0 = 11, 12, k1 = 13, 14, v0 = 21, 22, v1 = 23, 24.
 RIGHT = rows(1, 2, 3, 4, 11, 12, 21, 22, 5, 6, 7, 8, 13, 14, 23, 24)

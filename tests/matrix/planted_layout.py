@@ -201,9 +201,9 @@ WRONG = {
 find = NameTable.find
 
 
-def planted(self, name):
+def planted(self, name, *where):
     """`NameTable.find`, with the wrong layout."""
-    rule: ParameterRule = find(self, name)
+    rule: ParameterRule = find(self, name, *where)
     if LAYER is not None and f"decoder.layers.{LAYER}." not in name:
         return rule
     if WHAT == "qk_norms" and re.fullmatch(r".*self_attention\.[qk]_layernorm\.weight", name):

@@ -74,7 +74,7 @@ CASES += [
         ("glm4_moe_lite", "gate_up", GATE_UP),
         ("qwen3_next", "gate_up", GATE_UP),
         ("qwen3_next", "query_gates", QUERY_GATES),
-        ("qwen3_5_moe", "stacked_gate_up", GATE_UP),
+        ("qwen3_5_moe", "stacked_gate_up", "as if servers had gate and up of routed experts exchanged"),
         ("qwen3_5_moe", "query_gates", QUERY_GATES),
         ("qwen3_5_moe_text", "gate_up", GATE_UP),
         ("qwen3_5_text", "gate_up", GATE_UP),

@@ -26,6 +26,8 @@ from megatron_rl_corr.reduce.collectives import all_gather_stacked, collective
 from megatron_rl_corr.reduce.layout import Layout
 
 GATED = r".*\.linear_fc1\.(?:weight|bias)\d*"
+GATED_EXPERTS = r".*\.experts\.(?:.*\.)?linear_fc1\.(?:weight|bias)\d*"
+GATED_SHARED = r".*\.shared_experts\.linear_fc1\.(?:weight|bias)"
 QKV = r".*\.linear_qkv\.(?:weight|bias)"
 MODULES = {
     "queries": "self_attention.core_attention",
@@ -164,6 +166,10 @@ def layouts_of(args: argparse.Namespace, config: Any) -> dict[str, WrongLayout]:
     if config.gated_linear_unit:
         found["layout/gate_up"] = WrongLayout((Move(GATED, exchanged_halves),))
         found["layout/gate_up_turns"] = WrongLayout((Move(GATED, taken_apart),))
+        if config.num_moe_experts and vars(config).get("moe_shared_expert_intermediate_size"):
+            # checkpoints that stack routed experts have shared ones in tensors of their own
+            found["layout/gate_up_experts"] = WrongLayout((Move(GATED_EXPERTS, exchanged_halves),))
+            found["layout/gate_up_shared"] = WrongLayout((Move(GATED_SHARED, exchanged_halves),))
     attention = _latent if config.multi_latent_attention else _grouped
     if vars(config).get("attention_output_gate"):
         attention = _gated
