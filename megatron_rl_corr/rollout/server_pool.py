@@ -18,8 +18,8 @@ USUAL_SPEED, LEAST_SHARE, WEIGHED_S = 0.8, 0.125, 1.0
 down to LEAST_SHARE; seconds between two comparisons.
 """
 UNASKED_S = 60.0
-"""A slower server that its share leaves without a request for so long gets one, and is judged anew by it: with
-few in flight a server that was slow for a while would else never be asked again.
+"""A slower server that its share leaves without a request for so long gets one, and is judged anew by it:
+with few in flight a server that was slow for a while would else never be asked again.
 """
 
 
