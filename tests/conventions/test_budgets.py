@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_250,
+    "mcore": 9_251,
     "features": 4_570,
     "observability": 875,
     "integrations": 640,
