@@ -47,6 +47,7 @@ SAMPLED_WITH = (
     *("score_centering", "router_replay", "truncated_samples", "group_filter", "on_failed_reward"),
     *("reward_function", "reward_url", "reward_weights", "input_key", "label_key", "apply_chat_template"),
     *("system_prompt", "tools_key", "sampling_key", "chat_template_kwargs"),
+    *("agent_tool_parser", "agent_reasoning", "gateway_strict"),
 )
 """Options whose change makes other samples, rewards or groups."""
 FUNCTIONS = ("reward_function", "group_filter")

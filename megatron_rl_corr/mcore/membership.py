@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,6 +92,9 @@ class Candidates:
         """Address -> when it is checked again."""
         self._told: dict[str, str] = {}
         """Address -> what was last told of it."""
+        self._checks: dict[str, Future[None]] = {}
+        """Under way: by the address of each server."""
+        self._threads = ThreadPoolExecutor(CHECKS_AT_ONCE, "server-check")
         self._awaited = False
         self._failure: BaseException | None = None
         self._stopped, self._thread = threading.Event(), None
@@ -128,6 +131,7 @@ class Candidates:
     def close(self) -> None:
         """Look no more."""
         self._stopped.set()
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.join(2 * REACH_S)
 
@@ -145,8 +149,9 @@ class Candidates:
         if self._failure is not None:
             raise self._failure
         with self._lock:
-            expected = self._client.expected_version
-            lost = [url for url, version in self._lost.items() if version == expected]
+            expected, out = self._client.expected_version, self._client.left_out
+            # one that was let go, or has joined anew, since it was looked at is no more left out
+            lost = [url for url, version in self._lost.items() if version == expected and url in out]
             self._lost.clear()
         leaving = self.leaving()
         with self._lock:  # `look` sees each as checked, as joining, or as a server of the run
@@ -173,7 +178,8 @@ class Candidates:
     def _run(self) -> None:
         try:
             while not self._stopped.wait(self._options.servers_poll_s):
-                self.look()
+                # a server that answers slowly must not keep others from leaving
+                self.look(self._options.servers_poll_s)
                 self._look_for_restarted()
                 if len(self._client.left_out) < len(self._client.base_urls):
                     self._awaited = False
@@ -183,8 +189,8 @@ class Candidates:
             if not self._stopped.is_set():
                 self._failure = error
 
-    def look(self) -> None:
-        """Read the list, and check who is new."""
+    def look(self, wait_s: float | None = None) -> None:
+        """Read the list, and check who is new: until all checks have ended, or for wait_s, and they go on."""
         listed = self._list.look()
         with self._lock:
             self._listed = listed
@@ -199,14 +205,18 @@ class Candidates:
                 if url not in self._client.base_urls
                 and url not in self._checked
                 and url not in self._joining
+                and url not in self._checks
                 and self._later.get(url, 0.0) <= now
             ]
-        if new:
-            if self._texts is None:  # before the run samples: prompts are read by one thread at a time
-                tokenizer, prompts = self._source.tokenizer, self._source.prompts
-                self._texts = {} if tokenizer is None else texts_of(tokenizer, prompts)
-            with ThreadPoolExecutor(min(len(new), CHECKS_AT_ONCE)) as threads:
-                list(threads.map(self._check, new))
+        if new and self._texts is None:  # before the run samples: prompts are read by one thread at a time
+            tokenizer, prompts = self._source.tokenizer, self._source.prompts
+            self._texts = {} if tokenizer is None else texts_of(tokenizer, prompts)
+        for url in new:
+            self._checks[url] = self._threads.submit(self._check, url)
+        ended, _ = wait(self._checks.values(), wait_s)
+        self._checks = {url: check for url, check in self._checks.items() if check not in ended}
+        for check in ended:
+            check.result()
 
     def _check(self, url: str) -> None:
         client = self._client.another([url])

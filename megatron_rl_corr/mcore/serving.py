@@ -263,7 +263,8 @@ def begin_changes_of_servers(options: RunConfig, push: WeightPush, run: RunParts
     membership, servers = push.membership, push.servers
     if membership is None:
         return None
-    client, loop, sampling = run.source.client, run.source.loop, run.collector.sampling
+    client, loop = run.source.client, run.source.loop
+    sampling = replace(run.collector.sampling, batch_invariant=options.batch_invariant)
     found = broadcast_made(
         lambda: loop.call(found_at_start(client, servers.quantization, drafts=servers.drafts.sent))
     )

@@ -17,6 +17,10 @@ USUAL_SPEED, LEAST_SHARE, WEIGHED_S = 0.8, 0.125, 1.0
 """From this share of the fastest server's speed on a server gets as many requests; a slower one gets fewer,
 down to LEAST_SHARE; seconds between two comparisons.
 """
+UNASKED_S = 60.0
+"""A slower server that its share leaves without a request for so long gets one, and is judged anew by it:
+with few in flight a server that was slow for a while would else never be asked again.
+"""
 
 
 @dataclass(eq=False)
@@ -58,6 +62,10 @@ class Server:
     """The seconds that these took, each from its sending to its answer."""
     share: float = 1.0
     """Requests that it should have in flight where a server of usual speed has one."""
+    heard: float = -math.inf
+    """When its last answer came, by the loop's clock."""
+    is_due: bool = False
+    """It gets one request whatever its share, as `UNASKED_S` says."""
     unreached_until: float = -math.inf
     """Until then, by the loop's clock, another one is taken first: this process could not reach it, for a
     fault of its own that may be of this address alone.
@@ -129,7 +137,10 @@ class ServerPool:
         self._max_outstanding = max_outstanding
         self._max_per_server = max_per_server or max_outstanding
         self._outage_timeout_s = outage_timeout_s
-        self._idle_s, self._idle_since = 0.0, time.monotonic()
+        self._idle: tuple[float, float | None] = 0.0, time.monotonic()
+        """(seconds without a request in flight, the last ones left out; since when there is none now): one
+        tuple, as another thread reads it.
+        """
         self._waiters: deque[asyncio.Future] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._is_outage, self._held = False, False
@@ -197,7 +208,7 @@ class ServerPool:
                 self._time_outage()
             if server is not None:
                 if self.outstanding == 0:
-                    self._idle_s += time.monotonic() - self._idle_since
+                    self._idle = self.idle_s, None
                 server.outstanding += 1
                 server.asked += 1
                 self.outstanding += 1
@@ -210,7 +221,7 @@ class ServerPool:
         server.outstanding -= 1
         self.outstanding -= 1
         if self.outstanding == 0:
-            self._idle_since = time.monotonic()
+            self._idle = self._idle[0], time.monotonic()
         self._note_load(server)
         self._wake(1)
 
@@ -240,9 +251,10 @@ class ServerPool:
         make it smaller, so that shares settle, while the tokens of the whole server would grow with its
         share. Servers within USUAL_SPEED of the fastest count as equal, so noise moves nothing.
         """
+        now = asyncio.get_running_loop().time()
         server.tokens = KEPT_SHARE * server.tokens + tokens
         server.seconds = KEPT_SHARE * server.seconds + seconds
-        now = asyncio.get_running_loop().time()
+        server.heard, server.is_due = now, False
         if now - self._weighed < WEIGHED_S:
             return
         self._weighed = now
@@ -251,12 +263,15 @@ class ServerPool:
         for one, speed in speeds.items():
             relative = speed / fastest if fastest else 1.0
             one.share = 1.0 if relative >= USUAL_SPEED else max(relative, LEAST_SHARE)
+            if one.share < 1.0 and not one.outstanding and now - one.heard > UNASKED_S:
+                one.is_due, one.tokens, one.seconds = True, 0.0, 0.0
             self._note_load(one)
 
     @property
     def idle_s(self) -> float:
         """Seconds since it was made in which no request was in flight; from any thread."""
-        return self._idle_s + (0.0 if self.outstanding else time.monotonic() - self._idle_since)
+        before, since = self._idle
+        return before + (0.0 if since is None else time.monotonic() - since)
 
     @property
     def servers_wanted(self) -> int:
@@ -325,7 +340,8 @@ class ServerPool:
             return
         free = server.cause is None and server.outstanding < self._max_per_server
         # one more of a server with share 1/2 is as much as two more of another
-        load = round(LOAD_STEPS * ((server.outstanding + 1) / server.share - 1))
+        share = 1.0 if server.is_due and not server.outstanding else server.share
+        load = round(LOAD_STEPS * ((server.outstanding + 1) / share - 1))
         self._loads[server.place] = load << 32 | server.asked if free else NOT_FREE
 
     async def _slot_freed(self) -> None:

@@ -9,6 +9,7 @@ last list stays.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -136,6 +137,14 @@ def in_folder(path: Path) -> list[str]:
     return [url for one in files for url in in_file(one)]
 
 
+def in_path(path: Path) -> list[str]:
+    """The addresses in a file or folder, which is looked at anew each time: a folder may be made, or mounted,
+    later. Raises Unread.
+    """
+    # os.path's: Path.is_dir raises where a file system does not answer
+    return in_folder(path) if os.path.isdir(path) else in_file(path)
+
+
 def behind_name(source: str) -> list[str]:
     """The addresses that a name has now, as http://ADDRESS:PORT.
 
@@ -187,5 +196,4 @@ def _reader(source: str, ask_router: Callable[[str], Sequence[str]]) -> Callable
     if is_router(source):
         return lambda: ask_router(source.rstrip("/"))
     path = Path(source)
-    # looked at anew each time: a folder may be made, or mounted, later
-    return lambda: in_folder(path) if path.is_dir() else in_file(path)
+    return lambda: in_path(path)

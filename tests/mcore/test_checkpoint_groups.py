@@ -104,6 +104,16 @@ def test_groups_when_a_setting_changed_then_it_is_named(tmp_path, options, told,
     assert (kind, groups) == ("groups_sampled_again", [6]) and name in why
 
 
+@pytest.mark.parametrize("flag", ["--rollout-agent-reasoning separate", "--rollout-agent-tool-parser qwen"])
+def test_groups_when_an_agent_is_answered_otherwise_then_it_is_named(
+    tmp_path, options, told, monkeypatch, flag
+):
+    agent = ["--rollout-agent-command", "python agent.py"]
+    write(tmp_path, [group_of(6)], options(*agent))
+    assert read(tmp_path, (6,), options(*agent, *flag.split()), monkeypatch=monkeypatch) == []
+    assert flag.split()[0] in told[-1][1]
+
+
 @pytest.mark.parametrize("file", ["reward.py", "model/tokenizer.json"])
 def test_groups_when_a_file_changed_then_it_is_named(tmp_path, options, told, monkeypatch, file):
     write(tmp_path, [group_of(6)], options())

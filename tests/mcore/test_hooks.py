@@ -57,6 +57,34 @@ for name, case in json.loads(sys.argv[1]).items():
     return found
 
 
+CASES["joining"] = """
+from argparse import Namespace
+from megatron_rl_corr.engines.trajectory import SamplingParams
+from megatron_rl_corr.mcore import serving
+
+asked = []
+serving.broadcast_made = lambda make: make()
+serving.found_at_start = lambda *args, **how: None
+push = Namespace(
+    membership=Namespace(begin=lambda joins, found, samplings: asked.extend([joins.sampling, *samplings])),
+    servers=Namespace(quantization=None, drafts=Namespace(sent=False)),
+    exporter=None,
+    bucket_bytes=1,
+    reference=Namespace(check_live=None),
+    features=(),
+)
+source = Namespace(client=None, loop=Namespace(call=lambda value: value))
+run = Namespace(source=source, collector=Namespace(sampling=SamplingParams(4)), model=None, optimizer=None)
+options = Namespace(batch_invariant=True, server_check="semantic")
+serving.begin_changes_of_servers(options, push, run)
+say(asked=[sampling.batch_invariant for sampling in asked])
+"""
+
+
+def test_server_that_joins_when_the_run_is_batch_invariant_then_it_must_be_too(results):
+    assert results["joining"]["asked"] == [True, True]
+
+
 REFUSAL = """
 before = bound()[:2]
 {change}

@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+import sys
 
 import pytest
 
 from megatron_rl_corr.engines.errors import RolloutOutage, RolloutServerError
+from megatron_rl_corr.rollout import server_pool
 from megatron_rl_corr.rollout.server_pool import ServerPool
 from tests.virtual_time import run
 
@@ -274,5 +276,65 @@ def test_wanted_when_requests_wait_then_servers_that_they_would_keep_busy():
         assert pool.waiting == 6 and pool.servers_wanted == 3  # of 10 at most 5 may be in flight
         for task in waiting:
             task.cancel()
+
+    run(scenario())
+
+
+def test_slots_when_a_server_was_slow_for_a_while_then_it_is_asked_again():
+    # with 4 in flight a share of 1/5 is none: its first request is as much as 5 at the other
+    async def scenario():
+        loop, flying, asked = asyncio.get_running_loop(), set(), []
+        pool = pool_of(most=4)
+        first = pool.servers[0]
+
+        async def ask(server):
+            began = loop.time()
+            await asyncio.sleep(100 / (6.0 if server is first and began < 200 else 30.0))
+            server.answers += 1
+            pool.note_speed(server, 100, loop.time() - began)
+            pool.give_back(server)
+
+        for _ in range(3000):
+            server = await pool.take()
+            asked.append((loop.time(), server is first))
+            task = asyncio.create_task(ask(server))
+            flying.add(task)
+            task.add_done_callback(flying.discard)
+        await asyncio.gather(*flying)
+        return asked
+
+    asked = run(scenario())
+    slow = [its for at, its in asked if 100 < at < 200]
+    later = [its for at, its in asked if at > 400]
+    assert 1 <= sum(slow) <= 3  # one in a minute
+    assert sum(later) == pytest.approx(len(later) / 2, rel=0.05)
+
+
+def test_idle_time_when_read_by_another_thread_at_any_line_then_it_never_goes_back():
+    # a counter that goes back is a restart to whoever reads it
+    async def scenario():
+        read, clock, others = [], [0.0], sys.gettrace()
+
+        def note(frame, event, argument):
+            if frame.f_code in (ServerPool.take.__code__, ServerPool.give_back.__code__):
+                read.append(pool.idle_s)
+            return note
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(server_pool.time, "monotonic", lambda: clock[0])
+            pool = pool_of()
+            try:
+                for _ in range(3):
+                    clock[0] += 5
+                    sys.settrace(note)
+                    server = await pool.take()
+                    sys.settrace(others)
+                    clock[0] += 100
+                    sys.settrace(note)
+                    pool.give_back(server)
+                    sys.settrace(others)
+            finally:
+                sys.settrace(others)
+        assert len(read) > 20 and read == sorted(read) and read[-1] == 15
 
     run(scenario())

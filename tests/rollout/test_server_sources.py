@@ -1,5 +1,6 @@
 """Lists of servers: what is believed of a file that is replaced, cut short, emptied or gone, of names."""
 
+import errno
 import os
 import socket
 
@@ -93,6 +94,23 @@ def test_file_when_it_is_missing_then_the_servers_stay_and_it_is_named(tmp_path,
     file.unlink()
     assert [found.look() for _ in range(9)] == [(A,)] * 9
     assert sum("can't be read" in line for line in caplog.messages) == 2  # not at every reading
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_list_when_its_file_system_does_not_answer_then_the_servers_stay(code, tmp_path, monkeypatch):
+    file = tmp_path / "servers.txt"
+    file.write_text(A)
+    found = ServerList([str(file)], [], never)
+    assert [found.look() for _ in range(2)] == [(), (A,)]
+
+    def fails(*args, **options):
+        raise OSError(code, os.strerror(code))
+
+    with monkeypatch.context() as patched:
+        for name in ("os.stat", "io.open"):
+            patched.setattr(name, fails)
+        found_then = [found.look() for _ in range(9)]
+    assert found_then == [(A,)] * 9 and os.strerror(code) in found.unread[str(file)]
 
 
 def test_name_when_resolved_then_an_address_each():
