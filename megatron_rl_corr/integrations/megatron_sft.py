@@ -130,7 +130,7 @@ class _FineTuning:
         from megatron_rl_corr.mcore.checks.file_checks import check_files
 
         problems = Problems()
-        for check in (*run_flags.OF_THE_MODEL, check_tokenizer, check_vocabulary):
+        for check in (*run_flags.checks_of_model(), check_tokenizer, check_vocabulary):
             with problems.catch():
                 check(settings)
         problems.check("files", lambda: check_files(self._options, settings))

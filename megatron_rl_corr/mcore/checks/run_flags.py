@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.core import dist_checkpointing
@@ -23,6 +24,24 @@ from megatron_rl_corr.models.megatron_flags import DELTA_NETS
 from megatron_rl_corr.moe.routers import check_router_replay
 
 
+def checks_of_model() -> tuple[Callable[[argparse.Namespace], None], ...]:
+    """Checks of what is trained and of where its weights come from, whatever it is trained by."""
+    return (
+        compat.check_expert_layout,
+        check_latent_attention,
+        check_fused_yarn,
+        check_fused_clamp,
+        check_delta_net_norms,
+        check_unusual_weights,
+        check_settings_file,
+        check_offload,
+        check_finetune,
+        check_begin,
+        check_layers,
+        check_policy,
+    )
+
+
 def check_megatron_arguments(args: argparse.Namespace) -> None:
     """ValueError, which lists everything, for Megatron flags that a corrected step can't honour.
 
@@ -32,7 +51,7 @@ def check_megatron_arguments(args: argparse.Namespace) -> None:
         check_router_replay,
         check_context_parallel,
         check_batch_invariance,
-        *OF_THE_MODEL,
+        *checks_of_model(),
         _check_packed_if,
         check_per_token_loss,
         check_updates,
@@ -378,20 +397,3 @@ def check_per_token_loss(args: argparse.Namespace) -> None:
             f"{2**31 - 1}; leave --calculate-per-token-loss out (the gradient is the same), or use a smaller "
             "batch"
         )
-
-
-OF_THE_MODEL = (
-    compat.check_expert_layout,
-    check_latent_attention,
-    check_fused_yarn,
-    check_fused_clamp,
-    check_delta_net_norms,
-    check_unusual_weights,
-    check_settings_file,
-    check_offload,
-    check_finetune,
-    check_begin,
-    check_layers,
-    check_policy,
-)
-"""Checks of what is trained and of where its weights come from, whatever it is trained by."""
