@@ -23,6 +23,8 @@ READ = ("hf_checkpoint", "model_provider", "allow_model_differences", "save_hf",
 """Options that have an effect here."""
 OWN_TEMPLATE = "default"
 """The value of --sft-tokenizer-prompt-format with which the tokenizer's own template is taken."""
+SHOWN = [{"role": "user", "content": "How much is 7+5?"}, {"role": "assistant", "content": "It is 12."}]
+"""A conversation as those of the data are."""
 
 
 def read(arguments: Sequence[str], problems: Problems) -> RunConfig:
@@ -158,6 +160,35 @@ def check_tokenizer(args: argparse.Namespace) -> None:
             f"--tokenizer-model {args.tokenizer_model}: its padding token is its end token, "
             "and Megatron masks the labels of padding, so no response would learn to end; save a copy of the "
             "tokenizer with a pad_token of its own, and name that"
+        )
+    check_rendering(args, tokenizer)
+
+
+def check_rendering(args: argparse.Namespace, tokenizer: Any) -> None:
+    """ValueError where a conversation has the padding token in it, or is another one to the model's own
+    tokenizer, as with that of a model whose vocabulary has as many rows.
+
+    Args:
+        args: Megatron's.
+        tokenizer: of --tokenizer-model.
+    """
+    from transformers import AutoTokenizer
+
+    rendered = tokenizer.tokenize_conversation(SHOWN, return_target=False, add_generation_prompt=False)
+    if tokenizer.pad in rendered:
+        raise ValueError(
+            f"--tokenizer-model {args.tokenizer_model}: its chat template writes its padding token, and "
+            "Megatron masks the labels of padding, so that part would not be learnt; save a copy of the "
+            "tokenizer with a pad_token of its own, and name that"
+        )
+    own = AutoTokenizer.from_pretrained(args.rollout_hf_checkpoint)
+    if own.chat_template is None:  # the copy has one that the folder lacks
+        return
+    if rendered.tolist() != list(own.apply_chat_template(SHOWN, return_dict=False)):
+        raise ValueError(
+            f"--tokenizer-model {args.tokenizer_model}: it makes other ids of a conversation than that of "
+            f"--rollout-hf-checkpoint {args.rollout_hf_checkpoint}, by which rollouts are prompted; name "
+            "that, or a copy that differs by its pad_token alone"
         )
 
 
