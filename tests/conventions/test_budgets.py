@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_895,
+    "config": 2_902,
     "models": 2_530,
     "engines": 5_725,
     "reduce": 673,
@@ -24,9 +24,9 @@ BUDGETS = {
     "doctor": 900,
     "moe": 965,
     "mcore": 9_245,
-    "features": 4_570,
+    "features": 4_592,
     "observability": 875,
-    "integrations": 640,
+    "integrations": 657,
     "commands": 5_620,
     "modules": 970,
 }
