@@ -139,8 +139,7 @@ def start(
     shape = batch_shape(options, args)
     if shape.packing is not None:
         all_reduce_startup(lambda: check_packed_routers(megatron.model))
-    routes = _routes(options, megatron, layout)
-    saved = checkpoint_cursor.broadcast_saved(args)
+    routes, saved = _routes(options, megatron, layout), checkpoint_cursor.broadcast_saved(args)
     sampled_with, restored = checkpoint_groups.load(options, args, layout, saved)
     updates, features = Updates.of(options, args.seed, args.iteration, saved), features_of(options)
     auto = _auto_weights(options, args, saved)
