@@ -91,6 +91,7 @@ class _FineTuning:
             parameters = all_reduce_startup(lambda: loaded_parameters(checkpoint, settings, model, layout))
             if settings.iteration == 0:
                 optimizer.reload_model_params()
+            all_reduce_startup(lambda: self._check_left(settings))
             self._exporter = StageExporter.of(parameters, layout)
             return model, optimizer, scheduler
 
@@ -125,6 +126,18 @@ class _FineTuning:
             return result
 
         return train_step
+
+    def _check_left(self, settings: argparse.Namespace) -> None:
+        """ValueError for a folder that no step would write, as all have been made; --load has been read."""
+        if self._folders is None or settings.iteration < settings.train_iters:
+            return
+        place = self._folders.folder / f"iter_{settings.iteration:07d}"
+        if not place.exists():
+            raise ValueError(
+                f"--rollout-save-hf {self._folders.folder}: the checkpoint of --load has made all "
+                f"{settings.train_iters} steps, so none would write {place.name}; make it of the checkpoint "
+                "by `megatron-rl-corr export`, or give more --train-iters"
+            )
 
     def _check(self, settings: argparse.Namespace) -> None:
         """ValueError, which lists everything that is wrong with Megatron's arguments, or with our folders."""
@@ -172,7 +185,7 @@ def check_rendering(args: argparse.Namespace, tokenizer: Any) -> None:
         args: Megatron's.
         tokenizer: of --tokenizer-model.
     """
-    from transformers import AutoTokenizer
+    from megatron_rl_corr.data.tokenizer import Tokenizer
 
     rendered = tokenizer.tokenize_conversation(SHOWN, return_target=False, add_generation_prompt=False)
     if tokenizer.pad in rendered:
@@ -181,10 +194,11 @@ def check_rendering(args: argparse.Namespace, tokenizer: Any) -> None:
             "Megatron masks the labels of padding, so that part would not be learnt; save a copy of the "
             "tokenizer with a pad_token of its own, and name that"
         )
-    own = AutoTokenizer.from_pretrained(args.rollout_hf_checkpoint)
-    if own.chat_template is None:  # the copy has one that the folder lacks
+    own = Tokenizer.from_folder(args.rollout_hf_checkpoint)
+    if own is None or not own.has_template:  # the copy has what the folder lacks
         return
-    if rendered.tolist() != list(own.apply_chat_template(SHOWN, return_dict=False)):
+    text = own.render(SHOWN, add_generation_prompt=False)
+    if rendered.tolist() != own.encode(text, special_tokens=False):
         raise ValueError(
             f"--tokenizer-model {args.tokenizer_model}: it makes other ids of a conversation than that of "
             f"--rollout-hf-checkpoint {args.rollout_hf_checkpoint}, by which rollouts are prompted; name "

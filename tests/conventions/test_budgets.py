@@ -26,7 +26,7 @@ BUDGETS = {
     "mcore": 9_245,
     "features": 4_592,
     "observability": 875,
-    "integrations": 657,
+    "integrations": 669,
     "commands": 5_620,
     "modules": 970,
 }

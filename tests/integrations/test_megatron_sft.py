@@ -121,3 +121,20 @@ def test_tokenizer_when_of_other_ids_than_the_models_or_with_padding_in_them_the
         return megatron_sft.check_rendering(args, tokenizer)
     with pytest.raises(ValueError, match=told):
         megatron_sft.check_rendering(args, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "written", "refused"), [(2, False, True), (2, True, False), (1, False, False)]
+)
+def test_run_whose_steps_are_all_made_when_its_folder_is_not_there_then_refused(
+    iteration, written, refused, tmp_path
+):
+    options = SimpleNamespace(save_hf=str(tmp_path / "hf"), hf_checkpoint="model", save_hf_interval=None)
+    if written:
+        (tmp_path / "hf/iter_0000002").mkdir(parents=True)
+    made = megatron_sft._FineTuning(options)
+    settings = SimpleNamespace(iteration=iteration, train_iters=2)
+    if not refused:
+        return made._check_left(settings)
+    with pytest.raises(ValueError, match="has made all 2 steps, so none would write iter_0000002"):
+        made._check_left(settings)
