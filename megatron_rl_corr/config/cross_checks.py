@@ -60,6 +60,16 @@ def _check_statistics(config: RolloutCorrectionConfig, run: RunConfig) -> None:
         )
 
 
+def _check_exactness(config: RolloutCorrectionConfig, run: RunConfig) -> None:
+    """ValueError for a comparison with updates whose weights are others than those that sampled."""
+    if run.expect_exact is not None and config.bypass_mode and run.updates_of_batch > 1:
+        raise ValueError(
+            f"`expect_exact` {run.expect_exact:g} in bypass mode, with {run.updates_of_batch} updates a "
+            "batch: there is no pass before them, and all but the first train other weights than sampled; "
+            "drop `bypass_mode`, or make one update a batch"
+        )
+
+
 def _check_step_scale(config: RolloutCorrectionConfig, run: RunConfig) -> None:
     """ValueError for a scale of updates that are not to be changed."""
     if config.diagnostics_only and run.ess_step_scale:
@@ -316,6 +326,7 @@ _TOGETHER = (
     _check_turns,
     _check_inputs,
     _check_statistics,
+    _check_exactness,
     _check_step_scale,
     _check_later_updates,
     _check_recorded_routes,

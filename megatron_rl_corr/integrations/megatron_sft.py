@@ -23,6 +23,8 @@ READ = ("hf_checkpoint", "model_provider", "allow_model_differences", "save_hf",
 """Options that have an effect here."""
 OWN_TEMPLATE = "default"
 """The value of --sft-tokenizer-prompt-format with which the tokenizer's own template is taken."""
+SHOWN = [{"role": "user", "content": "How much is 7+5?"}, {"role": "assistant", "content": "It is 12."}]
+"""A conversation as those of the data are."""
 
 
 def read(arguments: Sequence[str], problems: Problems) -> RunConfig:
@@ -89,6 +91,7 @@ class _FineTuning:
             parameters = all_reduce_startup(lambda: loaded_parameters(checkpoint, settings, model, layout))
             if settings.iteration == 0:
                 optimizer.reload_model_params()
+            all_reduce_startup(lambda: self._check_left(settings))
             self._exporter = StageExporter.of(parameters, layout)
             return model, optimizer, scheduler
 
@@ -124,6 +127,18 @@ class _FineTuning:
 
         return train_step
 
+    def _check_left(self, settings: argparse.Namespace) -> None:
+        """ValueError for a folder that no step would write, as all have been made; --load has been read."""
+        if self._folders is None or settings.iteration < settings.train_iters:
+            return
+        place = self._folders.folder / f"iter_{settings.iteration:07d}"
+        if not place.exists():
+            raise ValueError(
+                f"--rollout-save-hf {self._folders.folder}: the checkpoint of --load has made all "
+                f"{settings.train_iters} steps, so none would write {place.name}; make it of the checkpoint "
+                "by `megatron-rl-corr export`, or give more --train-iters"
+            )
+
     def _check(self, settings: argparse.Namespace) -> None:
         """ValueError, which lists everything that is wrong with Megatron's arguments, or with our folders."""
         from megatron_rl_corr.mcore.checks import run_flags
@@ -158,6 +173,36 @@ def check_tokenizer(args: argparse.Namespace) -> None:
             f"--tokenizer-model {args.tokenizer_model}: its padding token is its end token, "
             "and Megatron masks the labels of padding, so no response would learn to end; save a copy of the "
             "tokenizer with a pad_token of its own, and name that"
+        )
+    check_rendering(args, tokenizer)
+
+
+def check_rendering(args: argparse.Namespace, tokenizer: Any) -> None:
+    """ValueError where a conversation has the padding token in it, or is another one to the model's own
+    tokenizer, as with that of a model whose vocabulary has as many rows.
+
+    Args:
+        args: Megatron's.
+        tokenizer: of --tokenizer-model.
+    """
+    from megatron_rl_corr.data.tokenizer import Tokenizer
+
+    rendered = tokenizer.tokenize_conversation(SHOWN, return_target=False, add_generation_prompt=False)
+    if tokenizer.pad in rendered:
+        raise ValueError(
+            f"--tokenizer-model {args.tokenizer_model}: its chat template writes its padding token, and "
+            "Megatron masks the labels of padding, so that part would not be learnt; save a copy of the "
+            "tokenizer with a pad_token of its own, and name that"
+        )
+    own = Tokenizer.from_folder(args.rollout_hf_checkpoint)
+    if own is None or not own.has_template:  # the copy has what the folder lacks
+        return
+    text = own.render(SHOWN, add_generation_prompt=False)
+    if rendered.tolist() != own.encode(text, special_tokens=False):
+        raise ValueError(
+            f"--tokenizer-model {args.tokenizer_model}: it makes other ids of a conversation than that of "
+            f"--rollout-hf-checkpoint {args.rollout_hf_checkpoint}, by which rollouts are prompted; name "
+            "that, or a copy that differs by its pad_token alone"
         )
 
 

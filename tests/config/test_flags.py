@@ -81,6 +81,7 @@ DEFAULTS = CLIENT | {
     "eval_top_k": None,
     "eval_max_new_tokens": None,
     "eval_pass_reward": 1.0,
+    "model_provider": "auto",
     "allow_model_differences": False,
     "environment": None,
     "max_turns": None,
@@ -797,6 +798,15 @@ def test_parse_when_turns_or_rewards_make_no_sense_then_refused(flags, message):
 )
 def test_router_replay_when_it_can_have_no_effect_or_sense_then_refused(flags, said):
     assert said in refusal(*REQUIRED, *flags)
+
+
+def test_exactness_when_bypass_mode_trains_later_weights_then_refused():
+    exact = [*REQUIRED, "--rollout-expect-exact", "0", "--rollout-log-dir", "log"]
+    several = ["--rollout-updates-per-batch", "2"]
+    parse([*exact, *several])
+    parse([*exact, "--rollout-bypass-mode"])
+    said = refusal(*exact, *several, "--rollout-bypass-mode")
+    assert "--rollout-expect-exact 0 in bypass mode, with 2 updates a batch" in said
 
 
 def test_router_replay_when_r3_then_the_default_bound_or_the_one_given():

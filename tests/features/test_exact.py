@@ -20,6 +20,7 @@ from megatron_rl_corr.features.exact.comparison import (
 )
 from megatron_rl_corr.features.exact.feature import ExactFeature
 from megatron_rl_corr.features.exact.message import message
+from megatron_rl_corr.reduce.failure import StartupError
 
 SHORT, LONG = torch.bfloat16, torch.float32
 RUN = {"urls": ("http://127.0.0.1:30000",), "hf_checkpoint": "model", "log_dir": "log"}
@@ -177,6 +178,31 @@ def test_certificate_of_a_resumed_run_then_both_parts(tmp_path):
     assert read_certificate(tmp_path / NAME)["tokens"] == 100
 
 
+def test_certificate_of_a_run_whose_flag_was_left_out_for_a_while_then_what_was_not_compared(tmp_path):
+    first = Certificate.begun(tmp_path, 0.0, 0)
+    first.add(1, 0, NUMBERS)
+    first.add(3, 1, NUMBERS)  # two updates a batch
+    assert read_certificate(tmp_path / NAME)["weights_not_compared"] == []
+    Certificate.begun(tmp_path, 0.0, 4).add(5, 2, NUMBERS)
+    assert read_certificate(tmp_path / NAME)["weights_not_compared"] == []
+    Certificate.begun(tmp_path, 0.0, 10).add(11, 5, NUMBERS)
+    Certificate.begun(tmp_path, 0.0, 14).add(15, 7, NUMBERS)
+    assert read_certificate(tmp_path / NAME)["weights_not_compared"] == [[3, 4], [6, 6]]
+    (tmp_path / NAME).unlink()
+    Certificate.begun(tmp_path, 0.0, 16).add(17, 8, NUMBERS)
+    assert read_certificate(tmp_path / NAME)["weights_not_compared"] == [[0, 7]]
+
+
+def test_certificate_of_a_run_that_goes_on_behind_its_end_then_that_end_stays(tmp_path):
+    first = Certificate.begun(tmp_path, 0.0, 0)
+    first.add(1, 0, NUMBERS)
+    first.refute(2, {"token_id": 5})
+    Certificate.begun(tmp_path, 0.0, 1).add(2, 1, NUMBERS)
+    Certificate.begun(tmp_path, 0.0, 2).add(3, 2, NUMBERS)
+    found = read_certificate(tmp_path / NAME)
+    assert found["held"] and found["ended_before"] == [{"ended_in_step": 2, "token": {"token_id": 5}}]
+
+
 def test_certificate_of_a_run_that_ended_then_not_held(tmp_path):
     written = Certificate.begun(tmp_path, 0.0, 0)
     written.add(1, 0, NUMBERS)
@@ -273,6 +299,72 @@ def test_message_then_the_token_and_the_ledgers_term():
         "ledger/mean_square": 1e-14,
     }
     assert "Ledger: 90 % is rest" in message(options, 8, TOKEN, numbers | shares | ledger)
+
+
+class Servers:
+    """Of a push; each answers with its number type as its /server_info."""
+
+    def __init__(self, **number_types):
+        self.urls, self.loop, self.client = tuple(number_types), self, self
+        self._types = number_types
+
+    def control(self, urls):
+        return SimpleNamespace(server_info=lambda: [{"type": self._types[url]} for url in urls])
+
+    def call(self, made):
+        return made
+
+    def engine_of(self, url):
+        return SimpleNamespace(
+            name="SGLang",
+            version_support=lambda info: SimpleNamespace(version="1"),
+            dtype=lambda info: "bfloat16",
+            logprob_type=lambda info: info["type"],
+            batch_invariance_problem=lambda info: None,
+        )
+
+
+@pytest.fixture
+def alone():
+    """One process, whose broadcasts are its own."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def feature(tmp_path, alone, monkeypatch):
+    """With a certificate that is begun with the servers alone."""
+    made = ExactFeature(SimpleNamespace(expect_exact=0.0, log_dir=tmp_path))
+
+    def begin():
+        made._certificate = Certificate.begun(tmp_path, 0.0, 0, servers=made._servers)
+
+    monkeypatch.setattr(made, "_begin_certificate", begin)
+    return made
+
+
+def pushed(**number_types):
+    return SimpleNamespace(servers=Servers(**number_types))
+
+
+def test_certificate_when_servers_join_or_come_later_then_it_names_them(feature, tmp_path):
+    assert feature.after_push(pushed(), "0") == {}  # all have left
+    feature.after_join(Servers(a="bfloat16"), "0")
+    assert feature._dtype == torch.bfloat16
+    feature.after_push(pushed(a="bfloat16", b="bfloat16"), "1")
+    feature.after_join(Servers(c="bfloat16"), "1")
+    feature.after_join(Servers(c="bfloat16"), "2")  # again
+    feature._certificate.add(1, 0, NUMBERS)
+    [part] = read_certificate(tmp_path / NAME)["parts"]
+    assert [one["url"] for one in part["servers"]] == ["a", "b", "c"]
+
+
+def test_server_that_joins_with_another_number_type_then_refused(feature):
+    feature.after_push(pushed(a="bfloat16"), "0")
+    with pytest.raises(StartupError, match="several number types .bfloat16 at a, float32 at b"):
+        feature.after_join(Servers(b="float32"), "0")
+    assert [one["url"] for one in feature._servers] == ["a"]
 
 
 def test_feature_when_a_token_is_apart_then_stops_and_logs_no_key():

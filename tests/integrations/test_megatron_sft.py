@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from megatron_rl_corr.config.problems import Problems
 from megatron_rl_corr.integrations import megatron_sft
@@ -63,3 +65,76 @@ def test_embedding_when_of_other_rows_than_the_model_then_the_divisor_that_makes
         return megatron_sft.check_vocabulary(args)
     with pytest.raises(ValueError, match=told):
         megatron_sft.check_vocabulary(args)
+
+
+TEMPLATE = "{% for one in messages %}{{ one.role + ' ' + one.content + ' <end> ' }}{% endfor %}"
+WORDS = [
+    "<pad>",
+    "<eos>",
+    "<end>",
+    "user",
+    "assistant",
+    "How",
+    "much",
+    "is",
+    "7",
+    "5",
+    "+",
+    "?",
+    "It",
+    "12",
+    ".",
+]
+
+
+def saved(folder, words=WORDS, template=TEMPLATE, pad="<pad>"):
+    """The folder of a tokenizer with these words and this template."""
+    made = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="<eos>"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    own = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<eos>", pad_token=pad)
+    own.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    own.chat_template = template
+    own.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, None),
+        ({"pad": "<end>"}, "its chat template writes its padding token"),
+        ({"template": TEMPLATE.replace("' <end> '", "' <end> <end> '")}, "it makes other ids"),
+        ({"words": WORDS[:5] + WORDS[:4:-1]}, "it makes other ids"),
+    ],
+)
+def test_tokenizer_when_of_other_ids_than_the_models_or_with_padding_in_them_then_refused(
+    given, told, tmp_path
+):
+    pytest.importorskip("megatron.core.tokenizers.text.libraries.sft_tokenizer")
+    from megatron.core.tokenizers.text.libraries.sft_tokenizer import SFTTokenizer
+
+    copy = SFTTokenizer(str(saved(tmp_path / "copy", **given)), "default")
+    args = SimpleNamespace(tokenizer_model="copy", rollout_hf_checkpoint=str(saved(tmp_path / "model")))
+    # Megatron's own wrapper has it by this name
+    tokenizer = SimpleNamespace(pad=copy.pad_id, tokenize_conversation=copy.tokenize_conversation)
+    if told is None:
+        return megatron_sft.check_rendering(args, tokenizer)
+    with pytest.raises(ValueError, match=told):
+        megatron_sft.check_rendering(args, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "written", "refused"), [(2, False, True), (2, True, False), (1, False, False)]
+)
+def test_run_whose_steps_are_all_made_when_its_folder_is_not_there_then_refused(
+    iteration, written, refused, tmp_path
+):
+    options = SimpleNamespace(save_hf=str(tmp_path / "hf"), hf_checkpoint="model", save_hf_interval=None)
+    if written:
+        (tmp_path / "hf/iter_0000002").mkdir(parents=True)
+    made = megatron_sft._FineTuning(options)
+    settings = SimpleNamespace(iteration=iteration, train_iters=2)
+    if not refused:
+        return made._check_left(settings)
+    with pytest.raises(ValueError, match="has made all 2 steps, so none would write iter_0000002"):
+        made._check_left(settings)

@@ -1,6 +1,7 @@
-"""Tiny random models of families that Megatron-Bridge has and the table lacks, with float32 logits."""
+"""Tiny random models of families that Megatron-Bridge has and the table lacks, with logits in float64."""
 
 import json
+from copy import deepcopy
 
 import torch
 
@@ -60,7 +61,7 @@ OTHER_MODEL = {
 
 
 def make_bridge_model(kind, folder, save_gradients=lambda *given: None):
-    """Save a model whose weights are far from their initial ones, and its logits in reference.pt.
+    """Save a model whose weights are far from their initial ones, and its logits in float64 in reference.pt.
 
     save_gradients: of tiny_models.py, where these are wanted.
     """
@@ -83,8 +84,10 @@ def make_bridge_model(kind, folder, save_gradients=lambda *given: None):
     model.save_pretrained(folder)
     # not 0: transformers takes the gradient of the padding token out of some embeddings
     tokens, pull = torch.randint(1, VOCAB, (ROWS, LENGTH)), torch.randn(ROWS, LENGTH, VOCAB)
+    exact = deepcopy(model).double()
+    exact.config._experts_implementation = "eager"  # the grouped kernel takes no float64
     with torch.no_grad():
-        logits = model(tokens).logits
+        logits = exact(tokens).logits
     torch.save({"tokens": tokens, "logits": logits, "pull": pull}, folder / "reference.pt")
     save_gradients(model, tokens, pull, folder / "gradients")
     saved = folder / "config.json"

@@ -54,6 +54,8 @@ class Certificate:
     ulps_allowed: float
     earlier: list[dict[str, Any]] = field(default_factory=list)
     """Parts of the starts before."""
+    ended: list[dict[str, Any]] = field(default_factory=list)
+    """Starts before that a token ended: their steps and tokens."""
     part: dict[str, Any] = field(default_factory=dict)
     """This start's."""
 
@@ -67,7 +69,7 @@ class Certificate:
         Raises:
             ValueError: the folder's certificate was changed, or allows another distance.
         """
-        earlier, path = [], folder / NAME
+        earlier, ended, path = [], [], folder / NAME
         if iteration and path.exists():
             before = read_certificate(path)
             if before["ulps_allowed"] != ulps_allowed:
@@ -77,7 +79,10 @@ class Certificate:
                 )
             # A step behind the checkpoint that the run goes on from is made, and compared, once more.
             earlier = [one for one in before["parts"] if one["first_step"] <= iteration]
-        return cls(folder, ulps_allowed, earlier, dict(facts))
+            ended = before.get("ended_before", [])
+            if not before["held"]:
+                ended = [*ended, {name: before[name] for name in ("ended_in_step", "token")}]
+        return cls(folder, ulps_allowed, earlier, ended, dict(facts))
 
     def add(self, step: int, weights: int, numbers: Mapping[str, float]) -> None:
         """Count a batch that held, and write the file.
@@ -111,9 +116,23 @@ class Certificate:
             "tokens": sum(one["tokens"] for one in parts),
             "ulps_max": max((one["ulps_max"] for one in parts), default=0.0),
             "log_ratio_max": max((one["log_ratio_max"] for one in parts), default=0.0),
+            "weights_not_compared": _gaps(parts),
+            "ended_before": self.ended,
             "parts": parts,
         }
         if "tokens" not in self.part:
             content["start"] = self.part
         written = json.dumps(content | {"sha256": digest_of(content)}, indent=1)
         write_atomically(self.folder / NAME, (written + "\n").encode())
+
+
+def _gaps(parts: list[dict[str, Any]]) -> list[list[int]]:
+    """[first, last] of weights, from 0 on, whose batches no part has compared: the flag was not given, or
+    another folder has their certificate.
+    """
+    gaps, expected = [], 0
+    for first, last in sorted((one["first_weights"], one["last_weights"]) for one in parts):
+        if first > expected:
+            gaps.append([expected, first - 1])
+        expected = max(expected, last + 1)
+    return gaps

@@ -37,6 +37,7 @@ SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.batch.microbatch import Microbatch
+    from megatron_rl_corr.weight_sync.servers import WeightServers
 
 
 class InexactRun(StartupError):
@@ -67,24 +68,39 @@ class ExactFeature(Feature):
 
     @collective
     def after_push(self, push: Any, version: str) -> dict[str, float]:
-        """Learn once what the servers are."""
-        if self._servers is None:
-            self._servers = broadcast_made(self._ask_servers)
-            [kind] = {one["number_type"] for one in self._servers}
-            self._dtype = getattr(torch, kind)
-            self._begin_certificate()
+        """Learn what the servers are, of each once."""
+        known = {one["url"] for one in self._servers or []}
+        # some may have been silent at the start; all may have left, and who joins is asked then
+        if any(url not in known for url in push.servers.urls):
+            self._learn(push.servers)
         return {}
 
-    def _ask_servers(self) -> list[dict[str, Any]]:
+    @collective
+    def after_join(self, servers: WeightServers, version: str) -> None:
+        """Learn what the servers are that join."""
+        self._learn(servers)
+
+    @collective
+    def _learn(self, servers: WeightServers) -> None:
+        found = broadcast_made(lambda: self._ask_servers(servers))
+        if self._servers is None:
+            self._servers = found
+            self._dtype = getattr(torch, found[0]["number_type"])
+            self._begin_certificate()
+            return
+        # in place, as the certificate's part has this list
+        self._servers += [one for one in found if one not in self._servers]
+
+    def _ask_servers(self, servers: WeightServers) -> list[dict[str, Any]]:
         """Release and modes of each; on rank 0.
 
         Raises:
-            StartupError: they give log-probs of several number types.
+            StartupError: they give log-probs of another number type than the run's, or of several.
             RolloutError: one can't be asked.
         """
-        client, loop = self._run.source.client, self._run.source.loop
-        found = []
-        for url, info in zip(client.base_urls, loop.call(client.server_info()), strict=True):
+        client, found = servers.client, []
+        infos = servers.loop.call(client.control(list(servers.urls)).server_info())
+        for url, info in zip(servers.urls, infos, strict=True):
             engine = client.engine_of(url)
             found.append(
                 {
@@ -96,7 +112,8 @@ class ExactFeature(Feature):
                     "batch_invariant": engine.batch_invariance_problem(info) is None,
                 }
             )
-        if len(kinds := {one["number_type"]: one["url"] for one in found}) > 1:
+        of_all = [*(self._servers or []), *found]
+        if len(kinds := {one["number_type"]: one["url"] for one in of_all}) > 1:
             told = ", ".join(f"{kind} at {url}" for kind, url in kinds.items())
             raise StartupError(
                 f"--rollout-expect-exact: servers give log-probs of several number types ({told}); start all "
