@@ -24,6 +24,7 @@ GROUPS = (
     "Sampling",
     "Expert routing",
     "Ledger",
+    "Exactness",
 )
 """Headings in their order; metrics of another group come after them."""
 OTHERS = "Others"

@@ -104,6 +104,10 @@ def inventory(parser):
     }
 
 
+def local(checkpoint, args, chunks):
+    return session.loaded_parameters(checkpoint, args, chunks, None, load=False)
+
+
 def said(check, *arguments):
     """The error's message, and what was printed."""
     printed = io.StringIO()
@@ -163,7 +167,7 @@ def checks(dense, moe, latent):
     args = run_arguments(dense, "--rope-scaling-factor 32")
     yield (
         "run's model",
-        said(session._parameters, HFCheckpoint(dense), args, [build(args, rope_scaling_factor=8.0)]),
+        said(local, HFCheckpoint(dense), args, [build(args, rope_scaling_factor=8.0)]),
     )
     nowhere = {"rollout_hf_checkpoint": "nowhere"}
     yield "no folder", said(check_policy, run_arguments(dense, **nowhere))
@@ -174,7 +178,7 @@ def checks(dense, moe, latent):
     yield "run's folder", said(session._prepare, options, megatron, *[None] * 7)
     args = run_arguments(dense)
     other = argparse.Namespace(config={"model_type": "gpt2"}, path=Path("there"))
-    yield "run's table", said(session._parameters, other, args, [build(args)])
+    yield "run's table", said(local, other, args, [build(args)])
     with tempfile.TemporaryDirectory() as folder:
         config = HFCheckpoint(dense).config | {"sliding_window": 16}
         (Path(folder) / "config.json").write_text(json.dumps(config))
@@ -249,7 +253,7 @@ def further_tokens(latent):
     # As a script of the user's may build it.
     args = run_arguments(latent, "--mtp-num-layers 1 --mtp-detach-heads", rollout_pad_sequences=True)
     checkpoint = argparse.Namespace(config=config, path=latent)
-    yield "mtp not built", said(session._parameters, checkpoint, args, [build(args)])
+    yield "mtp not built", said(local, checkpoint, args, [build(args)])
 
 
 GIVEN = {

@@ -9,7 +9,7 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.mcore.checks.source_check import (
-    _difference,
+    difference_of_ids,
     _difference_between_replicas,
     fingerprint,
     texts_of,
@@ -26,7 +26,7 @@ def test_server_when_its_tokenizer_is_the_checkpoints_then_nothing_is_said(
 
     async def checked(texts):
         async with RolloutClient([server.url], vocab_size=83, engine=engine) as client:
-            return await _difference(client, texts)
+            return await difference_of_ids(client, texts)
 
     texts = texts_of(Tokenizer.from_folder(tiny_moe_dir), PROMPTS)
     assert texts == {"1+1": [1, 67, 1], "2+2=": [2, 67, 2, 71]}  # it has no ids for all of TEXT
@@ -89,7 +89,7 @@ def failure(status):
     ],
 )
 def test_servers_when_one_has_another_tokenizer_or_none_then_it_is_named(servers, error, line, capsys):
-    found = asyncio.run(_difference(servers, {"x": [7]}))
+    found = asyncio.run(difference_of_ids(servers, {"x": [7]}))
     if error is None:
         assert found is None
     else:
@@ -100,7 +100,7 @@ def test_servers_when_one_has_another_tokenizer_or_none_then_it_is_named(servers
 
 def test_server_when_it_does_not_answer_then_raised():
     with pytest.raises(RolloutServerError):
-        asyncio.run(_difference(Servers(failure(None)), {"x": [7]}))
+        asyncio.run(difference_of_ids(Servers(failure(None)), {"x": [7]}))
 
 
 def test_texts_when_the_tokenizer_can_encode_any_then_one_of_many_signs_is_among_them():

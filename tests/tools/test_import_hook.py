@@ -200,6 +200,7 @@ print(
         "sglang.kernels.ops.sampling.murmur_hash.murmur_hash32",
         "sglang.srt.arg_groups.overrides._deterministic_attention_backend",
         "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode",
+        f"{native}.scaled_dot_product_attention",
         f"{kernels}.elementwise.elementwise.fused_gate_sigmoid_mul_add",
         "sglang.srt.models.deepseek_common.attention_backend_handler.AttentionBackendRegistry.get_handler",
         f"{delta_nets}.gdn_backend.causal_conv1d_fn",
