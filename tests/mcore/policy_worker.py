@@ -175,7 +175,7 @@ def checks(dense, moe, latent):
         argparse.Namespace(hf_checkpoint="nowhere", save_hf=None),
         argparse.Namespace(args=args),
     )
-    yield "run's folder", said(session._prepare, options, megatron, *[None] * 7)
+    yield "run's folder", said(session._prepare, options, megatron, *[None] * 8)
     args = run_arguments(dense)
     other = argparse.Namespace(config={"model_type": "gpt2"}, path=Path("there"))
     yield "run's table", said(local, other, args, [build(args)])
