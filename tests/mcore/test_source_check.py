@@ -9,8 +9,8 @@ from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.mcore.checks.source_check import (
-    difference_of_ids,
     _difference_between_replicas,
+    difference_of_ids,
     fingerprint,
     texts_of,
 )
