@@ -28,7 +28,7 @@ from tools.cpu import environment
 WORKER = Path(__file__).with_name("collectives_worker.py")
 GROUPS = ("tp", "cp", "dp_cp", "tp_cp", "pp", "world")
 PURPOSES = {
-    "all_reduce_done": "did a replica fail",
+    "_meet": "did a replica fail",
     "_share_failures": "samples that failed",
     "_broadcast_from_first": "counts and rows of the batch",
     "scatter_slices": "tokens of the batch",
