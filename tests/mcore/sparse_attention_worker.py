@@ -74,7 +74,7 @@ class Sparse:
     def moved_by_decay(self):
         model, parameters = self.model()
         before = self.logits(model)
-        decayed = [one.tensor for one in parameters if one.name.endswith(LINEAR)]
+        decayed = [one.tensor for one in parameters if one.local_name.endswith(LINEAR)]
         with torch.no_grad():
             for tensor in decayed:
                 tensor *= 0.9

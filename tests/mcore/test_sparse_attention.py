@@ -62,7 +62,8 @@ def test_run_when_it_asks_for_what_is_not_proven_then_refused_with_flag_and_reme
     assert nothing is other_model is zero is sequence is None
     assert loss == (
         "--dsa-indexer-loss-coeff 0.5: the indexer would learn from a loss of its own, and the policy change "
-        "by the keys that it chooses, beside the corrected gradient, whose norm would count both; leave it out"
+        "by the keys that it chooses, beside the corrected gradient, whose norm would count both; leave it "
+        "out"
     )
     assert context == (
         "--context-parallel-size 2: with --experimental-attention-variant dsa keys are gathered over "
@@ -73,6 +74,6 @@ def test_run_when_it_asks_for_what_is_not_proven_then_refused_with_flag_and_reme
         "--experimental-attention-variant dsa is made for both; give --sequence-parallel"
     )
     assert mtp == (
-        "--mtp-num-layers 1: with --experimental-attention-variant dsa layers that predict further tokens are "
-        "not proven; leave it out"
+        "--mtp-num-layers 1: with --experimental-attention-variant dsa layers that predict further tokens "
+        "are not proven; leave it out"
     )

@@ -320,8 +320,8 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
             1024,
             "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, deepseek_v32, "
             "glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, kimi_k2, llama, mixtral, qwen2, qwen2_moe, "
-            "qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next); use a model of one of these, or add "
-            "its row to FAMILIES in megatron_rl_corr/models/architectures.py; "
+            "qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next); use a "
+            "model of one of these, or add its row to FAMILIES in megatron_rl_corr/models/architectures.py; "
             "Megatron-Bridge, where it is installed, has more families (--rollout-model-provider bridge)",
         ),
         (
