@@ -278,6 +278,24 @@ def test_flags_of_kimi_k2_then_deepseeks_and_the_border_of_yarn_that_megatron_ha
     assert options(KIMI | {"rope_scaling": slow})["--beta-slow"] == "2"
 
 
+def test_flags_of_deepseek_v3_2_then_deepseeks_and_an_indexer_without_rotation_and_fused_rope():
+    sparse = DEEPSEEK | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    flags, before = options(sparse | {"model_type": "deepseek_v32"}), options(DEEPSEEK)
+    own = {
+        "--experimental-attention-variant": "dsa",
+        "--dsa-indexer-n-heads": "64",
+        "--dsa-indexer-head-dim": "128",
+        "--dsa-indexer-topk": "2048",
+        "--dsa-indexer-k-norm-epsilon": "1e-06",
+        "--no-dsa-indexer-rotate-activation": "",
+        "--no-rope-fusion": "",
+    }
+    assert flags == before | own
+    rope = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
+    glm = options(sparse | rope | {"model_type": "glm_moe_dsa"})  # the flag of the fused kernel once
+    assert glm.keys() - flags.keys() == {"--dsa-indexer-rope-interleaved"}
+
+
 def test_added_flags_when_megatrons_parser_has_one_then_it_is_left_alone():
     parser = ArgumentParser()
     parser.add_argument("--beta-slow", type=float, default=0.5)

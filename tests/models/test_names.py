@@ -197,6 +197,22 @@ MLP, ATTENTION = HF + "mlp.", HF + "self_attn."
         (DEEPSEEK, "self_attention.linear_q_up_proj.weight", Sharded(0), [ATTENTION + "q_b_proj.weight"]),
         (DEEPSEEK, "self_attention.linear_kv_up_proj.weight", Sharded(0), [ATTENTION + "kv_b_proj.weight"]),
         (DEEPSEEK, "self_attention.linear_proj.weight", Sharded(1), [ATTENTION + "o_proj.weight"]),
+        *(
+            (
+                DEEPSEEK | {"model_type": kind},
+                f"self_attention.core_attention.indexer.{name}",
+                Replicated(),
+                [f"{ATTENTION}indexer.{name.removeprefix('linear_')}"],
+            )
+            for kind in ("deepseek_v32", "glm_moe_dsa")
+            for name in (
+                "linear_wq_b.weight",
+                "linear_wk.weight",
+                "k_norm.weight",
+                "k_norm.bias",
+                "linear_weights_proj.weight",
+            )
+        ),
     ],
 )
 def test_find_when_a_part_is_of_some_architectures_then_theirs_have_it(config, name, layout, hf_names):

@@ -247,8 +247,8 @@ def check_sparse_attention(args: argparse.Namespace) -> None:
     if loss := args.dsa_indexer_loss_coeff:
         problems.add(
             f"--dsa-indexer-loss-coeff {loss}: the indexer would learn from a loss of its own, and the "
-            "policy change by the keys that it chooses, beside the corrected gradient, whose norm would count both; "
-            "leave it out"
+            "policy change by the keys that it chooses, beside the corrected gradient, whose norm would "
+            "count both; leave it out"
         )
     if args.context_parallel_size > 1:
         problems.add(
