@@ -316,17 +316,19 @@ NOT_RUN = {
         "--linear-num-value-heads",
     ),
     "of attention that Megatron's own layers do not have: tests/mcore/test_sparse_attention.py flips them": (
-        "--dsa-indexer-n-heads",
-        "--dsa-indexer-head-dim",
         "--dsa-indexer-topk",
-        "--dsa-indexer-topk-freq",
-        "--dsa-indexer-skip-topk-offset",
         "--dsa-indexer-rope-interleaved",
         "--no-dsa-indexer-scoring-relu",
         "--dsa-indexer-k-norm-epsilon",
         "--dsa-indexer-k-norm-fp32",
         "--dsa-indexer-loss-coeff",
         "--dsa-indexer-use-sparse-loss",
+    ),
+    "sizes of an indexer, and which layers have one, by whose tensors weights are refused": (
+        "--dsa-indexer-n-heads",
+        "--dsa-indexer-head-dim",
+        "--dsa-indexer-topk-freq",
+        "--dsa-indexer-skip-topk-offset",
     ),
     "kernels that need a GPU": ("--no-dsa-indexer-rotate-activation", "--dsa-kernel-backend"),
     "models of another kind, which the names of weights refuse": (

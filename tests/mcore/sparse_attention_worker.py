@@ -26,15 +26,13 @@ from megatron_rl_corr.models.shards import load_shards, local_parameters
 from tools.local_server import free_port
 
 FLIPS = {
-    "--dsa-indexer-topk": ("--dsa-indexer-topk 6", ""),
-    "--dsa-indexer-rope-interleaved": ("--dsa-indexer-rope-interleaved", ""),
-    "--no-dsa-indexer-scoring-relu": ("--no-dsa-indexer-scoring-relu", ""),
-    "--dsa-indexer-k-norm-epsilon": ("--dsa-indexer-k-norm-epsilon 10", ""),
-    "--dsa-indexer-topk-freq": ("--dsa-indexer-topk-freq 2", ""),
-    "--dsa-indexer-skip-topk-offset": ("--dsa-indexer-skip-topk-offset 2", "--dsa-indexer-topk-freq 2"),
-    "--dsa-indexer-k-norm-fp32": ("--dsa-indexer-k-norm-fp32", ""),
+    "--dsa-indexer-topk": "--dsa-indexer-topk 6",
+    "--dsa-indexer-rope-interleaved": "--dsa-indexer-rope-interleaved",
+    "--no-dsa-indexer-scoring-relu": "--no-dsa-indexer-scoring-relu",
+    "--dsa-indexer-k-norm-epsilon": "--dsa-indexer-k-norm-epsilon 10",
+    "--dsa-indexer-k-norm-fp32": "--dsa-indexer-k-norm-fp32",
 }
-"""Flag -> the words that flip it, and those that are there before, too."""
+"""Flag -> the words that flip it."""
 LINEAR = ("linear_wq_b.weight", "linear_wk.weight", "linear_weights_proj.weight")
 
 
@@ -60,8 +58,8 @@ class Sparse:
     def logits(self, model):
         return all_gather_logits(model, self.reference["tokens"], self.layout)
 
-    def moved(self, words, before):
-        one, other = (self.logits(self.model(given)[0]) for given in (before, f"{before} {words}"))
+    def moved(self, words):
+        one, other = (self.logits(self.model(given)[0]) for given in ("", words))
         return (other - one).abs().max().item()
 
     def named(self, words):
@@ -109,8 +107,7 @@ def main(path):
     model_parallel_cuda_manual_seed(1)
     sparse = Sparse(path)
     flips = {
-        flag: {"moved": sparse.moved(words, before), "named": sparse.named(f"{before} {words}")}
-        for flag, (words, before) in FLIPS.items()
+        flag: {"moved": sparse.moved(words), "named": sparse.named(words)} for flag, words in FLIPS.items()
     }
     alone, with_loss = sparse.gradients(), sparse.gradients("--dsa-indexer-loss-coeff 1.0")
     found = {
