@@ -291,8 +291,9 @@ def test_flags_of_deepseek_v3_2_then_deepseeks_and_an_indexer_without_rotation_a
         "--no-rope-fusion": "",
     }
     assert flags == before | own
-    rope = {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1000000}}
-    glm = options(sparse | rope | {"model_type": "glm_moe_dsa"})  # the flag of the fused kernel once
+    glm = options(
+        sparse | {"rope_scaling": None, "model_type": "glm_moe_dsa"}
+    )  # the flag of the fused kernel once
     assert glm.keys() - flags.keys() == {"--dsa-indexer-rope-interleaved"}
 
 
@@ -339,7 +340,7 @@ def test_flags_of_glm_4_5_then_half_of_each_head_is_rotated_and_biases_and_norms
     [
         (
             {"model_type": "gpt2"},
-            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe",
+            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, deepseek_v32",
         ),
         (MIXTRAL | {"sliding_window": 4096}, "config.json: sliding_window 4096 is not supported"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),

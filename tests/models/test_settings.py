@@ -111,6 +111,7 @@ SAME = {
     ("experts_per_token", None),
     ("initial_context_length", None),
     ("mlp_layer_types", None),
+    ("indexer_types", None),
     ("architectures", "[]"),
     ("layer_types", None),
     ("rope_scaling", "{}"),
@@ -183,6 +184,7 @@ def test_defaults_then_those_of_transformers_and_every_key_of_it_has_a_place(kin
         "head_dim",
         "qk_head_dim",
         "mlp_layer_types",
+        "indexer_types",
         "num_key_value_heads",
     }
     assert [key for key in named if key not in placed and why_harmless(key, written) is None] == []
