@@ -34,8 +34,6 @@ LATENT = {
     4: [{"tp": 2, "pp": 2, "ep": 2, "sp": True}],
 }
 """Multi-latent attention."""
-SPARSE = {processes: [one for one in layouts if "cp" not in one] for processes, layouts in LATENT.items()}
-"""Multi-latent attention over the keys that an indexer chooses."""
 
 
 def specs(layouts):
@@ -90,23 +88,16 @@ def updates_specs(layouts):
 @pytest.fixture(scope="module")
 def tiny_latent_dir(tmp_path_factory):
     """A tiny DeepSeek-V3."""
-    return made_latent("deepseek_v3", tmp_path_factory.mktemp("latent"))
-
-
-@pytest.fixture(scope="module")
-def tiny_sparse_dir(tmp_path_factory):
-    """A tiny DeepSeek-V3.2, whose queries take 4 keys of up to 17."""
-    return made_latent("deepseek_v32", tmp_path_factory.mktemp("sparse"), index_topk=4)
-
-
-def made_latent(kind, folder, **more):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from tests.mcore.tiny_models import MODELS, SHAPE
 
+    folder = tmp_path_factory.mktemp("latent")
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **(SHAPE | MODELS[kind] | {"initializer_range": 0.1} | more))
+    config = AutoConfig.for_model(
+        "deepseek_v3", **(SHAPE | MODELS["deepseek_v3"] | {"initializer_range": 0.1})
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
@@ -114,7 +105,7 @@ def made_latent(kind, folder, **more):
     model.save_pretrained(folder)
     # What transformers leaves out of config.json and servers need.
     written = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(written | MODELS[kind] | more))
+    (folder / "config.json").write_text(json.dumps(written | MODELS["deepseek_v3"]))
     return folder
 
 
@@ -129,14 +120,6 @@ def test_step_of_latent_attention_when_packed_then_that_of_padded_rows(
 ):
     every = [spec | {"latent": True} for spec in specs(LATENT[processes])]
     checked(processes, tiny_latent_dir, hf_reference(tiny_latent_dir), every)
-
-
-@pytest.mark.parametrize("processes", SPARSE)
-def test_step_of_sparse_attention_when_packed_then_that_of_padded_rows(
-    processes, tiny_sparse_dir, hf_reference
-):
-    every = [spec | {"latent": True} for spec in specs(SPARSE[processes])]
-    checked(processes, tiny_sparse_dir, hf_reference(tiny_sparse_dir), every)
 
 
 @pytest.mark.parametrize("processes", OTHERWISE)
