@@ -119,7 +119,8 @@ def test_model_flags_when_there_is_no_such_model_then_status_2_and_what_is_suppo
     result = run_here("model-flags", str(tmp_path))
     assert (
         result.returncode == 2
-        and "supported: deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss, kimi_k2, llama" in result.stderr
+        and "supported: deepseek_v3, deepseek_v32, glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, kimi_k2"
+        in result.stderr
     )
 
 

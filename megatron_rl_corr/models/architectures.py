@@ -342,6 +342,19 @@ def latent_attention(config: Config) -> list[ParameterRow]:
     ]
 
 
+def indexer(config: Config) -> list[ParameterRow]:
+    """The indexer that chooses the keys of sparse attention (DSA): every rank has all of it."""
+    names = {
+        r"linear_wq_b\.weight": "wq_b.weight",
+        r"linear_wk\.weight": "wk.weight",
+        r"k_norm\.weight": "k_norm.weight",
+        r"k_norm\.bias": "k_norm.bias",
+        r"linear_weights_proj\.weight": "weights_proj.weight",
+    }
+    megatron, hf = ATTENTION + r"core_attention\.indexer\.", HF_ATTENTION + "indexer."
+    return [ParameterRow(megatron + pattern, Replicated(), (hf + name,)) for pattern, name in names.items()]
+
+
 def dense_mlp(config: Config) -> list[ParameterRow]:
     """The gated MLP of a layer without experts."""
     return _gated(MLP, HF_MLP, "gate_proj", "up_proj", "down_proj")
@@ -421,8 +434,10 @@ def gated_shared_expert(config: Config) -> list[ParameterRow]:
 
 Part = Callable[[Config], list[ParameterRow]]
 DEEPSEEK_V3 = (norms, latent_attention, dense_mlp, experts, router_bias, shared_experts)
+DEEPSEEK_V32 = (norms, latent_attention, indexer, dense_mlp, experts, router_bias, shared_experts)
 FAMILIES: dict[str, tuple[Part, ...]] = {
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
     "glm4_moe": (
         norms,
         grouped_attention,
@@ -434,6 +449,7 @@ FAMILIES: dict[str, tuple[Part, ...]] = {
         shared_experts,
     ),
     "glm4_moe_lite": DEEPSEEK_V3,
+    "glm_moe_dsa": DEEPSEEK_V32,
     "gpt_oss": (norms, grouped_attention, qkv_bias, output_bias, sinks, stacked_experts),
     "kimi_k2": DEEPSEEK_V3,
     "llama": (norms, grouped_attention, dense_mlp),
@@ -464,10 +480,7 @@ PARTS_BY_SETTING: dict[tuple[str, Part], str] = {
 }
 """Parts that only some models of a family have -> the key of config.json that says so."""
 
-_SPARSE = "its attention takes the keys that an indexer chooses, and what servers chose is not replayed"
 UNPROVEN = {
-    "deepseek_v32": _SPARSE,
-    "glm_moe_dsa": _SPARSE,
     "kimi_linear": "most of its layers are delta nets, which Megatron-core 0.19 does not make",
     "minimax_m2": "its norms of queries and keys are over all heads together, and Megatron's over each head",
     "nemotron_h": "most of its layers are of Mamba, whose weights have no table here",
@@ -527,6 +540,8 @@ def unusual_weights(config: Config) -> str | None:
     parts = FAMILIES[config["model_type"]]
     if stacked_experts in parts or rows_of_experts in parts:
         return "one tensor stacks all experts of a layer"
+    if indexer in parts:
+        return "an indexer chooses the keys of attention"
     return "some layers are gated delta nets" if gated_attention in parts else None
 
 

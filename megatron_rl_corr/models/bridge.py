@@ -26,7 +26,8 @@ PROVEN = (
 OTHER_MODEL = {
     "ernie4_5_moe": "Megatron-Bridge 0.6 scores its experts by sigmoids, and transformers by a softmax",
     "falcon_h1": "its layers are of Mamba too, which no run was proven with",
-    **{kind: UNPROVEN[kind] for kind in ("deepseek_v32", "glm_moe_dsa", "kimi_linear", "nemotron_h")},
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "its indexer was compared with the table's names alone"),
+    **{kind: UNPROVEN[kind] for kind in ("kimi_linear", "nemotron_h")},
 }
 """`model_type` that Bridge knows and that is refused all the same -> why."""
 

@@ -12,6 +12,7 @@ from megatron_rl_corr.models.architectures import (
     expert_layers,
     gated_attention,
     gated_shared_expert,
+    indexer,
     is_tied,
     latent_attention,
     linear_layers,
@@ -52,6 +53,16 @@ DELTA_NET_SIZES = {
     for size in ("conv-kernel-dim", "key-head-dim", "value-head-dim", "num-key-heads", "num-value-heads")
 }
 """Flag -> its key of config.json, by which Megatron's argument is called, too."""
+SPARSE = "dsa"
+"""The --experimental-attention-variant of models whose attention takes the keys that an indexer chooses."""
+INDEXER_SIZES = {
+    "--dsa-indexer-n-heads": "index_n_heads",
+    "--dsa-indexer-head-dim": "index_head_dim",
+    "--dsa-indexer-topk": "index_topk",
+}
+"""Flag -> its key of config.json."""
+INTERLEAVED_INDEXER = ("glm_moe_dsa",)
+"""Families whose indexer rotates neighbouring numbers, and not halves."""
 
 
 def add_missing_flags(parser: ArgumentParser) -> ArgumentParser:
@@ -117,6 +128,8 @@ def flags_despite_settings(config: Config) -> list[str]:
         flags.append("--qk-layernorm")
     flags += _latent_attention(config) if latent_attention in parts else _grouped_attention(config)
     flags += rope_flags(config, DEFAULTS[kind], latent=latent_attention in parts)
+    if indexer in parts:
+        flags += _indexer(config, kind, fused_rope="--no-rope-fusion" not in flags)
     if num_experts(config) is not None:
         flags += [*_experts(config), *_router(config, biased=router_bias in parts), *_dense_layers(config)]
     if shared_experts in parts and config["n_shared_experts"]:
@@ -193,6 +206,25 @@ def _latent_attention(config: Config) -> list:
         config["qk_rope_head_dim"],
         "--v-head-dim",
         config["v_head_dim"],
+    ]
+
+
+def _indexer(config: Config, kind: str, *, fused_rope: bool) -> list:
+    """Sparse attention and its indexer.
+
+    The indexer's Hadamard rotation is left out, as in transformers: scores are the same without it, and
+    Megatron's needs bfloat16 and a kernel. The epsilon is 1e-6 in transformers and servers, whatever
+    rms_norm_eps is.
+    """
+    return [
+        "--experimental-attention-variant",
+        SPARSE,
+        *(word for flag, key in INDEXER_SIZES.items() for word in (flag, config[key])),
+        "--dsa-indexer-k-norm-epsilon",
+        1e-6,
+        "--no-dsa-indexer-rotate-activation",
+        *(["--dsa-indexer-rope-interleaved"] if kind in INTERLEAVED_INDEXER else []),
+        *(["--no-rope-fusion"] if fused_rope else []),  # Megatron refuses the fused kernel here
     ]
 
 

@@ -55,6 +55,7 @@ FOLLOWS = {
     "qk_head_dim": "qk_nope_head_dim and qk_rope_head_dim",
     "num_key_value_heads": "num_attention_heads",
     "mlp_layer_types": "first_k_dense_replace and num_hidden_layers",
+    "indexer_types": "num_hidden_layers, as layers that take the keys of the one before are not supported",
     "experts_per_token": "num_experts_per_tok",
     "initial_context_length": "original_max_position_embeddings of the rotary settings",
 }
@@ -100,6 +101,7 @@ LATENT = SIGMOID | {
         (True,), "Megatron's latent attention rotates neighbouring numbers, and has no flag for halves"
     ),
 }
+NOT_SHARED = Only((1,), "layers that take the keys of the one before them are not supported")
 RENORMALISED = Only(
     (True,), "transformers always scales a token's chosen experts to a sum of 1 in this family"
 )
@@ -113,7 +115,16 @@ ALL_EXPERTS = {
 }
 ONLY: dict[str, dict[str, Only]] = {
     "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT
+    | {"indexer_rope_interleave": Only((False,), "transformers rotates halves in this family's indexer")},
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT
+    | {
+        "indexer_rope_interleave": Only(
+            (True,), "transformers rotates neighbouring numbers in this family's indexer"
+        ),
+        "index_topk_freq": NOT_SHARED,
+    },
     "glm4_moe": SIGMOID,
     "gpt_oss": {
         "attention_bias": HAS_BIAS,
@@ -135,8 +146,10 @@ ONLY: dict[str, dict[str, Only]] = {
 
 MODEL_CLASS = {
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "llama": "LlamaForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -442,8 +455,11 @@ def _derived(kind: str, filled: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]
         return {"head_dim": (), "qk_head_dim": (), "num_key_value_heads": ()}
     found = {"head_dim": (rope, None), "qk_head_dim": (rope + nope,), "num_key_value_heads": (heads, None)}
     dense, layers = filled["first_k_dense_replace"], filled["num_hidden_layers"]
-    if kind == "glm4_moe_lite" and _is_whole(dense) and _is_whole(layers):
+    sparse = "index_topk" in DEFAULTS[kind]
+    if (sparse or kind == "glm4_moe_lite") and _is_whole(dense) and _is_whole(layers):
         found["mlp_layer_types"] = (["dense"] * dense + ["sparse"] * (layers - dense), None)
+    if kind == "glm_moe_dsa" and _is_whole(layers):
+        found["indexer_types"] = (["full"] * layers, None)
     return found
 
 
@@ -492,8 +508,13 @@ def _outside_of_text(config: Config) -> list[str]:
 
 
 def _not_read_by_servers(kind: str, config: Config) -> list[str]:
-    """A line for each rotary setting that SGLang does not find where transformers does."""
+    """A line for each rotary setting that servers do not find where transformers does."""
     inner = config.get("rope_parameters")
+    if kind == "glm_moe_dsa" and config.get("architectures") and "indexer_rope_interleave" not in config:
+        return [
+            "config.json: it has no indexer_rope_interleave, without which servers rotate halves in the "
+            "indexer, and transformers neighbouring numbers; add indexer_rope_interleave true"
+        ]
     if "full_attention_interval" not in DEFAULTS[kind] or not isinstance(inner, Mapping):
         return []
     alone = ("rope_theta", "partial_rotary_factor") if kind == "qwen3_next" else ("partial_rotary_factor",)
@@ -574,6 +595,8 @@ def _layer_types(value: Any, filled: Mapping[str, Any]) -> list[str]:
     if filled["model_type"] in WINDOWED:
         # as servers have it: vLLM does not read the key
         kinds, words = WINDOWED_TYPES, "sliding_attention and full_attention in turn, the first sliding,"
+    elif "index_topk" in filled:
+        kinds, words = ("indexed_attention",), "indexed_attention for each layer"
     elif _is_whole(step := filled.get("full_attention_interval")) and step > 1:
         # as servers have it: SGLang does not read the key
         kinds = (*LINEAR_TYPES[:1] * (step - 1), LINEAR_TYPES[1])

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
     "config": 2_902,
-    "models": 2_530,
+    "models": 2_616,
     "engines": 5_725,
     "reduce": 673,
     "core": 2_630,
@@ -23,11 +23,11 @@ BUDGETS = {
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_255,
+    "mcore": 9_291,
     "features": 4_600,
     "observability": 875,
     "integrations": 669,
-    "commands": 5_620,
+    "commands": 5_630,
     "modules": 970,
 }
 """Lines of code that each folder may have; modules: the files beside them.

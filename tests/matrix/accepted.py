@@ -35,7 +35,8 @@ SERVED = {
 TRAINED = dict.fromkeys(LATENT, ["--no-rope-fusion"])
 """Flags of a family's trainer beside those of its config.json: the fused kernel needs a GPU."""
 NOT_SERVED = {
-    "qwen2_moe": "SGLang makes experts of dense layers (decoder_sparse_step 2) too, and drops their weights"
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), "SGLang's sparse attention needs a GPU"),
+    "qwen2_moe": "SGLang makes experts of dense layers (decoder_sparse_step 2) too, and drops their weights",
 }
 """Families, or forms of one, that no SGLang server on a CPU has -> the reason."""
 ACCEPTED = [name for name in MODELS if name not in NOT_SERVED]

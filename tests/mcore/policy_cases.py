@@ -144,13 +144,6 @@ IGNORED = {
     "--relative-attention-num-buckets": Flip(
         DENSE, "--relative-attention-num-buckets 8 --relative-attention-max-distance 16"
     ),
-    "--dsa-indexer-topk": Flip(
-        LATENT,
-        "--dsa-indexer-topk 2 --dsa-indexer-n-heads 2 --dsa-indexer-head-dim 8 --dsa-indexer-topk-freq 2 "
-        "--dsa-indexer-skip-topk-offset 1 --dsa-indexer-loss-coeff 0.5 --dsa-indexer-use-sparse-loss "
-        "--dsa-indexer-rope-interleaved --no-dsa-indexer-rotate-activation --no-dsa-indexer-scoring-relu "
-        "--dsa-indexer-k-norm-epsilon 0.1 --dsa-indexer-k-norm-fp32 --dsa-kernel-backend tilelang",
-    ),
     "--mamba-state-dim": Flip(
         DENSE,
         "--mamba-state-dim 16 --mamba-head-dim 8 --mamba-num-groups 2 --mamba-num-heads 4 "
@@ -322,6 +315,22 @@ NOT_RUN = {
         "--linear-num-key-heads",
         "--linear-num-value-heads",
     ),
+    "of attention that Megatron's own layers do not have: tests/mcore/test_sparse_attention.py flips them": (
+        "--dsa-indexer-topk",
+        "--dsa-indexer-rope-interleaved",
+        "--no-dsa-indexer-scoring-relu",
+        "--dsa-indexer-k-norm-epsilon",
+        "--dsa-indexer-k-norm-fp32",
+        "--dsa-indexer-loss-coeff",
+        "--dsa-indexer-use-sparse-loss",
+    ),
+    "sizes of an indexer, and which layers have one, by whose tensors weights are refused": (
+        "--dsa-indexer-n-heads",
+        "--dsa-indexer-head-dim",
+        "--dsa-indexer-topk-freq",
+        "--dsa-indexer-skip-topk-offset",
+    ),
+    "kernels that need a GPU": ("--no-dsa-indexer-rotate-activation", "--dsa-kernel-backend"),
     "models of another kind, which the names of weights refuse": (
         "--experimental-attention-variant",
         "--hybrid-layer-pattern",

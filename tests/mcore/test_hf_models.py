@@ -169,10 +169,14 @@ def test_megatron_checkpoint_when_exported_then_every_tensor_is_the_hugging_face
 @pytest.fixture(scope="module")
 def loaded(differences, models):
     """What SGLang's own models make of the exported weights, by the model's name."""
-    return {found["model"]: found for found in results(*models, worker=LOADER, engine="sglang")}
+    folders = [folder for folder in models if folder.name != NOT_MADE]
+    return {found["model"]: found for found in results(*folders, worker=LOADER, engine="sglang")}
 
 
-SERVED = [name.replace(" ", "_") for name in MODELS if name != "qwen2_moe"]
+NOT_MADE = "glm_moe_dsa"
+"""SGLang 0.5.23 makes no indexer of a model without rotary scaling on a CPU."""
+SERVED = [name.replace(" ", "_") for name in MODELS if name not in ("qwen2_moe", NOT_MADE)]
+OF_LATENT = ("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "kimi_k2")
 LATENT = [f"model.layers.{layer}.self_attn.fused_qkv_a_proj_with_mqa.weight" for layer in range(4)]
 
 
@@ -186,7 +190,7 @@ def test_push_when_every_bucket_is_smaller_than_a_layer_then_sglangs_loader_make
     assert found["units"] == {"wrong": [], "proven": found["units"]["held"], "held": found["units"]["held"]}
     assert found["whole"] is None
     # Nothing else keeps a part of a parameter between two requests, in any family.
-    assert found["singly"]["wrong"] == (LATENT if name in ("deepseek_v3", "glm4_moe_lite", "kimi_k2") else [])
+    assert found["singly"]["wrong"] == (LATENT if name in OF_LATENT else [])
 
 
 @with_sglang

@@ -38,6 +38,7 @@ LATENT = {
     "moe_intermediate_size": 24,
     "n_shared_experts": 2,
 }
+INDEXER = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 8}
 PUBLISHED = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """What transformers does not need of DeepSeek's config.json, and SGLang does."""
 GLM = {
@@ -160,6 +161,33 @@ MODELS = {
         n_group=1,
         topk_group=1,
         routed_scaling_factor=1.8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        **PUBLISHED,
+    ),
+    # A query sees 12 of its keys. With fewer heads many index scores would be 0, and nobody says which of
+    # those are chosen.
+    "deepseek_v32": dict(
+        LATENT,
+        **INDEXER,
+        q_lora_rank=16,
+        first_k_dense_replace=1,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        rope_parameters=YARN,
+        max_position_embeddings=163840,
+        **PUBLISHED,
+    ),
+    # As GLM-5 is published.
+    "glm_moe_dsa": dict(
+        LATENT,
+        **INDEXER,
+        q_lora_rank=16,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        indexer_rope_interleave=True,
         rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
         **PUBLISHED,
     ),

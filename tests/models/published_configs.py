@@ -251,6 +251,13 @@ KIMI_K2 = DEEPSEEK_V3 | {
     "topk_group": 1,
     "vocab_size": 163840,
 }
+DEEPSEEK_V3_2 = {key: value for key, value in DEEPSEEK_V3.items() if key not in ("auto_map", "seq_aux")} | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+    "index_topk": 2048,
+}
 MOONLIGHT = DEEPSEEK_V3 | {
     "hidden_size": 2048,
     "intermediate_size": 11264,
@@ -351,6 +358,33 @@ GLM_4_7_FLASH = {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
+GLM_5 = {
+    key: value
+    for key, value in GLM_4_7_FLASH.items()
+    if key not in ("partial_rotary_factor", "rope_scaling", "rope_theta")
+} | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "model_type": "glm_moe_dsa",
+    "first_k_dense_replace": 3,
+    "hidden_size": 6144,
+    "index_head_dim": 128,
+    "index_n_heads": 32,
+    "index_topk": 2048,
+    "indexer_rope_interleave": True,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 256,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 78,
+    "num_key_value_heads": 64,
+    "q_lora_rank": 2048,
+    "rope_interleave": True,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+}
 # In bfloat16: without the quantization_config of what is published in MXFP4.
 GPT_OSS_20B = {
     "architectures": ["GptOssForCausalLM"],
@@ -405,8 +439,10 @@ PUBLISHED = {
     "Llama-3.1-8B": LLAMA_3_1_8B,
     "Mixtral-8x7B": MIXTRAL_8X7B,
     "DeepSeek-V3": DEEPSEEK_V3,
+    "DeepSeek-V3.2": DEEPSEEK_V3_2,
     "Kimi-K2": KIMI_K2,
     "GLM-4.5": GLM_4_5,
     "GLM-4.7-Flash": GLM_4_7_FLASH,
+    "GLM-5": GLM_5,
     "gpt-oss-20b": GPT_OSS_20B,
 }

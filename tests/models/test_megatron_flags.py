@@ -278,6 +278,25 @@ def test_flags_of_kimi_k2_then_deepseeks_and_the_border_of_yarn_that_megatron_ha
     assert options(KIMI | {"rope_scaling": slow})["--beta-slow"] == "2"
 
 
+def test_flags_of_deepseek_v3_2_then_deepseeks_and_an_indexer_without_rotation_and_fused_rope():
+    sparse = DEEPSEEK | {"index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048}
+    flags, before = options(sparse | {"model_type": "deepseek_v32"}), options(DEEPSEEK)
+    own = {
+        "--experimental-attention-variant": "dsa",
+        "--dsa-indexer-n-heads": "64",
+        "--dsa-indexer-head-dim": "128",
+        "--dsa-indexer-topk": "2048",
+        "--dsa-indexer-k-norm-epsilon": "1e-06",
+        "--no-dsa-indexer-rotate-activation": "",
+        "--no-rope-fusion": "",
+    }
+    assert flags == before | own
+    glm = options(
+        sparse | {"rope_scaling": None, "model_type": "glm_moe_dsa"}
+    )  # the flag of the fused kernel once
+    assert glm.keys() - flags.keys() == {"--dsa-indexer-rope-interleaved"}
+
+
 def test_added_flags_when_megatrons_parser_has_one_then_it_is_left_alone():
     parser = ArgumentParser()
     parser.add_argument("--beta-slow", type=float, default=0.5)
@@ -321,7 +340,7 @@ def test_flags_of_glm_4_5_then_half_of_each_head_is_rotated_and_biases_and_norms
     [
         (
             {"model_type": "gpt2"},
-            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe",
+            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, deepseek_v32",
         ),
         (MIXTRAL | {"sliding_window": 4096}, "config.json: sliding_window 4096 is not supported"),
         (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear'"),

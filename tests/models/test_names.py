@@ -197,6 +197,22 @@ MLP, ATTENTION = HF + "mlp.", HF + "self_attn."
         (DEEPSEEK, "self_attention.linear_q_up_proj.weight", Sharded(0), [ATTENTION + "q_b_proj.weight"]),
         (DEEPSEEK, "self_attention.linear_kv_up_proj.weight", Sharded(0), [ATTENTION + "kv_b_proj.weight"]),
         (DEEPSEEK, "self_attention.linear_proj.weight", Sharded(1), [ATTENTION + "o_proj.weight"]),
+        *(
+            (
+                DEEPSEEK | {"model_type": kind},
+                f"self_attention.core_attention.indexer.{name}",
+                Replicated(),
+                [f"{ATTENTION}indexer.{name.removeprefix('linear_')}"],
+            )
+            for kind in ("deepseek_v32", "glm_moe_dsa")
+            for name in (
+                "linear_wq_b.weight",
+                "linear_wk.weight",
+                "k_norm.weight",
+                "k_norm.bias",
+                "linear_weights_proj.weight",
+            )
+        ),
     ],
 )
 def test_find_when_a_part_is_of_some_architectures_then_theirs_have_it(config, name, layout, hf_names):
@@ -318,10 +334,10 @@ def test_find_when_a_parameter_is_unknown_then_refused_with_its_name(name):
         (
             {"model_type": "gpt2"},
             1024,
-            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, glm4_moe, "
-            "glm4_moe_lite, gpt_oss, kimi_k2, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_5, qwen3_5_moe, "
-            "qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next); use a model of one of these, or add "
-            "its row to FAMILIES in megatron_rl_corr/models/architectures.py; "
+            "config.json: model_type 'gpt2' is not supported (supported: deepseek_v3, deepseek_v32, "
+            "glm4_moe, glm4_moe_lite, glm_moe_dsa, gpt_oss, kimi_k2, llama, mixtral, qwen2, qwen2_moe, "
+            "qwen3, qwen3_5, qwen3_5_moe, qwen3_5_moe_text, qwen3_5_text, qwen3_moe, qwen3_next); use a "
+            "model of one of these, or add its row to FAMILIES in megatron_rl_corr/models/architectures.py; "
             "Megatron-Bridge, where it is installed, has more families (--rollout-model-provider bridge)",
         ),
         (

@@ -24,8 +24,10 @@ from megatron_rl_corr.models.settings import (
 )
 from tests.models.published_configs import (
     DEEPSEEK_V3,
+    DEEPSEEK_V3_2,
     GLM_4_5,
     GLM_4_7_FLASH,
+    GLM_5,
     GPT_OSS_20B,
     KIMI_K2,
     LLAMA_3_1_8B,
@@ -109,6 +111,7 @@ SAME = {
     ("experts_per_token", None),
     ("initial_context_length", None),
     ("mlp_layer_types", None),
+    ("indexer_types", None),
     ("architectures", "[]"),
     ("layer_types", None),
     ("rope_scaling", "{}"),
@@ -181,6 +184,7 @@ def test_defaults_then_those_of_transformers_and_every_key_of_it_has_a_place(kin
         "head_dim",
         "qk_head_dim",
         "mlp_layer_types",
+        "indexer_types",
         "num_key_value_heads",
     }
     assert [key for key in named if key not in placed and why_harmless(key, written) is None] == []
@@ -352,6 +356,20 @@ def test_flags_when_a_key_is_left_out_then_those_of_its_default_and_never_a_trac
             {"hidden_size": 8} | dict.fromkeys("abcdefghijklmn", 1),
             "text_config {'hidden",
         ),
+        (DEEPSEEK_V3_2, "indexer_rope_interleave", True, "transformers rotates halves in this family's"),
+        (DEEPSEEK_V3_2, "index_topk", 0, "index_topk 0 must be a whole number from 1 on"),
+        (DEEPSEEK_V3_2, "index_k_norm_type", "rms", "index_k_norm_type 'rms' is no setting of deepseek_v32"),
+        (DEEPSEEK_V3_2, "layer_types", ["full_attention"] * 61, "must be indexed_attention for each layer"),
+        (DEEPSEEK_V3_2, "mlp_layer_types", ["sparse"] * 61, "it follows from first_k_dense_replace"),
+        (
+            GLM_5,
+            "indexer_rope_interleave",
+            False,
+            "transformers rotates neighbouring numbers in this family's",
+        ),
+        (GLM_5, "index_topk_freq", 4, "layers that take the keys of the one before them are not supported"),
+        (GLM_5, "index_skip_topk_offset", 3, "index_skip_topk_offset 3 is no setting of glm_moe_dsa"),
+        (GLM_5, "indexer_types", ["full", "shared"] * 39, "layers that take the keys of the one before"),
         (KIMI_K2, "swiglu_limit", 7.0, "swiglu_limit 7.0 is no setting of kimi_k2"),
     ],
 )
@@ -360,6 +378,12 @@ def test_setting_that_flags_can_not_train_then_refused_with_key_value_and_remedy
         model_flags(config | {key: value})
     assert said in str(raised.value) and str(raised.value).startswith("config.json: ")
     assert all("; " in line for line in str(raised.value).splitlines()), "a remedy"
+
+
+def test_setting_of_the_indexers_rotation_when_servers_would_not_find_it_then_refused():
+    without = {key: value for key, value in GLM_5.items() if key != "indexer_rope_interleave"}
+    with pytest.raises(ValueError, match="it has no indexer_rope_interleave.*; add indexer_rope_interleave"):
+        model_flags(without)
 
 
 def test_settings_when_several_are_wrong_then_all_are_told_at_once():

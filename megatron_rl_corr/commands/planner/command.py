@@ -64,6 +64,12 @@ def run(arguments: argparse.Namespace, out: TextIO) -> int:
             f"{arguments.hf_checkpoint}: layers of {config['model_type']} are gated delta nets, whose states "
             "at servers and activations in training are not counted here; plan for another model"
         )
+    if "index_topk" in config:
+        raise ValueError(
+            f"{arguments.hf_checkpoint}: attention of {config['model_type']} takes the keys that an indexer "
+            "chooses, whose scores in training and keys at servers are not counted here; plan for another "
+            "model"
+        )
     plan = make_plan(config, arguments)
     print(as_json(config, plan, arguments) if arguments.json else as_text(config, plan, arguments), file=out)
     return 0 if plan.fits else 1

@@ -155,6 +155,12 @@ def _latent_attention(config: Config) -> LayerParameters:
     return LayerParameters(split=up + heads * value * config["hidden_size"], whole=down)
 
 
+def _indexer(config: Config) -> LayerParameters:
+    """q n d of n heads of d numbers, h d of the keys, h n of the heads' weights, and a norm with a bias."""
+    heads, size, hidden = config["index_n_heads"], config["index_head_dim"], config["hidden_size"]
+    return LayerParameters(whole=config["q_lora_rank"] * heads * size + hidden * (size + heads) + 2 * size)
+
+
 def _dense_mlp(config: Config) -> LayerParameters:
     return LayerParameters(split=3 * config["hidden_size"] * config["intermediate_size"])
 
@@ -217,6 +223,7 @@ PARTS: dict[Callable, Callable[[Config], LayerParameters]] = {
     parts.sinks: _sinks,
     parts.qk_norms: _qk_norms,
     parts.latent_attention: _latent_attention,
+    parts.indexer: _indexer,
     parts.dense_mlp: _dense_mlp,
     parts.experts: _experts,
     parts.mixtral_experts: _experts,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from megatron_rl_corr.models.hybrid import expert_layers
-from megatron_rl_corr.models.megatron_flags import DELTA_NET_SIZES, DELTA_NETS
+from megatron_rl_corr.models.megatron_flags import DELTA_NET_SIZES, DELTA_NETS, INDEXER_SIZES, SPARSE
 
 ALLOW = "--rollout-allow-model-differences"
 
@@ -123,6 +123,15 @@ OTHER_LAYOUT = (
 
 REFUSED = OTHER_POLICY + OTHER_LAYOUT
 
+INDEXER_SETTINGS = {
+    "--dsa-indexer-topk-freq": "dsa_indexer_topk_freq",
+    "--dsa-indexer-skip-topk-offset": "dsa_indexer_skip_topk_offset",
+    "--dsa-indexer-rope-interleaved": "dsa_indexer_rope_interleaved",
+    "--no-dsa-indexer-scoring-relu": "dsa_indexer_scoring_relu",
+    "--dsa-indexer-k-norm-epsilon": "dsa_indexer_k_norm_epsilon",
+}
+"""Flags that say which keys an indexer chooses, beside its sizes -> the argument."""
+
 COMPARED = (
     "--num-layers",
     "--hidden-size",
@@ -158,6 +167,8 @@ COMPARED = (
     "--experimental-attention-variant",
     "--linear-attention-freq",
     *DELTA_NET_SIZES,
+    *INDEXER_SIZES,
+    *INDEXER_SETTINGS,
     "--multi-latent-attention",
     "--q-lora-rank",
     "--kv-lora-rank",
@@ -274,6 +285,15 @@ def _of_delta_nets(name: str) -> Callable[[argparse.Namespace], Any]:
     return value
 
 
+def _of_indexer(name: str) -> Callable[[argparse.Namespace], Any]:
+    """The value of an argument of an indexer; None for a model without one: it has no effect."""
+
+    def value(args: argparse.Namespace) -> Any:
+        return vars(args)[name] if args.experimental_attention_variant == SPARSE else None
+
+    return value
+
+
 EFFECTIVE: dict[str, Callable[[argparse.Namespace], Any]] = {
     # A hybrid pattern of pairs is GPTModel's layers; what its --spec makes of them, the names of
     # parameters tell.
@@ -298,6 +318,8 @@ EFFECTIVE: dict[str, Callable[[argparse.Namespace], Any]] = {
     "--no-yarn-correction-range-round-to-int": _of_yarn("yarn_correction_range_round_to_int", True),
     "--linear-attention-freq": _linear_layers,
     **{flag: _of_delta_nets(name) for flag, name in DELTA_NET_SIZES.items()},
+    **{flag: _of_indexer(flag.lstrip("-").replace("-", "_")) for flag in INDEXER_SIZES},
+    **{flag: _of_indexer(name) for flag, name in INDEXER_SETTINGS.items()},
     "--rope-type": lambda args: args.rope_type or ("yarn" if args.multi_latent_attention else "rope"),
 }
 """What Megatron makes of a flag, with others and with its default; elsewhere it is the flag's value."""
@@ -323,6 +345,8 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "--moe-grouped-gemm",
         "--moe-permute-fusion",
         "--moe-router-fusion",
+        "--no-dsa-indexer-rotate-activation",  # of queries and keys alike: their products stay
+        "--dsa-kernel-backend",
         "--batch-invariant-mode",
         "--deterministic-mode",
         "--enable-experimental",
@@ -340,6 +364,7 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "--fp16",
         "--bf16",
         "--attention-softmax-in-fp32",
+        "--dsa-indexer-k-norm-fp32",
         "--apply-query-key-layer-scaling",
         "--fp32-residual-connection",
         "--disable-bf16-reduced-precision-matmul",
@@ -456,6 +481,8 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "--moe-aux-loss-coeff",
         "--moe-z-loss-coeff",
         "--moe-router-bias-update-rate",
+        "--dsa-indexer-loss-coeff",  # refused by check_sparse_attention
+        "--dsa-indexer-use-sparse-loss",
         "--qk-clip",
         "--qk-clip-alpha",
         "--qk-clip-threshold",
@@ -511,19 +538,6 @@ IGNORED: dict[str, tuple[str, ...]] = {
         "--relative-attention-num-buckets",
         "--relative-attention-max-distance",
         "--mrope-section",
-        "--dsa-indexer-n-heads",
-        "--dsa-indexer-head-dim",
-        "--dsa-indexer-topk",
-        "--dsa-indexer-topk-freq",
-        "--dsa-indexer-skip-topk-offset",
-        "--dsa-indexer-loss-coeff",
-        "--dsa-indexer-use-sparse-loss",
-        "--dsa-kernel-backend",
-        "--dsa-indexer-rope-interleaved",
-        "--no-dsa-indexer-rotate-activation",
-        "--no-dsa-indexer-scoring-relu",
-        "--dsa-indexer-k-norm-epsilon",
-        "--dsa-indexer-k-norm-fp32",
         "--is-hybrid-model",
         "--mamba-state-dim",
         "--mamba-head-dim",

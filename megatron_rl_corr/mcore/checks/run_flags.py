@@ -20,7 +20,7 @@ from megatron_rl_corr.mcore.colocation import check_colocation
 from megatron_rl_corr.mcore.feature import feature_classes, number_of_steps
 from megatron_rl_corr.models.architectures import BRIDGED, unusual_weights
 from megatron_rl_corr.models.hf_checkpoint import read_config
-from megatron_rl_corr.models.megatron_flags import DELTA_NETS
+from megatron_rl_corr.models.megatron_flags import DELTA_NETS, SPARSE
 from megatron_rl_corr.moe.routers import check_router_replay
 
 
@@ -32,6 +32,7 @@ def checks_of_model() -> tuple[Callable[[argparse.Namespace], None], ...]:
         check_fused_yarn,
         check_fused_clamp,
         check_delta_net_norms,
+        check_sparse_attention,
         check_unusual_weights,
         check_settings_file,
         check_offload,
@@ -236,6 +237,35 @@ def check_delta_net_norms(args: argparse.Namespace) -> None:
             "Megatron would not add up the gradients of the norm behind a gated delta net, and ranks would "
             "train different ones; give --sequence-parallel"
         )
+
+
+def check_sparse_attention(args: argparse.Namespace) -> None:
+    """ValueError for what a model whose attention takes the keys of an indexer is not trained with."""
+    if vars(args).get("experimental_attention_variant") != SPARSE:
+        return
+    problems, which = Problems(), f"--experimental-attention-variant {SPARSE}"
+    if loss := args.dsa_indexer_loss_coeff:
+        problems.add(
+            f"--dsa-indexer-loss-coeff {loss}: the indexer would learn from a loss of its own, and the "
+            "policy change by the keys that it chooses, beside the corrected gradient, whose norm would "
+            "count both; leave it out"
+        )
+    if args.context_parallel_size > 1:
+        problems.add(
+            f"--context-parallel-size {args.context_parallel_size}: with {which} keys are gathered over "
+            "context-parallel ranks, which is not proven; use 1"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        problems.add(
+            f"--tensor-model-parallel-size {args.tensor_model_parallel_size} without --sequence-parallel: "
+            f"Megatron's latent attention with {which} is made for both; give --sequence-parallel"
+        )
+    if args.mtp_num_layers:
+        problems.add(
+            f"--mtp-num-layers {args.mtp_num_layers}: with {which} layers that predict further tokens are "
+            "not proven; leave it out"
+        )
+    problems.raise_all()
 
 
 def check_unusual_weights(args: argparse.Namespace) -> None:

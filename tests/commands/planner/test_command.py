@@ -199,3 +199,11 @@ def test_plan_when_the_model_is_not_known_then_the_supported_ones(plan):
 def test_plan_when_config_lacks_a_size_then_as_with_the_default_of_transformers(plan):
     config = {name: value for name, value in QWEN3_4B.items() if name != "intermediate_size"}
     assert plan(config, "--gpus", 8) == plan(config | {"intermediate_size": 22016}, "--gpus", 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("qwen3_next", "are gated delta nets"), ("deepseek_v32", "that an indexer chooses")]
+)
+def test_plan_when_a_model_has_attention_that_is_not_counted_then_status_2_and_why(plan, kind, words):
+    status, text, said = plan({"model_type": kind}, "--gpus", 8)
+    assert (status, text) == (2, "") and words in said and "not counted here; plan for another model" in said

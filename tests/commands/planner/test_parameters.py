@@ -35,15 +35,24 @@ def test_parameters_when_transformers_makes_the_model_then_it_has_as_many(name):
     assert model_parameters(with_defaults(config)).total == found + buffers.get(name, 0)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe_text", "qwen3_5_text"])
-def test_parameters_of_gated_delta_nets_then_transformers_makes_as_many(kind):
+@pytest.mark.parametrize(
+    ("kind", "biases"),
+    [
+        ("qwen3_next", 0),
+        ("qwen3_5_moe_text", 0),
+        ("qwen3_5_text", 0),
+        ("deepseek_v32", 256 * 58),
+        ("glm_moe_dsa", 256 * 75),
+    ],
+)
+def test_parameters_of_delta_nets_and_indexers_then_transformers_makes_as_many(kind, biases):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
     found = sum(parameter.numel() for parameter in model.parameters())
-    assert model_parameters(with_defaults({"model_type": kind})).total == found
+    assert model_parameters(with_defaults({"model_type": kind})).total == found + biases
 
 
 def test_layer_of_qwen3_30b_a3b_when_counted_by_hand_then_the_same():
