@@ -69,8 +69,8 @@ def test_step_when_counted_then_number_and_bytes_of_every_collective_are_those_b
     # Three int32 and a float32 of each token of this rank, on the last stage.
     assert laws["world", "tokens of the batch", "all"] == ["receive", "1", "16 T/cp"]
     assert laws["tp", "tokens of the batch", "all"] == ["broadcast", "1", "16 T/cp"]
-    # What is kept, what has a gradient, two KLs, the ESS of the sequences, whether a feature ends the run; and
-    # of the whole batch its ESS and the mean of the products.
+    # What is kept, what has a gradient, two KLs, the ESS of the sequences, whether a feature ends the run; of
+    # the whole batch its ESS and the mean of the products.
     assert laws["pp", "may the step update", "all"] == ["broadcast", "1", "64"]
     # Once when the leaders have taken their groups, once when they have made batches of them: the first that
     # failed, whether all are done, whether one asks for a turn.
