@@ -211,6 +211,8 @@ def check_vocabulary(args: argparse.Namespace) -> None:
 
     Its own loss is over all rows: those that only pad would take a part of each probability.
     """
+    if args.vocab_size is None:  # `check_policy` tells of it
+        return
     share = math.ceil(args.vocab_size / args.tensor_model_parallel_size)
     if args.padded_vocab_size != share * args.tensor_model_parallel_size:
         raise ValueError(

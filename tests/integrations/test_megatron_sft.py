@@ -49,6 +49,7 @@ def test_flags_when_wrong_then_told_by_name(words, told):
         (151936, 151936, 2, None),
         (151680, 151936, 1, "give 151936"),
         (151936, 151669, 4, "give 37918"),
+        (151680, None, 1, None),  # a flag that lacks is told of with all others of the model
         (151672, 151669, 4, None),  # the fewest that four ranks can hold
     ],
 )
