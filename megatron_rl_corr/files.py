@@ -4,13 +4,14 @@ they are needed.
 
 import errno
 import hashlib
+import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 PROBE_BYTES = 2**20
 """What is written into a folder to try it: more than a disk has room for that is full, to
@@ -68,6 +69,11 @@ def sha256_of(path: str | os.PathLike) -> str:
     """SHA-256 of a file of any size, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_json(values: Mapping[str, Any]) -> str:
+    """SHA-256 of values as JSON with sorted keys, in hexadecimal."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def check_writable(folder: str | os.PathLike, option: str) -> None:

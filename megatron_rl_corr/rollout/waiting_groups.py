@@ -7,7 +7,6 @@ SHA-256 of each file, and its own.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
-from megatron_rl_corr.files import sha256_of, write_atomically
+from megatron_rl_corr.files import sha256_of, sha256_of_json, write_atomically
 from megatron_rl_corr.rollout.groups import Group
 from megatron_rl_corr.rollout.sample_file import Origin, Sample, read_trajectories, write_trajectories
 
@@ -63,7 +62,7 @@ class WaitingList:
     def to_json(self) -> str:
         """With a checksum of itself."""
         values = asdict(self)
-        return json.dumps(values | {"sha256": _sha256(values)})
+        return json.dumps(values | {"sha256": sha256_of_json(values)})
 
     @classmethod
     def parse(cls, text: str) -> WaitingList:
@@ -71,16 +70,12 @@ class WaitingList:
         try:
             values = json.loads(text)
             checksum = values.pop("sha256")
-            if _sha256(values) != checksum:
+            if sha256_of_json(values) != checksum:
                 raise ValueError("its checksum is another")
             groups = tuple(SavedGroup(**one) for one in values.pop("groups"))
             return cls(tuple(values.pop("waiting")), groups, **values)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"it holds no list of groups ({type(error).__name__}: {error})") from None
-
-
-def _sha256(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

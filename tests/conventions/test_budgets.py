@@ -26,9 +26,9 @@ BUDGETS = {
     "mcore": 9_291,
     "features": 4_600,
     "observability": 875,
-    "integrations": 669,
+    "integrations": 675,
     "commands": 5_630,
-    "modules": 970,
+    "modules": 975,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

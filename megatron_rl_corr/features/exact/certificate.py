@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_rl_corr.files import write_atomically
+from megatron_rl_corr.files import sha256_of_json, write_atomically
 
 NAME = "exact.json"
 """The certificate, in --rollout-log-dir."""
@@ -21,8 +20,7 @@ _SAYS = (
 
 def digest_of(content: Mapping[str, Any]) -> str:
     """SHA-256 of a certificate without its own digest, as JSON with sorted keys."""
-    others = {name: value for name, value in content.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+    return sha256_of_json({name: value for name, value in content.items() if name != "sha256"})
 
 
 def read_certificate(path: Path) -> dict[str, Any]:
