@@ -133,7 +133,7 @@ class _FineTuning:
             return
         if settings.train_iters in settings.iterations_to_skip:
             raise ValueError(
-                f"--iterations-to-skip {settings.train_iters}: --rollout-save-hf writes the weights behind the "
+                f"--iterations-to-skip {settings.train_iters}: --rollout-save-hf writes weights behind the "
                 "last step, and not behind one that is skipped; leave it out, or give one --train-iters less"
             )
         if settings.iteration < settings.train_iters:
