@@ -96,7 +96,7 @@ def waited_cursor(collector, batches, *, with_last):
     stream = collector._stream
     until(lambda: not stream.running)
     found = cursor(collector, batches, with_last=with_last)
-    for place, group in enumerate(collector._waiting):
+    for place, group in enumerate(collector._open.waiting):
         note("waits", saved=batches, place=place, number=group.number, sha256=sha256(group))
     return found
 

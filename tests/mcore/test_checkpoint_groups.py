@@ -18,7 +18,7 @@ from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.rollout import SamplingParams, Trajectory, VersionSpan
 from megatron_rl_corr.rollout.cursor import Drawn, SavedCursor
 from megatron_rl_corr.rollout.groups import Group
-from megatron_rl_corr.rollout.waiting_groups import FOLDER
+from megatron_rl_corr.rollout.waiting_groups import FOLDER, OpenGroups
 
 FLAGS = ["--rollout-url", "http://127.0.0.1:1", "--rollout-prompts", "p", "--rollout-group-size", "2"]
 FLAGS += ["--rollout-max-new-tokens", "4", "--rollout-correction-preset", "decoupled_token_is"]
@@ -57,11 +57,11 @@ def options(tmp_path):
     return lambda *more: parse([*FLAGS, *given, *more])[1]
 
 
-def write(folder, groups, options, replica=0):
+def write(folder, groups, options, replica=0, begun=()):
     """As the writer of a replica does in its thread."""
     layout = Namespace(dp_rank=replica, is_data_leader=True)
     writer = WaitingWriter(layout, options, settings_of(options), SamplingParams(4), lambda number: number)
-    writer._write(folder / FOLDER, groups)
+    writer._write(folder / FOLDER, OpenGroups(groups, begun))
     writer.close()
 
 
