@@ -37,7 +37,7 @@ class Turns:
         """An episode that goes on behind the turns that `whole` had joined."""
         turns = cls(so_far.prompt_ids)
         turns._resumed = so_far.turn_ids
-        turns.add(so_far)
+        turns.add(replace(so_far, turn_ids=None))  # `whole` has those of all turns
         return turns
 
     def copied(self) -> Turns:
