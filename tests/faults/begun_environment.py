@@ -13,7 +13,7 @@ class Adds(Environment):
     """
 
     replayable = True
-    stop_token_ids = tuple(range(0, 96, 2))
+    stop_token_ids = tuple(range(0, 82, 2))
 
     def __init__(self, prompt):
         self.turns, self.sum = 0, int(os.environ.get("OUTSIDE", "0")) + sum(prompt.input_ids)
@@ -21,7 +21,7 @@ class Adds(Environment):
     async def step(self, output_ids, finish_reason):
         self.turns += 1
         self.sum += self.turns * sum(output_ids)
-        return DONE if self.turns == TURNS else [1 + self.sum % 90, 3]
+        return DONE if self.turns == TURNS else [1 + self.sum % 80, 3]
 
     async def reward(self):
         return self.sum % 7 / 7

@@ -12,6 +12,7 @@ import torch
 from megatron_rl_corr.data.rewards import Score
 from megatron_rl_corr.engines.trajectory import TopLogprobs
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.files import sha256_of_json
 from megatron_rl_corr.rollout import (
     DONE,
     Environment,
@@ -33,6 +34,7 @@ from megatron_rl_corr.rollout.waiting_groups import (
     FOLDER,
     SavedEpisode,
     SavedSample,
+    WaitingList,
     read_begun,
     size_of,
 )
@@ -197,9 +199,6 @@ def test_list_when_an_older_version_wrote_it_then_it_has_no_begun_groups(tmp_pat
     write(folder, [group_of(7)])
     values = json.loads((folder / "replica0.json").read_text())
     del values["begun"], values["sha256"]
-    from megatron_rl_corr.files import sha256_of_json
-    from megatron_rl_corr.rollout.waiting_groups import WaitingList
-
     listed = WaitingList.parse(json.dumps(values | {"sha256": sha256_of_json(values)}))
     assert listed.waiting == (7,) and listed.begun == ()
 
