@@ -6,8 +6,9 @@ takes, with hashes of all that is known of each sample. CUTS has for episodes of
 sample, so many tokens, of which there is a hash too.
 
 HELD names the turns that a door before the server does not answer, as {"first": the first group's number,
-"turns": {sample: turn}}. The first save waits until all groups under way are as far as that lets them; then
-all replicas' lists are waited for, and everything is killed. "": nothing is held, and nobody killed.
+"turns": {sample: turn}, "unseen": nobody keeps the turns before these}. The first save waits until all groups
+under way are as far as that lets them; then all replicas' lists are waited for, and everything is killed. "":
+nothing is held, and nobody killed.
 """
 
 import json
@@ -59,7 +60,9 @@ async def is_as_far_as_it_may(collector):
 def is_held(group, index):
     turn = HELD["turns"].get(str(index))
     so_far = group.episodes.get(index)
-    return turn == 0 or (so_far is not None and so_far.turns.count == turn and so_far.reply is not None)
+    if turn == 0 or (turn is not None and HELD["unseen"]):
+        return True
+    return so_far is not None and so_far.turns.count == turn and so_far.reply is not None
 
 
 def noted_cursor(collector, batches, *, with_last):

@@ -23,7 +23,7 @@ from tests.mcore.launched import launch, write_data
 
 SCRIPT, ENVIRONMENT = ROOT / "tests/faults/begun_pretrain.py", ROOT / "tests/faults/begun_environment.py"
 SEED, SAVED, STEPS, GROUP, GROUPS = 1234, 2, 4, 4, 8
-HELD = {"first": 20, "turns": {"1": 1, "2": 2, "3": 0}}
+HELD = {"first": 20, "turns": {"1": 1, "2": 2, "3": 0}, "unseen": False}
 """From the group 20 on: sample 1 has made one turn, sample 2 two, sample 3 none."""
 RUN = ["--seed", SEED, "--global-batch-size", GROUP * GROUPS, "--save-interval", SAVED]
 RUN += ["--train-iters", STEPS, "--rollout-max-lag", 3, "--moe-grouped-gemm", "--moe-permute-fusion"]
@@ -114,6 +114,7 @@ def killed(door, tiny_moe_dir, tmp_path_factory):
             folder = tmp_path_factory.mktemp("begun")
             write_data(folder)
             held = HELD if environment is not None else HELD | {"turns": {"2": 0, "3": 0}}
+            held = held | {"unseen": environment == "Orders"}
             ended = run(folder, "killed", door, tiny_moe_dir, environment, processes=processes, held=held)
             assert ended.returncode == -signal.SIGKILL, ended.stderr[-9000:]
             made[environment, processes] = folder
