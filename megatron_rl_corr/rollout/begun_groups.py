@@ -88,4 +88,8 @@ class BegunGroup:
     @property
     def oldest_version(self) -> int:
         """As `Group.oldest_version`, of what was sampled."""
-        return min(versions.number(one.oldest_version) for one in self.trajectories)
+        if self.whole is not None:
+            return self.whole.oldest_version
+        branches = [branch for one in self.samples.values() for branch in one.branches]
+        found = [*branches, *(one.turns for one in self.episodes.values())]
+        return min(versions.number(one.oldest_version) for one in found)

@@ -14,6 +14,7 @@ from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards, Score
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.begun_groups import BegunGroup
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Drawn, GroupNumbers
@@ -102,6 +103,17 @@ class GroupSampler:
         found = [*self._begun.values(), *self._resumed.values()]
         copies = [one.copied() for one in found if one.number in open_]
         return [one for one in copies if not one.is_empty]
+
+    def forget_older(self, oldest: int) -> None:
+        """Leave out what a checkpoint has of groups that could not begin yet, with samples of before
+        this version: they would be trained too old.
+        """
+        stale = [number for number, one in self._resumed.items() if one.oldest_version < oldest]
+        for number in stale:
+            del self._resumed[number]
+        if stale:
+            why = f"stale: they have samples of before version {oldest}, and begin only now"
+            EVENTS.tell("groups_sampled_again", why, groups=stale)
 
     async def sample(self, number: int) -> Group | None:
         """Sample and score the group of this number; None: one of its samples failed for good.

@@ -47,6 +47,11 @@ class Turns:
         return other
 
     @property
+    def oldest_version(self) -> str:
+        """As `Trajectory.oldest_version`."""
+        return self._answers[0].oldest_version
+
+    @property
     def count(self) -> int:
         """Turns of the policy so far."""
         return self._first_count - 1 + len(self._answers) if self._answers else 0

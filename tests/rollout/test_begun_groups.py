@@ -500,6 +500,22 @@ def test_group_when_a_filter_judges_it_then_it_is_kept_whole_and_gone_behind_tha
     asyncio.run(judged())
 
 
+def test_groups_when_they_begin_too_late_then_forgotten_and_named(told):
+    young = BegunGroup(5, episodes={1: EpisodeSoFar(played(1), "stop")})  # of version 3
+    sampler = sampler_of(Server(), Counts(), {4: BegunGroup(4, whole=of_version(2)), 5: young})
+    sampler.forget_older(2)
+    assert [one.number for one in sampler.begun({4, 5})] == [4, 5] and told == []
+    sampler.forget_older(3)
+    assert [one.number for one in sampler.begun({4, 5})] == [5]
+    [(kind, why, facts)] = told
+    assert kind == "groups_sampled_again" and facts == {"groups": [4]} and why.startswith("stale")
+
+
+def of_version(version):
+    sample = replace(response(2), weight_versions=(VersionSpan(f"5f2c91ab-{version}", 0, 2),))
+    return replace(group_of(4), trajectories=[sample], rewards=[1.0], reward_parts=[])
+
+
 def test_group_when_it_failed_then_nothing_of_it_is_kept():
     async def failed():
         class Fails(Server):

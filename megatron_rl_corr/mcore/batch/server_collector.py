@@ -101,6 +101,7 @@ class Collector(BatchCollector):
             agent_branches=source.agent_branches,
         )
         client, prompts, self._with_origins = source.client, source.prompts, origins
+        self._first, self._max_lag = batches[0], options.max_lag
         source.rewards.check_labels(prompts, "--rollout-prompts")
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         client.check_sampling(self.sampling)
@@ -281,7 +282,12 @@ class Collector(BatchCollector):
 
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
         self._tokens_before, self._told_at = self._client.counts()["tokens"], time.monotonic()
-        return self._loop.submit(self._stream.take(number))
+        return self._loop.submit(self._take(number))
+
+    async def _take(self, number: int) -> Taken:
+        if number > self._first:  # those of before the first step were judged when they were read
+            self._sampler.forget_older(number - self._max_lag)
+        return await self._stream.take(number)
 
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
         """Progress is printed every PROGRESS_EVERY_S."""
