@@ -103,6 +103,11 @@ class SavedGroups:
     begun: tuple[SavedBegun, ...] = ()
     """What it holds of groups that were being sampled."""
 
+    @property
+    def has_any(self) -> bool:
+        """It holds samples of either kind."""
+        return bool(self.groups or self.begun)
+
     def read(self, waiting: Sequence[int], *, version: int, max_lag: int, longest: int) -> list[Group]:
         """Those of the groups that can be trained, in this order. Events name the others, which are sampled
         again.

@@ -31,7 +31,7 @@ class EpisodeSoFar:
 
     turns: Turns
     finish_reason: FinishReason
-    """Of its last turn; those before have ended with stop."""
+    """How its last turn ended; those before have ended with stop."""
     reply: list[int] | None = None
     """What the environment has said to the last turn, [] for DONE; None: nothing yet."""
 
@@ -48,7 +48,7 @@ class BegunGroup:
     samples: dict[int, FinishedSample] = field(default_factory=dict)
     """The finished ones, by their indices in the group."""
     scores: dict[int, Score | None] = field(default_factory=dict)
-    """Of those that have theirs; None: the reward has failed, and on_failed_reward takes its place."""
+    """The rewards that are known; None: it has failed, and on_failed_reward takes its place."""
     episodes: dict[int, EpisodeSoFar] = field(default_factory=dict)
     """Those under way whose environments may be replayed, by the indices of their samples."""
     whole: Group | None = None

@@ -63,11 +63,11 @@ class SavedEpisode:
     """An episode under way. Example: 60 was said to its second turn: SavedEpisode(1, 2, "stop", [60])."""
 
     index: int
-    """Of its sample in its group."""
+    """Its sample, in its group."""
     turns: int
     """That the policy has made."""
     finish_reason: FinishReason
-    """Of the last one."""
+    """How the last one ended."""
     reply: list[int] | None
     """As in `EpisodeSoFar`."""
 
@@ -148,7 +148,7 @@ class Written:
     """What was saved of a replica's groups."""
 
     groups: tuple[int, ...]
-    """Of those that wait."""
+    """Those that wait."""
     begun: tuple[SavedBegun, ...]
     beyond: tuple[int, ...]
     """Groups that wait and that the bound left out."""

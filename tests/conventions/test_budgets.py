@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_356,
+    "mcore": 9_358,
     "features": 4_600,
     "observability": 875,
     "integrations": 675,
