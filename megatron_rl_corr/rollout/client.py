@@ -15,6 +15,7 @@ from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
+from megatron_rl_corr.rollout.begun_groups import BegunGroup
 from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.ingest.process import AskingProcess
 from megatron_rl_corr.rollout.retries import Retries
@@ -318,6 +319,7 @@ class RolloutClient(ServerControl):
         group_numbers: Sequence[int] | None = None,
         on_sample: Callable[[Trajectory], Awaitable[None]] | None = None,
         on_progress: Callable[[int, int, float], None] | None = None,
+        begun: Mapping[int, BegunGroup] | None = None,
     ) -> list[Trajectory]:
         """samples_per_prompt responses to each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
@@ -335,6 +337,8 @@ class RolloutClient(ServerControl):
                 raises is raised.
             on_progress: called after each sample with (samples done, all samples, response tokens
                 per second so far).
+            begun: of groups by their numbers what was sampled before, which is not asked for again; what is
+                sampled now is noted there.
 
         Raises:
             ValueError: before anything is sent, for a prompt that is empty or holds an id outside the
@@ -355,14 +359,20 @@ class RolloutClient(ServerControl):
 
         async def sample(prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
             nonlocal done, tokens
-            trajectory = await self._retries.sample(
-                prompt_ids,
-                sampling,
-                draw=Draw(self.seed, numbers[prompt], index),
-                prompt_index=prompt,
-                sample_index=index,
-                vocab_size=self.vocab_size,
-            )
+            own = None if begun is None else begun.get(numbers[prompt])
+            if own is not None and index in own.samples:
+                [trajectory] = own.samples[index].branches
+            else:
+                trajectory = await self._retries.sample(
+                    prompt_ids,
+                    sampling,
+                    draw=Draw(self.seed, numbers[prompt], index),
+                    prompt_index=prompt,
+                    sample_index=index,
+                    vocab_size=self.vocab_size,
+                )
+                if own is not None:
+                    own.finish(index, [trajectory])
             if on_sample is not None:
                 await on_sample(trajectory)
             done, tokens = done + 1, tokens + trajectory.output_ids.numel()
