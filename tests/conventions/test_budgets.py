@@ -23,10 +23,10 @@ BUDGETS = {
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_358,
-    "features": 4_600,
+    "mcore": 9_365,
+    "features": 4_605,
     "observability": 875,
-    "integrations": 675,
+    "integrations": 680,
     "commands": 5_630,
     "modules": 975,
 }
