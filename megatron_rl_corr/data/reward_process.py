@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import orjson
@@ -59,12 +59,15 @@ class RewardProcess:
         """(form, whether it is async) of each function."""
 
     @classmethod
-    async def start(cls, specs: Sequence[RewardSpec], texts: Sequence[str | None]) -> RewardProcess:
+    async def start(
+        cls, specs: Sequence[RewardSpec], texts: Sequence[str | None], hidden: Collection[str] = ()
+    ) -> RewardProcess:
         """Start a process and load the reward functions in it.
 
         Args:
             specs: of the functions.
             texts: the text of each one's file, the same for all workers of a run; None for a module.
+            hidden: variables of the environment that it does not get.
 
         Raises:
             ValueError: a user's file or its setup() failed (with the traceback), ended the process, or
@@ -75,7 +78,7 @@ class RewardProcess:
         environment = {
             name: value
             for name, value in os.environ.items()
-            if name not in NOT_INHERITED and not name.startswith("TORCHELASTIC_")
+            if name not in {*NOT_INHERITED, *hidden} and not name.startswith("TORCHELASTIC_")
         }
         path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])  # Python looks at no other
         with its:

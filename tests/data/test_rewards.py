@@ -441,6 +441,7 @@ def test_reward_when_a_teacher_trains_then_none_is_needed_but_of_episodes_that_s
         reward_timeout_s=10.0,
         teacher_urls=("http://teacher",),
         maker=maker,
+        names_of_keys=set(),
         reward_url_arguments=dict,
     )
 
