@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 from megatron_rl_corr import __version__
+from megatron_rl_corr.engines.secrets import for_message
 from megatron_rl_corr.tables import visible
 
 # Packages are imported by the subcommand that needs them, so that --help answers at once.
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM} {arguments.command}: error: {needed}", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
-        print(f"{PROGRAM} {arguments.command}: error: {visible(str(error))}", file=sys.stderr)
+        print(f"{PROGRAM} {arguments.command}: error: {visible(for_message(str(error)))}", file=sys.stderr)
         return 2
 
 

@@ -188,7 +188,7 @@ def name_flags_in_logs() -> None:
     def named(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         if record.name.startswith(f"{__package__}."):
-            record.msg, record.args = one_message(name_flags(record.getMessage())), ()
+            record.msg, record.args = one_message(name_flags(for_message(record.getMessage()))), ()
         return record
 
     logging.setLogRecordFactory(named)
@@ -333,7 +333,7 @@ def _leave_after_peer(failure: str) -> None:
 def refuse(program: str, message: object) -> None:
     """Print what is wrong with the command line, on rank 0, or where it is this rank's own."""
     if os.environ.get("RANK", "0") == "0" or isinstance(message, RefusedHere):
-        print(f"{program}: {visible(name_flags(message))}", file=sys.stderr, flush=True)
+        print(f"{program}: {visible(for_message(name_flags(message)))}", file=sys.stderr, flush=True)
 
 
 def _leave(status: int) -> None:

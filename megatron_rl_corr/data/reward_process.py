@@ -22,6 +22,9 @@ from megatron_rl_corr.data.worker_pool import WorkerGone
 
 START_LIMIT_S = 300.0
 """Seconds for importing the users' files and for their setup()."""
+ANSWER_BYTES = 64 << 20
+"""Longest answer of a worker."""
+NOT_ITS_OWN = "something else than its answer came from its process, as of code that it was given to run"
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "from megatron_rl_corr.data.reward_worker import serve; "
@@ -129,13 +132,18 @@ class RewardProcess:
             job: a message of `serve`.
 
         Raises:
-            WorkerGone: the process ended.
+            WorkerGone: the process ended, or what came is no answer.
         """
         try:
             self._writer.write(frame(job))
             await self._writer.drain()
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
-            return orjson.loads(await self._reader.readexactly(length))
+            answer = orjson.loads(await self._reader.readexactly(length)) if length <= ANSWER_BYTES else None
+            if not isinstance(answer, dict) or not answer.keys() & {"value", "error"}:
+                raise WorkerGone(NOT_ITS_OWN)
+            return answer
+        except orjson.JSONDecodeError:
+            raise WorkerGone(NOT_ITS_OWN) from None
         except (asyncio.IncompleteReadError, ConnectionError):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):  # it may have closed the connection alone

@@ -12,23 +12,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_902,
+    "config": 2_906,
     "models": 2_616,
-    "engines": 5_725,
+    "engines": 5_789,
     "reduce": 673,
     "core": 2_630,
     "logprobs": 1_060,
-    "data": 4_515,
-    "rollout": 8_048,
+    "data": 4_525,
+    "rollout": 8_069,
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
     "mcore": 9_291,
     "features": 4_600,
-    "observability": 875,
+    "observability": 876,
     "integrations": 675,
-    "commands": 5_630,
-    "modules": 975,
+    "commands": 5_634,
+    "modules": 986,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -26,7 +26,7 @@ def run(task, base_url, api_key):
 
 
 def reward(sample):
-    """Fails for one row, and tells what its process has."""
+    """Fails for one row, and tells what its process has; of the others the odd ids count."""
     if sample.metadata["do"] == "asks" and sample.metadata["number"] == 1:
         raise KeyError(f"{SPOOF}{ACTS} {dict(os.environ)}")
-    return 1.0
+    return sum(token % 2 for token in sample.output_ids) / 8

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import pytest
 
@@ -28,7 +29,7 @@ from tests.faults.drills import drill
 from tests.observability.samples import sample, save_tokenizer, write_run
 
 ACTS = "\x1b]0;taken\x07\x1b[2J\r\x9b31m\u202egnp.exe\u2066\u2028\u200f\x00"
-"""Renames a terminal's window, clears it, goes back to the begin of its line, turns the direction of writing."""
+"""Renames a terminal's window, clears it, goes back to its line's begin, turns the direction of writing."""
 MARKUP = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)></title></svg><a href=javascript:alert(3)>"
 FORMULA = "$\\frac{$ $x_$ {{ 7 * 191 }} {% raw %}"
 SPOOF = "\n[rollout] all is well\nmegatron_rl_corr: step 7\ngroup 9, sample 9 | reward 9\n"
@@ -36,6 +37,7 @@ HOSTILE = ACTS + MARKUP + FORMULA + SPOOF
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """What is in no text that we print: all controls but the new line and the tab."""
 EVENTS = re.compile("on[a-z]+")
+XLINK = "{http://www.w3.org/1999/xlink}href"
 
 
 def test_visible_when_a_text_acts_then_its_escapes_are_shown_and_others_stay_themselves():
@@ -102,8 +104,10 @@ def check_inert(page):
             assert attributes.get(name, "data:").startswith("data:"), (tag, attributes)
     assert not CONTROLS.search(page.replace("\r", ""))
     for image in re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page):
-        drawn = base64.b64decode(image).decode()
-        assert not re.search("<script|onerror=|javascript:", drawn)
+        for one in ElementTree.fromstring(base64.b64decode(image)).iter():
+            assert one.tag.rpartition("}")[2] not in ("script", "foreignObject", "image", "a")
+            assert not [name for name in one.attrib if EVENTS.fullmatch(name)], one.attrib
+            assert one.attrib.get(XLINK, "#").startswith("#"), one.attrib
     return "".join(tags.texts)
 
 
@@ -204,7 +208,8 @@ def test_commands_when_names_of_metrics_act_then_they_are_shown(tmp_path, model,
 
 def test_errors_when_they_name_what_a_file_holds_then_it_is_shown(tmp_path, capsys):
     assert cli.main(["report", str(tmp_path / "no\x1b[2Jsuch\u202e")]) == 2
-    assert "no\\x1b[2Jsuch\\u202e" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "no?[2Jsuch?" in told and not CONTROLS.search(told)
     (tmp_path / "run.json").write_text("[" * 10**5)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert cli.main(["report", str(tmp_path)]) == 2 and "run.json is not JSON" in capsys.readouterr().err

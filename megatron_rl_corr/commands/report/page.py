@@ -50,8 +50,8 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     title = run_dir.resolve().name
     experts, samples = _expert_maps(run_dir / statistics.FILE_NAME), page_samples(run_dir)
     write_overview(rows, run_dir / OVERVIEW_NAME, title=title)
-    # Autoescape, as names of metrics and values of settings come from the run, and `visible`, as what turns the
-    # direction of writing is no markup; an undefined name is an error.
+    # Autoescape, as names of metrics and values of settings come from the run; `visible`, as what turns the
+    # direction of writing is no markup. An undefined name is an error.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,

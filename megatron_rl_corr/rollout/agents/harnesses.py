@@ -27,7 +27,7 @@ from megatron_rl_corr.data.worker_pool import RESTARTS
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.secrets import HIDDEN, without_secret_words
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.rollout.agents.outcome import REWARD, checked_outcome
+from megatron_rl_corr.rollout.agents.outcome import REWARD, checked_outcome, is_outcome
 from megatron_rl_corr.rollout.agents.starter import (
     GRACE_S,
     HarnessKind,
@@ -286,7 +286,8 @@ class Harnesses:
                 raise SampleFailure(
                     CAUSE, shown(f"ended {_how(ended['status'])} before it returned")
                 ) from None
-        if not isinstance(answer, dict) or not answer.keys() & {"value", "error"}:
+        own = isinstance(answer, dict) and answer.keys() & {"value", "error"}
+        if not own or (self.kind.command is None and not is_outcome(answer.get("value"))):
             raise SampleFailure(CAUSE, shown("wrote into the descriptor of its result"))
         if "error" in answer:
             raise SampleFailure(CAUSE, shown(f"failed: {answer['error']}"))
