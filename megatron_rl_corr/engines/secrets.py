@@ -115,10 +115,12 @@ _SECRET_NAME = (
     r"(?:api[-_]?|access[-_]?|private[-_]?)?key|(?:[a-z0-9]+[-_])*secret|password|passwd|credentials?"
 )
 _SECRET_FLAG = re.compile(
-    rf"--?(?:[\w-]+[-_])?(?:{_SECRET_NAME}|(?:api|access|auth|hf|hub|wandb|bearer)[-_]token)|--?token",
+    rf"(?!--rollout-)--?(?:[\w-]+[-_])?(?:{_SECRET_NAME}|(?:api|access|auth|hf|hub|wandb|bearer)[-_]token)|--?token",
     re.IGNORECASE,
 )
-"""Flags whose value is a secret; those that name a variable end otherwise, as --rollout-api-key-env."""
+"""Flags whose value is a secret; those that name a variable end otherwise, as --rollout-api-key-env. A run's
+own --rollout-...-key names a key of its rows.
+"""
 _SECRET_VARIABLE = re.compile(r".*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?)", re.IGNORECASE)
 _LEAST_VARIABLE = 8
 """Characters of a variable's value that may be a secret: shorter ones are switches."""
@@ -180,32 +182,34 @@ def without_secret_words(words: Sequence[str], environment: Mapping[str, str]) -
         flag, joined, _ = word.partition("=")
         if word.startswith("--"):
             hides = _SECRET_FLAG.fullmatch(flag) is not None
-            found.append(f"{flag}={HIDDEN}" if hides and joined else without_lookalikes(word, environment))
+            found.append(f"{flag}={HIDDEN}" if hides and joined else text_without_secrets(word, environment))
         else:
-            found.append(HIDDEN if hides else without_lookalikes(word, environment))
+            found.append(HIDDEN if hides else text_without_secrets(word, environment))
     return found
 
 
-def command_without_secrets(command: str, environment: Mapping[str, str]) -> str:
-    """A command as one text, as `without_secret_words` shows its words; what can't be split stays whole."""
+def text_without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """The text as `without_lookalikes` shows it; of one that is a command, also its words as
+    `without_secret_words` does.
+    """
+    text = without_lookalikes(text, environment)
+    if " -" not in text:
+        return text
     try:
-        words = shlex.split(command)
+        words = shlex.split(text)
     except ValueError:
-        return without_lookalikes(command, environment)
-    shown = without_secret_words(words, environment)
-    return command if shown == words else shlex.join(shown)
+        return text
+    shown = without_secret_words(words, environment) if len(words) > 1 else words
+    return text if shown == words else shlex.join(shown)
 
 
 def json_without_secrets(value: Any, environment: Mapping[str, str]) -> Any:
-    """JSON whose names and texts are as `without_lookalikes` shows them, and texts of commands as
-    `command_without_secrets`.
-    """
+    """JSON whose names and texts are as `text_without_secrets` shows them."""
     if isinstance(value, str):
-        shown = without_lookalikes(value, environment)
-        return command_without_secrets(shown, environment) if " -" in shown else shown
+        return text_without_secrets(value, environment)
     if isinstance(value, Mapping):
         return {
-            without_lookalikes(str(name), environment): json_without_secrets(one, environment)
+            text_without_secrets(str(name), environment): json_without_secrets(one, environment)
             for name, one in value.items()
         }
     if isinstance(value, (list, tuple)):

@@ -13,7 +13,7 @@ from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.reward_functions import RewardFunctions
 from megatron_rl_corr.data.reward_input import RewardInput
 from megatron_rl_corr.engines.errors import RolloutServerError, SampleFailure
-from megatron_rl_corr.engines.secrets import command_without_secrets, json_without_secrets
+from megatron_rl_corr.engines.secrets import json_without_secrets, text_without_secrets, without_secret_words
 from megatron_rl_corr.observability.run_log import RunLog
 from megatron_rl_corr.reduce.failure import FailureWatch
 from megatron_rl_corr.rollout.agents.harnesses import Harnesses
@@ -66,8 +66,11 @@ def test_settings_when_they_hold_secrets_then_neither_run_json_nor_the_page_has_
 
 
 def test_command_when_it_can_not_be_split_then_what_looks_secret_is_hidden_all_the_same():
-    assert command_without_secrets(f"a 'b --key {FLAG}", {}) == "a 'b --key ***"
-    assert command_without_secrets("a  'b c'", {}) == "a  'b c'"
+    assert text_without_secrets(f"a 'b --key {FLAG}", {}) == "a 'b --key ***"
+    assert text_without_secrets("a  'b -c'", {}) == "a  'b -c'"
+    words = ["--rollout-agent-command", "tool --token 'of no form' --v", "--x=tool --key 'of no form'"]
+    shown = ["--rollout-agent-command", "tool --token '***' --v", "--x=tool --key '***'"]
+    assert without_secret_words(words, {}) == shown
     assert json_without_secrets({f"k {FLAG}": [FLAG, 1, None]}, {}) == {"k ***": ["***", 1, None]}
 
 
