@@ -15,8 +15,7 @@ import orjson
 from megatron_rl_corr.config.reward_specs import RewardSpec
 from megatron_rl_corr.data.loading import source_of
 from megatron_rl_corr.data.reward_input import Form, RewardInput
-from megatron_rl_corr.data.reward_process import NOT_ITS_OWN, RewardProcess
-from megatron_rl_corr.data.reward_value import is_reward
+from megatron_rl_corr.data.reward_process import RewardProcess
 from megatron_rl_corr.data.reward_worker import FLAG, LoadedReward, attempt, load_rewards, set_up
 from megatron_rl_corr.data.worker_pool import CallTimeout, ThreadWorker, WorkerGone, WorkerPool, awaited
 from megatron_rl_corr.engines.errors import SampleFailure
@@ -98,10 +97,7 @@ class RewardFunctions:
             else:
                 number = [spec.name for spec in self._specs].index(name)
                 job = {"function": number, "samples": [vars(sample) for sample in samples]}
-            value = value_of(await self._pool.call(job, left))
-            if _are_parts(value, len(samples), name):
-                return value
-            raise reward_error(f"{self._source_of(name)}: {NOT_ITS_OWN}")
+            return value_of(await self._pool.call(job, left))
         except (CallTimeout, WorkerGone) as failure:
             raise as_sample_failure(failure, self._source_of(name)) from None
         except orjson.JSONEncodeError as error:
@@ -202,12 +198,6 @@ def value_of(answer: dict[str, Any]) -> Any:
     if "error" in answer:
         raise reward_error(str(answer["error"]))
     return answer["value"]
-
-
-def _are_parts(value: Any, count: int, name: str) -> bool:
-    """True for the named numbers of so many samples, as `checked_group` gives them."""
-    rows = value if isinstance(value, list) and len(value) == count else [None]
-    return all(isinstance(row, dict) and name in row and all(map(is_reward, row.values())) for row in rows)
 
 
 def reward_error(text: str) -> SampleFailure:

@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from megatron_rl_corr.config.reward_specs import RewardSpec
+from megatron_rl_corr.data.reward_value import is_reward
 from megatron_rl_corr.data.reward_worker import FLAG, LENGTH_BYTES, first_message, frame
 from megatron_rl_corr.data.worker_pool import WorkerGone
 
@@ -58,6 +59,7 @@ class RewardProcess:
         self, process: asyncio.subprocess.Process, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ):
         self._process, self._reader, self._writer = process, reader, writer
+        self._names: list[str] = []
         self.forms: list[tuple[str, bool]] = []
         """(form, whether it is async) of each function."""
 
@@ -117,7 +119,7 @@ class RewardProcess:
                 )
                 raise ValueError(f"{FLAG} {named} could not be loaded in a worker: {why}") from None
             raise
-        worker.forms = answer["value"]
+        worker.forms, worker._names = answer["value"], [spec.name for spec in specs]
         return worker
 
     @property
@@ -139,9 +141,9 @@ class RewardProcess:
             await self._writer.drain()
             length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
             answer = orjson.loads(await self._reader.readexactly(length)) if length <= ANSWER_BYTES else None
-            if not isinstance(answer, dict) or not answer.keys() & {"value", "error"}:
-                raise WorkerGone(NOT_ITS_OWN)
-            return answer
+            if isinstance(answer, dict) and ("error" in answer or self._is_value(job, answer.get("value"))):
+                return answer
+            raise WorkerGone(NOT_ITS_OWN)
         except orjson.JSONDecodeError:
             raise WorkerGone(NOT_ITS_OWN) from None
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -149,6 +151,16 @@ class RewardProcess:
                 async with asyncio.timeout(1.0):  # it may have closed the connection alone
                     await self._process.wait()
             raise WorkerGone(f"its process ended {_how(self._process.returncode)}") from None
+
+    def _is_value(self, job: dict[str, Any], value: Any) -> bool:
+        """True for a list, and of samples for the named numbers of each, as `checked_group` gives them."""
+        if not isinstance(value, list) or "samples" not in job:
+            return isinstance(value, list)
+        name = self._names[job["function"]]
+        return len(value) == len(job["samples"]) and all(
+            isinstance(parts, dict) and name in parts and all(map(is_reward, parts.values()))
+            for parts in value
+        )
 
     async def end(self) -> None:
         """Kill the process and those that it started, except those in a process group of their own."""
