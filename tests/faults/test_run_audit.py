@@ -40,6 +40,7 @@ def watched(environment, folder):
         | {name: str(place) for name, place in places.items()}
         | {
             "AUDIT_FILE": str(folder / "audit.jsonl"),
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "tmpdir/torchinductor_own"),
             "PYTHONPATH": paths,
             "PYTHONDONTWRITEBYTECODE": "1",
         }

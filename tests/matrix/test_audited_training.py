@@ -59,7 +59,8 @@ def test_training_when_watched_then_it_keeps_to_its_folders_and_the_loopback_and
     write_page(out / "log")
     check_files(out)
     notes = noted(tmp_path)
-    check_places(notes, [out, tmp_path / "tmpdir", tmp_path / "home", tmp_path / "xdg_cache_home"])
+    others = ("tmpdir", "home", "xdg_cache_home", "audit.jsonl")
+    check_places(notes, [out, *(tmp_path / name for name in others)])
     listening = {one["of"].split()[0] for one in notes if one["what"] == "listen"}
     assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"} and "127.0.0.1" in listening
     check_texts(*(one["of"] for one in notes if one["what"] in ("subprocess.Popen", "os.exec")))
