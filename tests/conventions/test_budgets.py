@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "config": 2_906,
     "models": 2_616,
-    "engines": 5_789,
+    "engines": 5_791,
     "reduce": 673,
     "core": 2_630,
     "logprobs": 1_060,
-    "data": 4_525,
-    "rollout": 8_069,
+    "data": 4_544,
+    "rollout": 8_078,
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
@@ -27,8 +27,8 @@ BUDGETS = {
     "features": 4_600,
     "observability": 876,
     "integrations": 675,
-    "commands": 5_634,
-    "modules": 986,
+    "commands": 5_636,
+    "modules": 987,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 
