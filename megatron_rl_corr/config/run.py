@@ -269,6 +269,11 @@ class RunConfig(*reversed(TOPICS)):
         return self.reference_urls + self.teacher_urls
 
     @property
+    def names_of_keys(self) -> set[str]:
+        """Variables of the environment that hold keys, which no process with a user's code needs."""
+        return {self.api_key_env, self.reward_api_key_env} - {None}
+
+    @property
     def rewards(self) -> tuple[RewardSpec, ...]:
         """What the reward is the weighted sum of; none where the episodes score themselves."""
         return parse_rewards(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_rl_corr.engines.secrets import longest_secret, redacted
+from megatron_rl_corr.engines.secrets import for_message, longest_secret, redacted
 
 BODY_START = 500  # characters of a response shown in a message
 VALUE_START, MESSAGE_START = 200, 2000  # and of one of its fields, and of what a server says of a failure
@@ -19,8 +19,8 @@ class RolloutError(RuntimeError):
     """
 
     def __init__(self, url: str, endpoint: str, detail: str, message: str):
-        super().__init__(redacted(message))
-        self.url, self.endpoint, self.detail = url, endpoint, redacted(detail)
+        super().__init__(for_message(message))
+        self.url, self.endpoint, self.detail = url, endpoint, for_message(detail)
 
 
 class RolloutServerError(RolloutError):

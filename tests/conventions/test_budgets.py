@@ -12,23 +12,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_902,
+    "config": 2_906,
     "models": 2_616,
-    "engines": 5_725,
+    "engines": 5_791,
     "reduce": 673,
     "core": 2_630,
     "logprobs": 1_060,
-    "data": 4_515,
-    "rollout": 8_327,
+    "data": 4_545,
+    "rollout": 8_360,
     "weight_sync": 2_311,
     "doctor": 900,
     "moe": 965,
     "mcore": 9_365,
     "features": 4_605,
-    "observability": 875,
+    "observability": 880,
     "integrations": 680,
-    "commands": 5_630,
-    "modules": 975,
+    "commands": 5_640,
+    "modules": 995,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 
