@@ -70,10 +70,10 @@ class Recorder:
     async def update_weight_version(self, version):
         self.asked.append(version)
 
-    async def destroy_weights_update_group(self, name, *, timeout_s):
-        self.asked.append((name, self.base_urls))
-        if self.versions[self.base_urls[0]] == "default":
-            raise RolloutServerError(self.base_urls[0], "/destroy_weights_update_group", 400, "no such group")
+    async def leave_weights_update_group(self, name, *, timeout_s):
+        self.asked += [(name, (url,)) for url in self.base_urls]
+        gone = RolloutServerError(self.base_urls[0], "/destroy_weights_update_group", 400, "no such group")
+        return {url: gone if self.versions[url] == "default" else None for url in self.base_urls}
 
 
 @pytest.fixture

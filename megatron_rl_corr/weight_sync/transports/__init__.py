@@ -11,7 +11,7 @@ from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.transports.announcers import Announcers, announcing_processes
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
-from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
+from megatron_rl_corr.weight_sync.transports.broadcast import GROUP_S, DistributedTransport
 from megatron_rl_corr.weight_sync.transports.disk import DiskTransport
 from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport, check_same_host
 from megatron_rl_corr.weight_sync.transports.rendezvous import bound
@@ -67,5 +67,10 @@ def make_transport(
     count = announcing_processes(len(client.base_urls)) if sends else 0
     processes = [client.asking_process() for _ in range(count)]
     return DistributedTransport(
-        client.control, loop, backend=backend, address=address, announcers=Announcers(loop, processes)
+        client.control,
+        loop,
+        backend=backend,
+        address=address,
+        announcers=Announcers(loop, processes),
+        timeout_s=min(GROUP_S, client.fleet.timeout_s),
     )

@@ -15,7 +15,13 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
-from torch.distributed.distributed_c10d import Backend, ProcessGroup, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    Backend,
+    ProcessGroup,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
 
 from megatron_rl_corr.engines.concurrency import raise_first
 from megatron_rl_corr.engines.control import ServerControl
@@ -26,6 +32,7 @@ from megatron_rl_corr.weight_sync.transports.announcers import Announcers
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport, common_ranks
 from megatron_rl_corr.weight_sync.transports.rendezvous import (
     address_towards,
+    errors_are_ours,
     gloo_listening_at,
     listening_store,
 )
@@ -34,10 +41,14 @@ _Group = ProcessGroup | ProcessGroupGloo
 
 logger = logging.getLogger(__name__)
 
+GROUP_S = 300.0
+"""Seconds that servers may take to join a group, or to receive a bucket."""
 _ANSWER_S = 5.0
 """Seconds to wait for a server's reason after the group has failed."""
 _LEAVE_S = 5.0
 """Seconds that a server may take to leave a group."""
+_ABORT_S = 10.0
+"""Seconds that NCCL may take to abort this side of a group."""
 
 
 class DistributedTransport(WeightTransport):
@@ -45,7 +56,8 @@ class DistributedTransport(WeightTransport):
 
     With gloo each server has a group of its own with the sender: one that dies or hangs in a broadcast holds
     up no other, and only its own group is left. With NCCL all servers share a group, which is made anew when
-    one leaves or joins; if one dies in a broadcast the others stay in it until this process ends.
+    one leaves or joins. If one dies or hangs in a broadcast this side is aborted, and those servers that can
+    leave the group, and say so, get a new one; the others are stuck.
 
     Args:
         control: makes the ServerControl of some addresses.
@@ -53,6 +65,7 @@ class DistributedTransport(WeightTransport):
         backend: nccl or gloo.
         address: of this host, at which servers meet; None: the one on the route to them.
         announcers: tell the servers of each bucket; None: this process does.
+        timeout_s: limit of making a group, and of one bucket.
     """
 
     def __init__(
@@ -63,9 +76,11 @@ class DistributedTransport(WeightTransport):
         backend: str,
         address: str | None = None,
         announcers: Announcers | None = None,
+        timeout_s: float = GROUP_S,
     ):
         super().__init__()
         self._control, self._loop, self._backend, self._address = control, loop, backend, address
+        self._timeout_s = timeout_s
         self._announcers = announcers or Announcers(loop)
         self._share = backend == "nccl"
         self._groups: list[UpdateGroup] = []
@@ -97,10 +112,11 @@ class DistributedTransport(WeightTransport):
             except (RolloutError, OSError) as error:
                 failures.append(error)
                 self._groups.remove(group)
-                self._failed.append(group)
-                group.leave()
                 if self._share:
-                    self._break(error)
+                    self._separate(group.urls, error, freed=group.abort(), name=group.name)
+                else:
+                    self._failed.append(group)
+                    group.leave()
         raise_first(failures)
 
     def _make_groups(self) -> None:
@@ -120,20 +136,33 @@ class DistributedTransport(WeightTransport):
                         announcers=self._announcers,
                         ranks_per_server=ranks,
                         address=self._address,
+                        timeout_s=self._timeout_s,
                     )
                 )
             except (RolloutError, OSError) as error:
                 answered = isinstance(error, RolloutServerError) and error.status is not None
                 if self._share and (len(urls) > 1 or not answered):
-                    self._break(error)
+                    self._separate(urls, error, freed=True, name=None)
                 raise
 
-    def _break(self, error: Exception) -> None:
-        self.broken = True
-        error.add_note(
-            "other servers may be waiting in the broadcast, so the run can't go on without this one; "
-            "`weight_transport` tensor and disk can"
-        )
+    def _separate(self, urls: Sequence[str], error: Exception, *, freed: bool, name: str | None) -> None:
+        """Find out which servers of a group that has failed are free, by having them leave it; the others are
+        stuck. freed: this side is.
+        """
+        if not freed:
+            self.broken = True
+            error.add_note(
+                f"this side of the broadcast could not be aborted within {_ABORT_S:g} s, so the run can't go "
+                "on; `weight_transport` tensor and disk can"
+            )
+            return
+        if isinstance(error, RolloutServerError):
+            error.timed_out = False  # as all do that wait for the one that is gone
+        control = self._control(urls)
+        control.forget_stuck()
+        for failure in self._loop.call(control.leave_weights_update_group(name, timeout_s=_LEAVE_S)).values():
+            if failure is not None:
+                logger.warning("a server did not leave a broadcast group that has failed: %s", failure)
 
     def close(self):
         self._drop_groups(list(self._groups), self.servers.base_urls if self.servers else ())
@@ -149,13 +178,14 @@ class DistributedTransport(WeightTransport):
             group.leave()
 
     def _tell_to_leave(self, group: UpdateGroup, present: Collection[str]) -> None:
-        for url in [url for url in group.urls if url in present]:
-            try:
-                self._loop.call(
-                    self._control([url]).destroy_weights_update_group(group.name, timeout_s=_LEAVE_S)
-                )
-            except RolloutError as error:  # it is gone, and the group with it, or its proxy answers
-                logger.warning("a server did not leave a broadcast group: %s", error)
+        urls = [url for url in group.urls if url in present]
+        if not urls:
+            return
+        control = self._control(urls)
+        failures = self._loop.call(control.leave_weights_update_group(group.name, timeout_s=_LEAVE_S))
+        for failure in failures.values():
+            if failure is not None:  # it is gone, and the group with it, or its proxy answers
+                logger.warning("a server did not leave a broadcast group: %s", failure)
 
 
 class UpdateGroup:
@@ -184,7 +214,7 @@ class UpdateGroup:
         ranks_per_server: int,
         announcers: Announcers | None = None,
         address: str | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = GROUP_S,
     ):
         self._control, self._backend, self._timeout_s = control, backend, timeout_s
         self._announcers = announcers or Announcers(loop)
@@ -198,14 +228,19 @@ class UpdateGroup:
         store, port = listening_store(address, timeout_s)
         joining = loop.submit(
             control.init_weights_update_group(
-                address, port, group_name=self.name, backend=backend, ranks_per_server=ranks_per_server
+                address,
+                port,
+                group_name=self.name,
+                backend=backend,
+                ranks_per_server=ranks_per_server,
+                timeout_s=timeout_s,
             )
         )
         world_size = 1 + len(self.urls) * ranks_per_server
         join = partial(_join, store, world_size, self.name, backend, timeout_s, address)
         try:
             self._group = _joined(join, joining)
-            joining.result(timeout_s)
+            joining.result(timeout_s + _ANSWER_S)
         except (RuntimeError, OSError) as error:
             raise self._cause(
                 error,
@@ -224,6 +259,7 @@ class UpdateGroup:
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
                 "group_name": self.name,
+                "timeout_s": self._timeout_s,
             },
         )
         self._works = []
@@ -244,7 +280,7 @@ class UpdateGroup:
         try:
             # The servers' answer first: if one has died, waiting for the broadcast would only
             # hide the reason.
-            receiving.result(self._timeout_s)
+            receiving.result(self._timeout_s + _ANSWER_S)
             for work in self._works:
                 work.wait()
             self._bucket = []
@@ -272,6 +308,26 @@ class UpdateGroup:
         works = [work for work in works if not work.is_completed()]
         if works:
             threading.Thread(target=_free, args=[held, works], name="weight-group", daemon=True).start()
+
+    def abort(self) -> bool:
+        """Leave a group that has failed, which servers share. True: this side is free of it.
+
+        With NCCL by torch's own means for a rank that is gone: its communicators are aborted, which ends
+        kernels that wait for others. torch calls that experimental, and `ncclCommAbort` may hang by itself:
+        so it runs on a thread. The group was made with torch's own handling of errors off
+        (`errors_are_ours`), as it has to be for that.
+        """
+        if self._backend == "gloo":
+            self.leave()
+            return True
+        group, self._works = self._group, []
+        del self._group
+        thread = threading.Thread(target=_abort_process_group, args=[group], name="weight-group", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
+        if not thread.is_alive():
+            self._bucket = []
+        return not thread.is_alive()
 
     def _cause(self, error: Exception, request: Future, what: str) -> Exception:
         """A server's own answer if there is one, because it explains more than the group's error."""
@@ -319,16 +375,17 @@ def _join(store: Store, world_size: int, name: str, backend: str, timeout_s: flo
         store = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
         with gloo_listening_at(address):
             return ProcessGroupGloo(store, 0, world_size, timeout=timeout)
-    group, _ = _new_process_group_helper(
-        world_size,
-        0,
-        [],
-        Backend(backend),
-        store,
-        group_name=name,
-        backend_options=None,
-        timeout=timeout,
-    )
+    with errors_are_ours():
+        group, _ = _new_process_group_helper(
+            world_size,
+            0,
+            [],
+            Backend(backend),
+            store,
+            group_name=name,
+            backend_options=None,
+            timeout=timeout,
+        )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 
