@@ -265,7 +265,7 @@ class WeightServers:
             u for u, version in zip(self.client.base_urls, versions, strict=True) if version is not None
         }
         asked = sorted(self._were_stuck & answers - self._stuck)
-        failures = dict(zip(asked, self._loop.call(self._holder_failures(asked)), strict=True))
+        failures = self._loop.call(self._holder_failures(asked)) if asked else {}
         self._were_stuck -= {url for url, failure in failures.items() if failure is None}
         left = answers - self._stuck - self._were_stuck
         if answers and not left and self._changing is None:
@@ -275,13 +275,14 @@ class WeightServers:
                 self.client.engine_of(url).holder_alive().endpoint,
                 None,
                 "every server was waited for in vain in this push",
+                method="GET",
             )
         return [
             version if url in left else None
             for url, version in zip(self.client.base_urls, versions, strict=True)
         ]
 
-    async def _holder_failures(self, urls: Sequence[str]) -> list[RolloutServerError | None]:
+    async def _holder_failures(self, urls: Sequence[str]) -> dict[str, RolloutServerError | None]:
         async def failure(url: str) -> RolloutServerError | None:
             request = self.client.engine_of(url).holder_alive()
             try:
@@ -290,7 +291,7 @@ class WeightServers:
                 return error
             return None
 
-        return list(await asyncio.gather(*map(failure, urls)))
+        return dict(zip(urls, await asyncio.gather(*map(failure, urls)), strict=True))
 
     def _is_own(self, name: str) -> bool:
         """True if weights of this name are those of the last update, or of this one, whole or not."""
