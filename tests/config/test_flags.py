@@ -132,6 +132,7 @@ DEFAULTS = CLIENT | {
     "router_replay_effect_every": None,
     "weight_transport": "distributed",
     "weight_address": None,
+    "weight_group_per_server": False,
     "weight_dir": None,
     "verify_push": "checksum",
     "probe_push": "on",

@@ -351,9 +351,9 @@ def test_abort_of_nccl_then_by_torchs_own_call_and_broken_only_if_that_hangs(loo
     monkeypatch.setattr(broadcast, "_ABORT_S", 0.2 if hangs else 30.0)
     server = Server(times_out)
     transport = transport_to(loop, monkeypatch, group, server)
-    transport._share, transport._control = True, lambda urls: server
+    transport._share, transport._control, transport._backend = True, lambda urls: server, "nccl"
     (one,) = transport._groups
-    one._backend, made = "nccl", one._group
+    made = one._group
     transport.send([("x", torch.ones(1))])
     with pytest.raises(RolloutServerError) as raised:
         transport.finish()
@@ -362,6 +362,55 @@ def test_abort_of_nccl_then_by_torchs_own_call_and_broken_only_if_that_hangs(loo
     # to one that may wait in what can't be aborted nothing is sent
     assert server.left == ([] if hangs else [one.name])
     assert any("could not be aborted" in note for note in getattr(raised.value, "__notes__", ())) is hangs
+
+
+class Turn:
+    """Stands for an NCCL group, whose work ends on the device once `over` is true of it."""
+
+    def __init__(self, name, log, over):
+        self.name, self.log, self.over = name, log, over
+
+    def broadcast(self, tensor, root):
+        self.log.append(f"{self.name} begins")
+        return self
+
+    def is_completed(self):
+        if self.over:
+            self.log.append(f"{self.name} is over")
+        return self.over
+
+    def wait(self):
+        pass
+
+
+def test_send_with_a_group_per_server_over_nccl_then_they_take_turns_and_one_that_hangs_is_aborted_alone(
+    loop, monkeypatch, group
+):
+    log = []
+    monkeypatch.setattr(broadcast, "_abort_process_group", lambda one: log.append(f"{one.name} is aborted"))
+    urls = [f"http://{name}" for name in "abc"]
+    controls = [Server(answers, (url,)) for url in urls]
+    transport = transport_to(loop, monkeypatch, group, *controls)
+    transport._backend, transport._take_turns, transport._control = "nccl", True, None
+    for one, name in zip(transport._groups, "abc", strict=True):
+        one._group, one._timeout_s = Turn(name, log, over=name != "b"), 0.1
+    transport.send([("x", torch.ones(1))])
+    with pytest.raises(RolloutServerError, match="http://b .*not ended on this side's device") as raised:
+        transport.finish()
+    assert raised.value.timed_out and not transport.broken
+    assert log == ["a begins", "a is over", "b begins", "b is aborted", "c begins", "c is over"]
+    assert [one.urls for one in transport._groups] == [("http://a",), ("http://c",)]
+    assert not any(control.left for control in controls)  # its leaving might wait for us
+
+
+def test_transport_over_nccl_then_groups_are_shared_unless_each_server_is_to_have_its_own(loop):
+    shared, own = (
+        DistributedTransport(None, loop, backend="nccl", group_per_server=b) for b in (False, True)
+    )
+    gloo = [DistributedTransport(None, loop, backend="gloo", group_per_server=b) for b in (False, True)]
+    assert (shared._share, shared._take_turns) == (True, False)
+    assert (own._share, own._take_turns) == (False, True)
+    assert [(one._share, one._take_turns) for one in gloo] == [(False, False)] * 2
 
 
 @pytest.mark.parametrize("set_by_user", [None, "2"])

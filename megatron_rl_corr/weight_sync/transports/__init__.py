@@ -28,6 +28,7 @@ def make_transport(
     stage: int,
     sends: bool,
     address: str | None = None,
+    group_per_server: bool = False,
     quantization: BlockFP8 | None = None,
 ) -> WeightTransport:
     """This rank's transport, for `weight_transport`.
@@ -42,6 +43,7 @@ def make_transport(
         stage: this rank's pipeline stage.
         sends: this rank is the stage's sender.
         address: `weight_address`, for distributed; None: the one on the route to a server.
+        group_per_server: `weight_group_per_server`, for distributed.
         quantization: of the servers, for disk.
 
     Raises:
@@ -71,6 +73,7 @@ def make_transport(
         loop,
         backend=backend,
         address=address,
+        group_per_server=group_per_server,
         announcers=Announcers(loop, processes),
         timeout_s=min(GROUP_S, client.fleet.timeout_s),
     )

@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -47,6 +48,7 @@ _ANSWER_S = 5.0
 """Seconds to wait for a server's reason after the group has failed."""
 _LEAVE_S = 5.0
 """Seconds that a server may take to leave a group."""
+_POLL_S = 0.0005
 _ABORT_S = 10.0
 """Seconds that NCCL may take to abort this side of a group."""
 
@@ -57,13 +59,15 @@ class DistributedTransport(WeightTransport):
     With gloo each server has a group of its own with the sender: one that dies or hangs in a broadcast holds
     up no other, and only its own group is left. With NCCL all servers share a group, which is made anew when
     one leaves or joins. If one dies or hangs in a broadcast this side is aborted, and those servers that can
-    leave the group, and say so, get a new one; the others are stuck.
+    leave the group, and say so, get a new one; the others are stuck. With `group_per_server` each has its own
+    with NCCL too, and they take turns: torch allows no collectives of several NCCL groups at once.
 
     Args:
         control: makes the ServerControl of some addresses.
         loop: the event loop of the client.
         backend: nccl or gloo.
         address: of this host, at which servers meet; None: the one on the route to them.
+        group_per_server: no server shares a group with another one.
         announcers: tell the servers of each bucket; None: this process does.
         timeout_s: limit of making a group, and of one bucket.
     """
@@ -75,6 +79,7 @@ class DistributedTransport(WeightTransport):
         *,
         backend: str,
         address: str | None = None,
+        group_per_server: bool = False,
         announcers: Announcers | None = None,
         timeout_s: float = GROUP_S,
     ):
@@ -82,7 +87,9 @@ class DistributedTransport(WeightTransport):
         self._control, self._loop, self._backend, self._address = control, loop, backend, address
         self._timeout_s = timeout_s
         self._announcers = announcers or Announcers(loop)
-        self._share = backend == "nccl"
+        self._share = backend == "nccl" and not group_per_server
+        self._take_turns = backend == "nccl" and group_per_server
+        self._failures: list[Exception] = []
         self._groups: list[UpdateGroup] = []
         self._failed: list[UpdateGroup] = []
         self._under_way: list[tuple[UpdateGroup, Future]] = []
@@ -102,22 +109,37 @@ class DistributedTransport(WeightTransport):
     def send(self, bucket: list[NamedTensor]) -> None:
         self.finish()  # the bucket before travelled while this one was gathered
         self._make_groups()
-        self._under_way = [(group, group.send(bucket)) for group in self._groups]
+        for group in list(self._groups):
+            receiving = group.send(bucket)
+            if self._take_turns:
+                self._end(group, receiving)
+            else:
+                self._under_way.append((group, receiving))
 
     def finish(self) -> None:
-        failures, under_way, self._under_way = [], self._under_way, []
+        under_way, self._under_way = self._under_way, []
         for group, receiving in under_way:  # to the end, so that every server that can be is done with it
-            try:
-                group.wait(receiving)
-            except (RolloutError, OSError) as error:
-                failures.append(error)
-                self._groups.remove(group)
-                if self._share:
-                    self._separate(group.urls, error, freed=group.abort(), name=group.name)
-                else:
-                    self._failed.append(group)
-                    group.leave()
+            self._end(group, receiving)
+        failures, self._failures = self._failures, []
         raise_first(failures)
+
+    def _end(self, group: UpdateGroup, receiving: Future) -> None:
+        """Wait until the group's servers have the bucket, or leave the group."""
+        try:
+            group.wait(receiving, on_device=self._take_turns)
+        except (RolloutError, OSError) as error:
+            self._failures.append(error)
+            self._groups.remove(group)
+            if self._backend == "nccl":
+                freed = group.abort()
+                if self._check_freed(error, freed) and self._share:
+                    self._separate(group.urls, error, group.name)
+            elif self._share:
+                group.leave()
+                self._separate(group.urls, error, group.name)
+            else:
+                self._failed.append(group)
+                group.leave()
 
     def _make_groups(self) -> None:
         """Groups of those servers that have none yet."""
@@ -142,20 +164,23 @@ class DistributedTransport(WeightTransport):
             except (RolloutError, OSError) as error:
                 answered = isinstance(error, RolloutServerError) and error.status is not None
                 if self._share and (len(urls) > 1 or not answered):
-                    self._separate(urls, error, freed=True, name=None)
+                    self._separate(urls, error, None)
                 raise
 
-    def _separate(self, urls: Sequence[str], error: Exception, *, freed: bool, name: str | None) -> None:
-        """Find out which servers of a group that has failed are free, by having them leave it; the others are
-        stuck. freed: this side is.
-        """
+    def _check_freed(self, error: Exception, freed: bool) -> bool:
+        """Broken where this side could not be freed of a group."""
         if not freed:
             self.broken = True
             error.add_note(
                 f"this side of the broadcast could not be aborted within {_ABORT_S:g} s, so the run can't go "
                 "on; `weight_transport` tensor and disk can"
             )
-            return
+        return freed
+
+    def _separate(self, urls: Sequence[str], error: Exception, name: str | None) -> None:
+        """Find out which servers of a group that has failed are free, by having them leave it; the others are
+        stuck. name: of the group; None: it was not made.
+        """
         if isinstance(error, RolloutServerError):
             error.timed_out = False  # as all do that wait for the one that is gone
         control = self._control(urls)
@@ -270,8 +295,11 @@ class UpdateGroup:
             logger.debug("a broadcast did not begin: %s", error)
         return receiving
 
-    def wait(self, receiving: Future) -> None:
+    def wait(self, receiving: Future, *, on_device: bool = False) -> None:
         """Wait until every server has the bucket.
+
+        on_device: also until the device has sent it. With NCCL a wait is one of a stream alone, and a server
+        may answer before it has anything.
 
         Raises:
             RolloutError: a server's answer explains why it did not receive the bucket.
@@ -281,6 +309,8 @@ class UpdateGroup:
             # The servers' answer first: if one has died, waiting for the broadcast would only
             # hide the reason.
             receiving.result(self._timeout_s + _ANSWER_S)
+            if on_device:
+                self._wait_on_device()
             for work in self._works:
                 work.wait()
             self._bucket = []
@@ -291,6 +321,16 @@ class UpdateGroup:
                 "a broadcast of weights failed; see the servers' logs, or use "
                 "`weight_transport` tensor or disk",
             ) from error
+
+    def _wait_on_device(self) -> None:
+        end = time.monotonic() + self._timeout_s
+        while not all(work.is_completed() for work in self._works):
+            if time.monotonic() > end:
+                detail = (
+                    f"the broadcast to it has not ended on this side's device within {self._timeout_s:g} s"
+                )
+                raise RolloutServerError(self.urls[0], "(broadcast)", None, detail, timed_out=True)
+            time.sleep(_POLL_S)
 
     def leave(self) -> None:
         """Leave the group, after the servers or without them.
@@ -310,16 +350,13 @@ class UpdateGroup:
             threading.Thread(target=_free, args=[held, works], name="weight-group", daemon=True).start()
 
     def abort(self) -> bool:
-        """Leave a group that has failed, which servers share. True: this side is free of it.
+        """Leave an NCCL group that has failed. True: this side is free of it.
 
-        With NCCL by torch's own means for a rank that is gone: its communicators are aborted, which ends
+        By torch's own means for a rank that is gone: its communicators are aborted, which ends
         kernels that wait for others. torch calls that experimental, and `ncclCommAbort` may hang by itself:
         so it runs on a thread. The group was made with torch's own handling of errors off
         (`errors_are_ours`), as it has to be for that.
         """
-        if self._backend == "gloo":
-            self.leave()
-            return True
         group, self._works = self._group, []
         del self._group
         thread = threading.Thread(target=_abort_process_group, args=[group], name="weight-group", daemon=True)
