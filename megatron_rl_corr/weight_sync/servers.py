@@ -128,6 +128,8 @@ class WeightServers:
         """Servers that were waited for in vain in this push: it goes on without them, whatever they say."""
         self._were_stuck: set[str] = set()
         """Those of earlier pushes, until the process that holds their weights answers."""
+        self._answers_alone: set[str] = set()
+        """Those of both that tell what their weights are called all the same."""
         self._found: dict[str, str] = {}
         """What each server called its weights before this update."""
         self.changes_follow = False
@@ -202,7 +204,7 @@ class WeightServers:
             if version is None:
                 if url not in self._told_absent:
                     why = "does not answer"
-                    if url in self._stuck | self._were_stuck:
+                    if url in self._answers_alone:
                         why = "answers, but the process that holds its weights does not"
                     logger.warning("%s server %s %s and misses a weight update", engine, url, why)
                     EVENTS.tell("server_missed_update", f"it {why}", server=url)
@@ -268,6 +270,7 @@ class WeightServers:
         failures = self._loop.call(self._holder_failures(asked)) if asked else {}
         self._were_stuck -= {url for url, failure in failures.items() if failure is None}
         left = answers - self._stuck - self._were_stuck
+        self._answers_alone = answers - left
         if answers and not left and self._changing is None:
             url = min(answers)
             raise failures.get(url) or RolloutServerError(

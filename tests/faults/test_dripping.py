@@ -153,7 +153,7 @@ def test_start_when_a_server_drips_then_it_ends_within_its_limit_by_name(door, l
     seen(f"after {took:.1f} s: {str(raised.value)[:90]}")
 
 
-PUSH_S = 30.0
+PUSH_S = 60.0
 IN_A_PUSH = [("/update_weights_from_distributed", "body")]
 if RUNS_ALL:
     IN_A_PUSH += [
@@ -176,7 +176,10 @@ def test_push_when_an_answer_drips_then_the_server_is_left_out_within_the_bound(
 ):
     trainer = Trainer([door.url, vllm_server_fp32.url], tiny_moe_dir, push_timeout_s=PUSH_S)
     try:
+        trainer.push()  # vLLM takes long to tell of itself for the first time
         usual = trainer.push()
+        assert trainer.servers.urls == (door.url, vllm_server_fp32.url)
+        told.clear()
         door.dripping = {path: part}
         took = trainer.push()
         assert trainer.servers.urls == (vllm_server_fp32.url,) and took < PUSH_S

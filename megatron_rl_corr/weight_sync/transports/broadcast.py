@@ -60,7 +60,7 @@ class DistributedTransport(WeightTransport):
     up no other, and only its own group is left. With NCCL all servers share a group, which is made anew when
     one leaves or joins. If one dies or hangs in a broadcast this side is aborted, and those servers that can
     leave the group, and say so, get a new one; the others are stuck. With `group_per_server` each has its own
-    with NCCL too, and they take turns: torch allows no collectives of several NCCL groups at once.
+    with NCCL too, and they take turns: torch asks that one NCCL group be waited for before another is used.
 
     Args:
         control: makes the ServerControl of some addresses.
