@@ -29,7 +29,7 @@ class PushBounds:
     """
 
     limit_s: float = math.inf
-    """Of the whole push."""
+    """The seconds of the whole push."""
     half: float = math.inf
     """When the attempt has used up its half, by time.monotonic."""
     end: float = math.inf

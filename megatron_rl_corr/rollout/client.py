@@ -114,6 +114,16 @@ class RolloutClient(ServerControl):
             "ca_file": ca_file,
             "changes": changes,
         }
+        retrying = {
+            "max_retries": max_retries,
+            "outage_timeout_s": outage_timeout_s,
+            "answer_timeout_s": answer_timeout_s,
+            "max_continuations": max_continuations,
+            "experts": experts,
+            "keyed_cache": keyed_cache,
+            "pushes_retract": pushes_retract,
+            "decode": decode,
+        }
         fleet = Fleet(base_urls, **arguments, max_in_flight=max_concurrency)
         _check_positive(
             vocab_size=vocab_size,
@@ -136,7 +146,7 @@ class RolloutClient(ServerControl):
         self._counts, self._read_timeout_s = Counts(), read_timeout_s
         super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
         self.push_timeout_s, self.push_bounds = push_timeout_s, PushBounds()
-        """Of a whole push; and those of the one that is under way, which every `control` heeds."""
+        """The limit of a whole push; and the bounds of the one under way, which every `control` heeds."""
         self._pool = pool = ServerPool(
             fleet.urls,
             max_outstanding=max_concurrency,
@@ -156,43 +166,21 @@ class RolloutClient(ServerControl):
         def another(urls: Sequence[str]) -> RolloutClient:
             return RolloutClient(
                 urls,
-                **arguments | {"changes": True},
+                **arguments | {"changes": True} | retrying,
                 vocab_size=vocab_size,
                 max_concurrency=max_concurrency,
                 max_per_server=max_per_server,
                 read_timeout_s=read_timeout_s,
-                answer_timeout_s=answer_timeout_s,
-                outage_timeout_s=outage_timeout_s,
                 update_timeout_s=update_timeout_s,
                 push_timeout_s=push_timeout_s,
-                max_retries=max_retries,
-                max_continuations=max_continuations,
-                experts=experts,
                 seed=seed,
-                keyed_cache=keyed_cache,
-                pushes_retract=pushes_retract,
-                decode=decode,
                 ingest_process=False,
             )
 
         self.another, self._made_process = another, made_process
         """another(urls): a client like this one of other servers, which asks for samples in this process."""
         self._ingest = made_process() if ingest_process else None
-        self._retries = Retries(
-            fleet,
-            pool,
-            self._health,
-            self._counts,
-            max_retries=max_retries,
-            outage_timeout_s=outage_timeout_s,
-            answer_timeout_s=answer_timeout_s,
-            max_continuations=max_continuations,
-            experts=experts,
-            keyed_cache=keyed_cache,
-            pushes_retract=pushes_retract,
-            decode=decode,
-            ingest=self._ingest,
-        )
+        self._retries = Retries(fleet, pool, self._health, self._counts, **retrying, ingest=self._ingest)
 
     def __repr__(self) -> str:
         return f"RolloutClient({list(self.base_urls)}, vocab_size={self.vocab_size})"

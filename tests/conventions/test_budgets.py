@@ -19,7 +19,7 @@ BUDGETS = {
     "core": 2_630,
     "logprobs": 1_060,
     "data": 4_515,
-    "rollout": 8_066,
+    "rollout": 8_054,
     "weight_sync": 2_473,
     "doctor": 900,
     "moe": 965,

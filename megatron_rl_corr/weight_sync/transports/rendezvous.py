@@ -99,7 +99,7 @@ def gloo_listening_at(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def errors_are_ours() -> Iterator[None]:
-    """Of NCCL groups that are made meanwhile, torch's watchdog reports errors, and does nothing about them.
+    """NCCL groups that are made meanwhile have their errors reported by torch's watchdog, and no more.
 
     It would end this process as soon as a server is gone (the default, 3), or abort the group at the same
     time as we do; torch asks for 0 where `_abort_process_group` is called. A value that the user has set
