@@ -303,7 +303,7 @@ def test_message_then_the_token_and_the_ledgers_term():
 
 
 class Servers:
-    """Of a push; each answers with its number type and its release as its /server_info; None: it is silent."""
+    """Of a push; each answers with its number type and release, as its /server_info; None: it is silent."""
 
     def __init__(self, release="1", **number_types):
         self.urls, self.loop, self.client = tuple(number_types), self, self
