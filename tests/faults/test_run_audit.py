@@ -33,6 +33,8 @@ def watched(environment, folder):
     places = {name: folder / name.lower() for name in ("HOME", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME")}
     for place in places.values():
         place.mkdir()
+    # what its harness tells of its environment must not have ids of the tests' own that look like keys
+    environment = {name: value for name, value in environment.items() if not name.startswith("PYTEST_")}
     paths = os.pathsep.join([str(HARNESS.parent / "audit"), str(ROOT), environment.get("PYTHONPATH", "")])
     return (
         environment
@@ -99,25 +101,25 @@ def check_files(folder):
     promised="none reaches a message, a file or a command line; nothing is written or opened elsewhere",
 )
 def test_command_when_watched_then_it_keeps_to_its_folders_and_shows_no_secret(
-    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+    sglang_server_fp32, tiny_moe_dir, short_path, seen
 ):
-    model = folder_with_template(tiny_moe_dir, tmp_path / "model")
-    (tmp_path / "data").mkdir()
+    model = folder_with_template(tiny_moe_dir, short_path / "model")
+    (short_path / "data").mkdir()
     rows = write_rows(
-        tmp_path / "data/prompts.jsonl",
+        short_path / "data/prompts.jsonl",
         *({"do": "tells" if n == 2 else "asks", "number": n} for n in range(4)),
     )
     words = [
         *("rollout", "--url", sglang_server_fp32.url, "--hf-checkpoint", model, "--prompts", rows),
         *("--agent", f"{HARNESS}:run", "--reward-function", f"{HARNESS}:reward", "--input-key", "messages"),
-        *("--reward-workers", "1", "--group-size", "1", "--max-new-tokens", "4", "--out", tmp_path / "out"),
+        *("--reward-workers", "1", "--group-size", "1", "--max-new-tokens", "4", "--out", short_path / "out"),
         *("--api-key-env", "ROLLOUT_KEY", "--max-failed-fraction", "1", "--agent-max-turns", "1"),
     ]
-    environment = watched(dict(os.environ), tmp_path)
+    environment = watched(dict(os.environ), short_path)
     done = subprocess.run(
         [sys.executable, "-m", "megatron_rl_corr.cli", *map(str, words)],
         env=environment,
-        cwd=tmp_path / "data",
+        cwd=short_path / "data",
         capture_output=True,
         text=True,
         timeout=240,
@@ -128,16 +130,16 @@ def test_command_when_watched_then_it_keeps_to_its_folders_and_shows_no_secret(
     )
     assert "HF_TOKEN" in done.stderr and "taken" in done.stderr  # they did tell
     check_texts(done.stdout, done.stderr)
-    check_files(tmp_path / "out")
-    notes = noted(tmp_path)
-    check_places(notes, [tmp_path / "out", tmp_path / "tmpdir"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+    check_files(short_path / "out")
+    notes = noted(short_path)
+    check_places(notes, [short_path / "out", short_path / "tmpdir"])
+    assert sorted(path.name for path in short_path.iterdir()) == sorted(
         ["audit.jsonl", "data", "model", "out", "home", "tmpdir", "hf_home", "xdg_cache_home"]
     )
-    left = [path.name for name in ("tmpdir", "home") for path in (tmp_path / name).iterdir()]
+    left = [path.name for name in ("tmpdir", "home") for path in (short_path / name).iterdir()]
     assert [name for name in left if not name.startswith("torchinductor_")] == []  # torch's own
     check_addresses(notes)
-    started = [one["of"] for one in notes if one["what"] in ("subprocess.Popen", "os.exec")]
+    started = [one["of"] for one in notes if one["what"] in ("begins", "subprocess.Popen", "os.exec")]
     assert len({one["pid"] for one in notes}) >= 3 and len(started) >= 2
     check_texts(*started)
     seen(f"{len(notes)} notes of {len({one['pid'] for one in notes})} processes")

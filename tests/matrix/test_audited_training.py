@@ -34,11 +34,11 @@ FLAGS = [
     promised="no secret in messages, files or command lines; only its folders, only the loopback",
 )
 def test_training_when_watched_then_it_keeps_to_its_folders_and_the_loopback_and_shows_no_secret(
-    sglang_server_fp32, tiny_moe_dir, tmp_path, seen
+    sglang_server_fp32, tiny_moe_dir, short_path, seen
 ):
-    (data := tmp_path / "data").mkdir()
+    (data := short_path / "data").mkdir()
     write_data(data)
-    model = folder_with_template(tiny_moe_dir, tmp_path / "model")
+    model = folder_with_template(tiny_moe_dir, short_path / "model")
     rows = ({"do": "tells" if n == 5 else "asks", "number": n} for n in range(8))
     write_rows(data / "prompts.jsonl", *rows)
     out = data / "run"
@@ -50,7 +50,7 @@ def test_training_when_watched_then_it_keeps_to_its_folders_and_the_loopback_and
     url = sglang_server_fp32.url
     command = run_command(data, "run", model, url, SCRIPT, *FLAGS, *places, processes=2, rewarded=False)
     # what torch itself opens between ranks is as the user has it: here on the loopback too
-    environment = watched(run_environment(), tmp_path) | {"GLOO_SOCKET_IFNAME": "lo"}
+    environment = watched(run_environment(), short_path) | {"GLOO_SOCKET_IFNAME": "lo"}
     with unchanged(sglang_server_fp32, tiny_moe_dir):
         done = run_preloaded(forking(command)[1:], env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -58,12 +58,14 @@ def test_training_when_watched_then_it_keeps_to_its_folders_and_the_loopback_and
     check_texts(done.stdout, done.stderr)
     write_page(out / "log")
     check_files(out)
-    notes = noted(tmp_path)
+    notes = noted(short_path)
     others = ("tmpdir", "home", "xdg_cache_home", "audit.jsonl")
-    check_places(notes, [out, *(tmp_path / name for name in others)])
-    listening = {one["of"].split()[0] for one in notes if one["what"] == "listen"}
-    assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"} and "127.0.0.1" in listening
-    check_texts(*(one["of"] for one in notes if one["what"] in ("subprocess.Popen", "os.exec")))
+    check_places(notes, [out, *(short_path / name for name in others)])
+    listening = {tuple(one["of"].split()) for one in notes if one["what"] == "listen"}
+    loopback = {place for place in listening if place[0] in ("127.0.0.1", "::1", "::ffff:127.0.0.1")}
+    store = str(command[command.index("--master-port") + 1])  # torch opens it so
+    assert loopback and {port for _, port in listening - loopback} <= {store}
+    check_texts(*(one["of"] for one in notes if one["what"] in ("begins", "subprocess.Popen", "os.exec")))
     kinds = sorted(path.name for path in out.iterdir())
     assert kinds == ["checkpoints", "events.jsonl", "hf", "log", "samples", "traces"]
     seen(f"{len(notes)} notes of {len({one['pid'] for one in notes})} processes")

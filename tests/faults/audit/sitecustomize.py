@@ -1,7 +1,8 @@
 """Notes what a process writes, binds and starts: Python imports this in every process of a run whose
 PYTHONPATH has this folder, before anything else.
 
-Each line of AUDIT_FILE is JSON: {"pid": N, "what": the audit event, "of": path, address or words}.
+Each line of AUDIT_FILE is JSON: {"pid": N, "what": the audit event, "of": path, address or words}; the
+first one of a process is what it "begins" with, its command line.
 """
 
 import json
@@ -41,4 +42,7 @@ def _note(event, arguments):
 
 if "AUDIT_FILE" in os.environ:
     _FILE = os.open(os.environ["AUDIT_FILE"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    os.write(
+        _FILE, json.dumps({"pid": os.getpid(), "what": "begins", "of": repr(sys.orig_argv)}).encode() + b"\n"
+    )
     sys.addaudithook(_note)
