@@ -18,7 +18,7 @@ BUDGETS = {
     "reduce": 673,
     "core": 2_630,
     "logprobs": 1_060,
-    "data": 4_545,
+    "data": 4_551,
     "rollout": 8_374,
     "weight_sync": 2_475,
     "doctor": 900,
