@@ -4,9 +4,12 @@ nothing in it acts on a terminal.
 
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 
 GAP = "  "
+_STAY = "\n\t\u200c\u200d"
+"""Beside lines and tabs the joiners, without which Persian, Hindi and emoji are other signs."""
 
 
 def pad_cells(cells: Sequence[str], widths: Sequence[int], align: str = "") -> list[str]:
@@ -55,13 +58,16 @@ def visible(text: str) -> str:
     """The text without characters that act on a terminal or a page: they are shown as escapes,
     \\x1b for example.
 
-    New lines and tabs stay. Others that are not printable, such as those that turn the direction of
-    writing, do not.
+    New lines and tabs stay, so do other scripts' spaces, and what joins or parts their letters. Others that
+    are not printable, such as those that turn the direction of writing, do not.
     """
     if text.isprintable():
         return text
     return "".join(
-        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text
+        one
+        if one.isprintable() or one in _STAY or unicodedata.category(one) == "Zs"
+        else one.encode("unicode_escape").decode()
+        for one in text
     )
 
 

@@ -16,7 +16,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
@@ -49,6 +49,13 @@ def is_affected(version: str, ranges: list[list[str | None]]) -> bool:
     return False
 
 
+def is_listed(version: str, versions: Sequence[str]) -> bool:
+    """True if a version is one of these, as an advisory has them that names no range: a release that was
+    tampered with, for example.
+    """
+    return version in versions or Version(version).public in versions
+
+
 def findings(locks: list[Path], advisories: list[dict]) -> list[tuple[str, str, str, dict]]:
     """(lock, package, version, advisory) of every pinned version that is affected."""
     return [
@@ -56,7 +63,8 @@ def findings(locks: list[Path], advisories: list[dict]) -> list[tuple[str, str, 
         for lock in locks
         for name, version in pins(lock).items()
         for one in advisories
-        if one["package"] == SAME.get(name, name) and is_affected(version, one["ranges"])
+        if one["package"] == SAME.get(name, name)
+        and (is_affected(version, one["ranges"]) or is_listed(version, one.get("versions", ())))
     ]
 
 
@@ -77,15 +85,17 @@ def of_database(folder: Path, packages: set[str]) -> Iterator[dict]:
                 if one["type"] == "ECOSYSTEM"
                 for event in one["events"]
             ]
+            ranges = list(_ranges(events))
+            only = {} if ranges else {"versions": sorted(map(str, affected.get("versions", ())))}
             yield {
                 "id": told["id"],
                 "aliases": sorted(
                     one for one in told.get("aliases", ()) if one.startswith(("CVE-", "GHSA-"))
                 ),
                 "package": normal(affected["package"]["name"]),
-                "ranges": list(_ranges(events)),
+                "ranges": ranges,
                 "source": DATABASE,
-            }
+            } | only
 
 
 def _ranges(events: list[dict]) -> Iterator[list[str | None]]:

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from megatron_rl_corr.config.reward_specs import RewardSpec
-from megatron_rl_corr.data.reward_value import is_reward
+from megatron_rl_corr.data.reward_value import are_parts
 from megatron_rl_corr.data.reward_worker import FLAG, LENGTH_BYTES, first_message, frame
 from megatron_rl_corr.data.worker_pool import WorkerGone
 
@@ -157,10 +157,7 @@ class RewardProcess:
         if not isinstance(value, list) or "samples" not in job:
             return isinstance(value, list)
         name = self._names[job["function"]]
-        return len(value) == len(job["samples"]) and all(
-            isinstance(parts, dict) and name in parts and all(map(is_reward, parts.values()))
-            for parts in value
-        )
+        return len(value) == len(job["samples"]) and all(are_parts(parts, name) for parts in value)
 
     async def end(self) -> None:
         """Kill the process and those that it started, except those in a process group of their own."""

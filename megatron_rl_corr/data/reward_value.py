@@ -12,6 +12,8 @@ from typing import Any
 SCORE = "score"
 """The key of a dict whose value is the reward; the others are only logged."""
 PART = re.compile(r"[A-Za-z_][\w.-]*")
+MOST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32."""
 
 
 def checked_reward(value: object, source: str) -> float:
@@ -37,7 +39,21 @@ def checked_reward(value: object, source: str) -> float:
 
 def is_reward(value: object) -> bool:
     """True for a number as `checked_reward` gives it and JSON brings it back."""
-    return type(value) in (int, float) and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= MOST
+
+
+def are_parts(value: object, name: str) -> bool:
+    """True for a dict as `checked_parts` gives it and JSON brings it back. name: of the reward."""
+    return (
+        isinstance(value, dict)
+        and name in value
+        and all(key == name or _is_further(key, name) for key in value)
+        and all(map(is_reward, value.values()))
+    )
+
+
+def _is_further(key: str, name: str) -> bool:
+    return key.startswith(f"{name}/") and PART.fullmatch(key.removeprefix(f"{name}/")) is not None
 
 
 def checked_parts(value: object, name: str, source: str) -> dict[str, float]:

@@ -122,8 +122,19 @@ _SECRET_FLAG = re.compile(
 own --rollout-...-key names a key of its rows.
 """
 _SECRET_VARIABLE = re.compile(r".*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?)", re.IGNORECASE)
+_KNOWN_VARIABLE = re.compile(
+    r"(?:.*_)?(?:(?:input|label|prompt|messages?|answer|tools|sampling)_key"
+    r"|(?:eos|bos|pad|unk|mask|sep|stop)_token)",
+    re.IGNORECASE,
+)
+"""Names of keys of rows, and of special tokens, as scripts that start a run have them: their values are words
+of every message.
+"""
+_BASE64 = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=-]{16,}")
 _LEAST_VARIABLE = 8
 """Characters of a variable's value that may be a secret: shorter ones are switches."""
+_BEGINNING = 32
+"""Characters of a secret that are looked for first: to make the pattern of 4,000 takes 4 seconds."""
 _LOOKS_SECRET = (
     (re.compile(r"(?<=://)[^/\s@]+(?=@)"), HIDDEN),
     (re.compile(r"(://[^\s?#\"']*\?)[^\s#\"']+"), rf"\1{HIDDEN}"),
@@ -165,8 +176,13 @@ def without_lookalikes(text: str, environment: Mapping[str, str]) -> str:
 
 def _without_variables(text: str, environment: Mapping[str, str]) -> str:
     for name, value in environment.items():
-        if _SECRET_VARIABLE.fullmatch(name) and len(value) >= _LEAST_VARIABLE and not value.startswith("/"):
-            text = _pattern(value).sub(HIDDEN, text)
+        if not _SECRET_VARIABLE.fullmatch(name) or _KNOWN_VARIABLE.fullmatch(name):
+            continue
+        # each form of a text is as long as it, or longer, and begins as that of its beginning
+        if not _LEAST_VARIABLE <= len(value) <= len(text) or not _pattern(value[:_BEGINNING]).search(text):
+            continue
+        if not value.startswith("/") or (_BASE64.fullmatch(value) and not os.path.exists(value)):
+            text = _pattern(value).sub(HIDDEN, text)  # not the path of a file with a key
     return text
 
 

@@ -130,10 +130,16 @@ def check_counts(sent: Sequence[tuple[str, Sequence[int]]]) -> None:
 
 
 def _check_places(tensors: Sequence[Sequence[Any]], places: Tensor) -> None:
-    sizes = torch.tensor([math.prod(shape) for _, shape, _ in tensors], device=places.device)
-    counts = torch.tensor([count for _, _, count in tensors], device=places.device)
-    ends = sizes.repeat_interleave(counts, output_size=len(places))
-    if bool(((places < 0) | (places >= ends)).any()):  # on a GPU such a place would end the server
+    # On a GPU such a place would end the server. Bounds of each weight, as an end for each place would take
+    # more memory than the bucket.
+    parts = places.split([count for _, _, count in tensors])
+    own = [
+        (torch.stack(torch.aminmax(part)), math.prod(shape))
+        for part, (_, shape, _) in zip(parts, tensors, strict=True)
+        if len(part)
+    ]
+    found = torch.stack([bounds for bounds, _ in own]).tolist() if own else []
+    if any(low < 0 or high >= size for (low, high), (_, size) in zip(found, own, strict=True)):
         raise ValueError("a bucket has a change of a place that its weight does not have")
 
 

@@ -108,7 +108,9 @@ class SavedGroups:
         """It holds samples of either kind."""
         return bool(self.groups or self.begun)
 
-    def read(self, waiting: Sequence[int], *, version: int, max_lag: int, longest: int) -> list[Group]:
+    def read(
+        self, waiting: Sequence[int], *, version: int, max_lag: int, longest: int, per_step: int
+    ) -> list[Group]:
         """Those of the groups that can be trained, in this order. Events name the others, which are sampled
         again.
 
@@ -116,16 +118,18 @@ class SavedGroups:
             waiting: numbers of groups.
             version: of the weights that the run begins with.
             max_lag: of this run. Where it is smaller than that of the run that saved them, groups that are
-                older can't be trained; else they are as old as they were.
+                older when their step takes them can't be trained; else they are as old as they were.
             longest: tokens of a sequence, at most.
+            per_step: groups that a step takes of them.
         """
         listed, found, problems = {one.number: one for one in self.groups}, [], {}
-        for number in waiting:
+        for place, number in enumerate(waiting):
             try:
                 if number not in listed:
                     raise ValueError(self.lacking.get(number, NOT_SAVED))
                 group = read_group(self.folder, listed[number])
-                _check_usable(group, self._oldest(version, max_lag), longest)
+                taken_at = version + place // per_step  # also those that are sampled again keep their place
+                _check_usable(group, self._oldest(taken_at, max_lag), longest)
                 found.append(group)
             except (OSError, ValueError) as error:
                 problems.setdefault(str(error), []).append(number)
@@ -143,7 +147,7 @@ class SavedGroups:
         self, numbers: Sequence[int], *, version: int, max_lag: int, longest: int
     ) -> dict[int, BegunGroup]:
         """What was sampled of those of these groups that were being sampled, and can be trained when they are
-        complete. Events name the others, which are begun anew. The arguments are those of `read`.
+        complete. Events name the others, which are begun anew. The arguments are as in `read`.
         """
         listed, found, problems = {one.file.number: one for one in self.begun}, {}, {}
         for number in numbers:

@@ -6,6 +6,7 @@ B tokens that the environment adds between two turns.
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol
@@ -259,6 +260,7 @@ class _Episode:
                 f"{FLAG} made {environment!r} for {self.label}; it must be an object of a subclass of "
                 "megatron_rl_corr.rollout.Environment",
             )
+        closing: AbstractContextManager = nullcontext()
         try:
             whole = await self._turns(environment, max_turns)
             self.doing = "the reward"
@@ -269,8 +271,12 @@ class _Episode:
                 except ValueError as error:
                     raise SampleFailure("environment", str(error)) from None
             return replace(whole, environment_reward=reward)
+        except _OtherReply:
+            closing = suppress(SampleFailure)  # the sample goes on, with another environment
+            raise
         finally:
-            await self._call(environment.close)
+            with closing:
+                await self._call(environment.close)
 
     async def _call(self, method: Callable, *given: Any) -> Any:
         """The environment's answer; what it raises is a failure of this sample."""

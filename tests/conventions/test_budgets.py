@@ -14,21 +14,21 @@ ROOT = Path(__file__).resolve().parents[2]
 BUDGETS = {
     "config": 2_910,
     "models": 2_616,
-    "engines": 5_935,
+    "engines": 5_947,
     "reduce": 673,
     "core": 2_630,
     "logprobs": 1_060,
-    "data": 4_545,
-    "rollout": 8_370,
+    "data": 4_551,
+    "rollout": 8_374,
     "weight_sync": 2_475,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_365,
+    "mcore": 9_372,
     "features": 4_605,
     "observability": 880,
     "integrations": 680,
     "commands": 5_640,
-    "modules": 995,
+    "modules": 996,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -612,6 +612,9 @@ def reward(sample):
         '{"value": [1.0]}',
         '{"value": [{"reward": "x"}]}',
         '{"value": [{}]}',
+        '{"value": [{"reward": 1.0, "reward/x": 1e39}]}',
+        '{"value": [{"reward": 1.0, "reward/\\u001b[31m": 1.0}]}',
+        '{"value": [{"reward": 1.0, "other": 1.0}]}',
     ],
 )
 def test_answer_when_forged_in_the_worker_then_its_sample_alone_fails(tmp_path, forged):

@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl_corr.engines.sglang import changes_loader
 from megatron_rl_corr.engines.weight_changes import (
@@ -13,6 +14,7 @@ from megatron_rl_corr.engines.weight_changes import (
     ChangedTensor,
     ChangedValues,
     ChangesReceiver,
+    _check_places,
     end_of_stage,
     packed,
     shapes_of,
@@ -233,3 +235,30 @@ def test_push_when_it_comes_from_an_absurd_number_of_stages_then_refused(stages)
     assert "a push comes from 1 to 4096 stages" in receiver.begin("1", "0", stages, CODE)
     with pytest.raises(ValueError, match="a push comes from 1 to 4096 stages"):
         receiver.load(bucket(0, 0), lambda weights: [*weights])
+
+
+def test_places_when_checked_then_it_takes_next_to_no_memory():
+    class Made(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            for one in found if isinstance(found, (tuple, list)) else [found]:
+                if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() != own:
+                    self.largest = max(self.largest, one.numel())
+            return found
+
+    places = torch.arange(1000, dtype=torch.int32).repeat(3)
+    own, told = (
+        places.untyped_storage().data_ptr(),
+        [["a", [10, 100], 1000], ["n", [4], 0], ["b", [2000], 2000]],
+    )
+    with Made() as made:
+        _check_places(told, places)
+    assert made.largest <= 2 * 2
+    for at, wrong in ((999, 1000), (0, -1), (1000, 2000)):
+        changed = places.clone()
+        changed[at] = wrong
+        with pytest.raises(ValueError, match="a place that its weight does not have"):
+            _check_places(told, changed)
+    _check_places([["n", [4], 0]], places[:0])

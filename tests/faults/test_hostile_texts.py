@@ -41,6 +41,15 @@ XLINK = "{http://www.w3.org/1999/xlink}href"
 
 
 def test_visible_when_a_text_acts_then_its_escapes_are_shown_and_others_stay_themselves():
+    for words in (
+        "می\u200cخواهم",
+        "क्\u200dष",
+        "你好\u3000世界",
+        "d’accord\u202f!",
+        "👨\u200d👩\u200d👧",
+        "שלום",
+    ):
+        assert visible(words) == words
     assert visible("plain 中文 é🙂\tb\nc") == "plain 中文 é🙂\tb\nc"
     assert visible("\x1b[31m\r\x9b\u202e\u2028\x00") == "\\x1b[31m\\r\\x9b\\u202e\\u2028\\x00"
     assert one_message("a\nb\n  c\n\nd") == "a\n  b\n  c\n\n  d"

@@ -1,6 +1,7 @@
 """No secret in what a run writes of itself, and none in the hands of who needs none."""
 
 import asyncio
+import base64
 import json
 import os
 from dataclasses import dataclass
@@ -12,8 +13,15 @@ from megatron_rl_corr.commands.report.page import write_page
 from megatron_rl_corr.config.run import RunConfig
 from megatron_rl_corr.data.reward_functions import RewardFunctions
 from megatron_rl_corr.data.reward_input import RewardInput
+from megatron_rl_corr.engines import secrets
 from megatron_rl_corr.engines.errors import RolloutServerError, SampleFailure
-from megatron_rl_corr.engines.secrets import json_without_secrets, text_without_secrets, without_secret_words
+from megatron_rl_corr.engines.secrets import (
+    for_message,
+    json_without_secrets,
+    text_without_secrets,
+    without_lookalikes,
+    without_secret_words,
+)
 from megatron_rl_corr.observability.run_log import RunLog
 from megatron_rl_corr.reduce.failure import FailureWatch
 from megatron_rl_corr.rollout.agents.harnesses import Harnesses
@@ -80,6 +88,36 @@ def test_errors_when_they_quote_a_variable_then_it_is_hidden():
         SampleFailure("reward_error", f"Traceback: KeyError {CANARY!r}"),
     ):
         assert CANARY not in str(error) + error.detail and "***" in str(error)
+
+
+def test_variables_when_they_name_keys_of_rows_or_special_tokens_then_their_words_stay(monkeypatch):
+    monkeypatch.setenv("INPUT_KEY", "messages")
+    monkeypatch.setenv("EOS_TOKEN", "<|im_end|>")
+    monkeypatch.setenv("OTHER_TOKEN", "<|im_start|>")
+    assert for_message("row 0 has no 'messages', <|im_end|>") == "row 0 has no 'messages', <|im_end|>"
+    assert for_message("it begins with <|im_start|>") == "it begins with ***"
+    assert json_without_secrets({"input_key": "messages"}, os.environ) == {"input_key": "messages"}
+
+
+def test_variables_when_a_secret_begins_as_a_path_then_it_is_hidden(tmp_path):
+    secret, path = "/q0vGx2AbCdEf+wJalrXUtnFEMI/K7MDENG", tmp_path / "Key1OfTheJudges"
+    path.write_text("")
+    assert without_lookalikes(f"got {secret}!", {"AWS_SECRET_ACCESS_KEY": secret}) == "got ***!"
+    for place in (str(path), "/etc/keys/Judge1.pem"):
+        assert without_lookalikes(place, {"JUDGE_KEY": place}) == place
+
+
+def test_variables_when_a_secret_is_long_then_messages_without_it_take_no_time(monkeypatch):
+    made = []
+    pattern = secrets._pattern
+    monkeypatch.setattr(secrets, "_pattern", lambda secret: made.append(len(secret)) or pattern(secret))
+    secret = "".join(chr(33 + place * 7 % 90) for place in range(400))
+    variables = {"CLOUD_CREDENTIALS": secret}
+    assert without_lookalikes("short", variables) == "short" and made == []
+    assert without_lookalikes("a" * 400, variables) == "a" * 400 and max(made) <= 32
+    for form in (secret, json.dumps(secret)[1:-1], base64.b64encode(secret.encode()).decode()):
+        assert secret[100:120] not in without_lookalikes(f"it is {form}.", variables)
+        assert "***" in without_lookalikes(f"it is {form}.", variables)
 
 
 @drill("a rank whose error quotes a secret", promised="other ranks, events and tracebacks do not have it")

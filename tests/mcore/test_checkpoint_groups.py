@@ -67,14 +67,16 @@ def write(folder, groups, options, replica=0, begun=()):
     writer.close()
 
 
-def read(folder, waiting, options, *, monkeypatch, version=3, longest=100, max_lag=None, replicas=None):
+def read(
+    folder, waiting, options, *, monkeypatch, version=3, longest=100, max_lag=None, replicas=None, per_step=4
+):
     """The groups that the leader of the first of these replicas reads."""
     monkeypatch.setattr(checkpoint_groups, "folders_to_load", lambda args: [folder])
     replicas = replicas or (Drawn(20, waiting=waiting),)
     saved = SavedCursor(1, 9, 20, (), replicas=replicas)
     found = checkpoint_groups._read(None, saved, settings_of(options))
     lag = options.max_lag if max_lag is None else max_lag
-    return found and found.read(waiting, version=version, max_lag=lag, longest=longest)
+    return found and found.read(waiting, version=version, max_lag=lag, longest=longest, per_step=per_step)
 
 
 def test_groups_when_nothing_changed_then_all_in_their_order(tmp_path, options, told, monkeypatch):
@@ -129,6 +131,21 @@ def test_groups_when_the_lag_is_smaller_then_older_ones_are_stale(tmp_path, opti
     found = read(tmp_path, (6, 4, 5), options("--rollout-max-lag", "1"), monkeypatch=monkeypatch)
     assert [group.number for group in found] == [4, 5]
     assert told[-1][0] == "groups_sampled_again" and told[-1][1].startswith("stale") and told[-1][2] == [6]
+
+
+def test_groups_when_the_lag_is_smaller_then_stale_is_what_their_own_step_takes_too_late(
+    tmp_path, options, told, monkeypatch
+):
+    old, groups = options("--rollout-max-lag", "2"), [group_of(6, 2), group_of(4, 2), group_of(5, 3)]
+    write(tmp_path, groups, old)
+    how = {"monkeypatch": monkeypatch, "per_step": 1}  # 6 is taken at version 3, 4 at 4, 5 at 5
+    run = options("--rollout-max-lag", "1")
+    assert [group.number for group in read(tmp_path, (6, 4, 5), run, **how)] == [6]
+    stale = [(why, numbers) for kind, why, numbers in told if kind == "groups_sampled_again"]
+    assert [numbers for _, numbers in stale] == [[4], [5]]
+    assert "version 2" in stale[0][0] and "3 is the oldest" in stale[0][0] and "4 is the" in stale[1][0]
+    # with as much lag as then they are as old as ever
+    assert [group.number for group in read(tmp_path, (6, 4, 5), old, **how)] == [6, 4, 5]
 
 
 def test_groups_when_too_long_missing_or_of_another_save_then_named(tmp_path, options, told, monkeypatch):
@@ -242,5 +259,5 @@ def test_first_step_when_all_its_samples_are_a_checkpoints_then_left_to_the_next
 
 
 def test_saved_groups_when_empty_then_none_is_read(tmp_path, told):
-    found = SavedGroups(tmp_path).read((3,), version=1, max_lag=1, longest=9)
+    found = SavedGroups(tmp_path).read((3,), version=1, max_lag=1, longest=9, per_step=1)
     assert found == [] and told[-1][0] == "groups_sampled_again"

@@ -1130,6 +1130,7 @@ from megatron_rl_corr.mcore.batch.rollout_batch import BatchShape
 from megatron_rl_corr.mcore.batch.server_collector import SampleSource
 from megatron_rl_corr.observability.catalogue import spec_of
 from megatron_rl_corr.rollout import Prompt, PromptDataset
+from megatron_rl_corr.rollout.begun_groups import BegunGroup
 from megatron_rl_corr.rollout.cursor import Drawn, SavedCursor
 from megatron_rl_corr.rollout.failures import CAUSES, FailedPrompts
 
@@ -1178,8 +1179,21 @@ judged = [
 other_seed = dataclasses.replace(saved, seed=1, again=(4, 8))
 with contextlib.redirect_stderr(io.StringIO()):
     collect.Collector(options, layout, BatchShape(4, 2, 2, 16), source, batches=(0, 1), saved=other_seed)
+begun = {4: BegunGroup(4, whole=types.SimpleNamespace(oldest_version=0))}
+restored = types.SimpleNamespace(read=lambda *numbers, **how: [], read_begun=lambda *numbers, **how: begun)
+place = SavedCursor.of([Drawn(8, again=(4, 5))], source.prompts, FailedPrompts(1), 0)
+leader = types.SimpleNamespace(dp_size=1, dp_rank=0, is_data_leader=True, dp_cp_group=dist.group.WORLD)
+alone = dataclasses.replace(source, loop=types.SimpleNamespace(call=asyncio.run))
+late = collect.Collector(
+    options, leader, BatchShape(4, 2, 2, 16), alone, batches=(0, 2), saved=place, restored=restored
+)
+begins_late = []
+for trained in (0, 1):
+    drawn = late.cursor_of_all_replicas(trained, with_last=False)
+    begins_late.append([drawn.again, [one.number for one in late.take_open().begun]])
 idle = RolloutCorrectionConfig(clip_ratio_low=0.3)
 say(
+    begins_late=begins_late,
     judged=[share for share, _ in judged],
     evaluated=evaluated,
     told=dict(EVENTS.counts),
@@ -1199,7 +1213,13 @@ def test_events_when_held_out_samples_fail_or_a_prompt_is_left_out_for_an_epoch_
         "group_dropped": 3,
         "prompt_left_out": 1,
         "groups_forgotten": 1,
+        "groups_sampled_again": 1,
     }
+
+
+def test_checkpoint_when_a_group_could_not_begin_in_time_then_it_has_nothing_of_it(results):
+    # of version 0, and without lag the next checkpoint's run would begin and train it at version 1
+    assert results["warnings"]["begins_late"] == [[[4, 5], [4]], [[4, 5], []]]
 
 
 def test_metrics_of_megatrons_own_log_line_then_the_catalogue_describes_them(results):

@@ -319,6 +319,20 @@ def test_episode_when_the_environment_says_something_else_then_begun_anew(told, 
     assert kind == "episode_begun_anew" and text in why and facts == {"group": 7, "sample": 0}
 
 
+def test_episode_when_begun_anew_then_a_close_that_fails_costs_it_nothing(told):
+    class Broken(Says):
+        def close(self):
+            super().close()
+            raise RuntimeError("it has no connection")
+
+    client = Script()
+    whole = run(client, saved_at(1, REPLIES[0]), Broken([RuntimeError("gone")]), Says())
+    assert bits(whole) == bits(run(Script(), BegunGroup(7), Says()))
+    assert [kind for kind, *_ in told] == ["episode_begun_anew"]
+    with pytest.raises(SampleFailure, match="it has no connection"):
+        run(Script(), BegunGroup(7), Broken())
+
+
 def test_episode_when_an_unseen_turn_fails_in_the_environment_then_the_sample_has_failed(told):
     with pytest.raises(SampleFailure, match="turn 1, played again,"):
         run(Script(), saved_at(2, None), Says([REPLIES[0], RuntimeError("gone")]))

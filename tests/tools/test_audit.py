@@ -58,10 +58,22 @@ def test_database_when_read_then_ranges_of_the_pinned_packages_alone(tmp_path):
     assert one["ranges"] == [["0", "1.5"], ["2.0", None]] and one["aliases"] == ["CVE-a", "GHSA-b"]
 
 
+def test_database_when_an_advisory_lists_releases_alone_then_these_are_found(tmp_path):
+    (tmp_path / "vulns" / "h11").mkdir(parents=True)
+    (tmp_path / "vulns" / "h11" / "PYSEC-2.yaml").write_text(
+        "id: PYSEC-2\naffected:\n- package: {name: h11}\n  versions: [0.15.0, '1.10']\n"
+    )
+    [one] = audit.of_database(tmp_path, {"h11"})
+    for version, found in (("0.15.0", 1), ("0.15.0+cpu", 1), ("1.10", 1), ("0.15.1", 0)):
+        lock = tmp_path / "a.lock"
+        lock.write_text(f"h11=={version}\n")
+        assert len(audit.findings([lock], [one])) == found
+
+
 def test_advisories_when_listed_then_each_has_its_source_and_ids_of_known_forms():
     form = re.compile(r"(CVE-\d{4}-\d{4,}|GHSA(-[23456789cfghjmpqrvwx]{4}){3}|PYSEC-\d{4}-\d+|OSV-.*)")
     for one in CONTENT["advisories"]:
-        assert one["source"] in CONTENT["sources"] and one["ranges"], one
+        assert one["source"] in CONTENT["sources"] and (one["ranges"] or one["versions"]), one
         assert all(form.fullmatch(label) for label in (one["id"], *one["aliases"])), one
     assert audit.as_text(CONTENT) == audit.ADVISORIES.read_text()
 

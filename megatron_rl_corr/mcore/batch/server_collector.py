@@ -186,6 +186,9 @@ class Collector(BatchCollector):
                 counts["unjudged_in_a_row"] = self._filter.failed_in_a_row
             place = self._sampler.drawn(state.running, waiting=state.waiting, again=state.again)
             if self._saves_waiting:  # taken with the place, on the loop that alone changes them
+                self._forget_older(
+                    batches
+                )  # a run that loads them does not know that they were to begin late
                 begun = self._sampler.begun({*place.running, *place.again})
                 self._open = OpenGroups(self._stream.waiting(with_taken=with_last), begun)
             return replace(place, counts=counts)
@@ -222,7 +225,7 @@ class Collector(BatchCollector):
         longest = self._shape.seq_length + 1  # the last token is a label only
         usable = {"version": version, "max_lag": max_lag, "longest": longest}
         begun = restored.read_begun((*own.running, *own.again), **usable)
-        return restored.read(own.waiting, **usable), begun
+        return restored.read(own.waiting, **usable, per_step=self._groups), begun
 
     def _selection(self, options: RunConfig, aside: int) -> Selection:
         """Which groups the stream's steps take."""
@@ -285,9 +288,15 @@ class Collector(BatchCollector):
         return self._loop.submit(self._take(number))
 
     async def _take(self, number: int) -> Taken:
-        if number > self._first:  # those of before the first step were judged when they were read
-            self._sampler.forget_older(number - self._max_lag)
+        self._forget_older(number)
         return await self._stream.take(number)
+
+    def _forget_older(self, version: int) -> None:
+        """Leave out what can't begin any more at this version; what the first step begins was judged when it
+        was read.
+        """
+        if version > self._first:
+            self._sampler.forget_older(version - self._max_lag)
 
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
         """Progress is printed every PROGRESS_EVERY_S."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl_corr.data.reward_value import SCORE, checked_parts, checked_reward, is_reward
+from megatron_rl_corr.data.reward_value import SCORE, are_parts, checked_parts, checked_reward, is_reward
 
 REWARD = "reward"
 """The key of a dict whose value is the reward; the others are only logged."""
@@ -51,11 +51,10 @@ def is_outcome(value: Any) -> bool:
     """
     if value is None:
         return True
-    if not isinstance(value, dict) or NAME not in value:
+    if not isinstance(value, dict):
         return False
-    rewards = value.get(REWARDS, {})
-    numbers = [one for key, one in value.items() if key != REWARDS]
-    return isinstance(rewards, dict) and all(map(is_reward, [*numbers, *rewards.values()]))
+    rewards, parts = value.get(REWARDS, {}), {key: one for key, one in value.items() if key != REWARDS}
+    return are_parts(parts, NAME) and isinstance(rewards, dict) and all(map(is_reward, rewards.values()))
 
 
 def _checked_rewards(value: Any, source: str) -> dict[str, float]:

@@ -343,6 +343,8 @@ FORGED = (
     *('{"value": {}}', '{"value": 5}', '{"value": {"agent": "x"}}', '{"value": {"agent": null}}'),
     *('{"value": {"agent": 1.0, "rewards": 5}}', '{"value": {"agent": true}}', '{"value": [1.0]}'),
     *("[]", '{"other": 1}', '{"value": {"agent": 1.0, "rewards": {"chatcmpl-0": "1"}}}'),
+    *('{"value": {"agent": 1e39}}', '{"value": {"agent": 1.0, "rewards": {"chatcmpl-0": -1e39}}}'),
+    *('{"value": {"agent": 1.0, "agent/a b": 1.0}}', '{"value": {"agent": 1.0, "math": 1.0}}'),
 )
 
 
