@@ -5,14 +5,20 @@ fail.
 import json
 import random
 import signal
+import threading
+import time
 import types
+import urllib.request
 from collections import Counter
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tests.faults import soak_faults, soak_report
+from tests.faults.door import Door
 from tests.faults.soak_faults import KINDS, OF_RANKS, UNTIL, Changes, Faults, Fleet, Moments
 from tests.faults.soak_report import (
     NAMES,
@@ -444,3 +450,54 @@ def test_report_when_it_is_under_way_then_it_says_so_and_a_clock_ends_it_where_i
     assert write_report(planted.out) == 1
     assert "5 by the soak; has not ended" not in (planted.out / "soak.md").read_text()
     assert "; has not ended" in (planted.out / "soak.md").read_text()
+
+
+@contextmanager
+def answering(body):
+    """The address of a server that answers each POST with this body, and what it was asked for."""
+    asked = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(self.path)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", asked
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def post(url):
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the loopback, without a proxy
+    with opener.open(urllib.request.Request(url, method="POST", data=b"{}"), timeout=20) as answer:
+        return answer.read()
+
+
+def test_door_when_it_drips_loses_or_is_met_then_the_server_is_asked_once_and_the_answer_is_so():
+    body, met = b"0123456789" * 10, []
+    with answering(body) as (url, asked):
+        door = Door(url)
+        try:
+            door.drip_s, begun = 0.7, time.monotonic()
+            assert post(f"{door.url}/generate") == body and time.monotonic() - begun >= 0.7
+            door.met["/pause"] = lambda: met.append(len(asked))
+            begun = time.monotonic()
+            assert post(f"{door.url}/pause") == post(f"{door.url}/pause") == body
+            assert met == [1] and time.monotonic() - begun < 0.7  # called once, before; samples alone drip
+            door.drip_s, door.losing = 0.0, True
+            with pytest.raises(OSError):
+                post(f"{door.url}/generate")
+            assert post(f"{door.url}/pause") == body
+        finally:
+            door.close()
+    assert asked == ["/generate", "/pause", "/pause", "/generate", "/pause"]
