@@ -42,8 +42,8 @@ from tools.local_server import LocalServerError  # noqa: E402
 from tools.process_group import adopt_orphans, die_with_parent, end_group  # noqa: E402
 
 SAVE_EVERY, LOOK_S, MEMORY_EVERY_S = 10, 1.0, 5.0
-GROUP_SIZE, GROUPS = 4, 8
-MOST_SERVERS = 3
+GROUP_SIZE, GROUPS = 4, 6
+LEAST_SERVERS, MOST_SERVERS = 2, 3
 STUCK_S = 600.0
 """A run without a new step for so long is taken to hang."""
 MOST_STARTS = 60
@@ -187,6 +187,7 @@ class Run:
                 self.fleet,
                 self._faults,
                 every=options.changes_every,
+                least=LEAST_SERVERS,
                 most=MOST_SERVERS,
                 seed=options.seed,
             )

@@ -249,21 +249,25 @@ class Faults:
 
 
 class Changes:
-    """Lets a server leave or join when a change is due: between one and `most` are listed."""
+    """Lets a server leave or join when a change is due: between `least` and `most` are listed.
 
-    def __init__(self, fleet: Fleet, faults: Faults, *, every: int, most: int, seed: int):
-        self._fleet, self._faults, self._most = fleet, faults, most
+    With one server alone each of its faults would be a wait, and nonsense in answer to the probe ends a run.
+    """
+
+    def __init__(self, fleet: Fleet, faults: Faults, *, every: int, least: int, most: int, seed: int):
+        self._fleet, self._faults, self._least, self._most = fleet, faults, least, most
         self._random = random.Random(seed + 1)
         self._moments = Moments(self._random, every)
         self.done: list[Change] = []
 
     def at_step(self, step: int, progress: float) -> None:
-        """Make a change if one is due; a server that is not well stays, and so does the only one that is."""
+        """Make a change if one is due; a server that is not well stays."""
         self._fleet.stop_drained()
         if not self._moments.due(step) or progress >= 1.0:
             return
         well = [server for server in self._fleet.listed if server is not self._faults.victim]
-        may_leave, may_join = len(well) > 1, len(self._fleet.listed) < self._most
+        may_leave = len(self._fleet.listed) > self._least and bool(well)
+        may_join = len(self._fleet.listed) < self._most
         if not (may_leave or may_join):
             return
         self._moments.passed(step)
