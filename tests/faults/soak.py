@@ -31,18 +31,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples/quicksta
 
 import run as quickstart  # noqa: E402
 from local_run import HIDDEN_GPU, environment, make_model, megatron_flags, torchrun  # noqa: E402
-from reward import WANTED_TOKENS  # noqa: E402
 
 from tests.faults.door import Door  # noqa: E402
 from tests.faults.soak_faults import DRAIN_S, RECOVERY_S, Changes, Faults, Fleet  # noqa: E402
 from tests.faults.soak_report import NAMES, last_step, write_report  # noqa: E402
+from tests.faults.soak_reward import TOKENS  # noqa: E402
 from tests.preloaded import PreloadedServer, address  # noqa: E402
 from tools.cpu import sglang_arguments  # noqa: E402
 from tools.local_server import LocalServerError  # noqa: E402
 from tools.process_group import adopt_orphans, die_with_parent, end_group  # noqa: E402
 
 SAVE_EVERY, LOOK_S, MEMORY_EVERY_S = 10, 1.0, 5.0
-GROUP_SIZE, GROUPS = 4, 6
+GROUP_SIZE, GROUPS = 4, 4
 LEAST_SERVERS, MOST_SERVERS = 2, 3
 STUCK_S = 600.0
 """A run without a new step for so long is taken to hang."""
@@ -288,9 +288,9 @@ def training_command(folder: Path, model: Path, servers: Path, options) -> list[
         *("--rollout-servers-wait-s", 300),
         *("--rollout-weight-transport", "tensor"),
         *("--rollout-prompts", folder.parent / "prompts.jsonl"),
-        *("--rollout-reward-function", f"{quickstart.HERE / 'reward.py'}:reward"),
+        *("--rollout-reward-function", f"{ROOT / 'tests/faults/soak_reward.py'}:reward"),
         *("--rollout-group-size", GROUP_SIZE),
-        *("--rollout-max-new-tokens", WANTED_TOKENS),
+        *("--rollout-max-new-tokens", TOKENS),
         *("--rollout-log-dir", folder),
         *("--rollout-correction-preset", "decoupled_geo_rs_token_tis"),
         *("--rollout-rs", "seq_mean_ratio"),
