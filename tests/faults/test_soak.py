@@ -108,8 +108,8 @@ def test_faults_when_steps_go_by_then_each_kind_comes_and_is_undone_before_the_n
     for step in range(1, 1001):
         faults.at_step(step, step / 1000)
         ill.append(sum(server.is_ill() for server in fleet.listed))
-        for server in fleet.listed:  # a push comes, and the server is killed in it every other time
-            if step % 2 and server.door.met:
+        for server in fleet.listed:  # pushes come in half of the time, and the server is killed in one
+            if step % 60 < 30 and server.door.met:
                 server.door.met.popitem()[1]()
         clock.s += 4
         if faults._waits is not None:
@@ -282,7 +282,7 @@ class Planted:
             pid = 1 if step < 500 else 2
             memory = {
                 f"rank {rank}": [
-                    400.0 + self.growth[name] * step,
+                    400.0 + self.growth[name] * step + self.second * max(0, step - 500),
                     pid,
                     self.files[name] + int(self.leak[name] * step),
                 ]
@@ -304,6 +304,8 @@ class Planted:
         empty = {key: [] for key in ("lost", "twice", "not whole", "dropped", "stale")}
         return empty | {"trained": list(range(last))} | self.bad.get(folder.name, {})
 
+    second = 0.0
+    """MiB a step of the later processes."""
     bad = {}
     """Run -> what `accounted` says otherwise."""
 
@@ -406,6 +408,10 @@ SPOILED = {
         )
         for run in NAMES
     },
+    "memory of the second of two processes grows": (
+        "memory of rank 1, MiB in 100 steps",
+        lambda soak: setattr(soak, "second", 0.2),
+    ),
     **{
         f"files stay open {run}": (
             "open files of rank 1 in 100 steps",
