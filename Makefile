@@ -57,9 +57,11 @@ mutants: setup ## Plant 600 small faults, one at a time, and list those that no 
 	nice $(PYTHON) -m tools.mutants $(if $(MUTANTS),--mutants $(MUTANTS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(FILES),--files $(foreach file,$(FILES),'$(file)')) $(if $(TESTS),--tests $(TESTS)) $(if $(AGAIN),--again) $(if $(SLOW),--slow)
 
-soak: setup ## Train the quickstart for an hour or so with a random fault every 20 steps; OUT=new folder, STEPS= SEED= EVERY=
+# Its exit status: 0 all as promised, 1 something was not, 3 something could not be judged; make prints it as "Error N".
+soak: setup ## Train twice at the same time, with random faults, joins and leaves and without, in an hour or so; OUT=new folder, STEPS= or HOURS=, SEED= EVERY= CHANGES_EVERY= RANKS=
 	$(PYTHON) tests/faults/soak.py $(if $(OUT),$(OUT),runs/soak-$(shell date +%Y%m%d-%H%M%S)) $(if $(STEPS),--steps $(STEPS)) \
-		$(if $(SEED),--seed $(SEED)) $(if $(EVERY),--every $(EVERY))
+		$(if $(HOURS),--hours $(HOURS)) $(if $(SEED),--seed $(SEED)) $(if $(EVERY),--every $(EVERY)) \
+		$(if $(CHANGES_EVERY),--changes-every $(CHANGES_EVERY)) $(if $(RANKS),--ranks $(RANKS))
 
 # Its exit status: 0 all held, 3 something was not run, 1 something failed; make prints it as "Error N".
 gpu-check: setup ## Show on one GPU what only a GPU can, in 10 minutes, without network; ONLY="part ..." TABLE=file; no GPU: a rehearsal

@@ -31,6 +31,8 @@ class Door:
     """Listens at `url` until closed, on a thread of its own.
 
     target: the server's address; it may change. delay_s: added to each answer. nonsense: samples are none.
+    drip_s: an answer to a request for samples comes in pieces of 16 bytes, over so many seconds. losing: it
+    is made, and the connection cut. met: {path: what is called, once, before the server gets the request}.
     spoiled: {path: whether the server gets the request}, of requests whose next answer alone is a proxy's
     page. failing: {path: (HTTP status, or None for a cut connection; whether the server gets the
     request)}, the same. changed: changed(path, body), what the server gets in the place of a body.
@@ -41,6 +43,7 @@ class Door:
     def __init__(self, target: str, changed=lambda path, body: body):
         self.target, self.delay_s, self.nonsense, self.spoiled, self.failing = target, 0.0, False, {}, {}
         self.dripping, self.feigns, self._numbers = {}, False, itertools.count(1)
+        self.drip_s, self.losing, self.met = 0.0, False, {}
         self._changed = changed
         self._random = random.Random(0)
         self._loop = asyncio.new_event_loop()
@@ -78,6 +81,7 @@ class Door:
         body = self._changed(request.path, await request.read())
         if self.nonsense and request.path in SAMPLES:
             return web.Response(body=self._random.choice(NONSENSE), content_type="application/json")
+        self.met.pop(request.path, lambda: None)()
         is_spoiled, is_sent = request.path in self.spoiled, self.spoiled.pop(request.path, True)
         if not is_sent:
             return web.Response(body=NONSENSE[0])
@@ -104,8 +108,12 @@ class Door:
                     return await self._drip(request, self.dripping[request.path])
                 answered = web.Response(status=answer.status, body=found)
                 answered.content_type = answer.content_type
+                if self.losing and request.path in SAMPLES:
+                    failure = None
                 if failure != 200:
                     return self._failed(request, failure)
+                if self.drip_s and request.path in SAMPLES:
+                    return await self._in_pieces(request, answered)
                 return web.Response(body=NONSENSE[0]) if is_spoiled else answered
         except aiohttp.ClientError:
             return self._failed(request, None)  # as a server that is gone
@@ -131,6 +139,16 @@ class Door:
             await answer.write(b" ")
             await asyncio.sleep(DRIP_S)
         return answer
+
+    async def _in_pieces(self, request: web.Request, answered: web.Response) -> web.StreamResponse:
+        slow = web.StreamResponse(status=answered.status, headers={"Content-Type": answered.content_type})
+        pieces = [answered.body[at : at + 16] for at in range(0, len(answered.body), 16)]
+        await slow.prepare(request)
+        for piece in pieces:
+            await slow.write(piece)
+            await asyncio.sleep(self.drip_s / len(pieces))
+        await slow.write_eof()
+        return slow
 
     @staticmethod
     def _failed(request: web.Request, status: int | None) -> web.Response:

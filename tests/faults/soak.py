@@ -1,18 +1,23 @@
-"""The soak: the quickstart for a thousand steps, with a random fault every 20, against the same
-run without faults.
+"""The soak: two runs of the same training at the same time, one with random faults and with servers that
+join and leave, the other one left alone; and what each line of the promise has seen.
 
-soak.py OUT [--steps 1000] [--every 20] [--seed 0] [--without-compared]
+soak.py OUT [--steps 1000 | --hours 6] [--seed 0] [--every 15] [--changes-every 22] [--ranks 2]
+soak.py OUT --report     the report again, of what is in OUT; of a soak that is under way, of its steps so far
 
-Two servers, each behind a door of tests/faults/door.py, and four ranks under `torchrun --max-restarts`. It
-writes soak.md, the table, and soak.png, the rewards, into OUT, with all that the runs leave: some 3 GB for
-a thousand steps.
+Each run has servers behind doors of tests/faults/door.py, listed in a file that the run reads, and ranks
+under `torchrun --max-restarts`. OUT gets soak.md, the table, and soak.png, the picture, with all that the
+runs leave: some 0.3 GB for a thousand steps. The exit status is 0 if all is as promised, 1 if something is
+not, and 3 if something could not be judged, as the memory of ranks in a short soak.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
+import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,18 +30,25 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples"), str(ROOT / "examples/quickstart")]
 
 import run as quickstart  # noqa: E402
-from local_run import environment, local_server, make_model  # noqa: E402
+from local_run import HIDDEN_GPU, environment, make_model, megatron_flags, torchrun  # noqa: E402
 
-from megatron_rl_corr.observability.metrics_file import read_metrics  # noqa: E402
 from tests.faults.door import Door  # noqa: E402
-from tests.faults.soak_faults import Faults  # noqa: E402
-from tests.faults.soak_report import Seen, write_report  # noqa: E402
+from tests.faults.soak_faults import DRAIN_S, RECOVERY_S, Changes, Faults, Fleet  # noqa: E402
+from tests.faults.soak_report import NAMES, last_step, write_report  # noqa: E402
+from tests.faults.soak_reward import TOKENS  # noqa: E402
+from tests.preloaded import PreloadedServer, address  # noqa: E402
+from tools.cpu import sglang_arguments  # noqa: E402
 from tools.local_server import LocalServerError  # noqa: E402
-from tools.process_group import adopt_orphans, end_group  # noqa: E402
+from tools.process_group import adopt_orphans, die_with_parent, end_group  # noqa: E402
 
-SAVE_EVERY, WATCH_S = 10, 2.0
+SAVE_EVERY, LOOK_S, MEMORY_EVERY_S = 10, 1.0, 5.0
+GROUP_SIZE, GROUPS = 4, 4
+LEAST_SERVERS, MOST_SERVERS = 2, 3
 STUCK_S = 600.0
 """A run without a new step for so long is taken to hang."""
+MOST_STARTS = 60
+ENDLESS = 1_000_000
+"""Steps of a run that the clock ends."""
 
 
 class SoakServer:
@@ -51,12 +63,13 @@ class SoakServer:
     def start(self) -> None:
         """Start it with the weights that the run began with: what a supervisor of servers does."""
         self.starts += 1
-        self.server = local_server(
+        self.server = PreloadedServer(
             self._model,
+            engine="sglang",
             dtype="bfloat16",
             log_path=self._folder / f"server{self.number}.{self.starts}.log",
-            seed=self._seed + self.number,
-            slots=64,
+            environment=environment("sglang"),
+            extra_arguments=[*sglang_arguments(HIDDEN_GPU), "--random-seed", str(self._seed + self.number)],
         )
         self.server.start()
 
@@ -66,10 +79,21 @@ class SoakServer:
         self.start()
         self.door.target = self.server.url
 
+    def wait_ready(self) -> None:
+        """Return once it answers, or does not come, which the run will say."""
+        with contextlib.suppress(LocalServerError):
+            self.server.wait_ready(RECOVERY_S)
+
     def signal(self, number: int) -> None:
         """To the server and all its processes."""
         with contextlib.suppress(ProcessLookupError, LocalServerError):
             os.killpg(self.server.pid, number)
+
+    def processes(self) -> list[psutil.Process]:
+        with contextlib.suppress(psutil.NoSuchProcess, LocalServerError):
+            process = psutil.Process(self.server.pid)
+            return [process, *process.children(recursive=True)]
+        return []
 
     def close(self) -> None:
         self.signal(signal.SIGCONT)
@@ -78,12 +102,11 @@ class SoakServer:
 
 
 class Training:
-    """torchrun with its ranks; started again, with --load, where it ends in spite of --max-restarts."""
+    """torchrun with its ranks; started again, with --load, where it ends before its last step."""
 
     def __init__(self, folder: Path, command: list[str], last: int):
         self.folder, self._command, self._last = folder, command, last
         self.starts = 0
-        self.begun = time.time()
         self._start()
 
     def _start(self) -> None:
@@ -96,12 +119,8 @@ class Training:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGTERM),
         )
-
-    def steps(self) -> list[dict]:
-        """What is written of each step so far."""
-        path = self.folder / "metrics.jsonl"
-        return read_metrics(path) if path.is_file() else []
 
     def ranks(self) -> list[psutil.Process]:
         """The ranks that run, by their number."""
@@ -113,48 +132,177 @@ class Training:
                         found[int(variables["RANK"])] = process
         return [found[rank] for rank in sorted(found)]
 
+    def kill(self) -> None:
+        """All of it, at once."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            torchrun_process = psutil.Process(self.process.pid)
+            for process in [torchrun_process, *torchrun_process.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+
     def goes_on(self, step: int) -> bool:
-        """Whether it runs; what has ended before its last step is started again."""
+        """True while it runs; what has ended before its last step is started again."""
         if self.process.poll() is None:
             return True
         self._log.close()
-        if step >= self._last or self.starts > 20:
+        if step >= self._last or self.starts >= MOST_STARTS:
             return False
         self._start()
         return True
 
     def end(self) -> None:
+        ranks = self.ranks()
         end_group(self.process.pid, grace_s=5.0, reap=self.process.poll)
-        for child in psutil.Process().children(recursive=True):  # ranks have sessions of their own
+        for rank in ranks:  # they have sessions of their own
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "megatron_rl_corr.launch" in " ".join(child.cmdline()):
-                    child.kill()
+                rank.kill()
 
 
-def training_command(out: Path, folder: Path, model: Path, servers: list[SoakServer], options) -> list[str]:
-    """The quickstart's, which saves and loads, and is started again by torchrun."""
-    options = argparse.Namespace(
-        steps=options.steps, seed=options.seed, engine="sglang", router_replay="off", launcher_flags=[]
-    )
-    more = [
-        "--rollout-url",
-        *(server.door.url for server in servers),
-        "--rollout-save-trajectories",
-        folder / "samples",
-        "--rollout-events",
-        folder / "events.jsonl",
-        "--rollout-read-timeout-s",
-        10,
-        "--rollout-outage-timeout-s",
-        180,
-        "--save",
-        folder / "checkpoints",
-        "--load",
-        folder / "checkpoints",
-        "--save-interval",
-        SAVE_EVERY,
+class Run:
+    """One of the two: its folder, its servers, its training, and what is written down of them."""
+
+    def __init__(self, out: Path, name: str, model: Path, options, *, with_faults: bool):
+        self.name, self.folder, self._options = name, out / name, options
+        self.folder.mkdir()
+        self.step, self.ended, self.stuck = 0, False, False
+        self._seen_at, self._noted, self._told = 0.0, [0, 0], -1
+        self._moved = time.monotonic()
+        self._watch = (self.folder / "watch.jsonl").open("a", buffering=1)
+        self.training, self._changes, self._faults = None, None, None
+        self._make = lambda number: SoakServer(number, model, self.folder, options.seed)
+        first = [self._make(number) for number in (0, 1)]
+        self.fleet = Fleet(first, self.folder / "servers.txt", self._make)
+        self._first, self._with_faults, self._model = first, with_faults, model
+
+    def begin(self) -> None:
+        """Train; the servers answer."""
+        options = self._options
+        for server in self._first:
+            server.server.wait_ready()
+        command = training_command(self.folder, self._model, self.folder / "servers.txt", options)
+        self.training = Training(self.folder, command, options.steps)
+        if self._with_faults:
+            self._faults = Faults(self.fleet, self.training, every=options.every, seed=options.seed)
+            self._changes = Changes(
+                self.fleet,
+                self._faults,
+                every=options.changes_every,
+                least=LEAST_SERVERS,
+                most=MOST_SERVERS,
+                seed=options.seed,
+            )
+
+    def look(self, progress: float) -> None:
+        """Once a second: the step, memory, a fault or a change that is due. progress: the share of the soak
+        that is done, by the clock or by steps.
+        """
+        step = last_step(self.folder / "metrics.jsonl")
+        if step != self.step:
+            self.step, self._moved = step, time.monotonic()
+        if not self.training.goes_on(step):
+            self._end()
+            return
+        if time.monotonic() - self._moved > STUCK_S:
+            print(f"[soak] {self.name}: no step for {STUCK_S:.0f} s, the run is ended", flush=True)
+            self.stuck = True
+            self._end()
+            return
+        if step // 10 != self._told:
+            self._told = step // 10
+            print(f"[soak] {self.name}: step {step}", flush=True)
+            prune(self.folder)
+        if time.monotonic() - self._seen_at >= MEMORY_EVERY_S:
+            self._seen_at = time.monotonic()
+            self._remember()
+        if self._faults is not None:
+            progress = step / self._options.steps if self._options.hours is None else progress
+            self._faults.at_step(step, progress)
+            self._changes.at_step(step, progress)
+            self._note()
+
+    def close(self) -> None:
+        if self.training is not None:
+            self.training.end()
+        self.fleet.close()
+
+    def stop(self) -> None:
+        """The clock has ended it."""
+        self.step = last_step(self.folder / "metrics.jsonl")
+        self._end(of_clock=True)
+
+    def _end(self, *, of_clock: bool = False) -> None:
+        self.ended = True
+        self._remember()
+        self.training.end()
+        status = 0 if of_clock else self.training.process.returncode
+        end = {"starts": self.training.starts, "status": status, "stuck": self.stuck}
+        (self.folder / "end.json").write_text(json.dumps(end))
+        if self._faults is not None:
+            self._faults.close()
+
+    def _remember(self) -> None:
+        """Write down the step, the servers, and the memory and the open files of every process."""
+        own = {f"rank {number}": [rank] for number, rank in enumerate(self.training.ranks())}
+        servers = [*self.fleet.listed, *self.fleet.away]
+        own |= {f"server {server.number}": server.processes() for server in servers}
+        memory = {}
+        for who, processes in own.items():
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                resident = sum(process.memory_info().rss for process in processes)
+                files = processes[0].num_fds() if who.startswith("rank") else 0
+                memory[who] = [round(resident / 2**20, 2), processes[0].pid, files]
+        victim = None if self._faults is None else self._faults.victim
+        row = {
+            "time": round(time.time(), 2),
+            "step": self.step,
+            "listed": len(self.fleet.listed),
+            "well": sum(server is not victim for server in self.fleet.listed),
+            "memory": memory,
+        }
+        self._watch.write(json.dumps(row) + "\n")
+
+    def _note(self) -> None:
+        """Write down faults and changes that are new."""
+        for place, (name, source) in enumerate((("faults", self._faults), ("changes", self._changes))):
+            with (self.folder / f"{name}.jsonl").open("a") as file:
+                for one in source.done[self._noted[place] :]:
+                    file.write(json.dumps(vars(one)) + "\n")
+            self._noted[place] = len(source.done)
+
+
+def training_command(folder: Path, model: Path, servers: Path, options) -> list[str]:
+    """A replica and a part of the experts on each rank; it saves and loads, and torchrun starts it again."""
+    flags = [
+        *megatron_flags(model, folder / "tensorboard"),
+        *("--expert-model-parallel-size", options.ranks),
+        *("--micro-batch-size", GROUPS * GROUP_SIZE // options.ranks),
+        *("--global-batch-size", GROUPS * GROUP_SIZE),
+        *("--train-iters", options.steps),
+        *("--lr", 2e-3),
+        *("--lr-decay-style", "constant"),
+        *("--seed", options.seed + 1),
+        *("--eval-interval", ENDLESS),
+        *("--rollout-servers-file", servers),
+        *("--rollout-servers-poll-s", 1),
+        *("--rollout-servers-drain-s", DRAIN_S),
+        *("--rollout-servers-wait-s", 300),
+        *("--rollout-weight-transport", "tensor"),
+        *("--rollout-prompts", folder.parent / "prompts.jsonl"),
+        *("--rollout-reward-function", f"{ROOT / 'tests/faults/soak_reward.py'}:reward"),
+        *("--rollout-group-size", GROUP_SIZE),
+        *("--rollout-max-new-tokens", TOKENS),
+        *("--rollout-log-dir", folder),
+        *("--rollout-correction-preset", "decoupled_geo_rs_token_tis"),
+        *("--rollout-rs", "seq_mean_ratio"),
+        *("--rollout-rs-threshold", "0.996_1.004"),
+        *("--rollout-save-trajectories", folder / "samples"),
+        *("--rollout-events", folder / "events.jsonl"),
+        *("--rollout-read-timeout-s", 10),
+        *("--save", folder / "checkpoints"),
+        *("--load", folder / "checkpoints"),
+        *("--save-interval", SAVE_EVERY),
     ]
-    command = quickstart.training_command(out, folder, model, servers[0].door.url, options, *more)
+    command = torchrun(flags, processes=options.ranks)
     place = command.index("--master-addr")
     command[place : place + 4] = ["--standalone", "--max-restarts", "1000"]
     return command
@@ -162,88 +310,87 @@ def training_command(out: Path, folder: Path, model: Path, servers: list[SoakSer
 
 def prune(folder: Path) -> None:
     """Keep the last two checkpoints: a thousand steps would write a hundred."""
-    import shutil
-
     for old in sorted((folder / "checkpoints").glob("iter_*"))[:-2]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def watch(training: Training, servers: list[SoakServer], faults: Faults | None, last: int) -> Seen:
-    """Until the run's last step: memory of all processes, and a fault whenever one is due."""
-    seen, step, moved = Seen(), 0, time.monotonic()
-    while training.goes_on(step):
-        time.sleep(WATCH_S)
-        rows = training.steps()
-        now = rows[-1]["step"] if rows else 0
-        if rows and now != step:  # a restart before the first checkpoint empties the file
-            moved = time.monotonic()
-            reward = rows[-1]["reward/mean"]
-            print(f"[soak] {training.folder.name}: step {now} of {last}, reward {reward:.3f}", flush=True)
-        step = now
-        if time.monotonic() - moved > STUCK_S:
-            print(f"[soak] no step for {STUCK_S:.0f} s, the run is ended", flush=True)
-            seen.stuck = True
-            break
-        seen.remember(step, training.ranks(), servers)
-        prune(training.folder)
-        if faults is not None:
-            faults.at_step(step)
-    if faults is not None:
-        faults.close()
-    training.end()
-    seen.steps, seen.starts, seen.seconds = training.steps(), training.starts, time.time() - training.begun
-    seen.status = training.process.returncode
-    return seen
-
-
-def soak(out: Path, name: str, model: Path, options, *, with_faults: bool) -> tuple[Seen, Faults | None]:
-    """One run with its own servers."""
-    folder = out / name
-    folder.mkdir()
-    servers: list[SoakServer] = []
+def soak(out: Path, options) -> None:
+    """Both runs, until both have ended."""
+    model = out / "model"
+    make_model(ROOT / "tests/faults/soak_model.py", model, "--seed", options.seed)
+    quickstart.write_prompts(out / "prompts.jsonl")
+    address("sglang")
+    runs: list[Run] = []
     try:
-        servers += [SoakServer(number, model, folder, options.seed) for number in (0, 1)]
-        for server in servers:
-            server.server.wait_ready()
-        training = Training(folder, training_command(out, folder, model, servers, options), options.steps)
-        faults = None
-        if with_faults:
-            faults = Faults(servers, training, every=options.every, last=options.steps - 5, seed=options.seed)
-        try:
-            return watch(training, servers, faults, options.steps), faults
-        finally:
-            training.end()
+        runs += [Run(out, name, model, options, with_faults=name == "faults") for name in NAMES]
+        for run in runs:
+            run.begin()
+        begun = time.monotonic()
+        while not all(run.ended for run in runs):
+            time.sleep(LOOK_S)
+            progress = 0.0 if options.hours is None else (time.monotonic() - begun) / (3600.0 * options.hours)
+            for run in runs:
+                if not run.ended:
+                    run.stop() if progress >= 1.0 else run.look(progress)
     finally:
-        for server in servers:
-            server.close()
+        for run in runs:
+            run.close()
 
 
-def main() -> int:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--every", type=int, default=20, help="steps from one fault to the next")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--steps", type=int, default=1000, help="of each run")
+    length.add_argument("--hours", type=float, help="end both runs after so many hours")
+    parser.add_argument("--every", type=int, default=15, help="steps from one fault to the next, on average")
+    parser.add_argument("--changes-every", type=int, default=22, help="the same of joins and leaves")
+    parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="of each run")
     parser.add_argument("--seed", type=int, default=0, help="of the faults, the model and the sampling")
-    parser.add_argument("--without-compared", action="store_true", help="leave the run without faults out")
+    parser.add_argument("--report", action="store_true", help="write the report of what is in OUT again")
     options = parser.parse_args()
-    out = options.out.resolve()
-    if out.exists() and any(out.iterdir()):
-        parser.error(f"{out} is not empty; name a new folder")
-    out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    adopt_orphans()
-    model = out / "model"
-    make_model(ROOT / "examples/quickstart/make_model.py", model, "--seed", options.seed)
-    quickstart.write_prompts(out / "prompts.jsonl")
-    seen, faults = soak(out, "faults", model, options, with_faults=True)
-    compared = None
-    if not options.without_compared:
-        compared, _ = soak(out, "compared", model, options, with_faults=False)
-    good = write_report(out, options, seen, faults.done, compared)
+    options.out = options.out.resolve()
+    if options.hours is not None:
+        options.steps = ENDLESS
+    if not options.report and options.out.exists() and any(options.out.iterdir()):
+        parser.error(f"{options.out} is not empty; name a new folder")
+    return options
+
+
+def facts(options) -> dict:
+    """What the report says of the machine and the code."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=8"]
+    commit = subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "steps": None if options.hours is not None else options.steps,
+        "hours": options.hours,
+        "seed": options.seed,
+        "ranks": options.ranks,
+        "groups": GROUPS,
+        "group_size": GROUP_SIZE,
+        "commit": commit or "unknown",
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{psutil.cpu_count()} cores of {models[0] if models else platform.machine()}, "
+        f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
+    }
+
+
+def main() -> int:
+    options = parse_arguments()
+    out = options.out
+    if not options.report:
+        out.mkdir(parents=True, exist_ok=True)
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        adopt_orphans()
+        (out / "soak.json").write_text(json.dumps(facts(options)))
+        soak(out, options)
+    status = write_report(out)
     print((out / "soak.md").read_text())
-    return 0 if good else 1
+    return status
 
 
 if __name__ == "__main__":

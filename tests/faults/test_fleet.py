@@ -172,6 +172,9 @@ def test_run_when_one_that_joins_does_not_fit_then_it_is_left_out_and_named(tiny
         assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
         check_samples(folder, {"sglang": [a, b]}, tiny_moe_dir, steps, lag=1)
     assert "it computes in bfloat16" in told(folder, "server_refused", other)[0]["reason"]
+    # what takes a new server seconds is asked before all ranks wait for it to join
+    asked = (tmp_path / "server1.log").read_text()
+    assert asked.index("/openapi.json") < asked.index("/pause_generation")
     last = {row["server"] for row in samples_of(folder)[steps]}
     assert last and other.url not in last
     seen("joined, left out by name, killed and joined anew")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron_rl_corr.config.run import RunConfig
-from megatron_rl_corr.engines.errors import RolloutProtocolError
+from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.mcore.checks.model_check import difference
 from megatron_rl_corr.mcore.checks.source_check import difference_of_ids
@@ -96,6 +97,10 @@ async def check_joining(
             raise StartupError(f"it has another model than --rollout-hf-checkpoint: {other[1]}")
         if (error := await difference_of_ids(client, texts)) is not None:
             raise error
+        # The doctor asks for this after the push, while all ranks wait, and SGLang takes seconds to make it,
+        # once. A server may keep it to itself.
+        with suppress(RolloutServerError):
+            await client.control([url]).ask(url, client.engine_of(url).list_endpoints())
     if found is not None:
         await _check_like_others(client, url, options, found)
     return names
