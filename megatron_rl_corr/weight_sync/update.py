@@ -249,11 +249,11 @@ def _led_by_first_rank(exporter: StageExporter, call: Callable[[], None]) -> Non
     The ranks meet while they wait: servers may read a folder of a terabyte, or hash all of their weights,
     for longer than a collective may wait.
     """
-    all_reduce_results(_in_thread(call) if exporter.leads else None, lambda result: None)
+    all_reduce_results(in_thread(call, "weight-update") if exporter.leads else None, lambda result: None)
 
 
-def _in_thread(call: Callable[[], None]) -> Future[None]:
-    """The result of a call on a daemon thread: a process that ends does not wait for a server
+def in_thread(call: Callable[[], None], name: str) -> Future[None]:
+    """The result of a call on a daemon thread of this name: a process that ends does not wait for a server
     that never answers.
     """
     future: Future[None] = Future()
@@ -265,7 +265,7 @@ def _in_thread(call: Callable[[], None]) -> Future[None]:
         except BaseException as error:  # noqa: BLE001  raised where the answer is read
             future.set_exception(error)
 
-    threading.Thread(target=run, name="weight-update", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 

@@ -153,3 +153,18 @@ def test_server_when_its_restart_was_seen_as_it_was_let_go_then_it_does_not_leav
     client.control = lambda urls: Control()
     looks._look_for_restarted()
     assert looks.change().lost == ()
+
+
+def test_check_when_as_many_hang_as_may_run_then_another_one_passes_soon_and_the_process_can_end(
+    hangs, monkeypatch
+):
+    monkeypatch.setattr(membership, "OTHERS_S", 0.2)
+    monkeypatch.setattr(membership, "CHECKS_AT_ONCE", 1)
+    begun, _ = hangs
+    looks = candidates(Client([]), Listed(SLOW, A))
+    looks.look(0.1)
+    wait_for(begun.is_set)  # before that of A, or behind it
+    assert looks.first() == {A: "sglang"}
+    looks.close()
+    waiting = [thread for thread in threading.enumerate() if thread.name.startswith("server-check")]
+    assert waiting and all(thread.daemon for thread in waiting)  # Python's exit waits for any other thread
