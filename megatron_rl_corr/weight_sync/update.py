@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -188,6 +189,7 @@ def _push_once(
         _led_by_first_rank(exporter, servers.begin)
     if changes is not None:
         _led_by_first_rank(exporter, partial(servers.begin_changes, changes.base, exporter.num_stages))
+    begun = time.monotonic()
     for stage in range(exporter.num_stages):
         if prepared is None:
             _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage)
@@ -199,6 +201,7 @@ def _push_once(
     if coverage is not None:
         coverage.check_all_sent()
     if not transport.in_session:
+        servers.note_written(time.monotonic() - begun)
         _led_by_first_rank(exporter, servers.begin)
     if isinstance(servers, ColocatedServers):
         # the ranks meet once more before rank 0 has servers take memory for their caches
