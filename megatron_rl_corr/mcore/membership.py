@@ -120,7 +120,10 @@ class Candidates:
                 enough = enough or time.monotonic() + OTHERS_S
                 if not self._checks or time.monotonic() > enough:
                     self._awaited = False
-                    return dict(self._checked)
+                    first = dict(self._checked)
+                    for url in self._checks.keys() - first.keys():
+                        self._tell(url, "its check has not ended yet; the run begins without it")
+                    return first
             if time.monotonic() > end and not self._checked:
                 told = [f"{name}: {why}" for name, why in (self._list.unread | self._told).items()]
                 raise StartupError(

@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_482,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_371,
+    "mcore": 9_374,
     "features": 4_605,
     "observability": 880,
     "integrations": 680,

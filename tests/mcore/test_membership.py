@@ -117,6 +117,17 @@ def test_start_when_the_check_of_one_hangs_then_the_others_begin_and_it_joins_on
         looks.close()
 
 
+def test_start_when_it_does_not_wait_for_a_check_then_that_is_told_of_that_server_alone(hangs, monkeypatch):
+    told = []
+    monkeypatch.setattr(membership, "OTHERS_S", 0.2)
+    monkeypatch.setattr(membership.EVENTS, "tell", lambda kind, why, **facts: told.append((kind, why, facts)))
+    looks = candidates(Client([]), Listed(A, SLOW, B))
+    assert looks.first().keys() == {A, B}
+    looks.close()
+    why = "its check has not ended yet; the run begins without it"
+    assert told == [("server_refused", why, {"server": SLOW})]
+
+
 def test_start_when_all_checks_end_then_all_begin():
     looks = candidates(Client([]), Listed(A, B))
     looks._check = lambda url: time.sleep(0.05 if url == A else 0.3) or looks._checked.update({url: "sglang"})
