@@ -25,7 +25,7 @@ KINDS = {
     "server_left_out": "a server failed, and is not sampled from until it answers again",
     "server_readmitted": "a server that was left out is sampled from again",
     "server_joined": "a server of the list was checked, has the weights, and is sampled from",
-    "server_refused": "a server of the list fails a check; it is left out, and asked again later",
+    "server_refused": "a server of the list fails a check, or a start did not wait for it; it may join later",
     "server_removed": "a server has left the run: it is not in the list any more, or missed a push",
     "servers_awaited": "there is no server, and the run waits for one to join",
     "server_missed_update": "a server does not have the weights of a push, and waits for the next one, or "

@@ -117,9 +117,9 @@ class ServersConfig(Options):
     the end of an update.
     """
 
-    push_timeout_s: Annotated[float, Positive()] = option(7200.0, metavar="S")
+    push_timeout_s: Annotated[float | None, Positive()] = option(None, metavar="S")
     """Longest time of a whole push: a server that is waited for when an attempt has used up half of what is
-    left is left out, and the others have the rest.
+    left is left out, and the others have the rest (default: twice `update_timeout_s`).
     """
 
     ingest_process: Literal["auto", "on", "off"] = "auto"

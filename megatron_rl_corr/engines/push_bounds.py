@@ -58,6 +58,10 @@ class PushBounds:
         now = time.monotonic()
         self.half = now + (self.end - now) / 2
 
+    def extend(self, by_s: float) -> None:
+        """Seconds in which servers were asked nothing, as while a folder was written, are none of a push."""
+        self.half, self.end = self.half + by_s, self.end + by_s
+
     def close(self) -> None:
         """The push is over: nothing is bounded."""
         self.half = self.end = math.inf
@@ -86,4 +90,10 @@ class PushBounds:
             if limit_s < min(own_s, fair_s):
                 raise PushTooLong(url, endpoint, self.limit_s) from error
             self.stuck.add(url)
-            raise
+            if limit_s == own_s or time.monotonic() - now < 0.99 * limit_s:
+                raise
+            # a larger `timeout_s`, as such an error advises, would not help
+            detail = f"{error.detail}, its share of `push_timeout_s` {self.limit_s:g} s"
+            remedy = "is it stuck? see its log; if it is slow, give a larger `push_timeout_s`"
+            named = {"method": error.method, "remedy": remedy, "timed_out": True}
+            raise RolloutServerError(url, endpoint, None, detail, **named) from error

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,7 +41,7 @@ from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.server_sources import EMPTY_READINGS, ServerList, behind_router
 from megatron_rl_corr.weight_sync.export import StageExporter
 from megatron_rl_corr.weight_sync.servers import LEFT, LOST, Changing, WeightServers, tell_removed
-from megatron_rl_corr.weight_sync.update import push_weights
+from megatron_rl_corr.weight_sync.update import in_thread, push_weights
 
 RETRY_S = 30.0
 """Seconds after which a server that failed a check is checked again; one that does not answer is asked at
@@ -49,7 +49,9 @@ every reading of the list.
 """
 CHECKS_AT_ONCE = 8
 OTHERS_S = 30.0
-"""Seconds that a start waits for further servers' checks, once it could begin with those that passed."""
+"""Seconds that a start waits for further servers' checks, once it could begin with those that passed; and
+that a check waits for its turn.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +98,7 @@ class Candidates:
         """Address -> what was last told of it."""
         self._checks: dict[str, Future[None]] = {}
         """Under way: by the address of each server."""
-        self._threads = ThreadPoolExecutor(CHECKS_AT_ONCE, "server-check")
+        self._turns = threading.BoundedSemaphore(CHECKS_AT_ONCE)
         self._awaited = False
         self._failure: BaseException | None = None
         self._stopped, self._thread = threading.Event(), None
@@ -118,7 +120,10 @@ class Candidates:
                 enough = enough or time.monotonic() + OTHERS_S
                 if not self._checks or time.monotonic() > enough:
                     self._awaited = False
-                    return dict(self._checked)
+                    first = dict(self._checked)
+                    for url in self._checks.keys() - first.keys():
+                        self._tell(url, "its check has not ended yet; the run begins without it")
+                    return first
             if time.monotonic() > end and not self._checked:
                 told = [f"{name}: {why}" for name, why in (self._list.unread | self._told).items()]
                 raise StartupError(
@@ -139,7 +144,6 @@ class Candidates:
     def close(self) -> None:
         """Look no more."""
         self._stopped.set()
-        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._thread is not None:
             self._thread.join(2 * REACH_S)
 
@@ -220,11 +224,21 @@ class Candidates:
             tokenizer, prompts = self._source.tokenizer, self._source.prompts
             self._texts = {} if tokenizer is None else texts_of(tokenizer, prompts)
         for url in new:
-            self._checks[url] = self._threads.submit(self._check, url)
+            self._checks[url] = in_thread(partial(self._check_in_turn, url), "server-check")
         ended, _ = wait(self._checks.values(), wait_s)
         self._checks = {url: check for url, check in self._checks.items() if check not in ended}
         for check in ended:
             check.result()
+
+    def _check_in_turn(self, url: str) -> None:
+        """As many as hang keep another one waiting for OTHERS_S, and no longer."""
+        in_turn = self._turns.acquire(timeout=OTHERS_S)
+        try:
+            if not self._stopped.is_set():
+                self._check(url)
+        finally:
+            if in_turn:
+                self._turns.release()
 
     def _check(self, url: str) -> None:
         client, found = self._client.another([url]), self.found

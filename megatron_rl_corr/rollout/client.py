@@ -53,7 +53,8 @@ class RolloutClient(ServerControl):
         outage_timeout_s: how long `generate` waits when no server is left.
         update_timeout_s: limit of a request that reads or writes all weights of a server: a folder,
             checksums, the end of an update.
-        push_timeout_s: limit of a whole push of weights, with its repetitions.
+        push_timeout_s: limit of a whole push of weights, with its repetitions; None: twice
+            `update_timeout_s`.
         max_retries: failed requests of a sample after which it fails.
         max_continuations: times that an aborted sample is continued where it was cut; 0 returns
             its tokens so far.
@@ -92,7 +93,7 @@ class RolloutClient(ServerControl):
         answer_timeout_s: float | None = None,
         outage_timeout_s: float = 10.0,
         update_timeout_s: float = 3600.0,
-        push_timeout_s: float = 7200.0,
+        push_timeout_s: float | None = None,
         max_retries: int = 3,
         max_continuations: int = 8,
         api_key: str | None = None,
@@ -146,7 +147,7 @@ class RolloutClient(ServerControl):
         self._decode, self._own_numbers = decode, itertools.count(FIRST_OWN_NUMBER)
         self._counts, self._read_timeout_s = Counts(), read_timeout_s
         super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
-        self.push_timeout_s, self.push_bounds = push_timeout_s, PushBounds()
+        self.push_timeout_s, self.push_bounds = push_timeout_s or 2 * update_timeout_s, PushBounds()
         """The limit of a whole push; and the bounds of the one under way, which every `control` heeds."""
         self._pool = pool = ServerPool(
             fleet.urls,

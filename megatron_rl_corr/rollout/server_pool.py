@@ -86,7 +86,8 @@ class Server:
         self.silence = cause
         now = asyncio.get_running_loop().time()
         for scope in self.scopes:
-            scope.reschedule(now)
+            if not scope.expired():  # by its own limit, or a cause before: its request has yet to learn of it
+                scope.reschedule(now)
 
 
 def rotated(urls: Sequence[str], replica: int, replicas: int) -> list[str]:

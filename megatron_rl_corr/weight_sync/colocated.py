@@ -46,15 +46,20 @@ class ColocatedServers(WeightServers):
         self._loop.call(self.client.expect_pause(released=True))
 
     def release_memory(self) -> None:
-        """Rank 0: free the memory of every server that answers; an update gives it back.
+        """Rank 0: free the memory of every server that answers; an update gives it back. One that was stuck
+        in the last update keeps what it has, as one that is gone.
 
         Raises:
-            RolloutError: as `ServerMemory.release`.
+            RolloutError: as `ServerMemory.release`, and as `find` where every server is stuck.
         """
-        versions = self._reported_versions()
+        versions = self._without_stuck(self._reported_versions())
         names = {
             url: name for url, name in zip(self.client.base_urls, versions, strict=True) if name is not None
         }
+        for url in sorted(self._answers_alone):
+            why = "it was stuck in the last push, and keeps its memory"
+            logger.warning("rollout server %s did not release its memory: %s", url, why)
+            EVENTS.tell("memory_not_released", why, server=url)
         self._loop.call(self.memory.release(self.client.control(list(names)), names))
 
     @staticmethod

@@ -168,6 +168,10 @@ class WeightServers:
         """Another attempt of this push begins; it has half of the time that is left."""
         self.client.push_bounds.begin_attempt()
 
+    def note_written(self, seconds: float) -> None:
+        """Every rank: the push has written a folder for so long, and no server was waited for."""
+        self.client.push_bounds.extend(seconds)
+
     def end_push(self) -> None:
         """The push is over, well or not: no request is bounded by its time any more."""
         self.client.push_bounds.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -188,6 +189,7 @@ def _push_once(
         _led_by_first_rank(exporter, servers.begin)
     if changes is not None:
         _led_by_first_rank(exporter, partial(servers.begin_changes, changes.base, exporter.num_stages))
+    begun = time.monotonic()
     for stage in range(exporter.num_stages):
         if prepared is None:
             _send_stage_by_stage(exporter, servers, version, bucket_bytes, stage)
@@ -199,6 +201,7 @@ def _push_once(
     if coverage is not None:
         coverage.check_all_sent()
     if not transport.in_session:
+        servers.note_written(time.monotonic() - begun)
         _led_by_first_rank(exporter, servers.begin)
     if isinstance(servers, ColocatedServers):
         # the ranks meet once more before rank 0 has servers take memory for their caches
@@ -249,11 +252,11 @@ def _led_by_first_rank(exporter: StageExporter, call: Callable[[], None]) -> Non
     The ranks meet while they wait: servers may read a folder of a terabyte, or hash all of their weights,
     for longer than a collective may wait.
     """
-    all_reduce_results(_in_thread(call) if exporter.leads else None, lambda result: None)
+    all_reduce_results(in_thread(call, "weight-update") if exporter.leads else None, lambda result: None)
 
 
-def _in_thread(call: Callable[[], None]) -> Future[None]:
-    """The result of a call on a daemon thread: a process that ends does not wait for a server
+def in_thread(call: Callable[[], None], name: str) -> Future[None]:
+    """The result of a call on a daemon thread of this name: a process that ends does not wait for a server
     that never answers.
     """
     future: Future[None] = Future()
@@ -265,7 +268,7 @@ def _in_thread(call: Callable[[], None]) -> Future[None]:
         except BaseException as error:  # noqa: BLE001  raised where the answer is read
             future.set_exception(error)
 
-    threading.Thread(target=run, name="weight-update", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return future
 
 

@@ -38,7 +38,7 @@ CLIENT = {
     "answer_timeout_s": None,
     "outage_timeout_s": 10.0,
     "update_timeout_s": 3600.0,
-    "push_timeout_s": 7200.0,
+    "push_timeout_s": None,
     "max_retries": 3,
     "max_continuations": 8,
     "ingest_process": None,

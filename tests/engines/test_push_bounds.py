@@ -2,6 +2,7 @@
 
 import math
 import pickle
+import re
 
 import pytest
 
@@ -120,3 +121,37 @@ def test_errors_when_pickled_then_the_same():
         PushTooLong(A, "/x", 5.0)
     )
     assert silent.timed_out
+
+
+def test_bounds_when_extended_then_what_was_no_time_of_servers_does_not_count(bounds, clock):
+    clock.now += 80
+    bounds.extend(70)  # so 10 s of 100 are gone
+    assert limit_of(bounds) == 40
+    clock.now += 85
+    assert limit_of(bounds) == 5 and not bounds.is_over
+    bounds.close()
+    bounds.extend(1.0)
+    assert not bounds.is_open
+
+
+@pytest.mark.parametrize(
+    ("at", "own_s", "took_s", "says"),
+    [
+        (0, 600, 50, True),  # half of the push was over
+        (60, 600, 10, True),
+        (0, 600, 20, False),  # the server answered nobody: another limit than that of the push
+        (0, 30, 30, False),
+    ],
+)
+def test_request_when_the_push_has_cut_it_then_the_error_names_the_limit_that_did(
+    bounds, clock, at, own_s, took_s, says
+):
+    clock.now += at
+    with pytest.raises(RolloutServerError) as raised, bounds.bounding(A, "/x", own_s):
+        clock.now += took_s
+        raise RolloutServerError(A, "/x", None, f"timed out after {took_s} s", method="GET", timed_out=True)
+    error = raised.value
+    assert error.timed_out and error.method == "GET" and bounds.stuck == {A}
+    words = "timed out after .* s, its share of `push_timeout_s` 100 s; .* give a larger `push_timeout_s`"
+    assert bool(re.search(words, str(error))) == says
+    assert ("larger timeout_s" in str(error)) == (not says)

@@ -117,6 +117,17 @@ def test_start_when_the_check_of_one_hangs_then_the_others_begin_and_it_joins_on
         looks.close()
 
 
+def test_start_when_it_does_not_wait_for_a_check_then_that_is_told_of_that_server_alone(hangs, monkeypatch):
+    told = []
+    monkeypatch.setattr(membership, "OTHERS_S", 0.2)
+    monkeypatch.setattr(membership.EVENTS, "tell", lambda kind, why, **facts: told.append((kind, why, facts)))
+    looks = candidates(Client([]), Listed(A, SLOW, B))
+    assert looks.first().keys() == {A, B}
+    looks.close()
+    why = "its check has not ended yet; the run begins without it"
+    assert told == [("server_refused", why, {"server": SLOW})]
+
+
 def test_start_when_all_checks_end_then_all_begin():
     looks = candidates(Client([]), Listed(A, B))
     looks._check = lambda url: time.sleep(0.05 if url == A else 0.3) or looks._checked.update({url: "sglang"})
@@ -153,3 +164,18 @@ def test_server_when_its_restart_was_seen_as_it_was_let_go_then_it_does_not_leav
     client.control = lambda urls: Control()
     looks._look_for_restarted()
     assert looks.change().lost == ()
+
+
+def test_check_when_as_many_hang_as_may_run_then_another_one_passes_soon_and_the_process_can_end(
+    hangs, monkeypatch
+):
+    monkeypatch.setattr(membership, "OTHERS_S", 0.2)
+    monkeypatch.setattr(membership, "CHECKS_AT_ONCE", 1)
+    begun, _ = hangs
+    looks = candidates(Client([]), Listed(SLOW, A))
+    looks.look(0.1)
+    wait_for(begun.is_set)  # before that of A, or behind it
+    assert looks.first() == {A: "sglang"}
+    looks.close()
+    waiting = [thread for thread in threading.enumerate() if thread.name.startswith("server-check")]
+    assert waiting and all(thread.daemon for thread in waiting)  # Python's exit waits for any other thread

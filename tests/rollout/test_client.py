@@ -196,3 +196,12 @@ def test_generate_when_concurrency_is_bounded_then_never_more_and_order_and_turn
     assert [t.output_ids.tolist() for t in trajectories] == [[1]] * 4 + [[2]] * 4 + [[3]] * 4
     assert [(done, of) for done, of, _ in progress] == [(done, 12) for done in range(1, 13)]
     assert all(tokens_per_s > 0 for _, _, tokens_per_s in progress)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit_s"),
+    [({}, 7200.0), ({"update_timeout_s": 14400.0}, 28800.0), ({"push_timeout_s": 60.0}, 60.0)],
+)
+def test_limit_of_a_push_then_twice_that_of_a_request_that_reads_all_weights_or_the_given_one(given, limit_s):
+    client = RolloutClient(["http://a:1"], vocab_size=10, **given)
+    assert client.push_timeout_s == client.another(["http://b:1"]).push_timeout_s == limit_s

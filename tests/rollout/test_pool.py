@@ -338,3 +338,27 @@ def test_idle_time_when_read_by_another_thread_at_any_line_then_it_never_goes_ba
         assert len(read) > 20 and read == sorted(read) and read[-1] == 15
 
     run(scenario())
+
+
+def test_abandon_when_a_request_has_reached_its_own_limit_and_does_not_know_yet_then_the_others_end_too():
+    """A scope that has expired refuses a new time, until its task has had its turn."""
+
+    async def ended(scopes, name, limit_s):
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                scopes[scope] = 0.0
+                await asyncio.sleep(60)
+        except TimeoutError:
+            return name
+
+    async def scenario():
+        server = server_pool.Server("http://a:1")
+        late = asyncio.create_task(ended(server.scopes, "late", 0.01))
+        other = asyncio.create_task(ended(server.scopes, "other", None))
+        while not any(scope.expired() for scope in server.scopes):
+            await asyncio.sleep(0)
+        assert not late.done()
+        server.abandon(RolloutServerError("http://a:1", "/generate", None, "it went"))
+        return await asyncio.gather(late, other)
+
+    assert asyncio.run(scenario()) == ["late", "other"]

@@ -3,16 +3,19 @@
 import asyncio
 import json
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron_rl_corr.engines.sglang.servers import remedy
 from megatron_rl_corr.files import check_writable
 from megatron_rl_corr.models.hf_checkpoint import HFCheckpoint
 from megatron_rl_corr.models.hf_folder import MARKER, write_index
+from megatron_rl_corr.weight_sync import update
 from megatron_rl_corr.weight_sync.transports.disk import DiskTransport
 
 LOOP = SimpleNamespace(call=asyncio.run)
@@ -181,3 +184,38 @@ def test_folder_when_a_file_is_in_its_place_then_refused(tmp_path):
 def test_error_when_a_server_cannot_read_the_folder_then_the_flag_and_the_remedy():
     what = remedy("/update_weights_from_disk", 400, "Failed to get weights iterator")
     assert what.endswith("`weight_dir` under the same path, and may the server read it?")
+
+
+class Writing:
+    """Stands for the servers of a push over disk, whose folder takes `took_s` to write."""
+
+    took_s = 0.3
+
+    def __init__(self):
+        self.calls, self.transport, self.coverage, self.planned = [], self, None, None
+        self.in_session, self.verifiers, self.drafts = False, {}, self
+        self.rounding, self.quantization = "none", None
+
+    def without_unsent(self, units):
+        return units
+
+    def send(self, bucket, version):
+        time.sleep(self.took_s)
+
+    def note_written(self, seconds):
+        self.calls.append(("note_written", seconds >= self.took_s))
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append(name)
+
+
+def test_push_then_the_time_that_a_folder_takes_is_none_of_what_servers_have():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    servers, named = Writing(), ("w", torch.ones(2))
+    exporter = SimpleNamespace(leads=True, sends=True, stage=0, num_stages=1, units=lambda meet: [[named]])
+    try:
+        update._push_once(exporter, servers, "7", 1000)
+    finally:
+        dist.destroy_process_group()
+    names = ["start", "finish", ("note_written", True), "begin", "deliver", "end", "expect", "resume"]
+    assert servers.calls == names

@@ -556,3 +556,32 @@ def test_end_of_a_push_then_what_lets_servers_go_is_bounded_no_more(client, serv
     servers._loop = SimpleNamespace(call=lambda coroutine, timeout: asyncio.run(coroutine))
     getattr(servers, end)()
     assert not bounds.is_open and seen == ([] if end == "end_push" else [False])
+
+
+class Memory:
+    """Stands for `ServerMemory`: notes which servers release theirs."""
+
+    begun, asked = True, ()
+
+    async def release(self, control, names):
+        self.asked = (control.base_urls, sorted(names))
+
+
+def test_release_when_a_server_is_stuck_then_it_is_not_waited_for_but_told(client, monkeypatch):
+    told = []
+    monkeypatch.setattr(EVENTS, "tell", lambda kind, why, **facts: told.append((kind, facts["server"])))
+    loop, memory = SimpleNamespace(call=asyncio.run), Memory()
+    servers = ColocatedServers(client, loop, WeightTransport(), memory=memory)
+    holders = pushing(client, servers, [B])
+    servers.release_memory()
+    assert memory.asked == ((A, B, C), [A, B, C]) and not told
+    servers.leave_out_stuck([False, True, False])
+    servers.release_memory()
+    assert memory.asked == ((A, C), [A, C]) and told == [("memory_not_released", B)]
+    servers.begin_push()  # later ones, until the process that holds its weights answers
+    servers.release_memory()
+    assert memory.asked == ((A, C), [A, C])
+    holders.hang = []
+    servers.begin_push()
+    servers.release_memory()
+    assert memory.asked == ((A, B, C), [A, B, C]) and len(told) == 2
