@@ -1,6 +1,6 @@
 # `make setup` once; `make test`, `make quickstart`. `make help` lists the rest.
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm setup-agents setup-bridge test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint quickstart quickstart-stop arithmetic arithmetic-stop \
+.PHONY: help setup setup-vllm setup-agents setup-bridge test test-fast test-matrix test-faults test-runs test-durations mutants soak gpu-check lint audit sbom quickstart quickstart-stop arithmetic arithmetic-stop \
 	agent agent-stop study study-stop lab clean
 
 PYTHON := .venv/bin/python
@@ -69,6 +69,12 @@ gpu-check: setup ## Show on one GPU what only a GPU can, in 10 minutes, without 
 
 lint: setup ## Check style and format
 	$(PYTHON) -m ruff check . && $(PYTHON) -m ruff format --check .
+
+audit: setup ## Compare the locks with known advisories, without network; ADVISORIES=checkout of pypa/advisory-database renews these
+	$(PYTHON) scripts/audit.py $(if $(ADVISORIES),--renew $(ADVISORIES))
+
+sbom: setup ## Write the locks' bills of materials (CycloneDX) into requirements/sbom
+	$(PYTHON) scripts/sbom.py
 
 quickstart: $(if $(filter vllm,$(ENGINE)),setup-vllm,setup) ## Train the tiny MoE against a real SGLang server; ENGINE=vllm SEED= STEPS= SERVER_DTYPE= ASYNC=1 COLOCATE=1
 	$(QUICKSTART) $(QUICKSTART_OPTIONS)

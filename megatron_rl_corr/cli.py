@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout
 
 from megatron_rl_corr import __version__
+from megatron_rl_corr.engines.secrets import for_message
+from megatron_rl_corr.tables import visible
 
 # Packages are imported by the subcommand that needs them, so that --help answers at once.
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM} {arguments.command}: error: {needed}", file=sys.stderr)
         return 2
     except (ValueError, OSError) as error:
-        print(f"{PROGRAM} {arguments.command}: error: {error}", file=sys.stderr)
+        print(f"{PROGRAM} {arguments.command}: error: {visible(for_message(str(error)))}", file=sys.stderr)
         return 2
 
 
@@ -348,13 +350,13 @@ def _report(arguments: argparse.Namespace) -> None:
 def _diagnose(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.commands.diagnose.ledger_text import diagnosis
 
-    print(diagnosis(arguments.run_dir))
+    print(visible(diagnosis(arguments.run_dir)))
 
 
 def _advise(arguments: argparse.Namespace) -> None:
     from megatron_rl_corr.commands.advise.advice import advice
 
-    print(advice(arguments.paths))
+    print(visible(advice(arguments.paths)))
 
 
 def _correct(arguments: argparse.Namespace) -> None:

@@ -59,9 +59,13 @@ KINDS = {
     "warning_ended": "that trend is over",
     "files_moved": "files of an earlier run in a folder of this one were moved aside",
     "groups_saved": "groups that wait to be trained are in the checkpoint",
-    "groups_not_saved": "waiting groups are not in the checkpoint; a run that loads it samples them again",
+    "groups_not_saved": "groups that wait, or samples of others, are not in the checkpoint, and are sampled "
+    "again by a run that loads it",
     "groups_restored": "groups that waited at the checkpoint are trained without being sampled again",
-    "groups_sampled_again": "groups that waited at the checkpoint can't be used, and are asked for again",
+    "groups_sampled_again": "groups, or samples, of the checkpoint can't be used, and are asked for again",
+    "samples_saved": "finished samples and turns of groups that are being sampled are in the checkpoint",
+    "samples_restored": "samples and turns of a checkpoint go on, and are not sampled again",
+    "episode_begun_anew": "an environment says something else to the turns of a checkpoint than it did",
     "groups_forgotten": "open groups of a checkpoint are not drawn again, as the data are others",
     "files_dropped": "rows or files of steps that a later attempt does anew were removed",
 }

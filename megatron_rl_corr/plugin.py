@@ -15,8 +15,10 @@ from typing import Any
 
 from megatron_rl_corr.config.flags import name_flags, read
 from megatron_rl_corr.config.problems import Problems, Refusal, known, numbered
+from megatron_rl_corr.engines.secrets import for_message
 from megatron_rl_corr.files import check_writable, refuse_link
 from megatron_rl_corr.integrations import megatron_rl_hooks, megatron_sft
+from megatron_rl_corr.tables import one_message, visible
 
 PEER_MESSAGE_TIMEOUT_S = 10.0
 """How long a rank that learnt of another's failure in a collective waits for that rank's message."""
@@ -186,7 +188,7 @@ def name_flags_in_logs() -> None:
     def named(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = make(*args, **kwargs)
         if record.name.startswith(f"{__package__}."):
-            record.msg, record.args = name_flags(record.getMessage()), ()
+            record.msg, record.args = one_message(name_flags(for_message(record.getMessage()))), ()
         return record
 
     logging.setLogRecordFactory(named)
@@ -293,7 +295,8 @@ def _end(error: Exception, *, in_one_line: bool) -> None:
         time.sleep(0.1)
     if failure is None and not is_peers:
         if not in_one_line:
-            traceback.print_exception(error)
+            told = "".join(traceback.format_exception(error))
+            print(visible(for_message(told)), file=sys.stderr, end="", flush=True)
         notes = getattr(error, "__notes__", ()) if in_one_line else ()
         print(
             f"\nmegatron_rl_corr: {_message(error, in_one_line)}",
@@ -315,20 +318,22 @@ def _end(error: Exception, *, in_one_line: bool) -> None:
 
 def _message(error: Exception, in_one_line: bool) -> str:
     rank = os.environ.get("RANK", "0")
-    return name_flags(error if in_one_line else f"rank {rank} failed: {type(error).__name__}: {error}")
+    text = str(error) if in_one_line else f"rank {rank} failed: {type(error).__name__}: {error}"
+    return one_message(name_flags(for_message(text)))
 
 
 def _leave_after_peer(failure: str) -> None:
     """End this process because another rank has failed."""
     rank = os.environ.get("RANK", "0")
-    print(f"megatron_rl_corr: {name_flags(failure)}; this is rank {rank}", file=sys.stderr, flush=True)
+    told = one_message(name_flags(failure))
+    print(f"megatron_rl_corr: {told}; this is rank {rank}", file=sys.stderr, flush=True)
     _leave(1)
 
 
 def refuse(program: str, message: object) -> None:
     """Print what is wrong with the command line, on rank 0, or where it is this rank's own."""
     if os.environ.get("RANK", "0") == "0" or isinstance(message, RefusedHere):
-        print(f"{program}: {name_flags(message)}", file=sys.stderr, flush=True)
+        print(f"{program}: {visible(for_message(name_flags(message)))}", file=sys.stderr, flush=True)
 
 
 def _leave(status: int) -> None:

@@ -1,6 +1,9 @@
-"""Tables and numbers as plain text: what every command prints is aligned here."""
+"""Tables, numbers and foreign texts as plain text: what every command prints is aligned here, and
+nothing in it acts on a terminal.
+"""
 
 import math
+import re
 from collections.abc import Sequence
 
 GAP = "  "
@@ -46,3 +49,24 @@ def readable(value: float | None) -> str:
     if magnitude and not 1e-3 <= magnitude < 1e6:
         return f"{value:.2e}"
     return f"{value:.0f}" if magnitude >= 1000 else f"{value:.4g}"
+
+
+def visible(text: str) -> str:
+    """The text without characters that act on a terminal or a page: they are shown as escapes,
+    \\x1b for example.
+
+    New lines and tabs stay. Others that are not printable, such as those that turn the direction of
+    writing, do not.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text
+    )
+
+
+def one_message(text: str) -> str:
+    """`visible`, with every line behind the first indented: a text that a message quotes can't look like
+    another message.
+    """
+    return re.sub(r"\n(?=\S)", "\n  ", visible(text))

@@ -8,7 +8,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE = ROOT / "runs/accepted", ROOT / "docs/reference/models.md"
-BEGIN, END = "<!-- acceptance -->", "<!-- end of acceptance -->"
+NUMBER_TYPES = ("float32", "bfloat16")
+"""A table for each, between two marks; where nothing is left of one, its table stays."""
+BEGIN, END = "<!-- acceptance in {} -->", "<!-- end of acceptance in {} -->"
 HEAD = (
     "model",
     "largest \\|D\\|",
@@ -40,10 +42,11 @@ def row(name: str, found: dict) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def table(records: dict[str, dict]) -> list[str]:
-    """The lines between BEGIN and END.
+def table(number_type: str, records: dict[str, dict]) -> list[str]:
+    """The lines from BEGIN to END.
 
     Args:
+        number_type: of trainer and servers.
         records: name of a tiny model -> its accept.json.
     """
     versions = {
@@ -53,28 +56,29 @@ def table(records: dict[str, dict]) -> list[str]:
     dates = sorted({one["date"] for one in records.values()})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
     return [
-        BEGIN,
-        f"Measured {when} with {'; '.join(sorted(versions))}, in float32 on a CPU, "
+        BEGIN.format(number_type),
+        f"Measured {when} with {'; '.join(sorted(versions))}, in {number_type} on a CPU, "
         f"{len(records)} tiny models:",
         "",
         f"| {' | '.join(HEAD)} |",
         "|---" * len(HEAD) + "|",
         *(row(name, one) for name, one in records.items()),
-        END,
+        END.format(number_type),
     ]
 
 
 def main() -> None:
-    records = {}
-    for path in sorted(RECORDS.glob("*.json")):
-        found = json.loads(path.read_text())
-        assert found["accepted"], f"{path} is of a model that was not accepted"
-        records[found["name"]] = found
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(before + "\n".join(table(records)) + after)
-    print(f"wrote {len(records)} rows into {PAGE.relative_to(ROOT)}")
+    for number_type in NUMBER_TYPES:
+        records = {}
+        for path in sorted((RECORDS / number_type).glob("*.json")):
+            found = json.loads(path.read_text())
+            assert found["accepted"], f"{path} is of a model that was not accepted"
+            records[found["name"]] = found
+        if records:
+            before, _, rest = PAGE.read_text().partition(BEGIN.format(number_type))
+            _, _, after = rest.partition(END.format(number_type))
+            PAGE.write_text(before + "\n".join(table(number_type, records)) + after)
+        print(f"wrote {len(records)} rows of {number_type} into {PAGE.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

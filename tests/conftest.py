@@ -87,6 +87,12 @@ def tiny_moe_dir(tmp_path_factory) -> Path:
     return out
 
 
+@pytest.fixture
+def short_path(tmp_path_factory) -> Path:
+    """As tmp_path, for a folder in which processes make sockets: their paths have 107 bytes at the most."""
+    return tmp_path_factory.mktemp("s")
+
+
 @pytest.fixture(scope="module")
 def one_rank():
     """torch.distributed over gloo with this process alone."""

@@ -46,6 +46,7 @@ class Calculator(Environment):
     """Answers WANTED_CALLS calls, then ends the episode."""
 
     stop_token_ids = encode(CALL)
+    replayable = True  # the same calls have the same answers, and it does not matter how often they are made
 
     def __init__(self, prompt):
         self.scores = []

@@ -24,6 +24,7 @@ from megatron_rl_corr.config.fields import Option, check_values, docs_of, make, 
 from megatron_rl_corr.config.notation import CorrectionSource
 from megatron_rl_corr.config.problems import Nothing, Problems, Refusal, Unknown
 from megatron_rl_corr.config.run import TOPICS, RunConfig
+from megatron_rl_corr.tables import one_message
 
 PREFIX = "--rollout-"
 CORRECTION = (CorrectionSource, RolloutCorrectionConfig)
@@ -138,7 +139,7 @@ def name_flags(text: object) -> str:
 
 def warn(text: object) -> None:
     """Print a warning of a run on stderr, with flags in place of the library's fields."""
-    print(f"[rollout] {name_flags(text)}", file=sys.stderr, flush=True)
+    print(one_message(f"[rollout] {name_flags(text)}"), file=sys.stderr, flush=True)
 
 
 class Given(NamedTuple):

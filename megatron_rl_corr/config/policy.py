@@ -105,6 +105,11 @@ class WeightSyncConfig(Options):
     route to a server, which is the loopback for a server on this host); nothing listens on any other.
     """
 
+    weight_group_per_server: bool = option(False, needs="weight_transport=distributed")
+    """With NCCL too each server has a broadcast group of its own, as with gloo: one that dies or hangs in a
+    broadcast holds up no other. Weights are then sent once for each server, one after the other.
+    """
+
     weight_dir: str | None = option(None, metavar="DIR", needs="weight_transport=disk")
     """Folder that every server sees under the same path; it gets a Hugging Face model for each of the
     last two versions.

@@ -104,12 +104,22 @@ class ServersConfig(Options):
     queue and pauses don't count.
     """
 
+    answer_timeout_s: Annotated[float | None, Positive()] = option(None, metavar="S")
+    """Longest time until the answer to one request for a sample, queue and pauses included, whatever the
+    server's counters say (default: an hour, or a second for each token that it may have, if that is longer).
+    """
+
     outage_timeout_s: Annotated[float, Between(0)] = option(10.0, metavar="S")
     """Longest wait for a server to come back when none is left, before the run ends."""
 
     update_timeout_s: Annotated[float, Positive()] = option(3600.0, metavar="S")
     """Longest wait, in a push, for a server that reads or writes all of its weights: a folder, checksums,
     the end of an update.
+    """
+
+    push_timeout_s: Annotated[float, Positive()] = option(7200.0, metavar="S")
+    """Longest time of a whole push: a server that is waited for when an attempt has used up half of what is
+    left is left out, and the others have the rest.
     """
 
     ingest_process: Literal["auto", "on", "off"] = "auto"
@@ -267,6 +277,11 @@ class RunConfig(*reversed(TOPICS)):
     def scoring_urls(self) -> tuple[str, ...]:
         """Servers that score samples and are never pushed to."""
         return self.reference_urls + self.teacher_urls
+
+    @property
+    def names_of_keys(self) -> set[str]:
+        """Variables of the environment that hold keys, which no process with a user's code needs."""
+        return {self.api_key_env, self.reward_api_key_env} - {None}
 
     @property
     def rewards(self) -> tuple[RewardSpec, ...]:

@@ -67,9 +67,10 @@ class SamplesConfig(Options):
     """
 
     save_waiting_gib: Annotated[float, Between(0, finite=True)] = option(8.0, metavar="GIB")
-    """Groups that are scored and wait to be trained are saved in each checkpoint, beside the training: up to
-    so many GiB of samples for each data-parallel replica, with routes a byte or two for each token, layer and
-    expert. A run that goes on trains them first; what is not saved is sampled again. 0: none.
+    """Groups that are scored and wait to be trained are saved in each checkpoint, beside the training, and
+    finished samples and replayable turns of those that are being sampled: up to so many GiB of samples for
+    each data-parallel replica, with routes a byte or two for each token, layer and expert. A run that goes on
+    trains them first; what is not saved is sampled again. 0: none.
     """
 
     def check(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import traceback
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import orjson
@@ -31,10 +31,19 @@ class RewardFunctions:
         specs: of the functions.
         workers: processes for the plain ones together; 0: a thread of this process. None: DEFAULT_WORKERS.
         limit_s: seconds that a call may take.
+        hidden: variables of the environment that processes do not get.
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], *, workers: int | None, limit_s: float):
+    def __init__(
+        self,
+        specs: Sequence[RewardSpec],
+        *,
+        workers: int | None,
+        limit_s: float,
+        hidden: Collection[str] = (),
+    ):
         self._specs, self._workers, self._limit_s = list(specs), workers, limit_s
+        self._hidden = hidden
         self._loaded: dict[str, LoadedReward] = {}
         """By name, those that this process calls itself."""
         self._forms: dict[str, Form] = {}
@@ -127,7 +136,7 @@ class RewardFunctions:
         forms: list[tuple[Form, bool]] = []
 
         async def process() -> RewardProcess:
-            worker = await RewardProcess.start(self._specs, texts)
+            worker = await RewardProcess.start(self._specs, texts, self._hidden)
             forms[:] = worker.forms
             return worker
 
@@ -187,7 +196,7 @@ async def _thread() -> ThreadWorker:
 def value_of(answer: dict[str, Any]) -> Any:
     """What a worker answered. Raises SampleFailure where its function failed."""
     if "error" in answer:
-        raise reward_error(answer["error"])
+        raise reward_error(str(answer["error"]))
     return answer["value"]
 
 

@@ -20,7 +20,7 @@ from megatron_rl_corr.data.reward_value import checked_parts
 from megatron_rl_corr.engines.errors import SampleFailure, body_start, shown
 from megatron_rl_corr.engines.http import UNPACKED, TooLong, checked_key, read_body
 from megatron_rl_corr.engines.local_faults import local_fault
-from megatron_rl_corr.engines.secrets import keep_secret, redacted
+from megatron_rl_corr.engines.secrets import for_message, keep_secret
 from megatron_rl_corr.events import EVENTS
 
 FLAG = "`reward_url`"
@@ -54,7 +54,7 @@ class _Failed(Exception):
     """An attempt failed. retry: another may do better; local: this process could reach nobody."""
 
     def __init__(self, text: str, *, retry: bool, local: bool = False):
-        super().__init__(redacted(text))
+        super().__init__(for_message(text))
         self.retry, self.local = retry, local
 
 

@@ -35,6 +35,11 @@ def checked_reward(value: object, source: str) -> float:
     return reward
 
 
+def is_reward(value: object) -> bool:
+    """True for a number as `checked_reward` gives it and JSON brings it back."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
 def checked_parts(value: object, name: str, source: str) -> dict[str, float]:
     """{name: the reward, name/key: each further number of a dict}, as float32 has them.
 

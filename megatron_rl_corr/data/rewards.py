@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -75,6 +75,7 @@ class Rewards:
         tokenizer: makes text of ids; None: there is none, and so no text.
         url_batch: samples that an address is sent at once, at most.
         api_key: of the addresses.
+        hidden: variables of the environment that processes do not get, such as those with servers' keys.
         late: late(failure) is called when a call ends that was cancelled meanwhile; None:
             it had no failure.
     """
@@ -88,12 +89,13 @@ class Rewards:
         tokenizer: Tokenizer | None = None,
         url_batch: int = 32,
         api_key: str | None = None,
+        hidden: Collection[str] = (),
         required: bool = True,
         late: Callable[[SampleFailure | None], None] = lambda failure: None,
     ):
         self._specs = parse_rewards([specs], [], []) if isinstance(specs, str) else tuple(specs or ())
         functions = [spec for spec in self._specs if spec.kind != "url"]
-        self._functions = RewardFunctions(functions, workers=workers, limit_s=limit_s)
+        self._functions = RewardFunctions(functions, workers=workers, limit_s=limit_s, hidden=hidden)
         how = {"batch": url_batch, "limit_s": limit_s, "api_key": api_key}
         self._urls = {spec.name: RewardURL(spec, **how) for spec in self._specs if spec.kind == "url"}
         self._tokenizer, self._required, self.late = tokenizer, required, late
@@ -111,6 +113,7 @@ class Rewards:
             workers=options.reward_workers,
             limit_s=options.reward_timeout_s,
             tokenizer=tokenizer,
+            hidden=options.names_of_keys,
             required=not options.teacher_urls or options.maker is not None,
             **options.reward_url_arguments(),
         )

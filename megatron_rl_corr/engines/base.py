@@ -197,6 +197,12 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """Answered at once by a server that is paused, or busy with its weights."""
         raise self._unsupported("alive")
 
+    def holder_alive(self) -> Request:
+        """Answered by the process that holds the weights, also while the server is paused; not while that
+        process waits in a broadcast.
+        """
+        raise self._unsupported("holder_alive")
+
     def server_info(self) -> Request:
         """Version, launch arguments and state."""
         raise self._unsupported("server_info")

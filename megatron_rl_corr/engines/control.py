@@ -21,6 +21,7 @@ from megatron_rl_corr.engines.errors import (
     may_be_gone,
 )
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.push_bounds import PushBounds
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import Request
 
@@ -44,6 +45,7 @@ class ServerControl:
             the transport's.
         silence_s: a server that answers nothing at all for so long fails the request that waits for it;
             None: only the request's own limit counts.
+        bounds: of a push, while one is under way; None: these requests are of none.
     """
 
     def __init__(
@@ -53,15 +55,25 @@ class ServerControl:
         *,
         update_timeout_s: float,
         silence_s: float | None = None,
+        bounds: PushBounds | None = None,
     ):
         self.fleet = fleet
         self.base_urls = tuple(base_urls)
-        self._update_timeout_s, self._silence_s = update_timeout_s, silence_s
+        self._update_timeout_s, self._silence_s, self._bounds = update_timeout_s, silence_s, bounds
 
     @property
-    def limits(self) -> dict[str, float | None]:
-        """`update_timeout_s` and `silence_s`, for another control like this one."""
-        return {"update_timeout_s": self._update_timeout_s, "silence_s": self._silence_s}
+    def limits(self) -> dict[str, Any]:
+        """`update_timeout_s`, `silence_s` and `bounds`, for another control like this one."""
+        return {
+            "update_timeout_s": self._update_timeout_s,
+            "silence_s": self._silence_s,
+            "bounds": self._bounds,
+        }
+
+    def forget_stuck(self) -> None:
+        """Blame none for what was waited for in vain: in a group that servers share each waits for all."""
+        if self._bounds is not None:
+            self._bounds.stuck.clear()
 
     def engine_of(self, url: str) -> Engine:
         """What a server runs."""
@@ -210,11 +222,12 @@ class ServerControl:
         group_name: str,
         backend: str,
         ranks_per_server: int = 1,
+        timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
         """Let all servers join a process group in which the trainer is rank 0.
 
         Returns when the group is complete, so the trainer must join meanwhile. Server i holds the ranks from
-        1 + i * ranks_per_server on.
+        1 + i * ranks_per_server on. timeout_s: longest wait for it.
         """
         joins = [
             self.engine_of(url).init_weights_update_group(
@@ -227,17 +240,28 @@ class ServerControl:
             )
             for server, url in enumerate(self.base_urls)
         ]
-        return await self._ask_together(joins)
+        return await self._ask_together(joins, timeout_s)
 
     async def update_weights_from_distributed(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], *, group_name: str
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        *,
+        group_name: str,
+        timeout_s: float | None = None,
     ) -> list[dict[str, Any]]:
-        """Receive one broadcast per name, in order. Returns when all have arrived, so broadcast meanwhile."""
+        """Receive one broadcast per name, in order. Returns when all have arrived, so broadcast meanwhile.
+
+        timeout_s: longest wait for them.
+        """
         requests = {
             name: engine.update_weights_from_distributed(names, dtypes, shapes, group_name=group_name)
             for name, engine in self.fleet.engines.items()
         }
-        return await self._ask_together([requests[self.fleet.name_of(url)] for url in self.base_urls])
+        return await self._ask_together(
+            [requests[self.fleet.name_of(url)] for url in self.base_urls], timeout_s
+        )
 
     async def update_weights_from_tensor(self, entries: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
         """Load a bucket from this host's memory.
@@ -266,6 +290,31 @@ class ServerControl:
         return await self._ask_all(
             lambda engine: engine.destroy_weights_update_group(group_name), timeout_s=timeout_s
         )
+
+    async def leave_weights_update_group(
+        self, group_name: str | None, *, timeout_s: float
+    ) -> dict[str, RolloutError | None]:
+        """Have every server leave the group, and see thereby which can: its address -> why not.
+
+        Args:
+            group_name: of the group; None: there is none yet, and a server only has to answer.
+            timeout_s: a server that has not answered by then is stuck, maybe in a broadcast.
+        """
+
+        async def left(url: str) -> RolloutError | None:
+            engine = self.engine_of(url)
+            request = (
+                engine.holder_alive()
+                if group_name is None
+                else engine.destroy_weights_update_group(group_name)
+            )
+            try:
+                await self.ask(url, request, timeout_s=timeout_s)
+            except RolloutError as error:
+                return error
+            return None
+
+        return dict(zip(self.base_urls, await asyncio.gather(*map(left, self.base_urls)), strict=True))
 
     async def flush_cache(self) -> list[dict[str, Any]]:
         """Forget cached prefixes. Raises RolloutServerError while requests run or wait, as
@@ -328,7 +377,12 @@ class ServerControl:
         """One server's answer to one request; {} for a step that its engine does not have."""
         if request is None:
             return {}
-        status, body = await self._send_watched(url, request, timeout_s)
+        if self._bounds is None or not self._bounds.is_open:
+            status, body = await self._send_watched(url, request, timeout_s)
+        else:
+            own_s = self.fleet.timeout_s if timeout_s is None else timeout_s
+            with self._bounds.bounding(url, request.endpoint, own_s) as limit_s:
+                status, body = await self._send_watched(url, request, limit_s)
         return self.engine_of(url).parse_control(body, server=url, endpoint=request.endpoint, status=status)
 
     async def _send_watched(self, url: str, request: Request, timeout_s: float | None) -> tuple[int, bytes]:
@@ -352,7 +406,12 @@ class ServerControl:
                 if not sending.done() and isinstance(error, RolloutServerError) and error.status is None:
                     detail = f"nor {other.method} {other.endpoint} meanwhile ({error.detail})"
                     raise RolloutServerError(
-                        url, request.endpoint, None, detail, method=request.method
+                        url,
+                        request.endpoint,
+                        None,
+                        detail,
+                        method=request.method,
+                        timed_out=error.timed_out,
                     ) from error
             return await sending
         finally:
@@ -392,7 +451,11 @@ class ServerControl:
         self.fleet.with_sessions.update(present)
         return bool(present)
 
-    async def _ask_together(self, per_server: Sequence[Request | None]) -> list[dict[str, Any]]:
+    async def _ask_together(
+        self, per_server: Sequence[Request | None], timeout_s: float | None
+    ) -> list[dict[str, Any]]:
         """For collectives: once one server has failed the others wait in vain, so that is raised at once."""
         calls = zip(self.base_urls, per_server, strict=True)
-        return await all_or_first_failure([self.ask(url, request) for url, request in calls])
+        return await all_or_first_failure(
+            [self.ask(url, request, timeout_s=timeout_s) for url, request in calls]
+        )

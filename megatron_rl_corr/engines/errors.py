@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megatron_rl_corr.engines.secrets import longest_secret, redacted
+from megatron_rl_corr.engines.secrets import for_message, longest_secret, redacted
 
 BODY_START = 500  # characters of a response shown in a message
 VALUE_START, MESSAGE_START = 200, 2000  # and of one of its fields, and of what a server says of a failure
@@ -19,8 +19,8 @@ class RolloutError(RuntimeError):
     """
 
     def __init__(self, url: str, endpoint: str, detail: str, message: str):
-        super().__init__(redacted(message))
-        self.url, self.endpoint, self.detail = url, endpoint, redacted(detail)
+        super().__init__(for_message(message))
+        self.url, self.endpoint, self.detail = url, endpoint, for_message(detail)
 
 
 class RolloutServerError(RolloutError):
@@ -30,6 +30,7 @@ class RolloutServerError(RolloutError):
         status: of HTTP; None without an answer.
         method: of HTTP.
         remedy: what to do, as the server's engine knows it; "" where it does not.
+        timed_out: it was waited for as long as it may be, and its connection did not break.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class RolloutServerError(RolloutError):
         *,
         method: str = "POST",
         remedy: str = "",
+        timed_out: bool = False,
     ):
         request = f"{method} {endpoint}"
         if status is None:
@@ -51,10 +53,27 @@ class RolloutServerError(RolloutError):
                 f"rollout server {url} answered {request} with HTTP {status}: {detail or '(empty body)'}"
             )
         super().__init__(url, endpoint, detail, f"{message}; {remedy}" if remedy else message)
-        self.status, self.method, self.remedy = status, method, remedy
+        self.status, self.method, self.remedy, self.timed_out = status, method, remedy, timed_out
 
     def __reduce__(self):
-        return _server_error, (self.url, self.endpoint, self.status, self.detail, self.method, self.remedy)
+        named = self.method, self.remedy, self.timed_out
+        return _server_error, (self.url, self.endpoint, self.status, self.detail, *named)
+
+
+class PushTooLong(RolloutError):
+    """A push of weights was not over in its time, and no server is known to be stuck.
+
+    url, endpoint: what was to be asked next, or was not answered yet.
+    """
+
+    def __init__(self, url: str, endpoint: str, limit_s: float):
+        detail = f"the push was not over within `push_timeout_s` {limit_s:g} s, and {endpoint} was due next"
+        remedy = "are the servers, or the way to them, slow? give a larger `push_timeout_s`"
+        super().__init__(url, endpoint, detail, f"rollout server {url}: {detail}; {remedy}")
+        self.limit_s = limit_s
+
+    def __reduce__(self):
+        return PushTooLong, (self.url, self.endpoint, self.limit_s)
 
 
 class IncompletePush(RolloutError):
@@ -223,8 +242,10 @@ def _sample_failure(cause, message, url, endpoint):
     return SampleFailure(cause, message, url=url, endpoint=endpoint)
 
 
-def _server_error(url, endpoint, status, detail, method, remedy):
-    return RolloutServerError(url, endpoint, status, detail, method=method, remedy=remedy)
+def _server_error(url, endpoint, status, detail, method, remedy, timed_out):
+    return RolloutServerError(
+        url, endpoint, status, detail, method=method, remedy=remedy, timed_out=timed_out
+    )
 
 
 def _silence_remedy(detail: str) -> str:

@@ -57,7 +57,8 @@ class Fleet(Transport):
         max_in_flight: int | None = None,
         changes: bool = False,
     ):
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        """Limit of a request that has no other."""
         names = tuple(ENGINES) if engine == AUTO else (engine,)
         self._engines = {name: load_engine(name) for name in names}
         self.urls = () if changes and not urls else self._engines[names[0]].checked_urls(urls)
@@ -194,7 +195,7 @@ class Fleet(Transport):
         the server goes on.
         """
         transport, engine = self._transports[self.name_of(url)], self.engine_of(url)
-        left_s = self._timeout_s if timeout_s is None else timeout_s
+        left_s = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + left_s
         while True:
             try:

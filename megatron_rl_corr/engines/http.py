@@ -59,6 +59,18 @@ MOST_OF_A_FAILURE = 1 << 16
 """Bytes of an answer that is no 2xx: its start goes into a message."""
 
 
+SLOW_S = 60.0
+"""Seconds that the body of an answer may take after its headers, beside those that SLOWEST gives it. Servers
+compute first, and then send all of it.
+"""
+SLOWEST = 1 << 16
+"""Bytes of a body that give it a second more."""
+
+
+class TooSlow(Exception):
+    """The body of an answer comes more slowly than it may."""
+
+
 class TooLong(ValueError):
     """An answer is longer than it may be, or hides how long it is."""
 
@@ -156,11 +168,15 @@ class HTTPTransport(Transport):
                 allow_redirects=False,
             ) as response:
                 status, well = response.status, 200 <= response.status < 300
-                body = await read_body(response, request.max_bytes if well else MOST_OF_A_FAILURE)
+                body = await read_body(
+                    response, request.max_bytes if well else MOST_OF_A_FAILURE, slow_s=SLOW_S
+                )
         except TooLong as error:
             if well:
                 raise UnreadableAnswer(url, request.endpoint, str(error)) from None
             body = str(error).encode()
+        except TooSlow as error:
+            raise self._error(url, request, None, str(error), timed_out=True) from None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, RuntimeError) as error:
             if (fault := local_fault(error, needed=self.needed and self.needed())) is not None:
                 sent = not isinstance(error, (aiohttp.ClientConnectorError, RuntimeError))
@@ -175,7 +191,8 @@ class HTTPTransport(Transport):
                     url, request.endpoint, what, method=request.method, remedy=remedy
                 ) from None
             # The cause is not shown: it may quote the answer.
-            raise self._error(url, request, None, _reason(error, limit, self.connect_timeout_s)) from None
+            reason = _reason(error, limit, self.connect_timeout_s)
+            raise self._error(url, request, None, reason, timed_out=isinstance(error, TimeoutError)) from None
         self._answered.add(url)
         if not well:
             raise self._error(url, request, status, body_start(body))
@@ -213,20 +230,33 @@ class HTTPTransport(Transport):
                 "the HTTP session belongs to another event loop: use one LoopThread for all calls"
             )
 
-    def _error(self, url: str, request: Request, status: int | None, detail: str) -> RolloutServerError:
+    def _error(
+        self, url: str, request: Request, status: int | None, detail: str, *, timed_out: bool = False
+    ) -> RolloutServerError:
         remedy = "" if status is None else self._remedy(request.endpoint, status, detail)
-        return RolloutServerError(url, request.endpoint, status, detail, method=request.method, remedy=remedy)
+        return RolloutServerError(
+            url,
+            request.endpoint,
+            status,
+            detail,
+            method=request.method,
+            remedy=remedy,
+            timed_out=timed_out,
+        )
 
 
-async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
+async def read_body(response: aiohttp.ClientResponse, most: int, *, slow_s: float | None = None) -> bytes:
     """The body of an answer that was asked for with the headers UNPACKED, in a session that unpacks nothing.
 
     Args:
         response: whose body has not been read.
         most: bytes of it, at most.
+        slow_s: seconds that it may take, beside one for each SLOWEST bytes; None: as long as the request may.
+            A time in which this process was too busy to read does not count.
 
     Raises:
         TooLong: it has more, or is compressed; what has come so far is dropped.
+        TooSlow: so far it has taken more than slow_s + its bytes / SLOWEST, in seconds.
         aiohttp.ClientError: the connection broke.
     """
     # as it came: a key in it must be found
@@ -235,10 +265,24 @@ async def read_body(response: aiohttp.ClientResponse, most: int) -> bytes:
         raise TooLong(
             f"its answer is compressed ({shown(encoding)}), which it was asked not to do: how long is it?"
         )
-    parts, length = [], 0
-    async for part in response.content.iter_any():
-        parts.append(part)
-        length += len(part)
+    parts, length, spent_s, now = [], 0, 0.0, asyncio.get_running_loop().time
+    while True:
+        begun, part = now(), None
+        try:
+            async with asyncio.timeout(slow_s and slow_s / 10) as scope:
+                part = await response.content.readany()
+        except TimeoutError:
+            if not scope.expired():  # the limit of the whole request
+                raise
+        spent_s += min(now() - begun, (slow_s or math.inf) / 10)
+        if part == b"":
+            break
+        parts.append(part or b"")
+        length += len(parts[-1])
+        if slow_s is not None and spent_s > slow_s + length / SLOWEST:
+            raise TooSlow(
+                f"timed out: its answer comes too slowly, {length} bytes in {spent_s:.3g} s after its headers"
+            )
         if length > most:
             raise TooLong(
                 f"its answer has more than the {most} bytes that an answer to this request can have"

@@ -7,13 +7,19 @@ JSON, of a URL or of HTML, or in base64.
 from __future__ import annotations
 
 import base64
+import functools
+import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from html.entities import codepoint2name
+from typing import Any
 from weakref import WeakKeyDictionary
 
 HIDDEN = "***"
-_CONTROL = {code: "?" for code in (*range(32), *range(127, 160)) if chr(code) not in "\t\n"}
+_DIRECTIONS = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+"""What turns the direction of writing, so that a text is read as another, and Unicode's ends of lines."""
+_CONTROL = {code: "?" for code in (*range(32), *range(127, 160), *_DIRECTIONS) if chr(code) not in "\t\n"}
 """What could move the cursor of a terminal, rename its window, or overwrite what stands there."""
 _LEAST_OF_BASE64 = 6
 """Characters of base64 that are looked for: fewer may be anywhere."""
@@ -44,6 +50,13 @@ def redacted(text: str) -> str:
     return without_keys(text).encode("utf-8", "replace").decode().translate(_CONTROL)
 
 
+def for_message(text: str) -> str:
+    """`redacted`, and *** in the place of what variables of this process hold whose names say that they are
+    secret: what a user's function or an agent says may quote them.
+    """
+    return redacted(_without_variables(text, os.environ))
+
+
 def without_keys(text: str) -> str:
     """The text with *** in the place of each secret."""
     for patterns in list(_PATTERNS.values()):
@@ -57,6 +70,7 @@ def longest_secret() -> int:
     return 8 * max(_LENGTHS.values(), default=0)
 
 
+@functools.lru_cache(256)
 def _pattern(secret: str) -> re.Pattern[str]:
     """Finds the secret in each of its forms."""
     forms = ["".join(map(_character, secret)), *map(re.escape, _in_base64(secret.encode()))]
@@ -101,10 +115,12 @@ _SECRET_NAME = (
     r"(?:api[-_]?|access[-_]?|private[-_]?)?key|(?:[a-z0-9]+[-_])*secret|password|passwd|credentials?"
 )
 _SECRET_FLAG = re.compile(
-    rf"--?(?:[\w-]+[-_])?(?:{_SECRET_NAME}|(?:api|access|auth|hf|hub|wandb|bearer)[-_]token)|--?token",
+    rf"(?!--rollout-)--?(?:[\w-]+[-_])?(?:{_SECRET_NAME}|(?:api|access|auth|hf|hub|wandb|bearer)[-_]token)|--?token",
     re.IGNORECASE,
 )
-"""Flags whose value is a secret; those that name a variable end otherwise, as --rollout-api-key-env."""
+"""Flags whose value is a secret; those that name a variable end otherwise, as --rollout-api-key-env. A run's
+own --rollout-...-key names a key of its rows.
+"""
 _SECRET_VARIABLE = re.compile(r".*(?:KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CREDENTIALS?)", re.IGNORECASE)
 _LEAST_VARIABLE = 8
 """Characters of a variable's value that may be a secret: shorter ones are switches."""
@@ -141,12 +157,16 @@ def without_lookalikes(text: str, environment: Mapping[str, str]) -> str:
         text: any.
         environment: of this process.
     """
-    text = without_keys(text)
+    text = _without_variables(without_keys(text), environment)
+    for pattern, replacement in _LOOKS_SECRET:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _without_variables(text: str, environment: Mapping[str, str]) -> str:
     for name, value in environment.items():
         if _SECRET_VARIABLE.fullmatch(name) and len(value) >= _LEAST_VARIABLE and not value.startswith("/"):
             text = _pattern(value).sub(HIDDEN, text)
-    for pattern, replacement in _LOOKS_SECRET:
-        text = pattern.sub(replacement, text)
     return text
 
 
@@ -162,7 +182,36 @@ def without_secret_words(words: Sequence[str], environment: Mapping[str, str]) -
         flag, joined, _ = word.partition("=")
         if word.startswith("--"):
             hides = _SECRET_FLAG.fullmatch(flag) is not None
-            found.append(f"{flag}={HIDDEN}" if hides and joined else without_lookalikes(word, environment))
+            found.append(f"{flag}={HIDDEN}" if hides and joined else text_without_secrets(word, environment))
         else:
-            found.append(HIDDEN if hides else without_lookalikes(word, environment))
+            found.append(HIDDEN if hides else text_without_secrets(word, environment))
     return found
+
+
+def text_without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """The text as `without_lookalikes` shows it; of one that is a command, also its words as
+    `without_secret_words` does.
+    """
+    text = without_lookalikes(text, environment)
+    if " -" not in text:
+        return text
+    try:
+        words = shlex.split(text)
+    except ValueError:
+        return text
+    shown = without_secret_words(words, environment) if len(words) > 1 else words
+    return text if shown == words else shlex.join(shown)
+
+
+def json_without_secrets(value: Any, environment: Mapping[str, str]) -> Any:
+    """JSON whose names and texts are as `text_without_secrets` shows them."""
+    if isinstance(value, str):
+        return text_without_secrets(value, environment)
+    if isinstance(value, Mapping):
+        return {
+            text_without_secrets(str(name), environment): json_without_secrets(one, environment)
+            for name, one in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [json_without_secrets(one, environment) for one in value]
+    return value

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ CODE = f"{__version__}-{hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[
 """Which code of this package a trainer and a server have, as the process began."""
 PREFIX = "rl_corr_changes "
 """How the name of a tensor begins that is no weight, but a part of a bucket of changes."""
+MOST_STAGES = 4096
+"""Pipeline stages that a push may have: far above any trainer's."""
 
 
 @dataclass(frozen=True)
@@ -78,16 +81,60 @@ def end_of_stage(*, stage: int, buckets: int) -> list[NamedTensor]:
     return [(PREFIX + json.dumps(header), torch.zeros(1, dtype=torch.int32))]
 
 
-def shapes_of(bucket: Sequence[NamedTensor]) -> dict[str, list[int]]:
+def shapes_of(bucket: Sequence[tuple[str, Any]]) -> dict[str, list[int]]:
     """The weights that a bucket of `packed` or `end_of_stage` has changes of: Hugging Face name -> shape.
 
     Raises:
-        ValueError: it is another bucket.
+        ValueError: it is another bucket, or has changes of a weight twice.
     """
-    headers = [name.removeprefix(PREFIX) for name, _ in bucket[::2] if name.startswith(PREFIX)]
-    if len(headers) < len(bucket[::2]):
+    told = [one for name, _ in bucket[::2] for one in header_of(name)["tensors"]]
+    shapes = {name: shape for name, shape, _ in told}
+    if len(shapes) < len(told):
+        raise ValueError("a bucket has changes of one weight twice")
+    return shapes
+
+
+def header_of(name: str) -> dict[str, Any]:
+    """What the name of a tensor of places tells: `packed` has the fields.
+
+    Raises:
+        ValueError: it is another tensor's.
+    """
+    if not name.startswith(PREFIX):
         raise ValueError("whole weights came where changes were expected; does another trainer push here?")
-    return {name: shape for header in headers for name, shape, _ in json.loads(header)["tensors"]}
+    header = json.loads(name.removeprefix(PREFIX))
+    counts = [header["stage"], header["number"], header["parts"], *(one[2] for one in header["tensors"])]
+    sizes = [size for _, shape, _ in header["tensors"] for size in shape]
+    if any(type(one) is not int or not 0 <= one < 2**31 for one in (*counts, *sizes)):
+        raise ValueError("a count or size of a bucket of changes is not a whole number of at least 0")
+    return header
+
+
+def check_counts(sent: Sequence[tuple[str, Sequence[int]]]) -> None:
+    """Compare what headers tell with the shapes of the tensors behind them, before there is memory for these.
+
+    Args:
+        sent: name and shape of each tensor of a bucket, as `packed` or `end_of_stage` made it.
+
+    Raises:
+        ValueError: places and values are not as many as told, or more than the weights have.
+    """
+    for at in range(0, len(sent), 2):
+        tensors = header_of(sent[at][0])["tensors"]
+        told = sum(count for _, _, count in tensors) if tensors else 1
+        found = [list(shape) for _, shape in sent[at : at + 2]]
+        if found != [[told]] * (2 if tensors else 1):
+            raise ValueError(f"a bucket of changes tells of {told} values, and brings {found}")
+        if any(count > math.prod(shape) for _, shape, count in tensors):
+            raise ValueError("a bucket has more changes of a weight than the weight has values")
+
+
+def _check_places(tensors: Sequence[Sequence[Any]], places: Tensor) -> None:
+    sizes = torch.tensor([math.prod(shape) for _, shape, _ in tensors], device=places.device)
+    counts = torch.tensor([count for _, _, count in tensors], device=places.device)
+    ends = sizes.repeat_interleave(counts, output_size=len(places))
+    if bool(((places < 0) | (places >= ends)).any()):  # on a GPU such a place would end the server
+        raise ValueError("a bucket has a change of a place that its weight does not have")
 
 
 class ChangesReceiver:
@@ -108,18 +155,20 @@ class ChangesReceiver:
             code: the trainer's CODE.
             others: what a trainer of another version tells.
         """
-        self._refused = self._problem(base, code)
+        self._refused = self._problem(base, stages, code)
         if self._refused is None:
             self.version, self._push = None, push
             self._next: dict[int, int | None] = dict.fromkeys(range(stages), 0)
         return self._refused
 
-    def _problem(self, base: str, code: str) -> str | None:
+    def _problem(self, base: str, stages: int, code: str) -> str | None:
         if code != CODE:
             return (
                 f"this server's megatron-rl-corr is {CODE}, and the trainer's is {code}: install the "
                 "trainer's version in the server's environment, and start the server again"
             )
+        if type(stages) is not int or not 1 <= stages <= MOST_STAGES:
+            return f"a push comes from 1 to {MOST_STAGES} stages, not from {stages!r}"
         if self.version not in (None, base):
             return f"changes of {base!r} do not fit weights that are {self.version!r}"
         return None
@@ -132,12 +181,16 @@ class ChangesReceiver:
             load_weights: the engine's own, which copies whole tensors to where they belong.
 
         Raises:
-            ValueError: it is not the stage's next bucket, or the changes do not fit this server.
+            ValueError: it is malformed or not the stage's next one, or does not fit this server.
         """
         if self._refused is not None:
             raise ValueError(self._refused)
         parts = list(named)
-        headers = [json.loads(name.removeprefix(PREFIX)) for name, _ in parts[::2]]
+        check_counts([(name, tensor.shape) for name, tensor in parts])
+        headers = [header_of(name) for name, _ in parts[::2]]
+        for header, (_, places) in zip(headers, parts[::2], strict=True):
+            if header["tensors"]:
+                _check_places(header["tensors"], places)
         stage, number = headers[0]["stage"], headers[0]["number"]
         if self._next.get(stage) != number:
             raise ValueError(

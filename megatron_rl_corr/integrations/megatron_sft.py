@@ -129,7 +129,14 @@ class _FineTuning:
 
     def _check_left(self, settings: argparse.Namespace) -> None:
         """ValueError for a folder that no step would write, as all have been made; --load has been read."""
-        if self._folders is None or settings.iteration < settings.train_iters:
+        if self._folders is None:
+            return
+        if settings.train_iters in settings.iterations_to_skip:
+            raise ValueError(
+                f"--iterations-to-skip {settings.train_iters}: --rollout-save-hf writes weights behind the "
+                "last step, and not behind one that is skipped; leave it out, or give one --train-iters less"
+            )
+        if settings.iteration < settings.train_iters:
             return
         place = self._folders.folder / f"iter_{settings.iteration:07d}"
         if not place.exists():

@@ -1,5 +1,5 @@
-"""The groups that wait to be trained, in Megatron's checkpoints: scored samples that a run which goes on
-trains and does not ask for again.
+"""The groups that wait to be trained, in Megatron's checkpoints, and the samples and turns of those that are
+being sampled: a run that goes on does not ask for them again.
 
 They are in a folder of the checkpoint (iter_0000040/rollout_waiting), which each replica's data leader
 writes in a thread once Megatron's save has returned. What lacks there, or is damaged, is sampled again.
@@ -27,18 +27,24 @@ from megatron_rl_corr.mcore.checkpoint_files import folders_to_load
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_results, all_reduce_startup, broadcast_made
 from megatron_rl_corr.reduce.layout import Layout
-from megatron_rl_corr.rollout.cursor import SavedCursor
+from megatron_rl_corr.rollout.begun_groups import BegunGroup
+from megatron_rl_corr.rollout.cursor import Drawn, SavedCursor
 from megatron_rl_corr.rollout.groups import Group
 from megatron_rl_corr.rollout.waiting_groups import (
     FOLDER,
+    OpenGroups,
+    SavedBegun,
     SavedGroup,
     WaitingList,
     Written,
+    counts_of,
     list_path,
+    read_begun,
     read_group,
     write_waiting,
 )
 
+BEING_SAMPLED = "were being sampled"
 NOT_SAVED = "it was above --rollout-save-waiting-gib when the checkpoint was saved"
 CLOSE_S = 60.0
 """Seconds that a run which ends waits for its groups' files."""
@@ -93,7 +99,14 @@ class SavedGroups:
     max_lag: int = 0
     """--rollout-max-lag of the run that saved them."""
     lacking: Mapping[int, str] = field(default_factory=dict)
-    """Why groups that waited are not among them, by their numbers."""
+    """Why groups that waited, or were being sampled, are not among them, by their numbers."""
+    begun: tuple[SavedBegun, ...] = ()
+    """What it holds of groups that were being sampled."""
+
+    @property
+    def has_any(self) -> bool:
+        """It holds samples of either kind."""
+        return bool(self.groups or self.begun)
 
     def read(self, waiting: Sequence[int], *, version: int, max_lag: int, longest: int) -> list[Group]:
         """Those of the groups that can be trained, in this order. Events name the others, which are sampled
@@ -112,7 +125,7 @@ class SavedGroups:
                 if number not in listed:
                     raise ValueError(self.lacking.get(number, NOT_SAVED))
                 group = read_group(self.folder, listed[number])
-                _check_usable(group, version - max_lag if max_lag < self.max_lag else 0, longest)
+                _check_usable(group, self._oldest(version, max_lag), longest)
                 found.append(group)
             except (OSError, ValueError) as error:
                 problems.setdefault(str(error), []).append(number)
@@ -126,8 +139,42 @@ class SavedGroups:
             _tell_sampled_again(why, numbers)
         return found
 
+    def read_begun(
+        self, numbers: Sequence[int], *, version: int, max_lag: int, longest: int
+    ) -> dict[int, BegunGroup]:
+        """What was sampled of those of these groups that were being sampled, and can be trained when they are
+        complete. Events name the others, which are begun anew. The arguments are those of `read`.
+        """
+        listed, found, problems = {one.file.number: one for one in self.begun}, {}, {}
+        for number in numbers:
+            try:
+                if number in self.lacking:
+                    raise ValueError(self.lacking[number])
+                if number in listed:
+                    group = read_begun(self.folder, listed[number])
+                    _check_usable(group, self._oldest(version, max_lag), longest)
+                    found[number] = group
+            except (OSError, ValueError) as error:
+                problems.setdefault(str(error), []).append(number)
+        if found:
+            samples, turns = counts_of([listed[number] for number in found])
+            EVENTS.tell(
+                "samples_restored",
+                f"{samples} samples and {turns} turns of episodes under way are not sampled again",
+                groups=list(found),
+                samples=samples,
+                turns=turns,
+            )
+        for why, numbers_so in problems.items():
+            _tell_sampled_again(why, numbers_so, BEING_SAMPLED)
+        return found
 
-def _check_usable(group: Group, oldest: int, longest: int) -> None:
+    def _oldest(self, version: int, max_lag: int) -> int:
+        """The oldest version that can be trained."""
+        return version - max_lag if max_lag < self.max_lag else 0
+
+
+def _check_usable(group: Group | BegunGroup, oldest: int, longest: int) -> None:
     if group.oldest_version < oldest:
         raise ValueError(
             f"stale: it has samples of version {group.oldest_version}, and with the smaller "
@@ -138,9 +185,9 @@ def _check_usable(group: Group, oldest: int, longest: int) -> None:
         raise ValueError(f"too long: it has {most} tokens, and --seq-length takes {longest}")
 
 
-def _tell_sampled_again(why: str, numbers: Sequence[int]) -> None:
+def _tell_sampled_again(why: str, numbers: Sequence[int], which: str = "waited") -> None:
     print(
-        f"[rollout] {len(numbers)} groups that waited at the checkpoint are sampled again: {why}",
+        f"[rollout] {len(numbers)} groups that {which} at the checkpoint are sampled again: {why}",
         file=sys.stderr,
         flush=True,
     )
@@ -176,7 +223,7 @@ def broadcast_saved(
         saved: the cursor of the checkpoint.
         settings: `settings_of` this run.
     """
-    if saved is None or not any(replica.waiting for replica in saved.replicas):
+    if saved is None or not any(replica.open for replica in saved.replicas):
         return None
     return broadcast_made(lambda: _read(args, saved, settings))
 
@@ -185,31 +232,39 @@ def _read(args: argparse.Namespace, saved: SavedCursor, settings: dict[str, Any]
     folders = [folder / FOLDER for folder in folders_to_load(args)]
     folder = next((one for one in folders if one.is_dir()), None)
     if folder is None:
-        _tell_sampled_again(
-            f"the checkpoint has no {FOLDER}; an older version saved it, or the run ended in between",
-            [number for replica in saved.replicas for number in replica.waiting],
-        )
+        waiting = [number for replica in saved.replicas for number in replica.waiting]
+        if waiting:
+            why = f"the checkpoint has no {FOLDER}; an older version saved it, or the run ended in between"
+            _tell_sampled_again(why, waiting)
         return None
-    groups, max_lag, lacking = [], 0, {}
+    groups, begun, max_lag, lacking = [], [], 0, {}
     for rank, replica in enumerate(saved.replicas):
-        if not replica.waiting:
-            continue
         path = list_path(folder, rank)
+        if not replica.waiting and not path.exists():
+            continue  # nothing was sampled of those under way, or it was not written
         try:
             listed = WaitingList.parse(path.read_text())
-            _check_list(listed, replica.waiting, settings)
+            _check_list(listed, replica, settings)
         except (OSError, ValueError) as error:
-            lacking |= dict.fromkeys(replica.waiting, f"{path} is not used: {error}")
+            own = (*replica.waiting, *replica.running)
+            lacking |= dict.fromkeys(own, f"{path} is not used: {error}")
             continue
         groups += listed.groups
+        begun += listed.begun
         max_lag = listed.max_lag
-    print(f"[rollout] {len(groups)} groups that wait to be trained are in {folder}", flush=True)
-    return SavedGroups(folder, tuple(groups), max_lag, lacking)
+    samples, turns = counts_of(begun)
+    print(
+        f"[rollout] {len(groups)} groups that wait to be trained are in {folder}, with {samples} samples and "
+        f"{turns} turns of {len(begun)} groups that were being sampled",
+        flush=True,
+    )
+    return SavedGroups(folder, tuple(groups), max_lag, lacking, tuple(begun))
 
 
-def _check_list(listed: WaitingList, waiting: Sequence[int], settings: dict[str, Any]) -> None:
+def _check_list(listed: WaitingList, replica: Drawn, settings: dict[str, Any]) -> None:
     """ValueError where the list is another checkpoint's, or of other settings."""
-    if listed.waiting != tuple(waiting):
+    others = {one.file.number for one in listed.begun}.difference(replica.running, replica.again)
+    if listed.waiting != replica.waiting or others:
         raise ValueError("it is of another save, as the cursor has other groups")
     for name in sorted({*settings, *listed.settings}):
         one, other = listed.settings.get(name), settings.get(name)
@@ -219,7 +274,7 @@ def _check_list(listed: WaitingList, waiting: Sequence[int], settings: dict[str,
 
 
 class WaitingWriter:
-    """Writes the waiting groups of this rank's replica into checkpoints, in a thread.
+    """Writes what this rank's replica has sampled and not trained into checkpoints, in a thread.
 
     Args:
         layout: this rank's process groups.
@@ -247,7 +302,7 @@ class WaitingWriter:
         """The writing of this rank's."""
 
     @collective
-    def begin(self, folder: Path | None, groups: Sequence[Group]) -> None:
+    def begin(self, folder: Path | None, groups: OpenGroups) -> None:
         """Begin to write the groups of a checkpoint; every rank calls it.
 
         Args:
@@ -256,38 +311,51 @@ class WaitingWriter:
         """
         folder = broadcast_made(lambda: folder)
         self._writing, self._files = folder is not None, None
-        if folder is not None and self._layout.is_data_leader and groups:
-            self._files = self._thread.submit(self._write, folder / FOLDER, list(groups))
+        if folder is not None and self._layout.is_data_leader and (groups.waiting or groups.begun):
+            self._files = self._thread.submit(self._write, folder / FOLDER, groups)
 
-    def _write(self, folder: Path, groups: list[Group]) -> None:
+    def _write(self, folder: Path, groups: OpenGroups) -> None:
         replica = self._layout.dp_rank
         try:
             written = write_waiting(
                 folder, replica, groups, max_bytes=self._max_bytes, row_of=self._row_of, **self._how
             )
         except OSError as error:
-            numbers = [group.number for group in groups]
-            self._tell_not_saved(f"{folder} can't be written: {error}", numbers)
+            for own, which in ((groups.waiting, "wait"), (groups.begun, "are being sampled")):
+                if own:
+                    numbers = [group.number for group in own]
+                    self._tell_not_saved(f"{folder} can't be written: {error}", numbers, which)
             return
         self._tell(written)
 
     def _tell(self, written: Written) -> None:
         EVENTS.tell(
             "groups_saved",
-            f"{len(written.groups)} groups wait, {written.bytes} bytes in {written.seconds:.3f} s",
+            f"{len(written.groups)} groups wait; with what was sampled of others {written.bytes} bytes in "
+            f"{written.seconds:.3f} s",
             groups=list(written.groups),
             bytes=written.bytes,
             seconds=round(written.seconds, 3),
         )
-        if written.beyond:
-            self._tell_not_saved(
-                f"--rollout-save-waiting-gib {self._max_bytes / 2**30:g} holds no more", written.beyond
+        if written.begun:
+            samples, turns = counts_of(written.begun)
+            EVENTS.tell(
+                "samples_saved",
+                f"{samples} samples and {turns} turns of episodes under way, of {len(written.begun)} groups",
+                groups=[one.file.number for one in written.begun],
+                samples=samples,
+                turns=turns,
             )
+        why = f"--rollout-save-waiting-gib {self._max_bytes / 2**30:g} holds no more"
+        if written.beyond:
+            self._tell_not_saved(why, written.beyond)
+        if written.begun_beyond:
+            self._tell_not_saved(why, written.begun_beyond, "are being sampled")
 
-    def _tell_not_saved(self, why: str, numbers: Sequence[int]) -> None:
+    def _tell_not_saved(self, why: str, numbers: Sequence[int], which: str = "wait") -> None:
         print(
-            f"[rollout] {len(numbers)} waiting groups are not in the checkpoint: {why}; a run that loads it "
-            "samples them again",
+            f"[rollout] {len(numbers)} groups that {which} are not in the checkpoint: {why}; a run that "
+            "loads it samples them again",
             file=sys.stderr,
             flush=True,
         )

@@ -220,7 +220,7 @@ class CorrectedTraining:
             with checkpoint_cursor.saved_with(iteration, cursor) as folder, reference, turn:
                 result = original(iteration, *args, **kwargs)
             if waiting is not None:
-                waiting.begin(folder[0] if folder else None, step.collector.take_waiting())
+                waiting.begin(folder[0] if folder else None, step.collector.take_open())
             return result
 
         return save_checkpoint

@@ -48,6 +48,8 @@ RETRY_S = 30.0
 every reading of the list.
 """
 CHECKS_AT_ONCE = 8
+OTHERS_S = 30.0
+"""Seconds that a start waits for further servers' checks, once it could begin with those that passed."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,31 +102,37 @@ class Candidates:
         self._stopped, self._thread = threading.Event(), None
 
     def first(self) -> dict[str, str]:
-        """The servers to begin with, once all that are listed have been checked: address -> engine.
+        """The servers to begin with: address -> engine; once all that are listed have been checked, or those
+        that were not OTHERS_S after the first one join later.
 
         Raises:
             StartupError: there is none within servers_wait_s.
         """
         end, looks = time.monotonic() + self._options.servers_wait_s, 0
+        enough = None
         while True:
-            self.look()
+            self.look(self._options.servers_poll_s)
             looks += 1
             # a source that can't be read must not hold up a run that the others give servers
             if self._checked and (self._list.known or looks > EMPTY_READINGS):
-                self._awaited = False
-                return self._checked
-            if time.monotonic() > end:
+                enough = enough or time.monotonic() + OTHERS_S
+                if not self._checks or time.monotonic() > enough:
+                    self._awaited = False
+                    return dict(self._checked)
+            if time.monotonic() > end and not self._checked:
                 told = [f"{name}: {why}" for name, why in (self._list.unread | self._told).items()]
                 raise StartupError(
                     f"--rollout-servers-file: there is no server after {self._options.servers_wait_s:g} s "
                     f"(--rollout-servers-wait-s). {'; '.join(told) or 'The list is empty'}"
                 )
-            self._tell_awaited()
+            if not self._checked:
+                self._tell_awaited()
             self._stopped.wait(self._options.servers_poll_s)
 
     def start(self) -> None:
         """Go on looking from now on; the run has the servers of `first`."""
-        self._checked = {}
+        with self._lock:
+            self._checked = {}
         self._thread = threading.Thread(target=self._run, name="server-list", daemon=True)
         self._thread.start()
 
@@ -219,12 +227,10 @@ class Candidates:
             check.result()
 
     def _check(self, url: str) -> None:
-        client = self._client.another([url])
+        client, found = self._client.another([url]), self.found
         try:
             names = self._loop.call(
-                check_joining(
-                    client, self._options, samplings=self.samplings, texts=self._texts, found=self.found
-                )
+                check_joining(client, self._options, samplings=self.samplings, texts=self._texts, found=found)
             )
         except (RolloutError, ValueError, OSError) as error:
             if isinstance(error, RolloutError) and may_change(error):
@@ -233,7 +239,8 @@ class Candidates:
                 self.refuse(url, str(error))
         else:
             with self._lock:
-                self._checked |= names
+                if found is self.found:  # else the run has begun meanwhile: it must be like the others
+                    self._checked |= names
         finally:
             self._loop.call(client.close())
 

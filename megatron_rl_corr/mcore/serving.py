@@ -358,6 +358,7 @@ def _weight_servers(
             stage=exporter.stage,
             sends=exporter.sends,
             address=options.weight_address,
+            group_per_server=options.weight_group_per_server,
             quantization=quantization,
         )
     )

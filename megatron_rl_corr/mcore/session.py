@@ -205,7 +205,7 @@ def start(
         updates=updates,
         logprob_settings=logprobs,
         features=features,
-        first_step=first_step and replace(first_step, restored=bool(restored and restored.groups)),
+        first_step=first_step and replace(first_step, restored=bool(restored and restored.has_any)),
         reference=reference,
         teacher=teacher,
         colocation=push.colocation if isinstance(push, WeightPush) else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,10 @@ def read_config(path: str | Path) -> dict[str, Any]:
 
 def read_model(path: str | Path) -> dict[str, Any]:
     """As `read_config`, with transformers' default for each setting of the model that is not there."""
-    config = read_config(path)
+    return _with_defaults(read_config(path))
+
+
+def _with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     return with_defaults(config) if has_table(config) else transformers_config(config)
 
 
@@ -66,9 +70,14 @@ class HFCheckpoint:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self.config = read_model(path)
+        self._given = read_config(path)
         self._file_of = self._index()
         self._last: tuple[Path, safe_open] | None = None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Its config.json as `read_model` has it; made when it is asked for, as that can take seconds."""
+        return _with_defaults(self._given)
 
     @property
     def names(self) -> Iterable[str]:

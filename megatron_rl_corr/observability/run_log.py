@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_rl_corr.engines.secrets import json_without_secrets
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.files import CONFIG_NAME, refuse_link, write_atomically
 from megatron_rl_corr.observability.catalogue import bins_of
@@ -49,7 +50,8 @@ class RunLog:
             return
         folder = Path(log_dir)
         self._file = MetricsFile(folder / FILE_NAME)
-        plain = {name: dataclasses.asdict(value) for name, value in settings.items()}
+        named = {name: dataclasses.asdict(value) for name, value in settings.items()}
+        plain = json_without_secrets(named, os.environ)
         if launch is not None:
             plain[LAUNCHES] = [*earlier_launches(folder / CONFIG_NAME, launch["first_step"]), launch]
         write_atomically(folder / CONFIG_NAME, (json.dumps(plain, indent=2) + "\n").encode())

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, TCPStore
 
 from megatron_rl_corr.config.problems import problems_of
+from megatron_rl_corr.engines.secrets import for_message
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.reduce.collectives import collective
 
@@ -295,13 +296,12 @@ class FailureWatch:
             return
         if self._reported is not error:  # a push tells of its failure before it leaves the servers
             self._reported = error
-            EVENTS.tell("rank_failed", f"{type(error).__name__}: {error}")
+            EVENTS.tell("rank_failed", for_message(f"{type(error).__name__}: {error}"))
         if self._ranks > 1:
             count = len(error.problems) if isinstance(error, StartupError) else 1
             what = error if count < 2 else f"{count} problems, which its own message lists"
-            text = json.dumps(
-                {"rank": self._rank, "message": f"{type(error).__name__}: {what}"[:MESSAGE_LENGTH]}
-            )
+            message = for_message(f"{type(error).__name__}: {what}")[:MESSAGE_LENGTH]
+            text = json.dumps({"rank": self._rank, "message": message})
             self._request(lambda store: store.compare_set(f"{self._prefix}/failed", "", text))
 
     def peer_failure(self) -> str | None:

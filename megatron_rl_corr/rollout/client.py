@@ -12,9 +12,11 @@ from megatron_rl_corr.config.run import ENGINES, OVER_HTTP
 from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.fleet import Fleet
+from megatron_rl_corr.engines.push_bounds import PushBounds
 from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
+from megatron_rl_corr.rollout.begun_groups import BegunGroup
 from megatron_rl_corr.rollout.health import ServerHealth
 from megatron_rl_corr.rollout.ingest.process import AskingProcess
 from megatron_rl_corr.rollout.retries import Retries
@@ -44,11 +46,14 @@ class RolloutClient(ServerControl):
         max_per_server: samples in flight at each server; None: as many.
         timeout_s: limit of a request that is no sample, from its start to the end of its answer.
         connect_timeout_s: limit of making a connection.
-        read_timeout_s: how long the samples in flight at a server may make no progress. A sample may take as
-            long as it likes, wait in the server's queue or for the end of a pause.
+        read_timeout_s: how long the samples in flight at a server may make no progress. A sample may take
+            long beside that, wait in the server's queue or for the end of a pause.
+        answer_timeout_s: how long a request for a sample may take whatever the server's counters say; None:
+            an hour, or a second for each of its `max_new_tokens`, whichever is longer.
         outage_timeout_s: how long `generate` waits when no server is left.
         update_timeout_s: limit of a request that reads or writes all weights of a server: a folder,
             checksums, the end of an update.
+        push_timeout_s: limit of a whole push of weights, with its repetitions.
         max_retries: failed requests of a sample after which it fails.
         max_continuations: times that an aborted sample is continued where it was cut; 0 returns
             its tokens so far.
@@ -84,8 +89,10 @@ class RolloutClient(ServerControl):
         timeout_s: float = 600.0,
         connect_timeout_s: float = 10.0,
         read_timeout_s: float = 60.0,
+        answer_timeout_s: float | None = None,
         outage_timeout_s: float = 10.0,
         update_timeout_s: float = 3600.0,
+        push_timeout_s: float = 7200.0,
         max_retries: int = 3,
         max_continuations: int = 8,
         api_key: str | None = None,
@@ -108,6 +115,16 @@ class RolloutClient(ServerControl):
             "ca_file": ca_file,
             "changes": changes,
         }
+        retrying = {
+            "max_retries": max_retries,
+            "outage_timeout_s": outage_timeout_s,
+            "answer_timeout_s": answer_timeout_s,
+            "max_continuations": max_continuations,
+            "experts": experts,
+            "keyed_cache": keyed_cache,
+            "pushes_retract": pushes_retract,
+            "decode": decode,
+        }
         fleet = Fleet(base_urls, **arguments, max_in_flight=max_concurrency)
         _check_positive(
             vocab_size=vocab_size,
@@ -116,7 +133,9 @@ class RolloutClient(ServerControl):
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
             read_timeout_s=read_timeout_s,
+            answer_timeout_s=answer_timeout_s,
             update_timeout_s=update_timeout_s,
+            push_timeout_s=push_timeout_s,
         )
         _check_not_negative(
             outage_timeout_s=outage_timeout_s, max_retries=max_retries, max_continuations=max_continuations
@@ -127,6 +146,8 @@ class RolloutClient(ServerControl):
         self._decode, self._own_numbers = decode, itertools.count(FIRST_OWN_NUMBER)
         self._counts, self._read_timeout_s = Counts(), read_timeout_s
         super().__init__(fleet, fleet.urls, update_timeout_s=update_timeout_s)
+        self.push_timeout_s, self.push_bounds = push_timeout_s, PushBounds()
+        """The limit of a whole push; and the bounds of the one under way, which every `control` heeds."""
         self._pool = pool = ServerPool(
             fleet.urls,
             max_outstanding=max_concurrency,
@@ -146,40 +167,21 @@ class RolloutClient(ServerControl):
         def another(urls: Sequence[str]) -> RolloutClient:
             return RolloutClient(
                 urls,
-                **arguments | {"changes": True},
+                **arguments | {"changes": True} | retrying,
                 vocab_size=vocab_size,
                 max_concurrency=max_concurrency,
                 max_per_server=max_per_server,
                 read_timeout_s=read_timeout_s,
-                outage_timeout_s=outage_timeout_s,
                 update_timeout_s=update_timeout_s,
-                max_retries=max_retries,
-                max_continuations=max_continuations,
-                experts=experts,
+                push_timeout_s=push_timeout_s,
                 seed=seed,
-                keyed_cache=keyed_cache,
-                pushes_retract=pushes_retract,
-                decode=decode,
                 ingest_process=False,
             )
 
         self.another, self._made_process = another, made_process
         """another(urls): a client like this one of other servers, which asks for samples in this process."""
         self._ingest = made_process() if ingest_process else None
-        self._retries = Retries(
-            fleet,
-            pool,
-            self._health,
-            self._counts,
-            max_retries=max_retries,
-            outage_timeout_s=outage_timeout_s,
-            max_continuations=max_continuations,
-            experts=experts,
-            keyed_cache=keyed_cache,
-            pushes_retract=pushes_retract,
-            decode=decode,
-            ingest=self._ingest,
-        )
+        self._retries = Retries(fleet, pool, self._health, self._counts, **retrying, ingest=self._ingest)
 
     def __repr__(self) -> str:
         return f"RolloutClient({list(self.base_urls)}, vocab_size={self.vocab_size})"
@@ -276,7 +278,11 @@ class RolloutClient(ServerControl):
         """Control of some of the servers alone; None: of those that are sampled from now."""
         urls = [server.url for server in self._pool.servers if server.cause is None] if urls is None else urls
         return ServerControl(
-            self.fleet, urls, update_timeout_s=self._update_timeout_s, silence_s=self._read_timeout_s
+            self.fleet,
+            urls,
+            update_timeout_s=self._update_timeout_s,
+            silence_s=self._read_timeout_s,
+            bounds=self.push_bounds,
         )
 
     def asking_process(self) -> AskingProcess:
@@ -318,6 +324,7 @@ class RolloutClient(ServerControl):
         group_numbers: Sequence[int] | None = None,
         on_sample: Callable[[Trajectory], Awaitable[None]] | None = None,
         on_progress: Callable[[int, int, float], None] | None = None,
+        begun: Mapping[int, BegunGroup] | None = None,
     ) -> list[Trajectory]:
         """samples_per_prompt responses to each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
@@ -335,6 +342,8 @@ class RolloutClient(ServerControl):
                 raises is raised.
             on_progress: called after each sample with (samples done, all samples, response tokens
                 per second so far).
+            begun: of groups by their numbers what was sampled before, which is not asked for again; what is
+                sampled now is noted there.
 
         Raises:
             ValueError: before anything is sent, for a prompt that is empty or holds an id outside the
@@ -355,14 +364,20 @@ class RolloutClient(ServerControl):
 
         async def sample(prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
             nonlocal done, tokens
-            trajectory = await self._retries.sample(
-                prompt_ids,
-                sampling,
-                draw=Draw(self.seed, numbers[prompt], index),
-                prompt_index=prompt,
-                sample_index=index,
-                vocab_size=self.vocab_size,
-            )
+            own = None if begun is None else begun.get(numbers[prompt])
+            if own is not None and index in own.samples:
+                [trajectory] = own.samples[index].branches
+            else:
+                trajectory = await self._retries.sample(
+                    prompt_ids,
+                    sampling,
+                    draw=Draw(self.seed, numbers[prompt], index),
+                    prompt_index=prompt,
+                    sample_index=index,
+                    vocab_size=self.vocab_size,
+                )
+                if own is not None:
+                    own.finish(index, [trajectory])
             if on_sample is not None:
                 await on_sample(trajectory)
             done, tokens = done + 1, tokens + trajectory.output_ids.numel()

@@ -34,6 +34,11 @@ class Environment:
     """Ids that end a turn, beside the model's own end-of-sequence ids: the last token of a tool call, say."""
     stop: Sequence[str] = ()
     """Texts that end a turn; the turn's ids are up to the one that completes the text."""
+    replayable: bool = False
+    """A new object for the same row, given the same turns again, says the same, and nothing outside notices
+    that it is asked twice: no order is sent, no file changed. Then the turns of an episode that is under way
+    at a checkpoint are kept. The replies are compared; what a call does beside them only you know.
+    """
 
     def step(
         self, output_ids: list[int], finish_reason: str

@@ -5,7 +5,7 @@ B tokens that the environment adds between two turns.
 
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol
@@ -22,6 +22,8 @@ from megatron_rl_corr.engines.concurrency import all_or_first_failure
 from megatron_rl_corr.engines.errors import RolloutError, SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import checked_prompt_ids
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.rollout.begun_groups import BegunGroup, EpisodeSoFar
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.environment import (
     DONE,
@@ -91,6 +93,7 @@ async def generate_episodes(
     group_numbers: Sequence[int] | None = None,
     on_sample: Callable[[Trajectory], Awaitable[None]] | None = None,
     on_progress: Callable[[int, int, float], None] | None = None,
+    begun: Mapping[int, BegunGroup] | None = None,
 ) -> list[Trajectory]:
     """samples_per_prompt episodes of each prompt, prompt-major: p0s0, p0s1, ..., p1s0, ...
 
@@ -109,6 +112,9 @@ async def generate_episodes(
         samples_per_prompt, group_numbers, on_sample: as in `RolloutClient.generate`.
         on_progress: called after each episode with (episodes done, all episodes, sampled tokens
             per second so far).
+        begun: as in `RolloutClient.generate`. An episode that has made turns goes on behind them, if its
+            environment is `replayable`: a new one is given the policy's turns again, and must say to them
+            what it has said before. Otherwise it is begun anew, with an event.
 
     Raises:
         ValueError: before anything is sent, for an argument that is out of its range, and for ignore_eos.
@@ -128,17 +134,27 @@ async def generate_episodes(
     own_calls = UserCalls() if calls is None else calls
     total, done, tokens, started = len(prompts) * samples_per_prompt, 0, 0, time.monotonic()
 
-    async def sample(prompt: Prompt, prompt_index: int, index: int) -> Trajectory:
-        nonlocal done, tokens
-        draw = Draw(client.seed, numbers[prompt_index], index)
-        episode = _Episode(client, prompt, sampling, draw, f"prompt {prompt_index} sample {index}", own_calls)
+    async def new_sample(prompt: Prompt, prompt_index: int, index: int, own: BegunGroup | None) -> Trajectory:
+        draw, label = Draw(client.seed, numbers[prompt_index], index), f"prompt {prompt_index} sample {index}"
+        so_far = {} if own is None else own.episodes
+        episode = _Episode(client, prompt, sampling, draw, label, own_calls, so_far)
         try:
             with traced_episode(index, "environment"):
                 trajectory = await episode.run(environment, max_turns)
         except RolloutError as error:
             error.add_note(f"it was {episode.doing} of {episode.label} (row {prompt.index} of the data set)")
             raise
-        trajectory = replace(trajectory, prompt_index=prompt_index, sample_index=index)
+        return replace(trajectory, prompt_index=prompt_index, sample_index=index)
+
+    async def sample(prompt: Prompt, prompt_index: int, index: int) -> Trajectory:
+        nonlocal done, tokens
+        own = None if begun is None else begun.get(numbers[prompt_index])
+        if own is not None and index in own.samples:
+            [trajectory] = own.samples[index].branches
+        else:
+            trajectory = await new_sample(prompt, prompt_index, index, own)
+            if own is not None:
+                own.finish(index, [trajectory])
         if on_sample is not None:
             await on_sample(trajectory)
         done, tokens = done + 1, tokens + int(trajectory.sampled.sum())
@@ -200,8 +216,12 @@ def episodes_of(options: RunConfig, tokenizer: Tokenizer | None, **place: Any) -
     return Episodes(load_environment(options.environment), options.max_turns, calls)
 
 
+class _OtherReply(Exception):
+    """An environment that was made anew does not say what the first one said."""
+
+
 class _Episode:
-    """One episode under way."""
+    """One episode under way. so_far: what was sampled of it before, by samples of its group."""
 
     def __init__(
         self,
@@ -211,15 +231,27 @@ class _Episode:
         draw: Draw,
         label: str,
         calls: UserCalls,
+        so_far: dict[int, EpisodeSoFar],
     ):
         self._client, self._prompt, self._sampling, self._draw = client, prompt, sampling, draw
-        self._calls = calls
+        self._calls, self._so_far = calls, so_far
         self.label, self.doing = label, "making the environment"
 
     async def run(self, factory: EnvironmentFactory, max_turns: int) -> Trajectory:
         """The whole episode, with the environment's reward; the environment is closed at the
         end in any case.
         """
+        sample = self._draw.sample
+        if sample in self._so_far:
+            try:
+                return await self._run(factory, max_turns)
+            except _OtherReply as error:
+                del self._so_far[sample]
+                EVENTS.tell("episode_begun_anew", str(error), group=self._draw.group, sample=sample)
+        return await self._run(factory, max_turns)
+
+    async def _run(self, factory: EnvironmentFactory, max_turns: int) -> Trajectory:
+        self.doing = "making the environment"
         environment = await self._call(factory, self._prompt.copied())
         if not isinstance(environment, Environment):
             raise SampleFailure(
@@ -261,15 +293,25 @@ class _Episode:
             )
         ids = (*self._sampling.stop_token_ids, *environment.stop_token_ids)
         sampling = replace(self._sampling, stop_token_ids=ids, stop=(*self._sampling.stop, *environment.stop))
-        self.doing = "turn 0"
-        turns = Turns(self._prompt.input_ids)
-        answer = await self._client.turn(turns.ids, sampling, self._draw)
-        turns.add(answer)
-        for turn in range(1, max_turns + 1):
-            step = await self._call(environment.step, answer.output_ids.tolist(), answer.finish_reason)
-            reply = None if step is DONE else self._checked(step)
-            if reply is None or answer.finish_reason != "stop":
-                return turns.whole(answer.finish_reason)
+        so_far = self._so_far.get(self._draw.sample)
+        if so_far is not None:
+            turns, output_ids = so_far.turns, await self._replay(environment, so_far)
+        else:
+            self.doing, turns = "turn 0", Turns(self._prompt.input_ids)
+            answer = await self._client.turn(turns.ids, sampling, self._draw)
+            turns.add(answer)
+            so_far, output_ids = EpisodeSoFar(turns, answer.finish_reason), answer.output_ids.tolist()
+            if environment.replayable:
+                self._so_far[self._draw.sample] = so_far
+        finish_reason = so_far.finish_reason
+        for turn in range(turns.count, max_turns + 1):
+            is_kept = turns.count == turn
+            known = so_far.reply if is_kept else None
+            reply = await self._reply(environment, output_ids, finish_reason, known)
+            if is_kept:
+                so_far.reply = _as_list(reply)
+            if reply is None or finish_reason != "stop":
+                return turns.whole(finish_reason)
             left = sampling.max_new_tokens - turns.response_tokens - reply.numel()
             if turn == max_turns or left < 1:
                 break
@@ -279,9 +321,40 @@ class _Episode:
             answer = await self._client.turn(
                 turns.ids, rest, draw, prefer=turns.server, routes_from=turns.routes_known
             )
-            if answer.output_ids.numel():  # else the reply is left out: a response ends with a sampled token
+            output_ids, finish_reason = answer.output_ids.tolist(), answer.finish_reason
+            if output_ids:  # else the reply is left out: a response ends with a sampled token
                 turns.add(answer)
+                so_far.finish_reason, so_far.reply = finish_reason, None
         return turns.whole("length")
+
+    async def _replay(self, environment: Environment, so_far: EpisodeSoFar) -> list[int]:
+        """Give a new environment the turns but the last one again. Returns the ids of that."""
+        if not environment.replayable:
+            raise _OtherReply("the environment is not `replayable` any more")
+        said = so_far.turns.said()
+        for turn, (output_ids, reply) in enumerate(zip(said[:-1:2], said[1::2], strict=True)):
+            self.doing = f"turn {turn}, played again,"
+            await self._reply(environment, output_ids, "stop", reply)
+        self.doing = f"turn {so_far.turns.count - 1}, played again,"
+        return said[-1]
+
+    async def _reply(
+        self, environment: Environment, output_ids: list[int], finish_reason: str, known: list[int] | None
+    ) -> torch.Tensor | None:
+        """[B] int64 that follow a turn; None: the episode is over. known: what must follow."""
+        try:
+            step = await self._call(environment.step, output_ids, finish_reason)
+            reply = None if step is DONE else self._checked(step)
+        except SampleFailure as failure:
+            if known is None:
+                raise
+            raise _OtherReply(f"the environment answered before, and fails now: {failure}") from failure
+        if known is not None and _as_list(reply) != known:
+            raise _OtherReply(
+                f"{FLAG} says something else in {self.doing} than before the checkpoint, though it is "
+                f"`replayable`: {_shown(reply)} now"
+            )
+        return reply
 
     def _checked(self, reply: Any) -> torch.Tensor:
         """[B] int64. An id outside the vocabulary would end the server's process, with
@@ -307,3 +380,12 @@ class _Episode:
                 "vocabulary: is its tokenizer the one of the model being served?",
             )
         return torch.from_numpy(ids.astype(np.int64))
+
+
+def _as_list(reply: torch.Tensor | None) -> list[int]:
+    """As `EpisodeSoFar.reply`."""
+    return [] if reply is None else reply.tolist()
+
+
+def _shown(reply: torch.Tensor | None) -> str:
+    return "DONE" if reply is None else f"{reply.numel()} ids, {str(reply.tolist())[:60]}"

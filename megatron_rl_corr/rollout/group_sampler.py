@@ -5,7 +5,7 @@ what failed of them.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -14,6 +14,8 @@ from megatron_rl_corr.data.prompts import PromptDataset
 from megatron_rl_corr.data.rewards import Rewards, Score
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.rollout.begun_groups import BegunGroup
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Drawn, GroupNumbers
 from megatron_rl_corr.rollout.episodes import SampleMaker
@@ -44,6 +46,7 @@ class GroupSampler:
             branch of the latest turn, which is scored. Rewards that it gives branches are finite in float32.
         drop_truncated: drop a group of which a sample was cut (finish reason length), or one of its branches.
         traces: note the times of every group.
+        begun: what a checkpoint has of groups that were being sampled, by their numbers.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class GroupSampler:
         episodes: SampleMaker | None,
         drop_truncated: bool = False,
         traces: bool = False,
+        begun: Mapping[int, BegunGroup] | None = None,
     ):
         self._client, self._prompts, self._numbers, self._sampling = client, prompts, numbers, sampling
         self._group_size, self._rewards = group_size, rewards
@@ -68,6 +72,10 @@ class GroupSampler:
         self._failures, self._failed_prompts = failures, failed_prompts
         self._episodes, self._drop_truncated, self._traces = episodes, drop_truncated, traces
         rewards.late = self._late
+        self._resumed = dict(begun or {})
+        """Groups that go on when they are drawn."""
+        self._begun: dict[int, BegunGroup] = {}
+        """Those that are being sampled, judged by the filter included."""
 
     def draw(self) -> int:
         """The next number whose prompt is not left out and can be used.
@@ -86,14 +94,41 @@ class GroupSampler:
         """Where this replica stands, while these are not trained yet, as in `Drawn`."""
         return self._numbers.drawn(running, waiting=waiting, again=again)
 
+    def begun(self, open_: Collection[int]) -> list[BegunGroup]:
+        """What was sampled of groups that are not done, for a checkpoint.
+
+        Args:
+            open_: the numbers that a run draws again which goes on from it.
+        """
+        found = [*self._begun.values(), *self._resumed.values()]
+        copies = [one.copied() for one in found if one.number in open_]
+        return [one for one in copies if not one.is_empty]
+
+    def forget_older(self, oldest: int) -> None:
+        """Leave out what a checkpoint has of groups that could not begin yet, with samples of before
+        this version: they would be trained too old.
+        """
+        stale = [number for number, one in self._resumed.items() if one.oldest_version < oldest]
+        for number in stale:
+            del self._resumed[number]
+        if stale:
+            why = f"stale: they have samples of before version {oldest}, and begin only now"
+            EVENTS.tell("groups_sampled_again", why, groups=stale)
+
     async def sample(self, number: int) -> Group | None:
         """Sample and score the group of this number; None: one of its samples failed for good.
+
+        Call it in a task of its own, within which the group is then judged: till that ends `begun` has it.
 
         Raises:
             TooManyFailures: nearly all samples fail.
         """
         trace = GroupTrace(number) if self._traces else None
         CURRENT.set(trace)  # each group is sampled by a task of its own
+        begun = self._begun[number] = self._resumed.pop(number, None) or BegunGroup(number)
+        asyncio.current_task().add_done_callback(lambda _: self._begun.pop(number, None))
+        if begun.whole is not None:
+            return begun.whole
         prompt, lengths = self._prompts.at(number), []
         sampling = sampling_of_row(self._sampling, prompt)
         scores: list[Score | None] = [None] * self._group_size
@@ -103,6 +138,9 @@ class GroupSampler:
             index = trajectory.sample_index
             scored[index] = trajectory
             lengths.append(int(trajectory.sampled.sum()))
+            if index in begun.scores:
+                scores[index] = begun.scores[index] or self._failed_score
+                return
             if self._drop_truncated and trajectory.finish_reason == "length":
                 raise SampleFailure(TRUNCATED, "it was cut")  # ends the others of the group too
             begin = clock()
@@ -116,8 +154,10 @@ class GroupSampler:
             finally:
                 if trace is not None:
                     trace.rewards.append((index, begin, clock()))
+            begun.scores[index] = None if scores[index] is self._failed_score else scores[index]
 
         how = {"samples_per_prompt": self._group_size, "group_numbers": [number], "on_sample": score}
+        how["begun"] = {number: begun}
         try:
             if self._episodes is None:
                 trajectories = await self._client.generate([prompt.input_ids], sampling, **how)
@@ -147,7 +187,8 @@ class GroupSampler:
         self._failures.check()
         own = [scores[one.sample_index] for one in trajectories]
         rewards = [self._reward_of(*pair) for pair in zip(trajectories, own, strict=True)]
-        return Group(number, trajectories, rewards, [score.parts for score in own], trace)
+        begun.whole = Group(number, trajectories, rewards, [score.parts for score in own], trace)
+        return begun.whole
 
     def _reward_of(self, branch: Trajectory, score: Score) -> float:
         """The branch's own reward where its source gave it one, else its sample's."""

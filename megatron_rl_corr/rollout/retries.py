@@ -62,6 +62,21 @@ def _check_length(part: Trajectory, sampling: SamplingParams, endpoint: str) -> 
         )
 
 
+SHORTEST_LIMIT_S, LIMIT_PER_TOKEN_S = 3600.0, 1.0
+"""Limit of an answer of few tokens, and of each token of a long one. Servers sample 10 tokens a second of one
+response at the least, so that a request may still wait for nine others of its length.
+"""
+
+
+def longest_answer_s(sampling: SamplingParams) -> float:
+    """How long an answer may take while its server seems to make progress: max(SHORTEST_LIMIT_S,
+    LIMIT_PER_TOKEN_S * max_new_tokens), in seconds.
+
+    Example: 1024 tokens may take an hour, 32768 tokens 9.1 hours.
+    """
+    return max(SHORTEST_LIMIT_S, LIMIT_PER_TOKEN_S * sampling.max_new_tokens)
+
+
 @dataclass(frozen=True)
 class _Refusal:
     """A server has refused a request, and another one is asked."""
@@ -82,6 +97,8 @@ class Retries:
         counts: counts samples, tokens and retries.
         max_retries: failed requests of a sample after which it fails.
         max_continuations: times that an aborted sample is continued; 0 returns its tokens so far.
+        answer_timeout_s: longest time until an answer, whatever the server's counters say; None:
+            `longest_answer_s` of what is asked for.
         outage_timeout_s: how long this process may be unable to reach anybody while nothing of its
             own is in flight.
         experts: also request routed experts, of a model of this shape.
@@ -101,6 +118,7 @@ class Retries:
         max_retries: int,
         max_continuations: int,
         outage_timeout_s: float,
+        answer_timeout_s: float | None = None,
         experts: ExpertShape | None = None,
         keyed_cache: bool = False,
         pushes_retract: bool = False,
@@ -111,7 +129,7 @@ class Retries:
         self._fleet, self._pool, self._health, self._counts = fleet, pool, health, counts
         self._max_retries, self._max_continuations, self._experts = max_retries, max_continuations, experts
         self._keyed_cache, self._pushes_retract, self._decode = keyed_cache, pushes_retract, decode
-        self._outage_timeout_s = outage_timeout_s
+        self._outage_timeout_s, self._answer_timeout_s = outage_timeout_s, answer_timeout_s
         self._told_faults: set[str] = set()
 
     @property
@@ -317,17 +335,21 @@ class Retries:
         sent_for = len(versions) - 1
         endpoint = self._fleet.engine_of(server.url).generate_endpoint
         begun = asyncio.get_running_loop().time()
+        limit_s = self._answer_timeout_s or longest_answer_s(asked.sampling)
         sending = asyncio.ensure_future(self._ingest.answer(server.url, asked))
         try:
-            async with asyncio.timeout(None) as scope:
+            async with asyncio.timeout(limit_s) as scope:
                 server.scopes[scope] = asyncio.get_running_loop().time()
                 try:
                     answer = await asyncio.shield(sending)
                 finally:
                     del server.scopes[scope]
-        except TimeoutError:  # it was abandoned
+        except TimeoutError:  # it was abandoned, or is too late
             sending.cancel()
-            raise RolloutServerError(server.url, endpoint, None, server.silence.detail) from None
+            detail = f"its answer did not come within {limit_s:.6g} s, though it seemed to make progress"
+            if asyncio.get_running_loop().time() < begun + limit_s:
+                detail = server.silence.detail
+            raise RolloutServerError(server.url, endpoint, None, detail) from None
         except asyncio.CancelledError:
             await self._cut(server, asked.request_id, sending)
             raise

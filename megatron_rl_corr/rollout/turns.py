@@ -6,6 +6,7 @@ P prompt tokens, T tokens so far, B tokens of an environment's reply.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 import torch
@@ -27,7 +28,38 @@ class Turns:
         self._ids = prompt.new_empty(2 * self._prompt)
         self._answers: list[Trajectory] = []
         self._replies: list[Tensor] = []
+        self._resumed: Tensor | None = None
+        """The turn ids of the first answer, where it is several turns."""
         self._append(prompt)
+
+    @classmethod
+    def resumed(cls, so_far: Trajectory) -> Turns:
+        """An episode that goes on behind the turns that `whole` had joined."""
+        turns = cls(so_far.prompt_ids)
+        turns._resumed = so_far.turn_ids
+        turns.add(replace(so_far, turn_ids=None))  # `whole` has those of all turns
+        return turns
+
+    def copied(self) -> Turns:
+        """These turns, to be read by another thread: what is appended later does not change them."""
+        other = copy(self)
+        other._answers, other._replies = [*self._answers], [*self._replies]
+        return other
+
+    @property
+    def oldest_version(self) -> str:
+        """As `Trajectory.oldest_version`."""
+        return self._answers[0].oldest_version
+
+    @property
+    def count(self) -> int:
+        """Turns of the policy so far."""
+        return self._first_count - 1 + len(self._answers) if self._answers else 0
+
+    @property
+    def _first_count(self) -> int:
+        """Turns that the first answer is."""
+        return 1 if self._resumed is None else int(self._resumed.max()) + 1
 
     @property
     def ids(self) -> Tensor:
@@ -69,11 +101,20 @@ class Turns:
         none, as in `concatenated`.
         """
         replies = self._replies[: len(self._answers) - 1]
-        turns = [torch.zeros_like(self._answers[0].output_ids)]
-        for number, (reply, answer) in enumerate(zip(replies, self._answers[1:], strict=True), start=1):
+        turns = [torch.zeros_like(self._answers[0].output_ids) if self._resumed is None else self._resumed]
+        later = zip(replies, self._answers[1:], strict=True)
+        for number, (reply, answer) in enumerate(later, start=self._first_count):
             turns += [torch.full_like(reply, ENVIRONMENT), torch.full_like(answer.output_ids, number)]
         whole = concatenated(self._answers, replies)
         return replace(whole, turn_ids=torch.cat(turns), finish_reason=finish_reason)
+
+    def said(self) -> list[list[int]]:
+        """The ids of the policy's first turn, of the reply to it, of the second turn, and so on up to its
+        last one; every turn has a token.
+        """
+        whole = self.whole("abort")
+        _, lengths = torch.unique_consecutive(whole.turn_ids, return_counts=True)
+        return [ids.tolist() for ids in whole.output_ids.split(lengths.tolist())]
 
     def _append(self, ids: Tensor) -> None:
         end = self._tokens + ids.numel()

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
+from megatron_rl_corr.engines.control import BRIEF_S
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.events import EVENTS
@@ -123,6 +124,12 @@ class WeightServers:
         """Servers of this update that were restarted, maybe with other flags."""
         self._told_absent: set[str] = set()
         """Servers of which this update has told that they miss it."""
+        self._stuck: set[str] = set()
+        """Servers that were waited for in vain in this push: it goes on without them, whatever they say."""
+        self._were_stuck: set[str] = set()
+        """Those of earlier pushes, until the process that holds their weights answers."""
+        self._answers_alone: set[str] = set()
+        """Those of both that tell what their weights are called all the same."""
         self._found: dict[str, str] = {}
         """What each server called its weights before this update."""
         self.changes_follow = False
@@ -146,6 +153,40 @@ class WeightServers:
         """Addresses of the servers in the current update."""
         return self._control.base_urls
 
+    def begin_push(self) -> None:
+        """A push begins, and the time that it may take; every rank calls it."""
+        self._were_stuck |= self._stuck
+        self._stuck.clear()
+        self.client.push_bounds.begin(self.client.push_timeout_s)
+
+    @property
+    def has_time(self) -> bool:
+        """The push has time left for another attempt."""
+        return not self.client.push_bounds.is_over
+
+    def begin_attempt(self) -> None:
+        """Another attempt of this push begins; it has half of the time that is left."""
+        self.client.push_bounds.begin_attempt()
+
+    def end_push(self) -> None:
+        """The push is over, well or not: no request is bounded by its time any more."""
+        self.client.push_bounds.close()
+
+    def stuck(self, error: Exception) -> list[bool]:
+        """For each server of the client: it was waited for in vain in this push, as far as this rank knows.
+
+        Args:
+            error: why the push has failed on this rank.
+        """
+        known = set(self.client.push_bounds.stuck)
+        if isinstance(error, RolloutServerError) and error.timed_out:
+            known.add(error.url)
+        return [url in known for url in self.client.base_urls]
+
+    def leave_out_stuck(self, stuck: Sequence[bool]) -> None:
+        """Let this push go on without them; stuck: as `stuck`, of all ranks together."""
+        self._stuck |= {url for url, is_stuck in zip(self.client.base_urls, stuck, strict=True) if is_stuck}
+
     def find(self) -> list[int]:
         """ABSENT, READY, RESTARTED or LEAVING for each server of the client.
 
@@ -153,7 +194,7 @@ class WeightServers:
             RolloutServerError: none answers, and they are always the same ones.
             RolloutProtocolError: one lacks memory that this trainer can't give back.
         """
-        states, versions = [], self._reported_versions()
+        states, versions = [], self._without_stuck(self._reported_versions())
         leaving = () if self._changing is None else self._changing.leaving()
         for url, version in zip(self.client.base_urls, versions, strict=True):
             engine = self.client.engine_of(url).name
@@ -162,8 +203,11 @@ class WeightServers:
                 continue
             if version is None:
                 if url not in self._told_absent:
-                    logger.warning("%s server %s does not answer and misses a weight update", engine, url)
-                    EVENTS.tell("server_missed_update", "it does not answer", server=url)
+                    why = "does not answer"
+                    if url in self._answers_alone:
+                        why = "answers, but the process that holds its weights does not"
+                    logger.warning("%s server %s %s and misses a weight update", engine, url, why)
+                    EVENTS.tell("server_missed_update", f"it {why}", server=url)
                 self._told_absent.add(url)
                 states.append(ABSENT)
                 continue
@@ -212,6 +256,45 @@ class WeightServers:
             if self._changing is None:
                 raise
             return [None] * len(self.client.base_urls)
+
+    def _without_stuck(self, versions: list[str | None]) -> list[str | None]:
+        """None for servers that are stuck too: those of this push, and those of earlier ones that still are.
+
+        Raises:
+            RolloutServerError: none is left by that, and they are always the same ones.
+        """
+        answers = {
+            u for u, version in zip(self.client.base_urls, versions, strict=True) if version is not None
+        }
+        asked = sorted(self._were_stuck & answers - self._stuck)
+        failures = self._loop.call(self._holder_failures(asked)) if asked else {}
+        self._were_stuck -= {url for url, failure in failures.items() if failure is None}
+        left = answers - self._stuck - self._were_stuck
+        self._answers_alone = answers - left
+        if answers and not left and self._changing is None:
+            url = min(answers)
+            raise failures.get(url) or RolloutServerError(
+                url,
+                self.client.engine_of(url).holder_alive().endpoint,
+                None,
+                "every server was waited for in vain in this push",
+                method="GET",
+            )
+        return [
+            version if url in left else None
+            for url, version in zip(self.client.base_urls, versions, strict=True)
+        ]
+
+    async def _holder_failures(self, urls: Sequence[str]) -> dict[str, RolloutServerError | None]:
+        async def failure(url: str) -> RolloutServerError | None:
+            request = self.client.engine_of(url).holder_alive()
+            try:
+                await self.client.fleet.send(url, request, timeout_s=BRIEF_S)
+            except RolloutServerError as error:
+                return error
+            return None
+
+        return dict(zip(urls, await asyncio.gather(*map(failure, urls)), strict=True))
 
     def _is_own(self, name: str) -> bool:
         """True if weights of this name are those of the last update, or of this one, whole or not."""
@@ -413,6 +496,7 @@ class WeightServers:
 
     def abandon(self) -> None:
         """Close the session and resume after a failure, as far as possible, within RELEASE_S."""
+        self.end_push()
         self._loop.call(self._let_go(), timeout=RELEASE_S)
         self._stopped = False
 
@@ -423,6 +507,7 @@ class WeightServers:
         these requests. The next update closes a session that stays open.
         """
         if self._stopped:
+            self.end_push()
             self._loop.call(self._let_go(), timeout=RELEASE_S)
 
     async def _let_go(self) -> None:

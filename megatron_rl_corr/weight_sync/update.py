@@ -61,10 +61,11 @@ def push_weights(
     """Send the current weights to every server that answers; every rank calls it.
 
     Rank 0 finds out which servers answer, and opens and closes the update; each stage's sender sends the
-    stage's weights. Whatever happens, the servers resume. If a server fails and answers no more, everything
-    is sent again to the others; if all answer and the failure `may_pass`, or only changes were sent, they are
-    sent everything once more. Neither if the transport is `broken`, as a group of NCCL's may be. Afterwards
-    the client samples only from servers with the new weights.
+    stage's weights. Whatever happens, the servers resume. If a server fails and answers no more, or one was
+    waited for in vain, everything is sent again to the others; if all answer and the failure `may_pass`, or
+    only changes were sent, they are sent everything once more. Neither if the transport is `broken`, as a
+    group of NCCL's may be, nor if the client's `push_timeout_s` is over. Afterwards the client samples only
+    from servers with the new weights.
 
     Args:
         exporter: gathers this rank's stage.
@@ -82,6 +83,22 @@ def push_weights(
         PeerFailure: on every other rank.
     """
     servers.changes_follow = deltas is not None
+    servers.begin_push()
+    try:
+        _push_to_those_that_can(exporter, servers, version, bucket_bytes, deltas)
+    finally:
+        servers.end_push()
+
+
+@collective
+def _push_to_those_that_can(
+    exporter: StageExporter,
+    servers: WeightServers,
+    version: str,
+    bucket_bytes: int,
+    deltas: DeltaPushes | None,
+) -> None:
+    """Attempts, as `push_weights` has them."""
     _use_reachable_servers(exporter, servers)
     repeated = False
     changes = None if deltas is None else deltas.changes(same_servers=servers.same_as_before)
@@ -281,8 +298,9 @@ def _use_servers_that_answer(
         # A protocol error is that of a server, or of its proxy, whose other answers are no better:
         # or it comes again.
         of_server = isinstance(error, (RolloutServerError, RolloutProtocolError, PeerFailure))
-        can_go_on = of_server and not servers.transport.broken
+        can_go_on = of_server and not servers.transport.broken and servers.has_time
         all_reduce_failure(None if can_go_on else error)
+        servers.begin_attempt()
         _use_reachable_servers(exporter, servers)
     except (*_FAILURES, PeerFailure):
         return None
@@ -291,15 +309,19 @@ def _use_servers_that_answer(
 
 @collective
 def _judge_failures(servers: WeightServers, error: Exception) -> bool:
-    """True if the failure of a rank may pass; and each learns that one's transport is broken.
+    """True if the failure of a rank may pass; and each learns that one's transport is broken, and which
+    servers a rank has waited for in vain.
 
     Servers may be waiting in what that rank began, and rank 0 must send them no more requests then.
     """
     causes = torch.tensor(
-        [servers.transport.broken, may_pass(error)], dtype=torch.int, device=communication_device()
+        [servers.transport.broken, may_pass(error), *servers.stuck(error)],
+        dtype=torch.int,
+        device=communication_device(),
     )
     dist.all_reduce(causes, op=dist.ReduceOp.MAX)
-    servers.transport.broken, passes = map(bool, causes.tolist())
+    servers.transport.broken, passes, *stuck = map(bool, causes.tolist())
+    servers.leave_out_stuck(stuck)
     return passes
 
 

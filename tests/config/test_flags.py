@@ -35,8 +35,10 @@ CLIENT = {
     "max_per_server": None,
     "timeout_s": 600.0,
     "read_timeout_s": 60.0,
+    "answer_timeout_s": None,
     "outage_timeout_s": 10.0,
     "update_timeout_s": 3600.0,
+    "push_timeout_s": 7200.0,
     "max_retries": 3,
     "max_continuations": 8,
     "ingest_process": None,
@@ -130,6 +132,7 @@ DEFAULTS = CLIENT | {
     "router_replay_effect_every": None,
     "weight_transport": "distributed",
     "weight_address": None,
+    "weight_group_per_server": False,
     "weight_dir": None,
     "verify_push": "checksum",
     "probe_push": "on",
@@ -501,12 +504,14 @@ def test_client_options_when_parsed_then_the_clients_arguments(monkeypatch):
     given = {
         "max_per_server": 5,
         "read_timeout_s": 2.5,
+        "answer_timeout_s": 70.0,
         "outage_timeout_s": 0.0,
         "max_retries": 0,
         "max_continuations": 1,
         "max_concurrency": 64,
         "timeout_s": 600.0,
         "update_timeout_s": 90.0,
+        "push_timeout_s": 200.0,
         "ca_file": __file__,
     }
     flags = [

@@ -12,23 +12,23 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 BUDGETS = {
-    "config": 2_902,
+    "config": 2_910,
     "models": 2_616,
-    "engines": 5_725,
+    "engines": 5_935,
     "reduce": 673,
     "core": 2_630,
     "logprobs": 1_060,
-    "data": 4_515,
-    "rollout": 8_048,
-    "weight_sync": 2_311,
+    "data": 4_545,
+    "rollout": 8_370,
+    "weight_sync": 2_475,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_291,
-    "features": 4_600,
-    "observability": 875,
-    "integrations": 675,
-    "commands": 5_630,
-    "modules": 975,
+    "mcore": 9_365,
+    "features": 4_605,
+    "observability": 880,
+    "integrations": 680,
+    "commands": 5_640,
+    "modules": 995,
 }
 """Lines of code that each folder may have; modules: the files beside them.
 

@@ -1,6 +1,7 @@
 """Reward functions: how they are found, what they are given, where they run, and how a call may fail."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -441,6 +442,7 @@ def test_reward_when_a_teacher_trains_then_none_is_needed_but_of_episodes_that_s
         reward_timeout_s=10.0,
         teacher_urls=("http://teacher",),
         maker=maker,
+        names_of_keys=set(),
         reward_url_arguments=dict,
     )
 
@@ -580,3 +582,49 @@ def test_load_function_when_the_users_module_fails_then_its_own_error(tmp_path):
     path.write_text("import no_such_library\n")
     with pytest.raises(ModuleNotFoundError, match="no_such_library"):
         load_function(f"{path}:f")
+
+
+FORGES = """
+import os
+
+def reward(sample):
+    text = sample.metadata.get("forged")
+    if text is None:
+        return 1.0
+    head = len(text).to_bytes(8, "big") if text != "huge" else b"\\xff" * 8
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, head + text.encode())
+        except OSError:
+            continue
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "{",
+        "[]",
+        "5",
+        "huge",
+        '{"value": 5}',
+        '{"value": [1.0]}',
+        '{"value": [{"reward": "x"}]}',
+        '{"value": [{}]}',
+    ],
+)
+def test_answer_when_forged_in_the_worker_then_its_sample_alone_fails(tmp_path, forged):
+    """As code may that a policy wrote and a reward function runs."""
+    (tmp_path / "forges.py").write_text(FORGES)
+
+    async def scenario(rewards):
+        bad = dataclasses.replace(PROMPT, metadata={"forged": forged})
+        with pytest.raises(SampleFailure) as failure:
+            await rewards.score(bad, trajectory([1]))
+        assert failure.value.cause == "reward_error" and "something else than its answer" in str(
+            failure.value
+        )
+        return await rewards.score(PROMPT, trajectory([1]))
+
+    assert run(scenario, f"{tmp_path}/forges.py:reward", workers=1, limit_s=60.0) == 1.0

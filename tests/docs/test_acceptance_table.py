@@ -44,15 +44,17 @@ def test_row_then_the_trial_with_the_servers_experts_and_the_most_that_differed_
 
 def test_table_then_its_date_and_every_release(script):
     other = FOUND | {"date": "2026-12-01"}
-    lines = script.table({"a": FOUND, "b": other})
+    lines = script.table("bfloat16", {"a": FOUND, "b": other})
     assert lines[1] == (
-        "Measured 2026-11-30 to 2026-12-01 with torch 2.14.1, sglang 0.5.23, in float32 on a CPU, 2 tiny "
+        "Measured 2026-11-30 to 2026-12-01 with torch 2.14.1, sglang 0.5.23, in bfloat16 on a CPU, 2 tiny "
         "models:"
     )
 
 
-def test_page_then_a_row_for_each_tiny_model_that_a_server_on_a_cpu_has(script):
+@pytest.mark.parametrize("number_type", ["float32", "bfloat16"])
+def test_page_then_a_row_for_each_tiny_model_that_a_server_on_a_cpu_has(number_type, script):
     page = (ROOT / "docs/reference/models.md").read_text()
-    table = page.partition(script.BEGIN)[2].partition(script.END)[0]
+    begin, end = (mark.format(number_type) for mark in (script.BEGIN, script.END))
+    table = page.partition(begin)[2].partition(end)[0]
     assert sorted(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == sorted(ACCEPTED)
     assert {*ACCEPTED} | {*NOT_SERVED} == {*MODELS} and all(NOT_SERVED.values())

@@ -6,6 +6,7 @@ import gzip
 import html
 import json
 import resource
+import time
 from urllib.parse import quote, quote_plus
 
 import psutil
@@ -13,7 +14,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from megatron_rl_corr.engines import answer_size, load_engine
+from megatron_rl_corr.engines import answer_size, http, load_engine
 from megatron_rl_corr.engines.errors import (
     RolloutError,
     RolloutProtocolError,
@@ -26,6 +27,7 @@ from megatron_rl_corr.engines.routes import ExpertShape
 from megatron_rl_corr.engines.secrets import HIDDEN, keep_secret, redacted
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
+from megatron_rl_corr.rollout.retries import longest_answer_s
 from tests.faults.drills import drill
 
 KEY = "sk-Zr7/a\"b\\c+d=e&f'g<h%i~long"
@@ -324,3 +326,56 @@ def test_key_when_a_server_quotes_it_in_a_2xx_answer_then_no_message_has_it(
         len(failures) >= len(ECHOES) and not any(leaks(text) for text in failures) and not leaks(caplog.text)
     )
     seen(f"{len(failures)} messages, none with it")
+
+
+async def dripping(request, *, pause_s, parts, part=b" "):
+    answer = web.StreamResponse()
+    await answer.prepare(request)
+    for _ in range(parts):
+        await answer.write(part)
+        await asyncio.sleep(pause_s)
+    await answer.write(b"{}")
+    return answer
+
+
+def test_body_when_it_comes_byte_by_byte_then_it_ends_within_its_bound_and_says_so(faulty, monkeypatch):
+    monkeypatch.setattr(http, "SLOW_S", 0.5)
+
+    async def handle(request):
+        return await dripping(request, pause_s=0.02, parts=10**6)
+
+    with pytest.raises(RolloutServerError, match=r"its answer comes too slowly, \d+ bytes in 0.5") as raised:
+        sent(faulty, handle)
+    assert raised.value.timed_out and raised.value.status is None
+
+
+@pytest.mark.parametrize("first_s", [0.0, 1.0])
+def test_body_when_it_has_a_second_for_each_64_kib_then_one_that_is_long_lives(faulty, monkeypatch, first_s):
+    """40 parts of 32 KiB, 0.05 s apart: 2 s in all, which the bytes give 20 s. Headers may come late."""
+    monkeypatch.setattr(http, "SLOW_S", 0.5)
+
+    async def handle(request):
+        await asyncio.sleep(first_s)
+        return await dripping(request, pause_s=0.05, parts=40, part=b" " * (1 << 15))
+
+    status, body = sent(faulty, handle, Request("GET", "/x"))
+    assert status == 200 and len(body) == 40 * (1 << 15) + 2
+
+
+def test_body_when_this_process_was_too_busy_to_read_then_that_time_does_not_count(faulty, monkeypatch):
+    monkeypatch.setattr(http, "SLOW_S", 1.0)
+
+    async def handle(request):
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.1, time.sleep, 3.0)
+        return await dripping(request, pause_s=0.04, parts=10)
+
+    status, body = sent(faulty, handle)
+    assert status == 200 and len(body) == 12
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit_s"), [(16, 3600.0), (3600, 3600.0), (3601, 3601.0), (32768, 32768.0)]
+)
+def test_longest_answer_then_an_hour_or_a_second_a_token(tokens, limit_s):
+    assert longest_answer_s(SamplingParams(tokens)) == limit_s

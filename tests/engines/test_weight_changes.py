@@ -181,3 +181,55 @@ def test_packed_when_dtypes_differ_then_places_and_values_of_each():
         shapes_of([*both, ("w", OLD)])
     told = json.loads(both[0][0].removeprefix(PREFIX))
     assert told == {"stage": 3, "number": 7, "parts": 2, "tensors": [["w", [2, 4], 4]]}
+
+
+def named(tensors, **told):
+    return PREFIX + json.dumps({"stage": 0, "number": 0, "parts": 1, "tensors": tensors} | told)
+
+
+ONE, PLACE = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "values", "wrong"),
+    [
+        (named([["w", [2, 4], 1]]), PLACE - 1, ONE, "a place that its weight does not have"),
+        (named([["w", [2, 4], 1]]), PLACE + 8, ONE, "a place that its weight does not have"),
+        (named([["w", [2, 4], 1], ["v", [2], 1]]), torch.tensor([0, 2]), torch.ones(2), "a place that its"),
+        (named([["w", [2, 4], 0]]), PLACE, ONE, "tells of 0 values, and brings"),
+        (named([["w", [2, 4], 2]]), PLACE, ONE, "tells of 2 values, and brings"),
+        (named([["w", [2, 4], -1]]), torch.zeros(3, dtype=torch.int32), torch.ones(3), "a count or size"),
+        (named([["w", [2, 4], 1]], number=None), PLACE, ONE, "a count or size"),
+        (named([["w", [2, 4], 1]], parts=True), PLACE, ONE, "a count or size"),
+        (named([["w", [2, -4], 1]]), PLACE, ONE, "a count or size"),
+        (named([["w", [2**40], 1]]), PLACE, ONE, "a count or size"),
+        (
+            named([["w", [1], 2]]),
+            torch.zeros(2, dtype=torch.int32),
+            torch.ones(2),
+            "more changes of a weight",
+        ),
+        (named([["w", [2, 4], 1]]), PLACE.reshape(1, 1), ONE, "tells of 1 values, and brings"),
+        ("w", PLACE, ONE, "whole weights came where changes were expected"),
+    ],
+)
+def test_bucket_when_its_counts_are_not_of_its_tensors_then_refused_before_the_model_is_asked(
+    receiver, name, places, values, wrong
+):
+    with pytest.raises(ValueError, match=wrong):
+        receiver.load([(name, places), (PREFIX + "values", values)], lambda weights: pytest.fail("loaded"))
+    receiver.load(bucket(0, 0), lambda weights: [*weights])  # the stage's next bucket is what it was
+
+
+def test_bucket_when_it_has_a_weight_twice_then_no_memory_is_made_for_either():
+    tensors = [["w", [2**30, 2**30], 0], ["w", [2, 4], 1]]
+    with pytest.raises(ValueError, match="changes of one weight twice"):
+        shapes_of([(named(tensors), PLACE), (PREFIX + "values", ONE)])
+
+
+@pytest.mark.parametrize("stages", [0, -1, 2**40, None, "2", True])
+def test_push_when_it_comes_from_an_absurd_number_of_stages_then_refused(stages):
+    receiver = ChangesReceiver()
+    assert "a push comes from 1 to 4096 stages" in receiver.begin("1", "0", stages, CODE)
+    with pytest.raises(ValueError, match="a push comes from 1 to 4096 stages"):
+        receiver.load(bucket(0, 0), lambda weights: [*weights])

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.made_runs import make_steps, write_run  # noqa: F401
 from tests.matrix.patched import unchanged
 
 

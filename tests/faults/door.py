@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import json
 import random
 import threading
 
@@ -21,6 +23,7 @@ NONSENSE = (
     b'{"output_ids": [1, 2], "meta_info": {"finish_reason": null}}',
 )
 """Bodies with status 200 in place of samples."""
+DRIP_S = 0.2
 SAMPLES = ("/generate", "/inference/v1/generate")
 
 
@@ -28,16 +31,19 @@ class Door:
     """Listens at `url` until closed, on a thread of its own.
 
     target: the server's address; it may change. delay_s: added to each answer. nonsense: samples are none.
-    drip_s: an answer to a request for samples comes in pieces of 16 bytes, over so many seconds. losing: it
+    spread_s: an answer to a request for samples comes in pieces of 16 bytes, over so many seconds. losing: it
     is made, and the connection cut. met: {path: what is called, once, before the server gets the request}.
     spoiled: {path: whether the server gets the request}, of requests whose next answer alone is a proxy's
     page. failing: {path: (HTTP status, or None for a cut connection; whether the server gets the
     request)}, the same. changed: changed(path, body), what the server gets in the place of a body.
+    dripping: {path: "head" or "body"}, of answers that come byte by byte without end from there on, one every
+    DRIP_S; the server gets the request. feigns: /v1/loads tells of progress, whatever there is.
     """
 
     def __init__(self, target: str, changed=lambda path, body: body):
         self.target, self.delay_s, self.nonsense, self.spoiled, self.failing = target, 0.0, False, {}, {}
-        self.drip_s, self.losing, self.met = 0.0, False, {}
+        self.spread_s, self.losing, self.met = 0.0, False, {}
+        self.dripping, self.feigns, self._numbers = {}, False, itertools.count(1)
         self._changed = changed
         self._random = random.Random(0)
         self._loop = asyncio.new_event_loop()
@@ -95,27 +101,54 @@ class Door:
                 headers=headers,
                 allow_redirects=False,
             ) as answer:
-                answered = web.Response(status=answer.status, body=await answer.read())
+                found = await answer.read()
+                if self.feigns and request.path == "/v1/loads":
+                    found = self._feigned(found)
+                if request.path in self.dripping:
+                    return await self._drip(request, self.dripping[request.path])
+                answered = web.Response(status=answer.status, body=found)
                 answered.content_type = answer.content_type
                 if self.losing and request.path in SAMPLES:
                     failure = None
                 if failure != 200:
                     return self._failed(request, failure)
-                if self.drip_s and request.path in SAMPLES:
-                    return await self._dripping(request, answered)
+                if self.spread_s and request.path in SAMPLES:
+                    return await self._spread(request, answered)
                 return web.Response(body=NONSENSE[0]) if is_spoiled else answered
         except aiohttp.ClientError:
             return self._failed(request, None)  # as a server that is gone
 
-    async def _dripping(self, request: web.Request, answered: web.Response) -> web.StreamResponse:
+    async def _spread(self, request: web.Request, answered: web.Response) -> web.StreamResponse:
         slow = web.StreamResponse(status=answered.status, headers={"Content-Type": answered.content_type})
         pieces = [answered.body[at : at + 16] for at in range(0, len(answered.body), 16)]
         await slow.prepare(request)
         for piece in pieces:
             await slow.write(piece)
-            await asyncio.sleep(self.drip_s / len(pieces))
+            await asyncio.sleep(self.spread_s / len(pieces))
         await slow.write_eof()
         return slow
+
+    def _feigned(self, loads: bytes) -> bytes:
+        answer = json.loads(loads)
+        for rank in answer["loads"]:
+            number = next(self._numbers)
+            rank |= {"num_running_reqs": 1, "num_total_tokens": number, "timestamp": float(number)}
+        return json.dumps(answer).encode()
+
+    async def _drip(self, request: web.Request, what: str) -> web.StreamResponse:
+        if what == "head":
+            request.transport.write(b"HTTP/1.1 200 OK\r\nX-Filler: ")
+            while not request.transport.is_closing():
+                request.transport.write(b"a")
+                await asyncio.sleep(DRIP_S)
+            return self._failed(request, None)
+        answer = web.StreamResponse()
+        answer.content_type = "application/json"
+        await answer.prepare(request)
+        while not request.transport.is_closing():
+            await answer.write(b" ")
+            await asyncio.sleep(DRIP_S)
+        return answer
 
     @staticmethod
     def _failed(request: web.Request, status: int | None) -> web.Response:

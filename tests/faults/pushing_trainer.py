@@ -20,10 +20,10 @@ SILENCE_S = 6.0
 
 class Trainer:
     """One rank that pushes its weights to servers by broadcast and samples from them; it has
-    a process group.
+    a process group. limits: of RolloutClient.
     """
 
-    def __init__(self, urls, model_dir):
+    def __init__(self, urls, model_dir, **limits):
         self.first_weights = self.weights = load_file(model_dir / "model.safetensors")
         vocab_size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
         self.loop = LoopThread()
@@ -31,9 +31,7 @@ class Trainer:
             urls,
             vocab_size=vocab_size,
             engine="auto",
-            timeout_s=120,
-            read_timeout_s=SILENCE_S,
-            outage_timeout_s=60,
+            **{"timeout_s": 120, "read_timeout_s": SILENCE_S, "outage_timeout_s": 60} | limits,
         )
         self.loop.call(self.client.find_servers(60))
         transport = make_transport(

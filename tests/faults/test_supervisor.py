@@ -69,9 +69,9 @@ def server_of(model, folder, name):
     )
 
 
-def run(folder, model, urls, kill, *flags, script=SCRIPT, processes=2):
+def run(folder, model, urls, kill, *flags, script=SCRIPT, processes=2, **variables):
     """The ended run under `torchrun --standalone --max-restarts 2`; kill: as
-    rank_killed_pretrain.py's KILL.
+    rank_killed_pretrain.py's KILL; variables: of its environment, too.
     """
     (folder / "reward.py").write_text(REWARD)
     (folder / "prompts.jsonl").write_text("".join(f'{{"input_ids": [3, 1, 4, {n}]}}\n' for n in range(4, 12)))
@@ -97,6 +97,7 @@ def run(folder, model, urls, kill, *flags, script=SCRIPT, processes=2):
         processes=processes,
         torchrun=["--standalone", "--max-restarts", "2"],
         KILL=kill,
+        **variables,
     )
 
 

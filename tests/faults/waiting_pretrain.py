@@ -8,7 +8,6 @@ written, and step N begins. "writing": of the save after step N replica 1 has wr
 all of theirs.
 """
 
-import hashlib
 import json
 import os
 import runpy
@@ -16,7 +15,6 @@ import time
 from pathlib import Path
 
 import psutil
-import torch
 from megatron.training import get_args
 
 from megatron_rl_corr.mcore import checkpoint_files
@@ -25,6 +23,7 @@ from megatron_rl_corr.mcore.step import CorrectedStep
 from megatron_rl_corr.rollout import waiting_groups
 from megatron_rl_corr.rollout.group_sampler import GroupSampler
 from megatron_rl_corr.rollout.queue import GroupStream
+from tests.faults.bits import sha256
 from tests.faults.killing import kill_all
 
 MOMENT, _, STEP = os.environ["KILL_AT"].partition(":")
@@ -40,26 +39,10 @@ def note(what, **facts):
         file.write(json.dumps({"what": what, "rank": RANK, **facts}) + "\n")
 
 
-def sha256(group):
+def sha256_of(group):
     """Of numbers, rewards and every field of the trajectories, whatever it is."""
-    found = hashlib.sha256()
-
-    def add(value):
-        if isinstance(value, torch.Tensor):
-            found.update(f"{value.dtype} {tuple(value.shape)}".encode() + value.numpy().tobytes())
-        elif hasattr(value, "__dict__"):
-            add(vars(value))
-        elif isinstance(value, dict):
-            add(list(value.items()))
-        elif isinstance(value, (list, tuple)):
-            for one in (len(value), *value):
-                add(one)
-        else:
-            found.update(repr(value).encode())
-
     # what a step takes is numbered for its batch afterwards
-    add([group.number, group.rewards, group.reward_parts, group.trajectories])
-    return found.hexdigest()
+    return sha256([group.number, group.rewards, group.reward_parts, group.trajectories])
 
 
 def kill():
@@ -88,7 +71,7 @@ async def noted_sample(sampler, number):
 async def noted_take(stream, version):
     taken = await take(stream, version)
     for group in taken.groups:
-        note("taken", step=version, number=group.number, sha256=sha256(group))
+        note("taken", step=version, number=group.number, sha256=sha256_of(group))
     return taken
 
 
@@ -96,8 +79,8 @@ def waited_cursor(collector, batches, *, with_last):
     stream = collector._stream
     until(lambda: not stream.running)
     found = cursor(collector, batches, with_last=with_last)
-    for place, group in enumerate(collector._waiting):
-        note("waits", saved=batches, place=place, number=group.number, sha256=sha256(group))
+    for place, group in enumerate(collector._open.waiting):
+        note("waits", saved=batches, place=place, number=group.number, sha256=sha256_of(group))
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl_corr.config.problems import problems_of
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.features.exact.certificate import NAME, Certificate, digest_of, read_certificate
 from megatron_rl_corr.features.exact.comparison import (
     FIRST,
@@ -302,14 +303,20 @@ def test_message_then_the_token_and_the_ledgers_term():
 
 
 class Servers:
-    """Of a push; each answers with its number type as its /server_info."""
+    """Of a push; each answers with its number type and release, as its /server_info; None: it is silent."""
 
-    def __init__(self, **number_types):
+    def __init__(self, release="1", **number_types):
         self.urls, self.loop, self.client = tuple(number_types), self, self
-        self._types = number_types
+        self._types, self._release = number_types, release
 
     def control(self, urls):
-        return SimpleNamespace(server_info=lambda: [{"type": self._types[url]} for url in urls])
+        (url,) = urls
+        return SimpleNamespace(server_info=lambda: self._info(url))
+
+    def _info(self, url):
+        if self._types[url] is None:
+            raise RolloutServerError(url, "/server_info", None, "no answer")
+        return [{"type": self._types[url], "release": self._release}]
 
     def call(self, made):
         return made
@@ -317,7 +324,7 @@ class Servers:
     def engine_of(self, url):
         return SimpleNamespace(
             name="SGLang",
-            version_support=lambda info: SimpleNamespace(version="1"),
+            version_support=lambda info: SimpleNamespace(version=info["release"]),
             dtype=lambda info: "bfloat16",
             logprob_type=lambda info: info["type"],
             batch_invariance_problem=lambda info: None,
@@ -358,6 +365,15 @@ def test_certificate_when_servers_join_or_come_later_then_it_names_them(feature,
     feature._certificate.add(1, 0, NUMBERS)
     [part] = read_certificate(tmp_path / NAME)["parts"]
     assert [one["url"] for one in part["servers"]] == ["a", "b", "c"]
+
+
+def test_certificate_when_a_server_is_started_again_as_another_release_then_it_names_both(feature, tmp_path):
+    feature.after_push(pushed(a="bfloat16", b=None), "0")
+    feature.after_push(pushed(a=None, b=None), "1")
+    feature.after_push(pushed(release="2", a="bfloat16", b="bfloat16"), "2")
+    feature._certificate.add(1, 0, NUMBERS)
+    [part] = read_certificate(tmp_path / NAME)["parts"]
+    assert [(one["url"], one["release"]) for one in part["servers"]] == [("a", "1"), ("a", "2"), ("b", "2")]
 
 
 def test_server_that_joins_with_another_number_type_then_refused(feature):

@@ -134,8 +134,17 @@ def test_run_whose_steps_are_all_made_when_its_folder_is_not_there_then_refused(
     if written:
         (tmp_path / "hf/iter_0000002").mkdir(parents=True)
     made = megatron_sft._FineTuning(options)
-    settings = SimpleNamespace(iteration=iteration, train_iters=2)
+    settings = SimpleNamespace(iteration=iteration, train_iters=2, iterations_to_skip=[1])
     if not refused:
         return made._check_left(settings)
     with pytest.raises(ValueError, match="has made all 2 steps, so none would write iter_0000002"):
         made._check_left(settings)
+
+
+def test_last_step_when_it_is_skipped_then_refused_where_a_folder_is_asked_for(tmp_path):
+    settings = SimpleNamespace(iteration=0, train_iters=2, iterations_to_skip=[2])
+    options = SimpleNamespace(save_hf=tmp_path, hf_checkpoint="model", save_hf_interval=0)
+    with pytest.raises(ValueError, match="--iterations-to-skip 2: .* or give one --train-iters less"):
+        megatron_sft._FineTuning(options)._check_left(settings)
+    options.save_hf = None
+    megatron_sft._FineTuning(options)._check_left(settings)

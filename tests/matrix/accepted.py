@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl_corr.cli import main
@@ -42,7 +43,7 @@ NOT_SERVED = {
 ACCEPTED = [name for name in MODELS if name not in NOT_SERVED]
 
 
-def made_model(name, tokenizer, folder, **more):
+def made_model(name, tokenizer, folder, *, dtype="float32", **more):
     """The folder of a tiny model (more: of `make_model`), with a tokenizer, which servers want."""
     from transformers import AutoTokenizer
 
@@ -63,18 +64,29 @@ def made_model(name, tokenizer, folder, **more):
         rounded = {key: one.bfloat16().float() for key, one in tensors.items() if key.endswith("sinks")}
         if rounded:
             save_file(tensors | rounded, file, metadata={"format": "pt"})
+    if dtype != "float32":
+        _in_number_type(model, dtype)
     return model
+
+
+def _in_number_type(model, dtype):
+    """The folder's weights, as published ones are, in 16 bits."""
+    for file in model.glob("*.safetensors"):
+        tensors = {key: one.to(getattr(torch, dtype)) for key, one in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    config = (model / "config.json").read_text().replace('"dtype": "float32"', f'"dtype": "{dtype}"')
+    (model / "config.json").write_text(config)
 
 
 def has_experts(model):
     return num_experts(of_text(json.loads((model / "config.json").read_text()))) is not None
 
 
-def server_of(name, model, folder):
+def server_of(name, model, folder, *, dtype="float32"):
     more = ["--random-seed", "0", *SERVED.get(name.split()[0], [])]
     return PreloadedServer(
         model,
-        dtype="float32",
+        dtype=dtype,
         log_path=folder / "server.log",
         extra_arguments=[
             *sglang_arguments(),

@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from megatron_rl_corr.config.flags import parse
+from megatron_rl_corr.data.rewards import Score
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.mcore import checkpoint_groups
 from megatron_rl_corr.mcore.checkpoint_groups import SavedGroups, WaitingWriter, settings_of
 from megatron_rl_corr.mcore.first_step import FirstStep
 from megatron_rl_corr.rollout import SamplingParams, Trajectory, VersionSpan
+from megatron_rl_corr.rollout.begun_groups import BegunGroup, FinishedSample
 from megatron_rl_corr.rollout.cursor import Drawn, SavedCursor
 from megatron_rl_corr.rollout.groups import Group
-from megatron_rl_corr.rollout.waiting_groups import FOLDER
+from megatron_rl_corr.rollout.waiting_groups import FOLDER, OpenGroups
 
 FLAGS = ["--rollout-url", "http://127.0.0.1:1", "--rollout-prompts", "p", "--rollout-group-size", "2"]
 FLAGS += ["--rollout-max-new-tokens", "4", "--rollout-correction-preset", "decoupled_token_is"]
@@ -57,11 +59,11 @@ def options(tmp_path):
     return lambda *more: parse([*FLAGS, *given, *more])[1]
 
 
-def write(folder, groups, options, replica=0):
+def write(folder, groups, options, replica=0, begun=()):
     """As the writer of a replica does in its thread."""
     layout = Namespace(dp_rank=replica, is_data_leader=True)
     writer = WaitingWriter(layout, options, settings_of(options), SamplingParams(4), lambda number: number)
-    writer._write(folder / FOLDER, groups)
+    writer._write(folder / FOLDER, OpenGroups(groups, begun))
     writer.close()
 
 
@@ -154,6 +156,77 @@ def test_writer_when_the_bound_is_reached_or_the_folder_gone_then_told(tmp_path,
     assert "above --rollout-save-waiting-gib" in told[-1][1] and told[-1][2] == [4]
     write(tmp_path / "gone", [group_of(6)], run)
     assert told[-1][0::2] == ("groups_not_saved", [6]) and "can't be written" in told[-1][1]
+
+
+def begun_of(number, version=2, tokens=3):
+    """A group of which sample 0 is done and scored."""
+    sample = group_of(number, version, tokens).trajectories[0]
+    return BegunGroup(number, {0: FinishedSample([sample])}, {0: Score(0.5)})
+
+
+def read_begun(folder, numbers, options, *, monkeypatch, replicas, version=3, longest=100):
+    """What the leader of the first of these replicas reads of groups that were being sampled."""
+    monkeypatch.setattr(checkpoint_groups, "folders_to_load", lambda args: [folder])
+    saved = SavedCursor(1, 9, 20, (), replicas=replicas)
+    found = checkpoint_groups._read(None, saved, settings_of(options))
+    how = {"version": version, "max_lag": options.max_lag, "longest": longest}
+    return found and found.read_begun(numbers, **how)
+
+
+def test_begun_groups_when_nothing_changed_then_their_samples_go_on(tmp_path, options, told, monkeypatch):
+    run = options("--rollout-max-lag", "2")
+    write(tmp_path, [], run, begun=[begun_of(8, version=0), begun_of(5)])
+    where = {"monkeypatch": monkeypatch, "replicas": (Drawn(20, running=(8, 3), again=(5,)),)}
+    found = read_begun(tmp_path, (8, 3, 5), run, **where)
+    assert list(found) == [8, 5] and found[5].scores == {0: Score(0.5)}
+    assert [(kind, groups) for kind, _, groups in told] == [
+        ("groups_saved", []),
+        ("samples_saved", [8, 5]),
+        ("samples_restored", [8, 5]),
+    ]
+    # they were in another replica, and only those of this leader are read
+    assert list(read_begun(tmp_path, (5, 9), run, **where)) == [5]
+
+
+def test_begun_groups_when_they_cannot_be_used_then_named(tmp_path, options, told, monkeypatch):
+    old = options("--rollout-max-lag", "2")
+    write(tmp_path, [], old, begun=[begun_of(8, version=1), begun_of(5, tokens=9), begun_of(4)])
+    where = {"monkeypatch": monkeypatch, "replicas": (Drawn(20, running=(8, 5, 4)),)}
+    found = read_begun(tmp_path, (8, 5, 4), options("--rollout-max-lag", "1"), **where, longest=10)
+    assert list(found) == [4]
+    stale, long = [(why, groups) for kind, why, groups in told if kind == "groups_sampled_again"]
+    assert "stale: it has samples of version 1" in stale[0] and stale[1] == [8]
+    assert "too long: it has 11 tokens" in long[0] and long[1] == [5]
+    hot = options("--rollout-max-lag", "2", "--rollout-temperature", "0.5")
+    assert read_begun(tmp_path, (8, 5, 4), hot, **where) == {}
+    assert "--rollout-temperature 1.0 there, 0.5 here" in told[-1][1] and told[-1][2] == [8, 5, 4]
+    (tmp_path / FOLDER / "group_000004.parquet").unlink()
+    assert list(read_begun(tmp_path, (8, 4), old, **where)) == [8]
+    assert "group_000004.parquet" in told[-1][1] and told[-1][2] == [4]
+
+
+def test_begun_groups_when_the_cursor_has_others_or_there_is_no_list_then_none(
+    tmp_path, options, told, monkeypatch
+):
+    run = options("--rollout-max-lag", "2")
+    write(tmp_path, [], run, begun=[begun_of(8)])
+    replicas = (Drawn(20, running=(6,)),)
+    assert read_begun(tmp_path, (6,), run, monkeypatch=monkeypatch, replicas=replicas) == {}
+    assert "it is of another save" in told[-1][1] and told[-1][2] == [6]
+    del told[:]
+    replicas = (Drawn(20, running=(8,)), Drawn(20, running=(7,)))
+    assert list(read_begun(tmp_path, (8, 7), run, monkeypatch=monkeypatch, replicas=replicas)) == [8]
+    assert [kind for kind, *_ in told] == ["samples_restored"]  # of replica 1 nothing had been sampled
+    assert read_begun(tmp_path / "older", (8,), run, monkeypatch=monkeypatch, replicas=replicas) is None
+    assert len(told) == 1
+
+
+def test_writer_when_the_bound_leaves_begun_groups_out_then_told(tmp_path, options, told, monkeypatch):
+    run = options("--rollout-save-waiting-gib", f"{150 / 2**30:.12f}")  # group 6 has 104 bytes, group 8 52
+    write(tmp_path, [group_of(6)], run, begun=[begun_of(8)])
+    assert [(kind, groups) for kind, _, groups in told] == [("groups_saved", [6]), ("groups_not_saved", [8])]
+    write(tmp_path / "gone", [], run, begun=[begun_of(8)])
+    assert told[-1][0::2] == ("groups_not_saved", [8]) and "can't be written" in told[-1][1]
 
 
 def test_settings_when_made_then_json_keeps_them(options):

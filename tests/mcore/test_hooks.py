@@ -295,7 +295,7 @@ class Step:
         settle=lambda: asked.append("groups written"),
         begin=lambda folder, groups: asked.append([folder and folder.name, groups, path.exists()]),
     )
-    collector = types.SimpleNamespace(cursor_of_all_replicas=gathered, take_waiting=lambda: ["group"])
+    collector = types.SimpleNamespace(cursor_of_all_replicas=gathered, take_open=lambda: ["group"])
     step = types.SimpleNamespace(collector=collector, training=None,
                                  reference=Reference(), updates=Updates(parts=2, earlier=5), colocation=None,
                                  push=None, auto=AutoWeights(64, "sequence"))

@@ -91,6 +91,38 @@ def test_servers_when_the_check_of_one_hangs_then_others_leave_and_join(hangs):
         looks.close()
 
 
+def test_start_when_the_check_of_one_hangs_then_the_others_begin_and_it_joins_once_it_is_like_them(
+    hangs, monkeypatch
+):
+    monkeypatch.setattr(membership, "OTHERS_S", 0.2)
+    client, (_, goes_on), asked = Client([]), hangs, []
+    check = membership.check_joining
+
+    def asking(client, options, *, found, **how):
+        asked.append((client.base_urls, found))
+        return check(client, options, found=found, **how)
+
+    monkeypatch.setattr(membership, "check_joining", asking)
+    looks = candidates(client, Listed(A, SLOW))
+    first = looks.first()
+    assert first == {A: "sglang"}
+    client.base_urls, looks.found = (A,), "what the first servers are"
+    looks.start()
+    try:
+        goes_on.set()
+        wait_for(lambda: looks._checked)
+        assert looks.change().joining == {SLOW: "sglang"} and first == {A: "sglang"}
+        assert asked[-1] == ((SLOW,), looks.found)
+    finally:
+        looks.close()
+
+
+def test_start_when_all_checks_end_then_all_begin():
+    looks = candidates(Client([]), Listed(A, B))
+    looks._check = lambda url: time.sleep(0.05 if url == A else 0.3) or looks._checked.update({url: "sglang"})
+    assert looks.first() == {A: "sglang", B: "sglang"}
+
+
 def test_check_when_it_fails_in_a_way_that_no_server_explains_then_the_run_learns_of_it(hangs, monkeypatch):
     def fails(*args, **how):
         raise KeyError("ours")

@@ -28,6 +28,9 @@ HIDDEN = "***"
         # names of variables, counts, and paths are no secrets
         (["--rollout-api-key-env", "MY_KEY"], ["--rollout-api-key-env", "MY_KEY"]),
         (["--rollout-max-new-tokens", "8"], ["--rollout-max-new-tokens", "8"]),
+        (["--rollout-input-key", "messages"], ["--rollout-input-key", "messages"]),
+        (["--rollout-label-key=answer"], ["--rollout-label-key=answer"]),
+        (["--rollout-agent-command", f"a --key {SECRET}"], ["--rollout-agent-command", "a --key '***'"]),
         (["--fim-pad-token", "<pad>"], ["--fim-pad-token", "<pad>"]),
         (["--rollout-url", "http://127.0.0.1:30000"], ["--rollout-url", "http://127.0.0.1:30000"]),
         (["--save", "/runs/a:b@c"], ["--save", "/runs/a:b@c"]),

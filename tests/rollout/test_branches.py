@@ -45,7 +45,9 @@ class Agents:
     def __init__(self, sequences, last):
         self.sequences, self.last = sequences, last
 
-    async def generate(self, client, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample):
+    async def generate(
+        self, client, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample, begun
+    ):
         for place in self.last:
             await on_sample(self.sequences[place])
         return self.sequences

@@ -21,7 +21,7 @@ PROMPTS = PromptDataset([Prompt(index, [1]) for index in range(40)])
 class Client:
     """Samples of one token, one after the other."""
 
-    async def generate(self, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample):
+    async def generate(self, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample, begun):
         samples = [
             SimpleNamespace(sample_index=n, sampled=torch.ones(1), environment_reward=None)
             for n in range(samples_per_prompt)
@@ -115,7 +115,7 @@ class Cut(Client):
     def __init__(self, cut):
         self.cut, self.ended = cut, 0
 
-    async def generate(self, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample):
+    async def generate(self, prompts, sampling, *, samples_per_prompt, group_numbers, on_sample, begun):
         reason = "length" if self.cut(PROMPTS.at(group_numbers[0]).index) else "stop"
         samples = [
             SimpleNamespace(

@@ -15,6 +15,7 @@ from megatron_rl_corr.rollout.cursor import Cursor, Drawn, SavedCursor, dealt_or
 from megatron_rl_corr.rollout.groups import Group
 from megatron_rl_corr.rollout.waiting_groups import (
     FOLDER,
+    OpenGroups,
     SavedGroup,
     WaitingList,
     list_path,
@@ -48,11 +49,11 @@ def bits(value):
     return bits(vars(value)) if hasattr(value, "__dict__") else value
 
 
-def write(folder, groups, *, max_bytes=1e9, replica=0):
+def write(folder, groups, *, begun=(), max_bytes=1e9, replica=0):
     return write_waiting(
         folder,
         replica,
-        groups,
+        OpenGroups(groups, begun),
         max_bytes=max_bytes,
         settings=SETTINGS,
         max_lag=3,
@@ -81,7 +82,7 @@ def test_groups_when_written_and_read_then_bit_for_bit_in_their_order(tmp_path):
 
 def test_groups_when_above_the_bound_then_the_first_are_written(tmp_path):
     groups = [group_of(1), group_of(2, tokens=40), group_of(3)]
-    sizes = [size_of(group) for group in groups]
+    sizes = [size_of(group.trajectories) for group in groups]
     assert sizes[0] == sizes[2] < sizes[1]
     written = write(tmp_path / FOLDER, groups, max_bytes=sizes[0] + sizes[1] - 1)
     assert (written.groups, written.beyond) == ((1,), (2, 3))  # not 3 in the place of 2
@@ -93,7 +94,7 @@ def test_groups_when_above_the_bound_then_the_first_are_written(tmp_path):
 def test_size_when_counted_then_that_of_all_tensors():
     # 2 prompt ids of 8 bytes; 3 of each output id (8) and log-prob (4); routes [4, 5, 2] of one byte
     sample = response(3, routed_experts=torch.zeros(4, 5, 2, dtype=torch.uint8))
-    assert size_of(Group(0, [sample, sample], [0.0, 0.0])) == 2 * (2 * 8 + 3 * 12 + 40)
+    assert size_of([sample, sample]) == 2 * (2 * 8 + 3 * 12 + 40)
 
 
 def flip(path):

@@ -43,13 +43,15 @@ class Servers:
     drafts = DraftLayers()
 
     def __init__(self, case):
-        self.case, self.calls, self.pages = case, [], 0
+        self.case, self.calls, self.pages, self.without = case, [], 0, [False, False]
+        self.has_time = case != "over"
         self.transport = self.coverage = self  # one list of calls
         self.verifiers = {"of all": self}
 
     def find(self):
         self.calls.append("find")
-        return [1, 0 if self.case in ("dies", "breaks", "last") and self.calls.count("find") > 1 else 1]
+        is_gone = self.case in ("dies", "breaks", "last") and self.calls.count("find") > 1
+        return [1, 0 if is_gone or self.without[1] else 1]
 
     def use(self, states):
         self.urls = tuple(url for url, state in zip(("a", "b"), states, strict=True) if state)
@@ -66,7 +68,10 @@ class Servers:
                 if self.pages > 1 and self.case == "page":
                     return
                 raise UnreadableAnswer("b", "/update", "<html>")
-            raise RolloutServerError("b", "/update", 500 if self.case == "refuses" else None, "why")
+            stuck = self.case in ("stuck", "over")
+            raise RolloutServerError(
+                "b", "/update", 500 if self.case == "refuses" else None, "why", timed_out=stuck
+            )
 
     def finish(self):
         self.calls.append("finish")
@@ -96,6 +101,17 @@ class Servers:
     def resume(self):
         early = self.case == "late" and not store.check(["expected"])
         self.calls.append("resume, too early" if early else "resume")
+
+    def stuck(self, error):
+        return [getattr(error, "timed_out", False) and url == error.url for url in self.client.base_urls]
+
+    def leave_out_stuck(self, stuck):
+        self.without = stuck
+
+    def begin_push(self):
+        pass
+
+    begin_attempt = end_push = begin_push
 
     def __getattr__(self, name):
         return lambda *arguments: self.calls.append(" ".join([name, *arguments]))

@@ -66,7 +66,15 @@ class Server:
     engine_of = staticmethod(lambda url: ENGINE)
 
     def __init__(self, answer, urls=("http://127.0.0.1:9",)):
-        self.base_urls, self.answer = urls, answer
+        self.base_urls, self.answer, self.left = urls, answer, []
+        self.forgot = False
+
+    def forget_stuck(self):
+        self.forgot = True
+
+    async def leave_weights_update_group(self, name, *, timeout_s):
+        self.left.append(name)
+        return dict.fromkeys(self.base_urls)
 
     async def server_info(self):
         return [ONE for _ in self.base_urls]
@@ -75,6 +83,12 @@ class Server:
         await self.answer()
 
     update_weights_from_distributed = init_weights_update_group
+
+
+def client_of(answer):
+    return SimpleNamespace(
+        control=lambda urls: Server(answer, urls), base_urls=(), fleet=SimpleNamespace(timeout_s=1.0)
+    )
 
 
 async def refuses():
@@ -165,9 +179,9 @@ def test_transport_when_the_address_is_not_of_this_host_then_refused_with_the_re
     with pytest.raises(
         ValueError, match="`weight_address` 192.0.2.1: .*assign requested .*; name an address of"
     ):
-        make_transport("distributed", Server(answers), loop, **common, sends=True)
+        make_transport("distributed", client_of(answers), loop, **common, sends=True)
     # it listens nowhere
-    made = make_transport("distributed", SimpleNamespace(control=None), loop, **common, sends=False)
+    made = make_transport("distributed", client_of(answers), loop, **common, sends=False)
     assert isinstance(made, DistributedTransport) and made._address == "192.0.2.1"
 
 
@@ -284,34 +298,143 @@ def test_send_when_one_of_three_servers_fails_then_the_others_get_the_bucket_and
 
 
 @pytest.mark.parametrize(
-    ("answer", "urls", "broken"),
+    ("answer", "urls", "asked"),
     [
-        (refuses, ("http://127.0.0.1:9",), False),
-        (refuses, ("http://127.0.0.1:9", "http://127.0.0.1:10"), True),  # the second waits for the first
-        (never_answers, ("http://127.0.0.1:9",), True),
+        (refuses, ("http://127.0.0.1:9",), []),
+        (refuses, ("http://127.0.0.1:9", "http://127.0.0.1:10"), [None]),  # the second waits for the first
+        (never_answers, ("http://127.0.0.1:9",), [None]),
     ],
 )
-def test_send_when_servers_share_a_group_that_is_not_made_then_broken_if_one_may_be_waiting_in_it(
-    loop, monkeypatch, answer, urls, broken
+def test_send_when_servers_share_a_group_that_is_not_made_then_asked_whether_they_wait_in_it(
+    loop, monkeypatch, answer, urls, asked
 ):
     def making(*arguments, **options):
-        return UpdateGroup(*arguments, **options | {"backend": "gloo"}, timeout_s=0.5)
+        return UpdateGroup(*arguments, **options | {"backend": "gloo", "timeout_s": 0.5})
 
     monkeypatch.setattr(broadcast, "_ANSWER_S", 0.2)
     monkeypatch.setattr(broadcast, "UpdateGroup", making)
-    transport = DistributedTransport(lambda urls: Server(answer, urls), loop, backend="nccl")
-    transport.aim(Server(answer, urls))
+    server = Server(answer, urls)
+    transport = DistributedTransport(lambda urls: server, loop, backend="nccl")
+    transport.aim(server)
     with pytest.raises((RolloutServerError, OSError)):
         transport.send([("x", torch.ones(1))])
-    assert transport.broken is broken
+    assert server.left == asked and server.forgot == bool(asked) and not transport.broken
 
 
-def test_send_when_a_broadcast_of_a_shared_group_is_not_answered_in_time_then_broken(
+async def times_out():
+    raise RolloutServerError("http://127.0.0.1:9", "/update", None, "timed out after 1 s", timed_out=True)
+
+
+def test_send_when_a_broadcast_of_a_shared_group_times_out_then_none_is_blamed_for_it_and_all_leave(
     loop, monkeypatch, group
 ):
-    transport = transport_to(loop, monkeypatch, group, Server(never_answers))
-    transport._share = True
+    server = Server(times_out)
+    transport = transport_to(loop, monkeypatch, group, server)
+    transport._share, transport._control = True, lambda urls: server
     transport.send([("x", torch.ones(1))])
-    with pytest.raises(OSError, match="no answer within"):
+    (name,) = [one.name for one in transport._groups]
+    with pytest.raises(RolloutServerError, match="timed out") as raised:
         transport.send([("y", torch.ones(1))])  # not begun, as the one before did not arrive
-    assert transport.broken
+    assert not raised.value.timed_out and server.forgot
+    assert server.left == [name] and not transport._groups and not transport.broken
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_abort_of_nccl_then_by_torchs_own_call_and_broken_only_if_that_hangs(loop, monkeypatch, group, hangs):
+    aborted, end = [], threading.Event()
+
+    def abort(one):
+        aborted.append(one)
+        end.wait(30 if hangs else 0)
+
+    monkeypatch.setattr(broadcast, "_abort_process_group", abort)
+    monkeypatch.setattr(broadcast, "_ABORT_S", 0.2 if hangs else 30.0)
+    server = Server(times_out)
+    transport = transport_to(loop, monkeypatch, group, server)
+    transport._share, transport._control, transport._backend = True, lambda urls: server, "nccl"
+    (one,) = transport._groups
+    made = one._group
+    transport.send([("x", torch.ones(1))])
+    with pytest.raises(RolloutServerError) as raised:
+        transport.finish()
+    end.set()
+    assert aborted == [made] and transport.broken is hangs
+    # to one that may wait in what can't be aborted nothing is sent
+    assert server.left == ([] if hangs else [one.name])
+    assert any("could not be aborted" in note for note in getattr(raised.value, "__notes__", ())) is hangs
+
+
+class Turn:
+    """Stands for an NCCL group, whose work ends on the device once `over` is true of it."""
+
+    def __init__(self, name, log, over):
+        self.name, self.log, self.over = name, log, over
+
+    def broadcast(self, tensor, root):
+        self.log.append(f"{self.name} begins")
+        return self
+
+    def is_completed(self):
+        if self.over:
+            self.log.append(f"{self.name} is over")
+        return self.over
+
+    def wait(self):
+        pass
+
+
+def test_send_with_a_group_per_server_over_nccl_then_they_take_turns_and_one_that_hangs_is_aborted_alone(
+    loop, monkeypatch, group
+):
+    log = []
+    monkeypatch.setattr(broadcast, "_abort_process_group", lambda one: log.append(f"{one.name} is aborted"))
+    urls = [f"http://{name}" for name in "abc"]
+    controls = [Server(answers, (url,)) for url in urls]
+    transport = transport_to(loop, monkeypatch, group, *controls)
+    transport._backend, transport._take_turns, transport._control = "nccl", True, None
+    for one, name in zip(transport._groups, "abc", strict=True):
+        one._group, one._timeout_s = Turn(name, log, over=name != "b"), 0.1
+    transport.send([("x", torch.ones(1))])
+    with pytest.raises(RolloutServerError, match="http://b .*not ended on this side's device") as raised:
+        transport.finish()
+    assert raised.value.timed_out and not transport.broken
+    assert log == ["a begins", "a is over", "b begins", "b is aborted", "c begins", "c is over"]
+    assert [one.urls for one in transport._groups] == [("http://a",), ("http://c",)]
+    assert not any(control.left for control in controls)  # its leaving might wait for us
+
+
+def test_transport_over_nccl_then_groups_are_shared_unless_each_server_is_to_have_its_own(loop):
+    shared, own = (
+        DistributedTransport(None, loop, backend="nccl", group_per_server=b) for b in (False, True)
+    )
+    gloo = [DistributedTransport(None, loop, backend="gloo", group_per_server=b) for b in (False, True)]
+    assert (shared._share, shared._take_turns) == (True, False)
+    assert (own._share, own._take_turns) == (False, True)
+    assert [(one._share, one._take_turns) for one in gloo] == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("set_by_user", [None, "2"])
+def test_nccl_group_is_made_with_torchs_handling_of_errors_off_unless_the_user_sets_it(
+    monkeypatch, set_by_user
+):
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    if set_by_user is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, set_by_user)
+    seen = []
+    monkeypatch.setattr(
+        broadcast,
+        "_new_process_group_helper",
+        lambda *_, **__: (seen.append(os.environ[name]) or SimpleNamespace(), None),
+    )
+    monkeypatch.setattr(broadcast, "_world", SimpleNamespace(pg_group_ranks=Ranks()))
+    broadcast._join(dist.HashStore(), 2, "g", "nccl", 1.0, "127.0.0.1")
+    assert seen == [set_by_user or "0"] and os.environ.get(name) == set_by_user
+
+
+class Ranks(dict):
+    """Stands for torch's table of groups, whose keys are groups."""
+
+    def __setitem__(self, group, ranks):
+        pass

@@ -30,6 +30,8 @@ CASES = (
     "long",
     "page",
     "pages",
+    "stuck",
+    "over",
 )
 
 
@@ -81,7 +83,12 @@ def test_push_when_checksums_or_a_stage_take_longer_than_a_collective_may_wait_t
 
 
 @pytest.mark.parametrize(
-    ("case", "sent"), [("dies", ["send r to ab"]), ("last", ["send r to ab", "send s to ab"])]
+    ("case", "sent"),
+    [
+        ("dies", ["send r to ab"]),
+        ("last", ["send r to ab", "send s to ab"]),
+        ("stuck", ["send r to ab"]),  # it answers who asks for its weights' name
+    ],
 )
 def test_push_when_a_server_dies_then_all_is_sent_again_to_the_other_and_nobody_raises(push, case, sent):
     (raised, first), (raised_1, second) = push(case)
@@ -151,7 +158,8 @@ def test_push_when_one_answer_is_a_proxys_page_then_all_is_sent_once_more_to_bot
 
 
 def test_push_when_repeated_then_the_rank_that_knows_why_tells_it(told):
-    assert [rank["repeated"] for rank in told] == [0, 4]  # "last", "dies", "page" and "pages" fail at rank 1
+    # "last", "dies", "page", "pages" and "stuck" fail at rank 1
+    assert [rank["repeated"] for rank in told] == [0, 5]
 
 
 def test_push_when_the_page_comes_again_then_the_run_ends_with_the_servers_name(push):
@@ -167,6 +175,7 @@ def test_push_when_the_page_comes_again_then_the_run_ends_with_the_servers_name(
         ("refuses", "RolloutServerError: rollout server b answered POST /update with HTTP 500", "abandon"),
         ("breaks", "RolloutServerError: rollout server b did not answer", "abandon, broken"),
         ("full", "OSError: no space left", "abandon"),
+        ("over", "RolloutServerError: rollout server b did not answer", "abandon"),
         (
             "lost",
             "RolloutProtocolError: rollout server a broke the protocol of /weights_checker: x differs",

@@ -10,6 +10,7 @@ import torch
 
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
+from megatron_rl_corr.engines.push_bounds import PushBounds
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.weight_sync import updatable
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
@@ -70,10 +71,10 @@ class Recorder:
     async def update_weight_version(self, version):
         self.asked.append(version)
 
-    async def destroy_weights_update_group(self, name, *, timeout_s):
-        self.asked.append((name, self.base_urls))
-        if self.versions[self.base_urls[0]] == "default":
-            raise RolloutServerError(self.base_urls[0], "/destroy_weights_update_group", 400, "no such group")
+    async def leave_weights_update_group(self, name, *, timeout_s):
+        self.asked += [(name, (url,)) for url in self.base_urls]
+        gone = RolloutServerError(self.base_urls[0], "/destroy_weights_update_group", 400, "no such group")
+        return {url: gone if self.versions[url] == "default" else None for url in self.base_urls}
 
 
 @pytest.fixture
@@ -473,3 +474,85 @@ def test_use_when_a_server_left_and_joined_since_then_its_group_is_made_anew(cha
     assert not servers.same_as_before  # so changes alone are not sent
     servers.use(servers.find())
     assert [group.name for group in servers.transport._groups] == ["a", "c"]
+
+
+class Holders:
+    """Stands for the way to servers, of whose weights' holders those in `hang` do not answer."""
+
+    def __init__(self, hang):
+        self.hang, self.asked = hang, []
+
+    async def send(self, url, request, *, timeout_s):
+        self.asked.append((url, request.endpoint, timeout_s))
+        if url in self.hang:
+            raise RolloutServerError(url, request.endpoint, None, "timed out after 0.3 s", timed_out=True)
+        return 200, b"{}"
+
+
+def pushing(client, servers, hang):
+    client.push_bounds, client.push_timeout_s, client.fleet = PushBounds(), 100.0, Holders(hang)
+    servers.begin_push()
+    return client.fleet
+
+
+def late(url):
+    return RolloutServerError(url, "/update", None, "timed out after 5 s", timed_out=True)
+
+
+def test_stuck_then_those_whom_this_push_waited_for_by_its_bounds_or_by_the_error_it_failed_with(
+    client, servers
+):
+    pushing(client, servers, [])
+    client.push_bounds.stuck.add(C)
+    assert servers.stuck(late(A)) == [True, False, True]
+    assert servers.stuck(RolloutServerError(A, "/update", None, "it broke")) == [False, False, True]
+    assert servers.stuck(OSError("no space")) == [False, False, True]
+
+
+def test_find_when_a_server_is_stuck_in_a_push_then_absent_until_what_holds_its_weights_answers(
+    client, servers, monkeypatch
+):
+    told = []
+    monkeypatch.setattr(EVENTS, "tell", lambda kind, why, **facts: told.append((kind, why, facts["server"])))
+    holders = pushing(client, servers, [B])
+    servers.leave_out_stuck([False, True, False])
+    assert servers.find() == [READY, ABSENT, READY] and not holders.asked
+    words = "it answers, but the process that holds its weights does not"
+    assert told == [("server_missed_update", words, B)]
+    servers.expect("1")
+    for _ in range(2):  # later pushes
+        servers.begin_push()
+        assert servers.find() == [READY, ABSENT, READY]
+    assert holders.asked == [(B, "/server_info", 0.3)] * 2
+    holders.hang = []
+    servers.begin_push()
+    assert servers.find() == [READY] * 3
+    servers.begin_push()
+    assert servers.find() == [READY] * 3 and len(holders.asked) == 3
+
+
+def test_find_when_every_server_is_stuck_then_the_push_can_not_go_on_and_names_one(client, servers):
+    holders = pushing(client, servers, [A, B, C])
+    servers.leave_out_stuck([True] * 3)
+    with pytest.raises(RolloutServerError, match=f"{A} .*every server was waited for in vain"):
+        servers.find()
+    servers.begin_push()
+    with pytest.raises(RolloutServerError, match=f"{A} .* /server_info: timed out after 0.3 s"):
+        servers.find()
+    holders.hang = [A, B]
+    assert servers.find() == [ABSENT, ABSENT, READY]
+
+
+@pytest.mark.parametrize("end", ["abandon", "release", "end_push"])
+def test_end_of_a_push_then_what_lets_servers_go_is_bounded_no_more(client, servers, end):
+    pushing(client, servers, [])
+    bounds, seen = client.push_bounds, []
+    assert bounds.is_open and servers.has_time
+
+    async def let_go():
+        seen.append(bounds.is_open)
+
+    servers._let_go, servers._stopped = let_go, True
+    servers._loop = SimpleNamespace(call=lambda coroutine, timeout: asyncio.run(coroutine))
+    getattr(servers, end)()
+    assert not bounds.is_open and seen == ([] if end == "end_push" else [False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -19,7 +20,7 @@ from megatron_rl_corr.commands.accept.servers import served_before, server_rows,
 from megatron_rl_corr.commands.accept.trial import EXPLAINED, read_rows, run_trial, trial_command, trials
 from megatron_rl_corr.engines.secrets import without_secret_words
 from megatron_rl_corr.files import write_atomically
-from megatron_rl_corr.tables import text_table
+from megatron_rl_corr.tables import one_message, text_table, visible
 
 PAGE, NUMBERS = "accept.md", "accept.json"
 PACKAGES = ("megatron-rl-corr", "megatron-core", "transformer-engine", "torch")
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     notes += where(rows)
     accepted = all(row.passed for row in rows)
     table = _table(rows)
-    print("\n".join([*table, *notes, _outcome(accepted, kind)]))
+    print(visible("\n".join([*table, *notes, _outcome(accepted, kind)])))
     versions = versions_here() | (
         {} if isinstance(before, str) else {one.engine: one.release for one in before.values()}
     )
@@ -107,7 +108,12 @@ def _outcome(accepted: bool, kind: str) -> str:
 
 def _line(row: TrialNumber) -> str:
     cells = row.trial, row.what, row.found, row.bar, "ok" if row.passed else "**failed**"
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(_inert(cell) for cell in cells)} |"
+
+
+def _inert(text: str) -> str:
+    """A text of a server's as Markdown shows it: neither markup nor a cell or line of its own."""
+    return re.sub(r"([|<`\[])", r"\\\1", visible(text).replace("\n", " "))
 
 
 def _write(
@@ -120,7 +126,7 @@ def _write(
     further: dict,
 ) -> None:
     date = time.strftime("%Y-%m-%d")
-    versions = ", ".join(f"{name} {release}" for name, release in further["versions"].items())
+    versions = ", ".join(f"{name} {_inert(release)}" for name, release in further["versions"].items())
     lines = [
         f"# {_outcome(accepted, kind)}",
         "",
@@ -132,7 +138,7 @@ def _write(
         "|---|---|---|---|---|",
         *map(_line, rows),
         "",
-        *(f"    {note}" for note in notes),
+        *(f"    {one_message(note)}" for note in notes),
     ]
     write_atomically(out / PAGE, ("\n".join(lines) + "\n").encode())
     found = {

@@ -153,11 +153,10 @@ def _largest(values: Sequence[float]) -> float:
 
 
 def _by_layer(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Layer -> the largest disagreement of its routers in a step."""
+    """Layer -> the disagreement of its routers, in the mean of all steps: a step alone has few tokens."""
     prefix, found = "router_replay/disagreement/", {}
     for step in steps:
         for name, value in step.items():
             if name.startswith(prefix):
-                layer = name.removeprefix(prefix)
-                found[layer] = _largest([value, found.get(layer, 0.0)])
-    return found
+                found.setdefault(name.removeprefix(prefix), []).append(value)
+    return {layer: math.fsum(shares) / len(shares) for layer, shares in found.items()}

@@ -12,6 +12,7 @@ from megatron_rl_corr.files import open_to_append
 from megatron_rl_corr.models.architectures import num_experts
 from megatron_rl_corr.models.hf_checkpoint import read_model
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
+from megatron_rl_corr.tables import visible
 
 OWN, REPLAYED, EXPLAINED = "own", "replayed", "explained"
 """Trials: the trainer's routers choose the experts, or take the servers'; after these, where one is not
@@ -133,7 +134,7 @@ def run_trial(command: Sequence[str], log: Path) -> tuple[int, list[str]]:
     ):
         assert process.stdout is not None
         try:
-            for line in process.stdout:
+            for line in map(visible, process.stdout):
                 sys.stdout.write(line)
                 file.write(line)
                 last = [*last[1 - LAST_LINES :], line.rstrip()]

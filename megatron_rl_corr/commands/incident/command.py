@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,10 +22,11 @@ from megatron_rl_corr.commands.incident.recorded_run import Launch, RecordedRun
 from megatron_rl_corr.commands.incident.replay_command import BUNDLE, ReplayCommand, make_command
 from megatron_rl_corr.commands.incident.sample_files import BatchFiles, SampleFolder
 from megatron_rl_corr.commands.incident.start_point import TRACKER, StartPoint, find_start
-from megatron_rl_corr.engines.secrets import HIDDEN, without_lookalikes
+from megatron_rl_corr.engines.secrets import HIDDEN, json_without_secrets, without_lookalikes
 from megatron_rl_corr.events import read_events
 from megatron_rl_corr.files import CONFIG_NAME, METRICS_NAME
 from megatron_rl_corr.observability.metrics_file import encode_line
+from megatron_rl_corr.tables import one_message, visible
 
 ROWS_BEFORE = 20
 """Steps before the first one that is replayed whose metrics and events are in the bundle."""
@@ -51,20 +53,22 @@ def run(arguments: argparse.Namespace, stream: TextIO) -> int:
 
 def _check(bundle: Path, replayed: str | None, stream: TextIO) -> int:
     manifest = check_bundle(bundle)
-    print(f"{len(manifest['files'])} files are as they were written: step {manifest['step']}", file=stream)
+    # a bundle may be somebody else's, who wrote what its manifest says
+    say = partial(_say, stream)
+    say(f"{len(manifest['files'])} files are as they were written: step {manifest['step']}")
     for line in manifest["cannot_come_back"]:
-        print(f"cannot come back: {line}", file=stream)
+        say(f"cannot come back: {line}")
     for name, wanted in manifest["versions"].items():
         try:
             here = version(name)
         except PackageNotFoundError:
             continue
         if here != wanted:
-            print(f"{name} is {here} here, and was {wanted} in the run", file=stream)
+            say(f"{name} is {here} here, and was {wanted} in the run")
     if replayed is None:
         return 0
     steps = compare_steps(bundle, manifest, Path(replayed))
-    print(comparison(steps), file=stream)
+    print(visible(comparison(steps)), file=stream)
     return INCOMPLETE if any(one.differ for one in steps) else 0
 
 
@@ -109,7 +113,7 @@ def _write(arguments: argparse.Namespace, stream: TextIO) -> int:
         },
         "versions": launch.record["versions"],
     }
-    facts = _without_secrets(facts)
+    facts = json_without_secrets(facts, os.environ)
     with new_folder(out) as folder:
         _copy(folder, recorded, batches, found, facts)
         if facts["start"]["in_bundle"]:
@@ -196,11 +200,11 @@ def _copy(
     kept = range(first - ROWS_BEFORE, last + 1)
     lines = [encode_line(row) for row in recorded.rows if row["step"] in kept]
     (folder / METRICS_NAME).write_text("".join(lines), encoding="ascii")
-    settings = json.dumps(_without_secrets(recorded.settings), indent=2) + "\n"
+    settings = json.dumps(json_without_secrets(recorded.settings, os.environ), indent=2) + "\n"
     (folder / CONFIG_NAME).write_text(settings, encoding="utf-8")
     events = [event for event in _events(recorded) if event.get("step") in kept]
     if events:
-        text = "".join(json.dumps(_without_secrets(event)) + "\n" for event in events)
+        text = "".join(json.dumps(json_without_secrets(event, os.environ)) + "\n" for event in events)
         (folder / "events.jsonl").write_text(text, encoding="utf-8")
 
 
@@ -215,27 +219,23 @@ def _copy_checkpoint(folder: Path, start: StartPoint) -> None:
     (folder / "checkpoints" / TRACKER).write_text(str(start.iteration))
 
 
-def _without_secrets(value: Any) -> Any:
-    """JSON without what looks like a secret, in names and values."""
-    if isinstance(value, str):
-        return without_lookalikes(value, os.environ)
-    if isinstance(value, Mapping):
-        return {_without_secrets(name): _without_secrets(one) for name, one in value.items()}
-    return [_without_secrets(one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
 def _print(
     facts: Mapping[str, Any], batches: Sequence[BatchFiles], out: Path, digest: str, stream: TextIO
 ) -> None:
+    say = partial(_say, stream)
     start, files = facts["start"], sum(len(one.paths) for one in batches)
     first, last = facts["replayed_steps"]
     where = (
         f"the checkpoint of iteration {start['iteration']}" if start["iteration"] else "the run's beginning"
     )
-    print(f"step {facts['step']}: {facts['why']}", file=stream)
+    say(f"step {facts['step']}: {facts['why']}")
     for alert in facts["alerts"]:
-        print(f"alert: {alert}", file=stream)
-    print(f"replays the steps {first} to {last} from {where}, with {files} sample files", file=stream)
+        say(f"alert: {alert}")
+    say(f"replays the steps {first} to {last} from {where}, with {files} sample files")
     for line in facts["cannot_come_back"]:
-        print(f"cannot come back: {line}", file=stream)
-    print(f"written: {out} ({MANIFEST} has SHA-256 {digest}); README.txt has the command", file=stream)
+        say(f"cannot come back: {line}")
+    say(f"written: {out} ({MANIFEST} has SHA-256 {digest}); README.txt has the command")
+
+
+def _say(stream: TextIO, text: str) -> None:
+    print(one_message(text), file=stream)

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl_corr.commands.incident.compare import NOT_REPLAYED
 from megatron_rl_corr.commands.incident.replay_command import ReplayCommand
+from megatron_rl_corr.tables import one_message
 
 BEGIN, END = "---- command ----", "---- end ----"
 """Lines around the command."""
@@ -33,7 +34,8 @@ def readme(facts: Mapping[str, Any], command: ReplayCommand, out: Path) -> str:
         f"{BEGIN}\n{command.as_text(out)}\n{END}",
         _hosts(command),
         "It asks no server, writes beside the bundle, into BUNDLE.replayed, and changes nothing else. "
-        f"Paths are those of the run's machine, relative ones from {command.folder}. Then\n\n    "
+        f"Paths are those of the run's machine, relative ones from {one_message(command.folder)}. "
+        "Then\n\n    "
         "megatron-rl-corr incident --check BUNDLE --replayed BUNDLE.replayed/log\n\nsays which metrics "
         "are the same. In the same layout and with the same software all that it compares are, bit for "
         "bit; left out are "
@@ -61,7 +63,7 @@ def _hosts(command: ReplayCommand) -> str:
 
 
 def _list(title: str, lines: Sequence[str]) -> str:
-    return "\n".join([title, *(f"  - {line}" for line in lines)]) if lines else ""
+    return "\n".join([title, *(f"  - {one_message(line)}" for line in lines)]) if lines else ""
 
 
 def _start(start: Mapping[str, Any]) -> str:

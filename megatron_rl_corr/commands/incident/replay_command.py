@@ -66,7 +66,7 @@ class ReplayCommand:
         if hosts > 1:
             ranks += ["--nnodes", str(hosts)]
         launcher = ["-m", "megatron_rl_corr.launch"] if self.launcher else []
-        variables = [f"export {name}={shlex.quote(value)}" for name, value in self.environment.items()]
+        variables = [f"export {shlex.quote(f'{name}={value}')}" for name, value in self.environment.items()]
         start = shlex.join(["torchrun", *ranks, *launcher, self.script])
         return "\n".join(
             [

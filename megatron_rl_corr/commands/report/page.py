@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_rl_corr.commands.report.page_events import page_events
 from megatron_rl_corr.commands.report.page_samples import page_samples
-from megatron_rl_corr.commands.report.panels import PAGE_PANELS
+from megatron_rl_corr.commands.report.panels import PAGE_PANELS, plain_label
 from megatron_rl_corr.commands.report.plots import (
     OVERVIEW_NAME,
     render_expert_map,
@@ -20,13 +20,14 @@ from megatron_rl_corr.commands.report.plots import (
     steps_to_shade,
     write_overview,
 )
+from megatron_rl_corr.engines.secrets import json_without_secrets
 from megatron_rl_corr.files import CONFIG_NAME, write_atomically
 from megatron_rl_corr.moe import statistics
 from megatron_rl_corr.observability.alerts import Summary, find_alerts, finite_values, metric_names, summarise
 from megatron_rl_corr.observability.catalogue import BINS, catalogue, grouped, label_of, spec_of, usual_range
 from megatron_rl_corr.observability.early_warnings import find_warnings
 from megatron_rl_corr.observability.metrics_file import FILE_NAME, read_metrics
-from megatron_rl_corr.tables import readable
+from megatron_rl_corr.tables import readable, visible
 
 PAGE_NAME, TEMPLATE_NAME = "report.html", "page.html.j2"
 
@@ -49,10 +50,12 @@ def write_page(run_dir: str | os.PathLike) -> Path:
     title = run_dir.resolve().name
     experts, samples = _expert_maps(run_dir / statistics.FILE_NAME), page_samples(run_dir)
     write_overview(rows, run_dir / OVERVIEW_NAME, title=title)
-    # Autoescape, as names of metrics and values of settings come from the run; an undefined name is an error.
+    # Autoescape, as names of metrics and values of settings come from the run; `visible`, as what turns the
+    # direction of writing is no markup. An undefined name is an error.
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
+        finalize=lambda value: visible(value) if type(value) is str else value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -105,12 +108,12 @@ def _read_config(path: Path) -> dict[str, str]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}; repair or remove it") from error
     if not isinstance(settings, dict):
         kind = type(settings).__name__
         raise ValueError(f"{path} must hold an object of settings, got {kind}; repair or remove it")
-    return flatten(settings)
+    return flatten(json_without_secrets(settings, os.environ))
 
 
 def _summary_entries(summary: Summary) -> dict[str, str]:
@@ -164,7 +167,7 @@ def _expert_maps(path: Path) -> dict[str, Any] | None:
     try:
         step = json.loads(lines[-1])
         tables = {name: np.array(step[name], dtype=float) for name in statistics.COLUMNS}
-        layers = [str(layer) for layer in step["layers"]]
+        layers = [plain_label(str(layer)) for layer in step["layers"]]
         figures = [
             _figure(
                 f"{title} of every expert, layers x experts", render_expert_map(tables[name], layers, title)

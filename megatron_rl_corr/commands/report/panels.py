@@ -12,6 +12,7 @@ from matplotlib.ticker import MaxNLocator
 from megatron_rl_corr.core.catalogue import QUADRANTS
 from megatron_rl_corr.core.mismatch import TURN_NUMBERS
 from megatron_rl_corr.observability.catalogue import bins_of, ordered, usual_range
+from megatron_rl_corr.tables import visible
 
 # Okabe and Ito's palette stays apart under the common colour deficiencies.
 BLUE, ORANGE, GREEN, VERMILLION, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9"
@@ -45,7 +46,7 @@ class Series:
         """
         names = sorted({name for row in self._rows for name in row})
         return {
-            name: match[1] or ""
+            name: plain_label(match[1] or "")
             for name in names
             if (match := re.fullmatch(pattern, name)) and self.has(name)
         }
@@ -57,6 +58,11 @@ class Series:
     def has(self, *names: str) -> bool:
         """True if every one of the metrics has a finite value at some step."""
         return all(bool(np.isfinite(self[name]).any()) for name in names)
+
+
+def plain_label(text: str) -> str:
+    """A name as matplotlib writes it letter by letter: between two dollar signs it would read formulas."""
+    return visible(text).replace("$", r"\$")
 
 
 def draw_line(axes: Axes, series: Series, name: str, *, color: str = BLUE, label: str = ""):

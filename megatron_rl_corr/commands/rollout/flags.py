@@ -22,6 +22,7 @@ TOPICS = (
 OF_TRAINING = (
     "server_check",
     "update_timeout_s",
+    "push_timeout_s",
     "prompts_weights",
     "max_lag",
     "stale_samples",

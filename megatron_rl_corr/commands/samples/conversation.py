@@ -11,13 +11,12 @@ from itertools import pairwise
 
 import torch
 
-from megatron_rl_corr.commands.samples.token_text import visible
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import ENVIRONMENT, Trajectory
 from megatron_rl_corr.rollout.gateway.answering import PROMPT_TAIL, names_of_calls
 from megatron_rl_corr.rollout.gateway.tool_calls import TOOL_FORMATS, detect
 from megatron_rl_corr.rollout.sample_file import Sample
-from megatron_rl_corr.tables import readable
+from megatron_rl_corr.tables import readable, visible
 
 REASONS = {
     "edited": "the agent's history is another one",

@@ -85,11 +85,11 @@ def legend() -> str:
 
 
 def lines_of(view: SampleView, *, coloured: bool) -> Iterator[str]:
-    """A sample's lines: its head, its notes, the prompt, the response, or the messages of a conversation,
-    whose text is indented, so that it can't be taken for a head.
+    """A sample's lines: its head, its notes, the prompt, the response, or the messages of a conversation.
+    Their texts are indented behind their first lines, so that none can be taken for a head.
     """
     yield f"{BOLD}{view.head}{RESET}" if coloured else view.head
-    yield from view.notes
+    yield from (note.replace("\n", f"\n{INDENT}") for note in view.notes)
     for message in view.conversation:
         yield (
             f"  {BOLD}{message.role}{RESET} | {message.words}"
@@ -100,8 +100,10 @@ def lines_of(view: SampleView, *, coloured: bool) -> Iterator[str]:
             yield INDENT + _text(message, coloured=coloured).replace("\n", f"\n{INDENT}")
     if view.conversation:
         return
-    yield f"{DIM}prompt:{RESET} {view.prompt}" if coloured else f"prompt: {view.prompt}"
+    prompt = view.prompt.replace("\n", f"\n{INDENT}")
+    yield f"{DIM}prompt:{RESET} {prompt}" if coloured else f"prompt: {prompt}"
     response = "".join(_span(span) if coloured else _plain(span) for span in view.response)
+    response = response.replace("\n", f"\n{INDENT}")
     yield f"{DIM}response:{RESET} {response}" if coloured else f"response: {response}"
 
 

@@ -24,10 +24,10 @@ from megatron_rl_corr.commands.samples.conversation import (
     words_of,
 )
 from megatron_rl_corr.commands.samples.rejected import Rejections
-from megatron_rl_corr.commands.samples.token_text import TextSpan, text_spans, visible
+from megatron_rl_corr.commands.samples.token_text import TextSpan, text_spans
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.rollout.sample_file import Sample
-from megatron_rl_corr.tables import readable
+from megatron_rl_corr.tables import readable, visible
 
 SHADES = (0.05, 0.2, 0.7, 2.0)
 """|D| from which a token is shaded, from light to strong: factors of 1.05, 1.2, 2 and 7 between

@@ -69,15 +69,3 @@ def _named(tokenizer: Tokenizer, ids: Sequence[int], place: int) -> TextSpan:
     """The span of one id, which stands for its bytes that are no character."""
     text = re.sub(f"{INVALID}+", f"⟨{ids[place]}⟩", tokenizer.decode_all([ids[place]]))
     return TextSpan(text, place, place + 1)
-
-
-def visible(text: str) -> str:
-    """The text without characters that act on a terminal or a page: they are shown as escapes,
-    \\x1b for example.
-
-    New lines and tabs stay. Others that are not printable, such as those that turn the direction of
-    writing, do not.
-    """
-    return "".join(
-        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode() for one in text
-    )

@@ -92,6 +92,7 @@ class SGLang(Engine):
     parse_control = staticmethod(responses.parse_control)
     health = staticmethod(requests.health)
     alive = staticmethod(requests.model_info)  # health samples a token, which a paused server does not
+    holder_alive = staticmethod(requests.server_info)  # of the schedulers
     server_info = staticmethod(requests.server_info)
     model_info = staticmethod(requests.model_info)
     is_quantized = staticmethod(servers.is_quantized)

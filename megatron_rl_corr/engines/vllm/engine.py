@@ -71,6 +71,7 @@ class VLLM(Engine):
     parse_control = staticmethod(responses.parse_control)
     health = staticmethod(requests.health)
     alive = staticmethod(requests.health)  # its weights' name waits for the process that loads them
+    holder_alive = staticmethod(requests.weight_info)
     server_info = staticmethod(requests.server_info)
     model_info = staticmethod(requests.weight_info)
     is_quantized = staticmethod(servers.is_quantized)

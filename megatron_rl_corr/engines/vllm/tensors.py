@@ -22,7 +22,7 @@ counter and event.
 """
 _TYPES = {0: Tensor, 4: torch.UntypedStorage}
 """Where it takes classes; they are always these."""
-_DTYPE = 5
+_SIZE, _DTYPE = 1, 5
 
 
 def serialized(bucket: Sequence[tuple[str, Tensor]]) -> str:
@@ -82,6 +82,8 @@ def decoded(entry: dict[str, Any], device: torch.device) -> Tensor:
         fields[place] = kind
     for place in (_HANDLE, _COUNTER, _EVENT):
         fields[place] = base64.b64decode(fields[place])
+    if list(fields[_SIZE]) != list(entry["shape"]):
+        raise ValueError(f"{entry['name']} is told as {entry['shape']}, and its handle is of {fields[_SIZE]}")
     # A copy: vLLM keeps a tensor until its whole layer has come, and the sender's memory may
     # change before that.
     return rebuild_cuda_tensor(*fields).to(device, copy=True)

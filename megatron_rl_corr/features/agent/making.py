@@ -37,7 +37,6 @@ def make_agents(
         options.agent_memory_gib,
         "`agent`" if command is None else "`agent_command`",
     )
-    hidden = {options.api_key_env, options.reward_api_key_env} - {None}
     rules = answer_rules(
         tokenizer,
         sampling,
@@ -52,7 +51,7 @@ def make_agents(
         sampling, host=options.gateway_host, port=port, strict=options.gateway_strict, model_name="policy"
     )
     return Agents(
-        Harnesses(kind, hidden, python=options.agent_python),
+        Harnesses(kind, options.names_of_keys, python=options.agent_python),
         gateway,
         Templates(tokenizer, options.template_variables()),
         rules,

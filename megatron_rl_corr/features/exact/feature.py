@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.errors import RolloutError, may_be_gone
 from megatron_rl_corr.features.exact.certificate import Certificate
 from megatron_rl_corr.features.exact.comparison import (
     FIRST,
@@ -68,11 +69,8 @@ class ExactFeature(Feature):
 
     @collective
     def after_push(self, push: Any, version: str) -> dict[str, float]:
-        """Learn what the servers are, of each once."""
-        known = {one["url"] for one in self._servers or []}
-        # some may have been silent at the start; all may have left, and who joins is asked then
-        if any(url not in known for url in push.servers.urls):
-            self._learn(push.servers)
+        """Learn what the servers are: one may have been started again since, as another release."""
+        self._learn(push.servers)
         return {}
 
     @collective
@@ -83,6 +81,8 @@ class ExactFeature(Feature):
     @collective
     def _learn(self, servers: WeightServers) -> None:
         found = broadcast_made(lambda: self._ask_servers(servers))
+        if not found:  # all have left, or are silent: they are asked after the next push
+            return
         if self._servers is None:
             self._servers = found
             self._dtype = getattr(torch, found[0]["number_type"])
@@ -92,15 +92,20 @@ class ExactFeature(Feature):
         self._servers += [one for one in found if one not in self._servers]
 
     def _ask_servers(self, servers: WeightServers) -> list[dict[str, Any]]:
-        """Release and modes of each; on rank 0.
+        """Release and modes of each that answers; on rank 0.
 
         Raises:
             StartupError: they give log-probs of another number type than the run's, or of several.
-            RolloutError: one can't be asked.
+            RolloutError: one refuses to tell.
         """
         client, found = servers.client, []
-        infos = servers.loop.call(client.control(list(servers.urls)).server_info())
-        for url, info in zip(servers.urls, infos, strict=True):
+        for url in servers.urls:
+            try:
+                (info,) = servers.loop.call(client.control([url]).server_info())
+            except RolloutError as error:
+                if not may_be_gone(error):
+                    raise
+                continue
             engine = client.engine_of(url)
             found.append(
                 {

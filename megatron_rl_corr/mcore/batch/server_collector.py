@@ -24,6 +24,7 @@ from megatron_rl_corr.moe.routes import Routes
 from megatron_rl_corr.reduce.collectives import collective
 from megatron_rl_corr.reduce.failure import all_reduce_failure, meeting_interval_s
 from megatron_rl_corr.reduce.layout import Layout
+from megatron_rl_corr.rollout.begun_groups import BegunGroup
 from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.cursor import Cursor, Drawn, GroupNumbers, SavedCursor
@@ -35,6 +36,7 @@ from megatron_rl_corr.rollout.groups import StreamState
 from megatron_rl_corr.rollout.queue import Group, GroupStream, Selection, Taken
 from megatron_rl_corr.rollout.sample_file import Origin
 from megatron_rl_corr.rollout.sampling import training_sampling
+from megatron_rl_corr.rollout.waiting_groups import OpenGroups
 
 PROGRESS_EVERY_S = 10.0
 """Interval of a leader's messages about a slow collection."""
@@ -99,6 +101,7 @@ class Collector(BatchCollector):
             agent_branches=source.agent_branches,
         )
         client, prompts, self._with_origins = source.client, source.prompts, origins
+        self._first, self._max_lag = batches[0], options.max_lag
         source.rewards.check_labels(prompts, "--rollout-prompts")
         self._client, self._loop, self._rewards = client, source.loop, source.rewards
         client.check_sampling(self.sampling)
@@ -121,7 +124,7 @@ class Collector(BatchCollector):
                     f"{saved.next}, and {len(saved.again)} drawn and not trained are not drawn again"
                 )
                 EVENTS.tell("groups_forgotten", difference, groups=list(saved.again))
-        ready = self._read(restored, own, batches[0], options.max_lag)
+        ready, begun = self._read(restored, own, batches[0], options.max_lag)
         there = {group.number for group in ready}
         drawn = own and replace(own, waiting=tuple(n for n in own.waiting if n not in there))
         self._sampler = sampler = GroupSampler(
@@ -137,6 +140,7 @@ class Collector(BatchCollector):
             episodes=source.episodes,
             drop_truncated=options.truncated_samples == "drop",
             traces=traces,
+            begun=begun,
         )
         self._filter, self.oversampled = None, options.oversampling > 1
         if options.group_filter is not None:
@@ -154,7 +158,7 @@ class Collector(BatchCollector):
             resumed=None if own is None else StreamState.resumed(own.waiting, own.counts),
             ready=ready,
         )
-        self._saves_waiting, self._waiting = options.save_waiting_gib > 0, []
+        self._saves_waiting, self._open = options.save_waiting_gib > 0, OpenGroups()
         if own is not None:
             self._failures.restore(own.counts.get("failures", {}))
             if self._filter is not None:
@@ -177,11 +181,13 @@ class Collector(BatchCollector):
 
         async def drawn() -> Drawn:
             state = self._stream.state(with_taken=with_last)
-            self._waiting = self._stream.waiting(with_taken=with_last) if self._saves_waiting else []
             counts = state.counts() | {"failures": self._failures.state()}
             if self._filter is not None:
                 counts["unjudged_in_a_row"] = self._filter.failed_in_a_row
             place = self._sampler.drawn(state.running, waiting=state.waiting, again=state.again)
+            if self._saves_waiting:  # taken with the place, on the loop that alone changes them
+                begun = self._sampler.begun({*place.running, *place.again})
+                self._open = OpenGroups(self._stream.waiting(with_taken=with_last), begun)
             return replace(place, counts=counts)
 
         own = (self._layout.dp_rank, self._loop.call(drawn())) if self._layout.is_data_leader else None
@@ -195,10 +201,10 @@ class Collector(BatchCollector):
             replicas, self._prompts, self._failed_prompts, batches, self._failed_fraction.state()
         )
 
-    def take_waiting(self) -> list[Group]:
-        """On a data leader the groups that waited when the last cursor was asked for, in its order, once."""
-        waiting, self._waiting = self._waiting, []
-        return waiting
+    def take_open(self) -> OpenGroups:
+        """On a data leader what was sampled and not trained when the last cursor was asked for, once."""
+        open_, self._open = self._open, OpenGroups()
+        return open_
 
     def close(self) -> None:
         """Stop sampling ahead, and the processes that compute rewards."""
@@ -209,12 +215,14 @@ class Collector(BatchCollector):
 
     def _read(
         self, restored: SavedGroups | None, own: Drawn | None, version: int, max_lag: int
-    ) -> list[Group]:
-        """The groups of a checkpoint that this leader's steps take first."""
+    ) -> tuple[list[Group], dict[int, BegunGroup]]:
+        """The groups of a checkpoint that this leader's steps take first, and what it has of others."""
         if restored is None or own is None or not self._layout.is_data_leader:
-            return []
+            return [], {}
         longest = self._shape.seq_length + 1  # the last token is a label only
-        return restored.read(own.waiting, version=version, max_lag=max_lag, longest=longest)
+        usable = {"version": version, "max_lag": max_lag, "longest": longest}
+        begun = restored.read_begun((*own.running, *own.again), **usable)
+        return restored.read(own.waiting, **usable), begun
 
     def _selection(self, options: RunConfig, aside: int) -> Selection:
         """Which groups the stream's steps take."""
@@ -274,7 +282,12 @@ class Collector(BatchCollector):
 
     def _submit_take(self, number: int) -> concurrent.futures.Future[Taken]:
         self._tokens_before, self._told_at = self._client.counts()["tokens"], time.monotonic()
-        return self._loop.submit(self._stream.take(number))
+        return self._loop.submit(self._take(number))
+
+    async def _take(self, number: int) -> Taken:
+        if number > self._first:  # those of before the first step were judged when they were read
+            self._sampler.forget_older(number - self._max_lag)
+        return await self._stream.take(number)
 
     def _has_arrived(self, taking: concurrent.futures.Future, batch: int, since: float) -> bool:
         """Progress is printed every PROGRESS_EVERY_S."""

@@ -17,6 +17,7 @@ from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.rollout.agents.harnesses import CAUSE, Harnesses
 from megatron_rl_corr.rollout.agents.outcome import NAME, REWARDS
+from megatron_rl_corr.rollout.begun_groups import BegunGroup
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.rollout.gateway.episode import Episode, EpisodeCounts, EpisodeRules
 from megatron_rl_corr.rollout.gateway.server import Gateway
@@ -106,6 +107,7 @@ class Agents:
         group_numbers: Sequence[int] | None = None,
         on_sample: Callable[[Trajectory], Awaitable[None]] | None = None,
         on_progress: Callable[[int, int, float], None] | None = None,
+        begun: Mapping[int, BegunGroup] | None = None,
     ) -> list[Trajectory]:
         """samples_per_prompt episodes of each prompt, prompt-major; the branches of one are neighbours.
 
@@ -117,6 +119,7 @@ class Agents:
             on_sample: awaited once for each episode, with the branch of its latest turn.
             on_progress: called after each episode with (episodes done, all episodes, sampled tokens
                 per second so far).
+            begun: as in `RolloutClient.generate`, of whole episodes: a harness can't be asked for its state.
 
         Raises:
             ValueError: samples_per_prompt or group_numbers are wrong, or this process may open too few files.
@@ -133,8 +136,7 @@ class Agents:
         )
         total, done, tokens, started = len(prompts) * samples_per_prompt, 0, 0, time.monotonic()
 
-        async def sample(prompt: Prompt, prompt_index: int, index: int) -> list[Trajectory]:
-            nonlocal done, tokens
+        async def new_sample(prompt: Prompt, prompt_index: int, index: int) -> tuple[list[Trajectory], int]:
             episode = Episode(client, self._templates, rules, Draw(client.seed, numbers[prompt_index], index))
             try:
                 with traced_episode(index, "harness"):
@@ -145,7 +147,17 @@ class Agents:
                     f"{prompt.index} of the data set)"
                 )
                 raise
-            branches = [replace(one, prompt_index=prompt_index, sample_index=index) for one in branches]
+            return [replace(one, prompt_index=prompt_index, sample_index=index) for one in branches], latest
+
+        async def sample(prompt: Prompt, prompt_index: int, index: int) -> list[Trajectory]:
+            nonlocal done, tokens
+            own = None if begun is None else begun.get(numbers[prompt_index])
+            if own is not None and index in own.samples:
+                branches, latest = own.samples[index].branches, own.samples[index].latest
+            else:
+                branches, latest = await new_sample(prompt, prompt_index, index)
+                if own is not None:
+                    own.finish(index, branches, latest)
             if on_sample is not None:
                 await on_sample(branches[latest])
             done, tokens = done + 1, tokens + sum(int(one.sampled.sum()) for one in branches)

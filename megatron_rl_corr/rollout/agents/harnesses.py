@@ -25,9 +25,9 @@ from megatron_rl_corr.data.reward_process import NOT_INHERITED, START_LIMIT_S
 from megatron_rl_corr.data.reward_worker import LENGTH_BYTES, frame
 from megatron_rl_corr.data.worker_pool import RESTARTS
 from megatron_rl_corr.engines.errors import SampleFailure
-from megatron_rl_corr.engines.secrets import HIDDEN, redacted
+from megatron_rl_corr.engines.secrets import HIDDEN, without_secret_words
 from megatron_rl_corr.events import EVENTS
-from megatron_rl_corr.rollout.agents.outcome import REWARD, checked_outcome
+from megatron_rl_corr.rollout.agents.outcome import REWARD, checked_outcome, is_outcome
 from megatron_rl_corr.rollout.agents.starter import (
     GRACE_S,
     HarnessKind,
@@ -155,7 +155,7 @@ class Harnesses:
     @property
     def name(self) -> str:
         """The option and what it names, for messages."""
-        what = self.kind.function or " ".join(self.kind.command or ())
+        what = self.kind.function or " ".join(without_secret_words(self.kind.command or (), os.environ))
         return f"{self.kind.flag} {what}"
 
     async def _living(self) -> _StarterProcess:
@@ -286,7 +286,8 @@ class Harnesses:
                 raise SampleFailure(
                     CAUSE, shown(f"ended {_how(ended['status'])} before it returned")
                 ) from None
-        if not isinstance(answer, dict) or not answer.keys() & {"value", "error"}:
+        own = isinstance(answer, dict) and answer.keys() & {"value", "error"}
+        if not own or (self.kind.command is None and not is_outcome(answer.get("value"))):
             raise SampleFailure(CAUSE, shown("wrote into the descriptor of its result"))
         if "error" in answer:
             raise SampleFailure(CAUSE, shown(f"failed: {answer['error']}"))
@@ -301,7 +302,7 @@ class Harnesses:
 def with_output(what: str, output: str, key: str) -> str:
     """A message with the end of what a harness has written, without the episode's key."""
     text = output.strip().replace(key, HIDDEN)
-    return redacted(f"{what.replace(key, HIDDEN)}\nthe end of its output:\n{text}" if text else what)
+    return f"{what.replace(key, HIDDEN)}\nthe end of its output:\n{text}" if text else what
 
 
 async def _received(reader: asyncio.StreamReader) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_rl_corr.data.reward_value import SCORE, checked_parts, checked_reward
+from megatron_rl_corr.data.reward_value import SCORE, checked_parts, checked_reward, is_reward
 
 REWARD = "reward"
 """The key of a dict whose value is the reward; the others are only logged."""
@@ -43,6 +43,19 @@ def checked_outcome(value: Any, source: str) -> dict[str, Any] | None:
             return checked_outcome(parts, source) | {REWARDS: _checked_rewards(value[REWARDS], source)}
         value = {SCORE if key == REWARD else key: one for key, one in value.items()}
     return checked_parts(value, NAME, source)
+
+
+def is_outcome(value: Any) -> bool:
+    """True for what `checked_outcome` gives: what came out of a harness's process may be another's, as of a
+    tool that runs what the policy wrote and found the descriptor.
+    """
+    if value is None:
+        return True
+    if not isinstance(value, dict) or NAME not in value:
+        return False
+    rewards = value.get(REWARDS, {})
+    numbers = [one for key, one in value.items() if key != REWARDS]
+    return isinstance(rewards, dict) and all(map(is_reward, [*numbers, *rewards.values()]))
 
 
 def _checked_rewards(value: Any, source: str) -> dict[str, float]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from megatron_rl_corr.data import json_text
 from megatron_rl_corr.engines.trajectory import SamplingParams
@@ -37,6 +39,20 @@ MOST_NESTED = 500
 """Arrays and objects of a body within each other: what walks through them must come to an end."""
 STREAM_BYTES = 1 << 16
 """Events are written in portions of this size."""
+BODY_S = 120.0
+"""Seconds in which a body must have come."""
+
+
+class _WithoutRequests(logging.Filter):
+    """Leaves out the traceback of a connection that sent no HTTP: it quotes the request, which has a key."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        return not isinstance(error, HttpProcessingError)
+
+
+_CONNECTIONS = logging.getLogger(f"{__name__}.connections")
+_CONNECTIONS.addFilter(_WithoutRequests())
 
 
 @dataclass(frozen=True)
@@ -149,9 +165,15 @@ class Gateway:
         application.router.add_get(f"/{HEALTH}", self._health)
         if self._ended is not None:
             application.router.add_delete("/episodes/{key}", self._delete)
-        # No log of accesses: paths have keys. A handler is cancelled where its client goes.
+        # No log of accesses: paths have keys. A handler is cancelled where its client goes. Nothing is
+        # unpacked: 200 kB would keep the loop for seconds.
         self._runner = web.AppRunner(
-            application, access_log=None, handler_cancellation=True, shutdown_timeout=1.0
+            application,
+            access_log=None,
+            logger=_CONNECTIONS,
+            auto_decompress=False,
+            handler_cancellation=True,
+            shutdown_timeout=1.0,
         )
         await self._runner.setup()
         await web.TCPSite(self._runner, self._host, self._port, backlog=1024).start()
@@ -211,6 +233,9 @@ class Gateway:
             self._runner = None
 
     def _episode(self, request: web.Request) -> _OpenEpisode:
+        if self._opens is not None and "Origin" in request.headers:
+            # A page in a browser of this host could ask by a key that it makes up.
+            raise GatewayError(403, "browser", "Pages in browsers are not answered.")
         given = request.match_info.get("key") or request.headers.get("x-api-key")
         authorization = request.headers.get("Authorization", "")
         if given is None and authorization.lower().startswith("bearer "):
@@ -247,7 +272,7 @@ class Gateway:
     def _asked(self, exchange: Callable[[Any, Memory], Exchange], form: ApiForm) -> Any:
         async def handler(request: web.Request) -> web.StreamResponse:
             episode = self._episode(request)
-            asked = exchange(_json_object(await request.read()), episode.memory)
+            asked = exchange(await _json_object(request), episode.memory)
             overridden = asked.request.overridden
             if overridden and self._strict:
                 raise GatewayError(
@@ -279,13 +304,13 @@ class Gateway:
 
     async def _count(self, request: web.Request) -> web.Response:
         episode = self._episode(request)
-        body = _json_object(await request.read())
+        body = await _json_object(request)
         asked = MessageExchange({**body, "max_tokens": 1}, episode.memory).request
         return _json_response({"input_tokens": await episode.session.count(asked)})
 
     async def _delete(self, request: web.Request) -> web.Response:
         key = request.match_info["key"]
-        if key not in self._episodes:
+        if key not in self._episodes or "Origin" in request.headers:
             raise GatewayError(404, "not_found", "No episode with this key is under way.")
         session = self._episodes[key].session
         self.close_episode(key)
@@ -430,7 +455,15 @@ def _model(name: str) -> dict[str, Any]:
     return made | {"type": "model", "display_name": name, "created_at": epoch, "lifecycle": "active"}
 
 
-def _json_object(text: bytes) -> dict[str, Any]:
+async def _json_object(request: web.Request) -> dict[str, Any]:
+    if request.headers.get("Content-Encoding", "identity").strip().lower() not in ("", "identity"):
+        raise GatewayError(415, "unsupported_encoding", "The body of a request must not be compressed.")
+    try:
+        async with asyncio.timeout(BODY_S):
+            text = await request.read()
+    except TimeoutError:
+        what = f"The body did not come within {BODY_S:g} s."
+        raise GatewayError(408, "request_timeout", what) from None
     try:
         body = json_text.loads(text, unique_keys=False)
     except ValueError as error:

@@ -11,7 +11,7 @@ from megatron_rl_corr.rollout.blocking import LoopThread
 from megatron_rl_corr.rollout.client import RolloutClient
 from megatron_rl_corr.weight_sync.transports.announcers import Announcers, announcing_processes
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport
-from megatron_rl_corr.weight_sync.transports.broadcast import DistributedTransport
+from megatron_rl_corr.weight_sync.transports.broadcast import GROUP_S, DistributedTransport
 from megatron_rl_corr.weight_sync.transports.disk import DiskTransport
 from megatron_rl_corr.weight_sync.transports.ipc import TensorTransport, check_same_host
 from megatron_rl_corr.weight_sync.transports.rendezvous import bound
@@ -28,6 +28,7 @@ def make_transport(
     stage: int,
     sends: bool,
     address: str | None = None,
+    group_per_server: bool = False,
     quantization: BlockFP8 | None = None,
 ) -> WeightTransport:
     """This rank's transport, for `weight_transport`.
@@ -42,6 +43,7 @@ def make_transport(
         stage: this rank's pipeline stage.
         sends: this rank is the stage's sender.
         address: `weight_address`, for distributed; None: the one on the route to a server.
+        group_per_server: `weight_group_per_server`, for distributed.
         quantization: of the servers, for disk.
 
     Raises:
@@ -67,5 +69,11 @@ def make_transport(
     count = announcing_processes(len(client.base_urls)) if sends else 0
     processes = [client.asking_process() for _ in range(count)]
     return DistributedTransport(
-        client.control, loop, backend=backend, address=address, announcers=Announcers(loop, processes)
+        client.control,
+        loop,
+        backend=backend,
+        address=address,
+        group_per_server=group_per_server,
+        announcers=Announcers(loop, processes),
+        timeout_s=min(GROUP_S, client.fleet.timeout_s),
     )

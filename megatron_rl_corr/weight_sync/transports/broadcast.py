@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import threading
+import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
@@ -15,7 +16,13 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
-from torch.distributed.distributed_c10d import Backend, ProcessGroup, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    Backend,
+    ProcessGroup,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
 
 from megatron_rl_corr.engines.concurrency import raise_first
 from megatron_rl_corr.engines.control import ServerControl
@@ -26,6 +33,7 @@ from megatron_rl_corr.weight_sync.transports.announcers import Announcers
 from megatron_rl_corr.weight_sync.transports.base import WeightTransport, common_ranks
 from megatron_rl_corr.weight_sync.transports.rendezvous import (
     address_towards,
+    errors_are_ours,
     gloo_listening_at,
     listening_store,
 )
@@ -34,10 +42,15 @@ _Group = ProcessGroup | ProcessGroupGloo
 
 logger = logging.getLogger(__name__)
 
+GROUP_S = 300.0
+"""Seconds that servers may take to join a group, or to receive a bucket."""
 _ANSWER_S = 5.0
 """Seconds to wait for a server's reason after the group has failed."""
 _LEAVE_S = 5.0
 """Seconds that a server may take to leave a group."""
+_POLL_S = 0.0005
+_ABORT_S = 10.0
+"""Seconds that NCCL may take to abort this side of a group."""
 
 
 class DistributedTransport(WeightTransport):
@@ -45,14 +58,18 @@ class DistributedTransport(WeightTransport):
 
     With gloo each server has a group of its own with the sender: one that dies or hangs in a broadcast holds
     up no other, and only its own group is left. With NCCL all servers share a group, which is made anew when
-    one leaves or joins; if one dies in a broadcast the others stay in it until this process ends.
+    one leaves or joins. If one dies or hangs in a broadcast this side is aborted, and those servers that can
+    leave the group, and say so, get a new one; the others are stuck. With `group_per_server` each has its own
+    with NCCL too, and they take turns: torch asks that one NCCL group be waited for before another is used.
 
     Args:
         control: makes the ServerControl of some addresses.
         loop: the event loop of the client.
         backend: nccl or gloo.
         address: of this host, at which servers meet; None: the one on the route to them.
+        group_per_server: no server shares a group with another one.
         announcers: tell the servers of each bucket; None: this process does.
+        timeout_s: limit of making a group, and of one bucket.
     """
 
     def __init__(
@@ -62,12 +79,17 @@ class DistributedTransport(WeightTransport):
         *,
         backend: str,
         address: str | None = None,
+        group_per_server: bool = False,
         announcers: Announcers | None = None,
+        timeout_s: float = GROUP_S,
     ):
         super().__init__()
         self._control, self._loop, self._backend, self._address = control, loop, backend, address
+        self._timeout_s = timeout_s
         self._announcers = announcers or Announcers(loop)
-        self._share = backend == "nccl"
+        self._share = backend == "nccl" and not group_per_server
+        self._take_turns = backend == "nccl" and group_per_server
+        self._failures: list[Exception] = []
         self._groups: list[UpdateGroup] = []
         self._failed: list[UpdateGroup] = []
         self._under_way: list[tuple[UpdateGroup, Future]] = []
@@ -87,21 +109,37 @@ class DistributedTransport(WeightTransport):
     def send(self, bucket: list[NamedTensor]) -> None:
         self.finish()  # the bucket before travelled while this one was gathered
         self._make_groups()
-        self._under_way = [(group, group.send(bucket)) for group in self._groups]
+        for group in list(self._groups):
+            receiving = group.send(bucket)
+            if self._take_turns:
+                self._end(group, receiving)
+            else:
+                self._under_way.append((group, receiving))
 
     def finish(self) -> None:
-        failures, under_way, self._under_way = [], self._under_way, []
+        under_way, self._under_way = self._under_way, []
         for group, receiving in under_way:  # to the end, so that every server that can be is done with it
-            try:
-                group.wait(receiving)
-            except (RolloutError, OSError) as error:
-                failures.append(error)
-                self._groups.remove(group)
+            self._end(group, receiving)
+        failures, self._failures = self._failures, []
+        raise_first(failures)
+
+    def _end(self, group: UpdateGroup, receiving: Future) -> None:
+        """Wait until the group's servers have the bucket, or leave the group."""
+        try:
+            group.wait(receiving, on_device=self._take_turns)
+        except (RolloutError, OSError) as error:
+            self._failures.append(error)
+            self._groups.remove(group)
+            if self._backend == "nccl":
+                freed = group.abort()
+                if self._check_freed(error, freed) and self._share:
+                    self._separate(group.urls, error, group.name)
+            elif self._share:
+                group.leave()
+                self._separate(group.urls, error, group.name)
+            else:
                 self._failed.append(group)
                 group.leave()
-                if self._share:
-                    self._break(error)
-        raise_first(failures)
 
     def _make_groups(self) -> None:
         """Groups of those servers that have none yet."""
@@ -120,20 +158,36 @@ class DistributedTransport(WeightTransport):
                         announcers=self._announcers,
                         ranks_per_server=ranks,
                         address=self._address,
+                        timeout_s=self._timeout_s,
                     )
                 )
             except (RolloutError, OSError) as error:
                 answered = isinstance(error, RolloutServerError) and error.status is not None
                 if self._share and (len(urls) > 1 or not answered):
-                    self._break(error)
+                    self._separate(urls, error, None)
                 raise
 
-    def _break(self, error: Exception) -> None:
-        self.broken = True
-        error.add_note(
-            "other servers may be waiting in the broadcast, so the run can't go on without this one; "
-            "`weight_transport` tensor and disk can"
-        )
+    def _check_freed(self, error: Exception, freed: bool) -> bool:
+        """Broken where this side could not be freed of a group."""
+        if not freed:
+            self.broken = True
+            error.add_note(
+                f"this side of the broadcast could not be aborted within {_ABORT_S:g} s, so the run can't go "
+                "on; `weight_transport` tensor and disk can"
+            )
+        return freed
+
+    def _separate(self, urls: Sequence[str], error: Exception, name: str | None) -> None:
+        """Find out which servers of a group that has failed are free, by having them leave it; the others are
+        stuck. name: of the group; None: it was not made.
+        """
+        if isinstance(error, RolloutServerError):
+            error.timed_out = False  # as all do that wait for the one that is gone
+        control = self._control(urls)
+        control.forget_stuck()
+        for failure in self._loop.call(control.leave_weights_update_group(name, timeout_s=_LEAVE_S)).values():
+            if failure is not None:
+                logger.warning("a server did not leave a broadcast group that has failed: %s", failure)
 
     def close(self):
         self._drop_groups(list(self._groups), self.servers.base_urls if self.servers else ())
@@ -149,13 +203,14 @@ class DistributedTransport(WeightTransport):
             group.leave()
 
     def _tell_to_leave(self, group: UpdateGroup, present: Collection[str]) -> None:
-        for url in [url for url in group.urls if url in present]:
-            try:
-                self._loop.call(
-                    self._control([url]).destroy_weights_update_group(group.name, timeout_s=_LEAVE_S)
-                )
-            except RolloutError as error:  # it is gone, and the group with it, or its proxy answers
-                logger.warning("a server did not leave a broadcast group: %s", error)
+        urls = [url for url in group.urls if url in present]
+        if not urls:
+            return
+        control = self._control(urls)
+        failures = self._loop.call(control.leave_weights_update_group(group.name, timeout_s=_LEAVE_S))
+        for failure in failures.values():
+            if failure is not None:  # it is gone, and the group with it, or its proxy answers
+                logger.warning("a server did not leave a broadcast group: %s", failure)
 
 
 class UpdateGroup:
@@ -184,7 +239,7 @@ class UpdateGroup:
         ranks_per_server: int,
         announcers: Announcers | None = None,
         address: str | None = None,
-        timeout_s: float = 300.0,
+        timeout_s: float = GROUP_S,
     ):
         self._control, self._backend, self._timeout_s = control, backend, timeout_s
         self._announcers = announcers or Announcers(loop)
@@ -198,14 +253,19 @@ class UpdateGroup:
         store, port = listening_store(address, timeout_s)
         joining = loop.submit(
             control.init_weights_update_group(
-                address, port, group_name=self.name, backend=backend, ranks_per_server=ranks_per_server
+                address,
+                port,
+                group_name=self.name,
+                backend=backend,
+                ranks_per_server=ranks_per_server,
+                timeout_s=timeout_s,
             )
         )
         world_size = 1 + len(self.urls) * ranks_per_server
         join = partial(_join, store, world_size, self.name, backend, timeout_s, address)
         try:
             self._group = _joined(join, joining)
-            joining.result(timeout_s)
+            joining.result(timeout_s + _ANSWER_S)
         except (RuntimeError, OSError) as error:
             raise self._cause(
                 error,
@@ -224,6 +284,7 @@ class UpdateGroup:
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
                 "group_name": self.name,
+                "timeout_s": self._timeout_s,
             },
         )
         self._works = []
@@ -234,8 +295,11 @@ class UpdateGroup:
             logger.debug("a broadcast did not begin: %s", error)
         return receiving
 
-    def wait(self, receiving: Future) -> None:
+    def wait(self, receiving: Future, *, on_device: bool = False) -> None:
         """Wait until every server has the bucket.
+
+        on_device: also until the device has sent it. With NCCL a wait is one of a stream alone, and a server
+        may answer before it has anything.
 
         Raises:
             RolloutError: a server's answer explains why it did not receive the bucket.
@@ -244,7 +308,9 @@ class UpdateGroup:
         try:
             # The servers' answer first: if one has died, waiting for the broadcast would only
             # hide the reason.
-            receiving.result(self._timeout_s)
+            receiving.result(self._timeout_s + _ANSWER_S)
+            if on_device:
+                self._wait_on_device()
             for work in self._works:
                 work.wait()
             self._bucket = []
@@ -255,6 +321,16 @@ class UpdateGroup:
                 "a broadcast of weights failed; see the servers' logs, or use "
                 "`weight_transport` tensor or disk",
             ) from error
+
+    def _wait_on_device(self) -> None:
+        end = time.monotonic() + self._timeout_s
+        while not all(work.is_completed() for work in self._works):
+            if time.monotonic() > end:
+                detail = (
+                    f"the broadcast to it has not ended on this side's device within {self._timeout_s:g} s"
+                )
+                raise RolloutServerError(self.urls[0], "(broadcast)", None, detail, timed_out=True)
+            time.sleep(_POLL_S)
 
     def leave(self) -> None:
         """Leave the group, after the servers or without them.
@@ -272,6 +348,23 @@ class UpdateGroup:
         works = [work for work in works if not work.is_completed()]
         if works:
             threading.Thread(target=_free, args=[held, works], name="weight-group", daemon=True).start()
+
+    def abort(self) -> bool:
+        """Leave an NCCL group that has failed. True: this side is free of it.
+
+        By torch's own means for a rank that is gone: its communicators are aborted, which ends
+        kernels that wait for others. torch calls that experimental, and `ncclCommAbort` may hang by itself:
+        so it runs on a thread. The group was made with torch's own handling of errors off
+        (`errors_are_ours`), as it has to be for that.
+        """
+        group, self._works = self._group, []
+        del self._group
+        thread = threading.Thread(target=_abort_process_group, args=[group], name="weight-group", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
+        if not thread.is_alive():
+            self._bucket = []
+        return not thread.is_alive()
 
     def _cause(self, error: Exception, request: Future, what: str) -> Exception:
         """A server's own answer if there is one, because it explains more than the group's error."""
@@ -319,16 +412,17 @@ def _join(store: Store, world_size: int, name: str, backend: str, timeout_s: flo
         store = PrefixStore("cpu/", PrefixStore(f"{name}/", store))
         with gloo_listening_at(address):
             return ProcessGroupGloo(store, 0, world_size, timeout=timeout)
-    group, _ = _new_process_group_helper(
-        world_size,
-        0,
-        [],
-        Backend(backend),
-        store,
-        group_name=name,
-        backend_options=None,
-        timeout=timeout,
-    )
+    with errors_are_ours():
+        group, _ = _new_process_group_helper(
+            world_size,
+            0,
+            [],
+            Backend(backend),
+            store,
+            group_name=name,
+            backend_options=None,
+            timeout=timeout,
+        )
     _world.pg_group_ranks[group] = {i: i for i in range(world_size)}
     return group
 

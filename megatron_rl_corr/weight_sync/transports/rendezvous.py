@@ -17,6 +17,7 @@ from torch.distributed import TCPStore
 
 _SIOCGIFADDR = 0x8915
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
+_NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _being_made: list[str | None] = []
 """Interfaces of this process's groups that are being made: none of them was named by the user."""
 
@@ -94,6 +95,24 @@ def gloo_listening_at(address: str) -> Iterator[None]:
         _being_made.remove(interface)
         if interface not in _being_made and os.environ.get(_GLOO_INTERFACE) == interface:
             os.environ.pop(_GLOO_INTERFACE, None)
+
+
+@contextlib.contextmanager
+def errors_are_ours() -> Iterator[None]:
+    """NCCL groups that are made meanwhile have their errors reported by torch's watchdog, and no more.
+
+    It would end this process as soon as a server is gone (the default, 3), or abort the group at the same
+    time as we do; torch asks for 0 where `_abort_process_group` is called. A value that the user has set
+    stays.
+    """
+    if _NCCL_ERRORS in os.environ:
+        yield
+        return
+    os.environ[_NCCL_ERRORS] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_NCCL_ERRORS, None)
 
 
 def _interface_of(address: str) -> str | None:

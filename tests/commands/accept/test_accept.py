@@ -12,7 +12,7 @@ import pytest
 from megatron_rl_corr.cli import main
 from megatron_rl_corr.commands.accept import servers
 from megatron_rl_corr.commands.accept.arguments import NUMBER_TYPES
-from megatron_rl_corr.commands.accept.judgement import BARS, TrialNumber, judge
+from megatron_rl_corr.commands.accept.judgement import BARS, TrialNumber, judge, measured
 from megatron_rl_corr.commands.accept.servers import NOT_THE_CHECKPOINTS, rounding_of, server_rows, where
 from megatron_rl_corr.commands.accept.trial import (
     EXPLAINED,
@@ -119,6 +119,18 @@ def test_trial_when_one_number_is_too_large_then_that_row_fails(changes, what):
     made = [{name: one for name, one in step.items() if one is not None} for step in steps(**changes)]
     rows = judge(REPLAYED, [steps(1)[0], *made[1:]], 4, BARS["float32"], has_experts=True)
     assert failed(rows) == what
+
+
+def test_trial_when_one_step_of_few_tokens_has_many_to_other_experts_then_the_share_of_all_steps_counts():
+    made = steps()
+    made[2]["router_replay/disagreement/layer_002"] = 0.04
+    made[1]["router_replay/disagreement/layer_001"] = 0.02
+    rows = judge(REPLAYED, made, 4, BARS["float32"], has_experts=True)
+    [row] = [row for row in rows if row.what == "most tokens of a layer to other experts"]
+    assert (row.found, row.passed) == ("1.08% (layer_002)", False)  # (0.04 + 3 x 0.001) / 4 = 1.075 %
+    assert measured(made)["disagreement"] == pytest.approx(0.01075)
+    made[2]["router_replay/disagreement/layer_002"] = 0.03
+    assert failed(judge(REPLAYED, made, 4, BARS["float32"], has_experts=True)) == []
 
 
 def test_trial_of_a_model_with_experts_when_no_router_was_measured_then_it_fails():

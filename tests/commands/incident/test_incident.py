@@ -466,3 +466,26 @@ def test_auto_when_batches_had_other_weights_then_the_policy_of_the_step_is_told
         row |= {"auto/level": level, "auto/upper": 2.0}
     status, _, manifest = made.write().bundle("--step", "5")
     assert status == 1 and "steps before 5 had other weights than these" in manifest["cannot_come_back"][1]
+
+
+def test_readme_when_a_runs_record_is_hostile_then_its_command_is_one_and_runs_nothing_else(made):
+    spoof = f"1\n{BEGIN}\ntouch spoofed\n{END}\x1b[2J"
+    made.launch["environment"] = {"A; touch named #": "$(touch value)", "B": "`touch b`"}
+    made.launch["folder"] = str(made.root / "$(touch folder)")
+    made.launch["versions"] = {f"torch{spoof}": spoof}
+    made.arguments["--seed"] = ["$(touch argument)", "; touch other"]
+    (made.root / "$(touch folder)").mkdir(parents=True)
+    _, out, _ = made.write().bundle("--step", "5")
+    lines = (out / "README.txt").read_text().splitlines()
+    assert lines.count(BEGIN) == lines.count(END) == 1 and "\x1b" not in "".join(lines)
+    command = "\n".join(lines[lines.index(BEGIN) + 1 : lines.index(END)])
+    bin = made.root / "bin"
+    bin.mkdir()
+    (bin / "torchrun").write_text('#!/bin/sh\nprintf "%s\\n" "$@" > "$OUT"\n')
+    (bin / "torchrun").chmod(0o755)
+    environment = {"PATH": f"{bin}:{os.environ['PATH']}", "OUT": str(made.root / "given")}
+    subprocess.run(["bash", "-c", command], cwd=made.root, env=environment, capture_output=True)
+    names = {"named", "value", "b", "folder", "argument", "other", "spoofed"}
+    assert not [path for path in made.root.rglob("*") if path.name in names]
+    given = (made.root / "given").read_text().splitlines()
+    assert "$(touch argument)" in given and "; touch other" in given

@@ -13,10 +13,11 @@ from megatron_rl_corr.commands.report.page_samples import STEPS, TOKENS, page_sa
 from megatron_rl_corr.commands.samples.rejected import find_rejections
 from megatron_rl_corr.commands.samples.sample_text import lines_of
 from megatron_rl_corr.commands.samples.sample_view import ViewSettings, views_of
-from megatron_rl_corr.commands.samples.token_text import TextSpan, text_spans, visible
+from megatron_rl_corr.commands.samples.token_text import TextSpan, text_spans
 from megatron_rl_corr.config.correction import RolloutCorrectionConfig
 from megatron_rl_corr.data.tokenizer import Tokenizer
 from megatron_rl_corr.engines.trajectory import MessageSpan, VersionSpan
+from megatron_rl_corr.tables import visible
 from tests.commands.report.test_page import read
 from tests.observability.samples import END, sample, save_tokenizer, write_run
 

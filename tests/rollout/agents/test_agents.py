@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
 from megatron_rl_corr.data.prompt import Prompt
 from megatron_rl_corr.data.prompts import PromptDataset
@@ -19,6 +20,7 @@ from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout.agents.agents import Agents, task_of
 from megatron_rl_corr.rollout.agents.harnesses import Harnesses
 from megatron_rl_corr.rollout.agents.starter import HarnessKind
+from megatron_rl_corr.rollout.begun_groups import BegunGroup
 from megatron_rl_corr.rollout.cursor import Cursor, GroupNumbers
 from megatron_rl_corr.rollout.failures import FailedPrompts, Failures
 from megatron_rl_corr.rollout.gateway.episode import EpisodeRules
@@ -67,7 +69,7 @@ def prompt(**row):
     return Prompt(7, [1, 2], row, "text", label="4")
 
 
-def generate(*rows, client=None, samples=1, **how):
+def generate(*rows, client=None, samples=1, group_numbers=None, begun=None, **how):
     """(trajectories or the failure, the samples that were told of, counts, the client)."""
     client, told = client or Script(), []
 
@@ -79,7 +81,13 @@ def generate(*rows, client=None, samples=1, **how):
             prompts = [prompt(**row) for row in rows]
             try:
                 found = await own.generate(
-                    client, prompts, SAMPLING, samples_per_prompt=samples, on_sample=tell
+                    client,
+                    prompts,
+                    SAMPLING,
+                    samples_per_prompt=samples,
+                    on_sample=tell,
+                    group_numbers=group_numbers,
+                    begun=begun,
                 )
             except (SampleFailure, RolloutOutage) as failure:
                 found = failure
@@ -108,6 +116,21 @@ def test_episodes_when_several_then_prompt_major_and_each_once():
     assert places == [(prompt, sample) for prompt in (0, 1) for sample in range(3)]
     assert len(told) == counts.episodes == 6
     assert sorted(one["draw"].sample for one in client.log) == [0, 0, 1, 1, 2, 2]
+
+
+def test_episodes_when_some_are_a_checkpoints_then_the_others_alone_are_run():
+    begun, rest, row = BegunGroup(7), BegunGroup(7), {"do": "scored", "rewards": {"SECOND": 1.0}}
+    branches, _, counts, client = generate(row, samples=2, group_numbers=[7], begun={7: begun})
+    assert counts.episodes == 2 and sorted(begun.samples) == [0, 1]
+    assert [len(begun.samples[index].branches) for index in (0, 1)] == [2, 2]
+    rest.finish(1, begun.samples[1].branches, begun.samples[1].latest)
+    again, told, counts, client = generate(row, samples=2, group_numbers=[7], begun={7: rest})
+    assert counts.episodes == 1 and {one["draw"].sample for one in client.log} == {0}
+    assert [(one.sample_index, one.branch) for one in again] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert again[2:] == begun.samples[1].branches and all(
+        torch.equal(one.output_ids, other.output_ids) for one, other in zip(again, branches, strict=True)
+    )
+    assert sorted(one.sample_index for one in told) == [0, 1] and branches[3] in told
 
 
 @pytest.mark.parametrize(

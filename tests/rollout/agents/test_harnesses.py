@@ -16,7 +16,7 @@ import pytest
 from megatron_rl_corr.engines.errors import SampleFailure
 from megatron_rl_corr.rollout.agents import starter
 from megatron_rl_corr.rollout.agents.harnesses import Harnesses
-from megatron_rl_corr.rollout.agents.outcome import checked_outcome
+from megatron_rl_corr.rollout.agents.outcome import checked_outcome, is_outcome
 from megatron_rl_corr.rollout.agents.starter import HarnessKind
 
 FILE = Path(__file__).resolve().parent / "harness_file.py"
@@ -337,3 +337,19 @@ def test_command_when_its_reward_is_no_finite_number_then_it_fails_and_is_not_wi
     """No reward would be for the reward function to give."""
     [failure] = run({}, command=("echo", f'{{"reward": {value}}}'))
     assert isinstance(failure, SampleFailure) and "finite" in str(failure)
+
+
+FORGED = (
+    *('{"value": {}}', '{"value": 5}', '{"value": {"agent": "x"}}', '{"value": {"agent": null}}'),
+    *('{"value": {"agent": 1.0, "rewards": 5}}', '{"value": {"agent": true}}', '{"value": [1.0]}'),
+    *("[]", '{"other": 1}', '{"value": {"agent": 1.0, "rewards": {"chatcmpl-0": "1"}}}'),
+)
+
+
+def test_result_when_forged_in_the_harness_then_its_episode_alone_fails():
+    """Whatever comes out of its process, the run must go on."""
+    *failures, good = run(*({"do": "forges", "forged": one} for one in FORGED), {"do": "number"})
+    assert good == {"agent": 1.5}
+    assert [(type(one), one.cause) for one in failures] == [(SampleFailure, "agent")] * len(FORGED)
+    assert all("wrote into the descriptor of its result" in str(one) for one in failures)
+    assert is_outcome(None) and is_outcome({"agent": 1, "agent/x": 0.5, "rewards": {"a": 1.0}})

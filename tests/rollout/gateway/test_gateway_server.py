@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
 import logging
 import re
@@ -10,6 +11,7 @@ import socket
 import aiohttp
 import pytest
 
+from megatron_rl_corr.rollout.gateway import server
 from megatron_rl_corr.rollout.gateway.server import OVERRIDDEN_HEADER, Gateway
 from tests.rollout.gateway.agents_model import Servers, episode
 from tests.rollout.gateway.scripted_session import SAMPLING, ScriptedSession, answer
@@ -457,3 +459,126 @@ def test_gateway_when_closed_then_open_requests_end():
         assert session.cancelled == 1
 
     asyncio.run(asyncio.wait_for(run(), LIMIT))
+
+
+async def sent(gateway, text):
+    """What a connection is answered on which these bytes were sent."""
+    port = int(gateway.root_url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(text)
+    answered = await reader.read(2000)
+    writer.close()
+    return answered.decode()
+
+
+def test_logs_when_a_request_is_no_http_then_its_key_is_not_quoted(caplog):
+    async def test(gateway, session, key, http):
+        end = f"Host: x\r\nx-api-key: {key}\r\n"
+        for text in (
+            f"GET /episodes/{key}/v1/models?{'a' * 9000} HTTP/1.1\r\n\r\n",
+            f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\x00\r\n\r\n",
+            f"POST /v1/messages HTTP/1.1\r\n{end}Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+            f"GET /v1/models HTTP/9.{key}\r\n\r\n",
+        ):
+            assert " 400 " in (await sent(gateway, text.encode())).partition("\r\n")[0], text[:80]
+        assert key not in caplog.text and caplog.records == []
+        url = f"{gateway.base_url}/chat/completions"
+        assert (await post(http, url, chat("hi"), **{"x-api-key": key}))[0] == 200
+
+    caplog.set_level(logging.DEBUG, "megatron_rl_corr")
+    served(test)
+
+
+def test_bodies_when_compressed_then_refused_and_nothing_is_unpacked():
+    async def test(gateway, session, key, http):
+        packed, form = gzip.compress(b"{" + bytes(1 << 20) + b"}"), {"Content-Encoding": "gzip"}
+        for path in ("chat/completions", "messages", "messages/count_tokens"):
+            headers = {"x-api-key": key} | form
+            async with http.post(f"{gateway.base_url}/{path}", data=packed, headers=headers) as answer:
+                assert (answer.status, "compressed" in await answer.text()) == (415, True)
+        assert session.requests == []
+
+    served(test)
+
+
+def test_body_when_it_does_not_come_then_its_connection_is_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(server, "BODY_S", 0.2)
+
+    async def test(gateway, session, key, http):
+        head = f"POST /v1/messages HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\nContent-Length: 99\r\n\r\n{{"
+        assert (await sent(gateway, head.encode())).startswith("HTTP/1.1 408 ")
+        assert session.requests == []
+
+    served(test)
+
+
+def test_pages_of_browsers_when_any_key_opens_an_episode_then_they_open_none():
+    opened, ended = [], []
+
+    async def test(gateway, session, key, http):
+        async def end(key, session):
+            ended.append(key)
+            return {}
+
+        gateway._ended = end
+        url, page = f"{gateway.base_url}/chat/completions", {"Origin": "https://page.example"}
+        status, headers, _ = await post(http, url, chat("hi"), **{"x-api-key": "made-up"}, **page)
+        assert status == 403 and opened == [] and "Access-Control-Allow-Origin" not in headers
+        async with http.options(url, headers=page | {"Access-Control-Request-Method": "POST"}) as answer:
+            assert answer.status == 405 and "Access-Control-Allow-Origin" not in answer.headers
+        assert (await post(http, url, chat("hi"), **{"x-api-key": "own"}))[0] == 200 and opened == ["own"]
+        async with http.delete(f"{gateway.root_url}/episodes/own", headers=page) as answer:
+            assert answer.status == 404 and ended == []
+        async with http.delete(f"{gateway.root_url}/episodes/own") as answer:
+            assert answer.status == 200 and ended == ["own"]
+
+    async def never(key, session):
+        raise AssertionError
+
+    served(test, opens=lambda key: opened.append(key) or ScriptedSession(), ended=never)
+
+
+def test_episode_when_asked_by_anothers_key_then_nothing_of_it_is_told():
+    async def test(gateway, session, key, http):
+        other = gateway.open_episode(ScriptedSession())
+        body = {"model": "m", "input": "secret of one"}
+        _, _, made = await post(http, f"{gateway.base_url}/responses", body, **{"x-api-key": key})
+        assert "secret of one" in json.dumps(made)
+        port = int(gateway.root_url.rpartition(":")[2])
+        for path in (
+            f"/v1/responses/{made['id']}",
+            f"/episodes/{other}/v1/responses/{made['id']}",
+            f"/episodes/{other}/v1/../../{key}/v1/responses/{made['id']}",
+            f"/episodes/{other}%2f..%2f{key}/v1/responses/{made['id']}",
+            "/v1/models/%0d%0aSet-Cookie:%20a=b",
+        ):
+            text = f"GET {path} HTTP/1.1\r\nHost: x:{port}\r\nx-api-key: {other}\r\nConnection: close\r\n\r\n"
+            answered = await sent(gateway, text.encode())
+            assert "secret of one" not in answered and "\r\nSet-Cookie" not in answered, path
+        body = {"model": "m", "input": "go on", "previous_response_id": made["id"]}
+        status, _, told = await post(http, f"{gateway.base_url}/responses", body, **{"x-api-key": other})
+        assert status in (400, 404) and "secret of one" not in json.dumps(told)
+
+    served(test)
+
+
+def test_headers_when_fields_hold_ends_of_lines_then_the_answer_has_no_header_of_theirs():
+    async def test(gateway, session, key, http):
+        line = "a\r\nSet-Cookie: a=b"
+        tool = {"type": "function", "function": {"name": line, "strict": True}}
+        body = chat("hi", model=line, logit_bias={line: 1}, tools=[tool], user=line)
+        for one in (
+            body,
+            body | {line: 1},
+            body | {"stream": True},
+            body | {"chat_template_kwargs": {line: 1}},
+        ):
+            _, headers, _ = await raw(http, f"{gateway.base_url}/chat/completions", one, key)
+            assert "Set-Cookie" not in headers
+            assert not any("\n" in value or "\r" in value for value in headers.values())
+
+    async def raw(http, url, body, key):
+        async with http.post(url, json=body, headers={"x-api-key": key, "X-Request-Id": "b c"}) as answer:
+            return answer.status, answer.headers, await answer.text()
+
+    served(test)

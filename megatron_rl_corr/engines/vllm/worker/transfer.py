@@ -31,7 +31,7 @@ from megatron_rl_corr.engines.vllm.checks import BACKEND
 from megatron_rl_corr.engines.vllm.memory_checksums import UNKNOWN
 from megatron_rl_corr.engines.vllm.worker.changes import ChangesUpdate
 from megatron_rl_corr.engines.vllm.worker.loading import Kept, LayerwiseUpdate, experts_problem
-from megatron_rl_corr.engines.weight_changes import CODE, ChangesReceiver, shapes_of
+from megatron_rl_corr.engines.weight_changes import CODE, ChangesReceiver, check_counts, shapes_of
 
 GROUP_BACKENDS = ("gloo", "nccl")
 
@@ -204,7 +204,10 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         entries = [] if update_info.serialized is None else tensors.entries(update_info.serialized)
         named = [(one["name"], one["shape"]) for one in entries]
         named = named or list(zip(update_info.names, update_info.shapes, strict=True))
-        problem = None if self._brings_changes else self._bucket_problem(dict(named))
+        if self._brings_changes:
+            check_counts(named)
+        shapes = shapes_of(named) if self._brings_changes else dict(named)
+        problem = self._bucket_problem(shapes)
         if problem is None and len(dict(named)) < len(named) and not self._brings_changes:
             problem = "a tensor is twice in one bucket"
         if problem is None and not entries and update_info.group_name not in self._groups:
@@ -228,9 +231,6 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         return checks.bucket_problem(shapes, planned, self._received)
 
     def _load_changes(self, bucket: list[tuple[str, Tensor]]) -> None:
-        problem = self._bucket_problem(shapes_of(bucket))
-        if problem is not None:
-            raise ValueError(problem)
         if self._update is None:
             self._update = ChangesUpdate(
                 self.model,
