@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_475,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_365,
+    "mcore": 9_367,
     "features": 4_605,
     "observability": 880,
     "integrations": 680,
