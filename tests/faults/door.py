@@ -31,7 +31,7 @@ class Door:
     """Listens at `url` until closed, on a thread of its own.
 
     target: the server's address; it may change. delay_s: added to each answer. nonsense: samples are none.
-    drip_s: an answer to a request for samples comes in pieces of 16 bytes, over so many seconds. losing: it
+    spread_s: an answer to a request for samples comes in pieces of 16 bytes, over so many seconds. losing: it
     is made, and the connection cut. met: {path: what is called, once, before the server gets the request}.
     spoiled: {path: whether the server gets the request}, of requests whose next answer alone is a proxy's
     page. failing: {path: (HTTP status, or None for a cut connection; whether the server gets the
@@ -42,8 +42,8 @@ class Door:
 
     def __init__(self, target: str, changed=lambda path, body: body):
         self.target, self.delay_s, self.nonsense, self.spoiled, self.failing = target, 0.0, False, {}, {}
+        self.spread_s, self.losing, self.met = 0.0, False, {}
         self.dripping, self.feigns, self._numbers = {}, False, itertools.count(1)
-        self.drip_s, self.losing, self.met = 0.0, False, {}
         self._changed = changed
         self._random = random.Random(0)
         self._loop = asyncio.new_event_loop()
@@ -112,11 +112,21 @@ class Door:
                     failure = None
                 if failure != 200:
                     return self._failed(request, failure)
-                if self.drip_s and request.path in SAMPLES:
-                    return await self._in_pieces(request, answered)
+                if self.spread_s and request.path in SAMPLES:
+                    return await self._spread(request, answered)
                 return web.Response(body=NONSENSE[0]) if is_spoiled else answered
         except aiohttp.ClientError:
             return self._failed(request, None)  # as a server that is gone
+
+    async def _spread(self, request: web.Request, answered: web.Response) -> web.StreamResponse:
+        slow = web.StreamResponse(status=answered.status, headers={"Content-Type": answered.content_type})
+        pieces = [answered.body[at : at + 16] for at in range(0, len(answered.body), 16)]
+        await slow.prepare(request)
+        for piece in pieces:
+            await slow.write(piece)
+            await asyncio.sleep(self.spread_s / len(pieces))
+        await slow.write_eof()
+        return slow
 
     def _feigned(self, loads: bytes) -> bytes:
         answer = json.loads(loads)
@@ -139,16 +149,6 @@ class Door:
             await answer.write(b" ")
             await asyncio.sleep(DRIP_S)
         return answer
-
-    async def _in_pieces(self, request: web.Request, answered: web.Response) -> web.StreamResponse:
-        slow = web.StreamResponse(status=answered.status, headers={"Content-Type": answered.content_type})
-        pieces = [answered.body[at : at + 16] for at in range(0, len(answered.body), 16)]
-        await slow.prepare(request)
-        for piece in pieces:
-            await slow.write(piece)
-            await asyncio.sleep(self.drip_s / len(pieces))
-        await slow.write_eof()
-        return slow
 
     @staticmethod
     def _failed(request: web.Request, status: int | None) -> web.Response:

@@ -232,7 +232,7 @@ class Faults:
             name, value = {
                 "slow": ("delay_s", 0.3),
                 "nonsense": ("nonsense", True),
-                "dripping": ("drip_s", 3.0),
+                "dripping": ("spread_s", 3.0),
                 "answers lost": ("losing", True),
             }[kind]
             self._undo = partial(setattr, door, name, getattr(door, name))

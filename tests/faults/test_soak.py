@@ -39,7 +39,7 @@ class FakeServer:
             url=f"http://127.0.0.1:{10000 + number}",
             delay_s=0.0,
             nonsense=False,
-            drip_s=0.0,
+            spread_s=0.0,
             losing=False,
             met={},
             failing={},
@@ -51,7 +51,7 @@ class FakeServer:
         return bool(
             door.delay_s
             or door.nonsense
-            or door.drip_s
+            or door.spread_s
             or door.losing
             or door.met
             or door.failing
@@ -489,18 +489,18 @@ def post(url):
         return answer.read()
 
 
-def test_door_when_it_drips_loses_or_is_met_then_the_server_is_asked_once_and_the_answer_is_so():
+def test_door_when_it_spreads_loses_or_is_met_then_the_server_is_asked_once_and_the_answer_is_so():
     body, met = b"0123456789" * 10, []
     with answering(body) as (url, asked):
         door = Door(url)
         try:
-            door.drip_s, begun = 0.7, time.monotonic()
+            door.spread_s, begun = 0.7, time.monotonic()
             assert post(f"{door.url}/generate") == body and time.monotonic() - begun >= 0.7
             door.met["/pause"] = lambda: met.append(len(asked))
             begun = time.monotonic()
             assert post(f"{door.url}/pause") == post(f"{door.url}/pause") == body
             assert met == [1] and time.monotonic() - begun < 0.7  # called once, before; samples alone drip
-            door.drip_s, door.losing = 0.0, True
+            door.spread_s, door.losing = 0.0, True
             with pytest.raises(OSError):
                 post(f"{door.url}/generate")
             assert post(f"{door.url}/pause") == body
