@@ -99,9 +99,9 @@ def test_page_when_a_line_is_no_event_then_it_is_left_out(write_run, make_steps,
     assert "run_started (1)" in text and "run_ended" not in text
 
 
-def test_page_when_a_reason_has_a_lone_surrogate_then_a_question_mark_for_it(write_run, make_steps):
+def test_page_when_a_reason_has_a_lone_surrogate_then_its_escape_stands_there(write_run, make_steps):
     page = page_of(write_run, make_steps, line(1000.0, "run_ended", "bad \ud800 token"))
-    assert "bad ? token" in page.read_text(encoding="utf-8")
+    assert "bad \\ud800 token" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("rollout", ["x", [], 5, {"events": 5, "save_trajectories": 5}, {"events": "a\0b"}])
