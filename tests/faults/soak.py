@@ -39,7 +39,7 @@ from tests.faults.soak_reward import TOKENS  # noqa: E402
 from tests.preloaded import PreloadedServer, address  # noqa: E402
 from tools.cpu import sglang_arguments  # noqa: E402
 from tools.local_server import LocalServerError  # noqa: E402
-from tools.process_group import adopt_orphans, die_with_parent, end_group  # noqa: E402
+from tools.process_group import adopt_orphans, die_with_parent, end_descendants, end_group  # noqa: E402
 
 SAVE_EVERY, LOOK_S, MEMORY_EVERY_S = 10, 1.0, 5.0
 GROUP_SIZE, GROUPS = 4, 4
@@ -335,6 +335,8 @@ def soak(out: Path, options) -> None:
     finally:
         for run in runs:
             run.close()
+        # a rank that is killed leaves the process behind that writes its checkpoints
+        end_descendants(keep_group=os.getpgrp())
 
 
 def parse_arguments() -> argparse.Namespace:
