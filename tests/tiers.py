@@ -38,6 +38,7 @@ LEFT: dict[str, tuple[str, ...]] = {
     ),
     "faults/test_agents.py": ("test_run_when_a_harness_is_killed_*",),
     "faults/test_colocated_server.py": WHOLE,
+    "faults/test_dripping.py": ("test_push_when_an_answer_drips_*", "test_server_when_its_health_*[[]head-*"),
     "faults/test_waiting.py": ("test_groups_when_killed_and_loaded_*",),
     "matrix/test_exact_runs.py": ("*[[]updates]", "test_run_without_the_modes_*"),
     "faults/test_push.py": WHOLE,
