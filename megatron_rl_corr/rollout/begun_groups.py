@@ -5,7 +5,7 @@ The event loop that samples a group alone changes it; a checkpoint takes copies 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl_corr.data.rewards import Score
@@ -53,6 +53,19 @@ class BegunGroup:
     """Those under way whose environments may be replayed, by the indices of their samples."""
     whole: Group | None = None
     """All of it, while a filter judges it."""
+
+    @classmethod
+    def at(cls, number: int, begun: Mapping[int, BegunGroup] | None) -> BegunGroup:
+        """The group of this number; one that nobody keeps if begun has none."""
+        return (begun or {}).get(number) or cls(number)
+
+    async def sample(
+        self, index: int, new: Callable[[], Awaitable[tuple[Sequence[Trajectory], int]]]
+    ) -> FinishedSample:
+        """A sample that is finished already, or that new() samples: its branches, and which is the latest."""
+        if index not in self.samples:
+            self.finish(index, *await new())
+        return self.samples[index]
 
     def finish(self, index: int, branches: Sequence[Trajectory], latest: int = 0) -> None:
         """Keep a sample that was sampled to its end."""

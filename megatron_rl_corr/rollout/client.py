@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -363,22 +364,25 @@ class RolloutClient(ServerControl):
         numbers = self.numbered(len(lists), group_numbers)
         total, done, tokens, started = len(lists) * samples_per_prompt, 0, 0, time.monotonic()
 
+        async def new_sample(
+            prompt_ids: torch.Tensor, prompt: int, index: int
+        ) -> tuple[list[Trajectory], int]:
+            trajectory = await self._retries.sample(
+                prompt_ids,
+                sampling,
+                draw=Draw(self.seed, numbers[prompt], index),
+                prompt_index=prompt,
+                sample_index=index,
+                vocab_size=self.vocab_size,
+            )
+            return [trajectory], 0
+
         async def sample(prompt_ids: torch.Tensor, prompt: int, index: int) -> Trajectory:
             nonlocal done, tokens
-            own = None if begun is None else begun.get(numbers[prompt])
-            if own is not None and index in own.samples:
-                [trajectory] = own.samples[index].branches
-            else:
-                trajectory = await self._retries.sample(
-                    prompt_ids,
-                    sampling,
-                    draw=Draw(self.seed, numbers[prompt], index),
-                    prompt_index=prompt,
-                    sample_index=index,
-                    vocab_size=self.vocab_size,
-                )
-                if own is not None:
-                    own.finish(index, [trajectory])
+            kept = await BegunGroup.at(numbers[prompt], begun).sample(
+                index, partial(new_sample, prompt_ids, prompt, index)
+            )
+            [trajectory] = kept.branches
             if on_sample is not None:
                 await on_sample(trajectory)
             done, tokens = done + 1, tokens + trajectory.output_ids.numel()

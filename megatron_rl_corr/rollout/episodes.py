@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -135,27 +136,24 @@ async def generate_episodes(
     own_calls = UserCalls() if calls is None else calls
     total, done, tokens, started = len(prompts) * samples_per_prompt, 0, 0, time.monotonic()
 
-    async def new_sample(prompt: Prompt, prompt_index: int, index: int, own: BegunGroup | None) -> Trajectory:
-        draw, label = Draw(client.seed, numbers[prompt_index], index), f"prompt {prompt_index} sample {index}"
-        so_far = {} if own is None else own.episodes
-        episode = _Episode(client, prompt, sampling, draw, label, own_calls, so_far)
+    async def new_sample(
+        prompt: Prompt, prompt_index: int, index: int, own: BegunGroup
+    ) -> tuple[list[Trajectory], int]:
+        draw, label = Draw(client.seed, own.number, index), f"prompt {prompt_index} sample {index}"
+        episode = _Episode(client, prompt, sampling, draw, label, own_calls, own.episodes)
         try:
             with traced_episode(index, "environment"):
                 trajectory = await episode.run(environment, max_turns)
         except RolloutError as error:
             error.add_note(f"it was {episode.doing} of {episode.label} (row {prompt.index} of the data set)")
             raise
-        return replace(trajectory, prompt_index=prompt_index, sample_index=index)
+        return [replace(trajectory, prompt_index=prompt_index, sample_index=index)], 0
 
     async def sample(prompt: Prompt, prompt_index: int, index: int) -> Trajectory:
         nonlocal done, tokens
-        own = None if begun is None else begun.get(numbers[prompt_index])
-        if own is not None and index in own.samples:
-            [trajectory] = own.samples[index].branches
-        else:
-            trajectory = await new_sample(prompt, prompt_index, index, own)
-            if own is not None:
-                own.finish(index, [trajectory])
+        own = BegunGroup.at(numbers[prompt_index], begun)
+        kept = await own.sample(index, partial(new_sample, prompt, prompt_index, index, own))
+        [trajectory] = kept.branches
         if on_sample is not None:
             await on_sample(trajectory)
         done, tokens = done + 1, tokens + int(trajectory.sampled.sum())

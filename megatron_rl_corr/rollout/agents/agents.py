@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from megatron_rl_corr.data.prompt import Prompt
@@ -151,15 +152,12 @@ class Agents:
 
         async def sample(prompt: Prompt, prompt_index: int, index: int) -> list[Trajectory]:
             nonlocal done, tokens
-            own = None if begun is None else begun.get(numbers[prompt_index])
-            if own is not None and index in own.samples:
-                branches, latest = own.samples[index].branches, own.samples[index].latest
-            else:
-                branches, latest = await new_sample(prompt, prompt_index, index)
-                if own is not None:
-                    own.finish(index, branches, latest)
+            kept = await BegunGroup.at(numbers[prompt_index], begun).sample(
+                index, partial(new_sample, prompt, prompt_index, index)
+            )
+            branches = kept.branches
             if on_sample is not None:
-                await on_sample(branches[latest])
+                await on_sample(branches[kept.latest])
             done, tokens = done + 1, tokens + sum(int(one.sampled.sum()) for one in branches)
             if on_progress is not None:
                 on_progress(done, total, tokens / max(time.monotonic() - started, 1e-9))
