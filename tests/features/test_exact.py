@@ -1,5 +1,6 @@
 """Distances in ulps by hand and against numpy, keys, what a rank counts, and certificates."""
 
+import asyncio
 import json
 import math
 from types import SimpleNamespace
@@ -313,13 +314,12 @@ class Servers:
         (url,) = urls
         return SimpleNamespace(server_info=lambda: self._info(url))
 
-    def _info(self, url):
+    async def _info(self, url):
         if self._types[url] is None:
             raise RolloutServerError(url, "/server_info", None, "no answer")
         return [{"type": self._types[url], "release": self._release}]
 
-    def call(self, made):
-        return made
+    call = staticmethod(asyncio.run)
 
     def engine_of(self, url):
         return SimpleNamespace(
@@ -374,6 +374,18 @@ def test_certificate_when_a_server_is_started_again_as_another_release_then_it_n
     feature._certificate.add(1, 0, NUMBERS)
     [part] = read_certificate(tmp_path / NAME)["parts"]
     assert [(one["url"], one["release"]) for one in part["servers"]] == [("a", "1"), ("a", "2"), ("b", "2")]
+
+
+def test_servers_when_asked_after_a_push_then_all_at_once(feature):
+    class Together(Servers):
+        async def _info(self, url):
+            self.met = getattr(self, "met", None) or asyncio.Barrier(2)
+            async with asyncio.timeout(10):
+                await self.met.wait()
+            return await super()._info(url)
+
+    feature.after_push(SimpleNamespace(servers=Together(a="bfloat16", b="bfloat16")), "0")
+    assert [one["url"] for one in feature._servers] == ["a", "b"]
 
 
 def test_server_that_joins_with_another_number_type_then_refused(feature):

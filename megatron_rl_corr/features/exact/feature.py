@@ -6,8 +6,9 @@ one, else the training pass. Its sums and extrema travel with the step's other m
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.concurrency import raise_first
 from megatron_rl_corr.engines.errors import RolloutError, may_be_gone
 from megatron_rl_corr.features.exact.certificate import Certificate
 from megatron_rl_corr.features.exact.comparison import (
@@ -38,7 +40,18 @@ SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_
 
 if TYPE_CHECKING:
     from megatron_rl_corr.mcore.batch.microbatch import Microbatch
+    from megatron_rl_corr.rollout.client import RolloutClient
     from megatron_rl_corr.weight_sync.servers import WeightServers
+
+
+async def _infos(client: RolloutClient, urls: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What each of these servers that answers says of itself. Raises RolloutError where one refuses to."""
+    asked = [client.control([url]).server_info() for url in urls]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    gone = [isinstance(answer, RolloutError) and may_be_gone(answer) for answer in answers]
+    left = [(url, answer) for url, answer, is_gone in zip(urls, answers, gone, strict=True) if not is_gone]
+    raise_first([answer for _, answer in left])
+    return {url: info for url, [info] in left}
 
 
 class InexactRun(StartupError):
@@ -99,13 +112,7 @@ class ExactFeature(Feature):
             RolloutError: one refuses to tell.
         """
         client, found = servers.client, []
-        for url in servers.urls:
-            try:
-                (info,) = servers.loop.call(client.control([url]).server_info())
-            except RolloutError as error:
-                if not may_be_gone(error):
-                    raise
-                continue
+        for url, info in servers.loop.call(_infos(client, servers.urls)).items():
             engine = client.engine_of(url)
             found.append(
                 {
