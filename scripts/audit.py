@@ -34,10 +34,15 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def pins(lock: Path) -> dict[str, str]:
-    """Name -> version, of a lock."""
+def pinned(lock: Path) -> list[list[str]]:
+    """[name, version] of each line of a lock."""
     lines = [line.partition("#")[0].strip() for line in lock.read_text().splitlines()]
-    return {normal(name): version for name, version in (line.split("==") for line in lines if line)}
+    return [line.split("==") for line in lines if line]
+
+
+def pins(lock: Path) -> dict[str, str]:
+    """Name, as indexes compare it -> version, of a lock."""
+    return {normal(name): version for name, version in pinned(lock)}
 
 
 def is_affected(version: str, ranges: list[list[str | None]]) -> bool:

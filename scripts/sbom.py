@@ -12,7 +12,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from audit import LOCKS, REQUIREMENTS, normal
+from audit import LOCKS, REQUIREMENTS, normal, pinned
 
 from megatron_rl_corr import __version__
 
@@ -26,10 +26,9 @@ def purl(name: str, version: str) -> str:
 
 def bill(lock: Path) -> dict:
     """The bill of materials of a lock."""
-    pinned = [line.partition("#")[0].strip() for line in lock.read_text().splitlines()]
     components = [
         {"type": "library", "bom-ref": purl(*pair), "name": pair[0], "version": pair[1], "purl": purl(*pair)}
-        for pair in sorted((line.split("==") for line in pinned if line), key=lambda pair: normal(pair[0]))
+        for pair in sorted(pinned(lock), key=lambda pair: normal(pair[0]))
     ]
     of = {"type": "application", "bom-ref": f"megatron-rl-corr/{lock.name}", "name": "megatron-rl-corr"}
     of |= {"version": __version__, "description": f"what requirements/{lock.name} installs beside it"}
