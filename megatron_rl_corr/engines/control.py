@@ -293,28 +293,22 @@ class ServerControl:
 
     async def leave_weights_update_group(
         self, group_name: str | None, *, timeout_s: float
-    ) -> dict[str, RolloutError | None]:
-        """Have every server leave the group, and see thereby which can: its address -> why not.
+    ) -> list[RolloutError]:
+        """Have every server leave the group, and see thereby which can. Returns why others can't.
 
         Args:
             group_name: of the group; None: there is none yet, and a server only has to answer.
             timeout_s: a server that has not answered by then is stuck, maybe in a broadcast.
         """
 
-        async def left(url: str) -> RolloutError | None:
-            engine = self.engine_of(url)
-            request = (
-                engine.holder_alive()
-                if group_name is None
-                else engine.destroy_weights_update_group(group_name)
-            )
-            try:
-                await self.ask(url, request, timeout_s=timeout_s)
-            except RolloutError as error:
-                return error
-            return None
+        def request(engine: Engine) -> Request | None:
+            if group_name is None:
+                return engine.holder_alive()
+            return engine.destroy_weights_update_group(group_name)
 
-        return dict(zip(self.base_urls, await asyncio.gather(*map(left, self.base_urls)), strict=True))
+        answers = await self._ask_each(request, timeout_s=timeout_s)
+        raise_first([answer for answer in answers if not isinstance(answer, RolloutError)])
+        return [answer for answer in answers if isinstance(answer, RolloutError)]
 
     async def flush_cache(self) -> list[dict[str, Any]]:
         """Forget cached prefixes. Raises RolloutServerError while requests run or wait, as

@@ -74,7 +74,7 @@ class Recorder:
     async def leave_weights_update_group(self, name, *, timeout_s):
         self.asked += [(name, (url,)) for url in self.base_urls]
         gone = RolloutServerError(self.base_urls[0], "/destroy_weights_update_group", 400, "no such group")
-        return {url: gone if self.versions[url] == "default" else None for url in self.base_urls}
+        return [gone for url in self.base_urls if self.versions[url] == "default"]
 
 
 @pytest.fixture

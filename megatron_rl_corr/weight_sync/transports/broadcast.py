@@ -185,9 +185,8 @@ class DistributedTransport(WeightTransport):
             error.timed_out = False  # as all do that wait for the one that is gone
         control = self._control(urls)
         control.forget_stuck()
-        for failure in self._loop.call(control.leave_weights_update_group(name, timeout_s=_LEAVE_S)).values():
-            if failure is not None:
-                logger.warning("a server did not leave a broadcast group that has failed: %s", failure)
+        for failure in self._loop.call(control.leave_weights_update_group(name, timeout_s=_LEAVE_S)):
+            logger.warning("a server did not leave a broadcast group that has failed: %s", failure)
 
     def close(self):
         self._drop_groups(list(self._groups), self.servers.base_urls if self.servers else ())
@@ -207,10 +206,9 @@ class DistributedTransport(WeightTransport):
         if not urls:
             return
         control = self._control(urls)
-        failures = self._loop.call(control.leave_weights_update_group(group.name, timeout_s=_LEAVE_S))
-        for failure in failures.values():
-            if failure is not None:  # it is gone, and the group with it, or its proxy answers
-                logger.warning("a server did not leave a broadcast group: %s", failure)
+        for failure in self._loop.call(control.leave_weights_update_group(group.name, timeout_s=_LEAVE_S)):
+            # it is gone, and the group with it, or its proxy answers
+            logger.warning("a server did not leave a broadcast group: %s", failure)
 
 
 class UpdateGroup:
