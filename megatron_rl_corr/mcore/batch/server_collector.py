@@ -186,9 +186,8 @@ class Collector(BatchCollector):
                 counts["unjudged_in_a_row"] = self._filter.failed_in_a_row
             place = self._sampler.drawn(state.running, waiting=state.waiting, again=state.again)
             if self._saves_waiting:  # taken with the place, on the loop that alone changes them
-                self._forget_older(
-                    batches
-                )  # a run that loads them does not know that they were to begin late
+                # a run that loads them does not know that they were to begin late
+                self._forget_older(batches)
                 begun = self._sampler.begun({*place.running, *place.again})
                 self._open = OpenGroups(self._stream.waiting(with_taken=with_last), begun)
             return replace(place, counts=counts)
