@@ -110,8 +110,9 @@ def header_of(name: str) -> dict[str, Any]:
     return header
 
 
-def check_counts(sent: Sequence[tuple[str, Sequence[int]]]) -> None:
-    """Compare what headers tell with the shapes of the tensors behind them, before there is memory for these.
+def checked_headers(sent: Sequence[tuple[str, Sequence[int]]]) -> list[dict[str, Any]]:
+    """The headers of a bucket. What they tell is compared with the shapes of the tensors behind them, before
+    there is memory for these.
 
     Args:
         sent: name and shape of each tensor of a bucket, as `packed` or `end_of_stage` made it.
@@ -119,14 +120,16 @@ def check_counts(sent: Sequence[tuple[str, Sequence[int]]]) -> None:
     Raises:
         ValueError: places and values are not as many as told, or more than the weights have.
     """
-    for at in range(0, len(sent), 2):
-        tensors = header_of(sent[at][0])["tensors"]
+    headers = [header_of(name) for name, _ in sent[::2]]
+    for at, header in zip(range(0, len(sent), 2), headers, strict=True):
+        tensors = header["tensors"]
         told = sum(count for _, _, count in tensors) if tensors else 1
         found = [list(shape) for _, shape in sent[at : at + 2]]
         if found != [[told]] * (2 if tensors else 1):
             raise ValueError(f"a bucket of changes tells of {told} values, and brings {found}")
         if any(count > math.prod(shape) for _, shape, count in tensors):
             raise ValueError("a bucket has more changes of a weight than the weight has values")
+    return headers
 
 
 def _check_places(tensors: Sequence[Sequence[Any]], places: Tensor) -> None:
@@ -192,8 +195,7 @@ class ChangesReceiver:
         if self._refused is not None:
             raise ValueError(self._refused)
         parts = list(named)
-        check_counts([(name, tensor.shape) for name, tensor in parts])
-        headers = [header_of(name) for name, _ in parts[::2]]
+        headers = checked_headers([(name, tensor.shape) for name, tensor in parts])
         for header, (_, places) in zip(headers, parts[::2], strict=True):
             if header["tensors"]:
                 _check_places(header["tensors"], places)

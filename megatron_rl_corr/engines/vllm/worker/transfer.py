@@ -31,7 +31,7 @@ from megatron_rl_corr.engines.vllm.checks import BACKEND
 from megatron_rl_corr.engines.vllm.memory_checksums import UNKNOWN
 from megatron_rl_corr.engines.vllm.worker.changes import ChangesUpdate
 from megatron_rl_corr.engines.vllm.worker.loading import Kept, LayerwiseUpdate, experts_problem
-from megatron_rl_corr.engines.weight_changes import CODE, ChangesReceiver, check_counts, shapes_of
+from megatron_rl_corr.engines.weight_changes import CODE, ChangesReceiver, checked_headers, shapes_of
 
 GROUP_BACKENDS = ("gloo", "nccl")
 
@@ -205,7 +205,7 @@ class WeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         named = [(one["name"], one["shape"]) for one in entries]
         named = named or list(zip(update_info.names, update_info.shapes, strict=True))
         if self._brings_changes:
-            check_counts(named)
+            checked_headers(named)
         shapes = shapes_of(named) if self._brings_changes else dict(named)
         problem = self._bucket_problem(shapes)
         if problem is None and len(dict(named)) < len(named) and not self._brings_changes:
