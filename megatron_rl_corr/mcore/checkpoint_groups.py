@@ -122,26 +122,26 @@ class SavedGroups:
             longest: tokens of a sequence, at most.
             per_step: groups that a step takes of them.
         """
-        listed, found, problems = {one.number: one for one in self.groups}, [], {}
-        for place, number in enumerate(waiting):
-            try:
-                if number not in listed:
-                    raise ValueError(self.lacking.get(number, NOT_SAVED))
-                group = read_group(self.folder, listed[number])
-                taken_at = version + place // per_step  # also those that are sampled again keep their place
-                _check_usable(group, self._oldest(taken_at, max_lag), longest)
-                found.append(group)
-            except (OSError, ValueError) as error:
-                problems.setdefault(str(error), []).append(number)
+        listed = {one.number: one for one in self.groups}
+
+        def made(place: int, number: int) -> Group:
+            if number not in listed:
+                raise ValueError(self.lacking.get(number, NOT_SAVED))
+            group = read_group(self.folder, listed[number])
+            taken_at = version + place // per_step  # also those that are sampled again keep their place
+            _check_usable(group, self._oldest(taken_at, max_lag), longest)
+            return group
+
+        found, problems = _each(waiting, made)
         if found:
             EVENTS.tell(
                 "groups_restored",
                 "they waited at the checkpoint, and are trained without being sampled again",
-                groups=[group.number for group in found],
+                groups=list(found),
             )
         for why, numbers in problems.items():
             _tell_sampled_again(why, numbers)
-        return found
+        return list(found.values())
 
     def read_begun(
         self, numbers: Sequence[int], *, version: int, max_lag: int, longest: int
@@ -149,17 +149,17 @@ class SavedGroups:
         """What was sampled of those of these groups that were being sampled, and can be trained when they are
         complete. Events name the others, which are begun anew. The arguments are as in `read`.
         """
-        listed, found, problems = {one.file.number: one for one in self.begun}, {}, {}
-        for number in numbers:
-            try:
-                if number in self.lacking:
-                    raise ValueError(self.lacking[number])
-                if number in listed:
-                    group = read_begun(self.folder, listed[number])
-                    _check_usable(group, self._oldest(version, max_lag), longest)
-                    found[number] = group
-            except (OSError, ValueError) as error:
-                problems.setdefault(str(error), []).append(number)
+        listed = {one.file.number: one for one in self.begun}
+
+        def made(place: int, number: int) -> BegunGroup:
+            if number in self.lacking:
+                raise ValueError(self.lacking[number])
+            group = read_begun(self.folder, listed[number])
+            _check_usable(group, self._oldest(version, max_lag), longest)
+            return group
+
+        # what is in neither had no sample yet
+        found, problems = _each([one for one in numbers if one in listed or one in self.lacking], made)
         if found:
             samples, turns = counts_of([listed[number] for number in found])
             EVENTS.tell(
@@ -169,13 +169,26 @@ class SavedGroups:
                 samples=samples,
                 turns=turns,
             )
-        for why, numbers_so in problems.items():
-            _tell_sampled_again(why, numbers_so, BEING_SAMPLED)
+        for why, others in problems.items():
+            _tell_sampled_again(why, others, BEING_SAMPLED)
         return found
 
     def _oldest(self, version: int, max_lag: int) -> int:
         """The oldest version that can be trained."""
         return version - max_lag if max_lag < self.max_lag else 0
+
+
+def _each[Read](
+    numbers: Sequence[int], made: Callable[[int, int], Read]
+) -> tuple[dict[int, Read], dict[str, list[int]]]:
+    """({number: made(place, number)}; {why it can't be: numbers})."""
+    found, problems = {}, {}
+    for place, number in enumerate(numbers):
+        try:
+            found[number] = made(place, number)
+        except (OSError, ValueError) as error:
+            problems.setdefault(str(error), []).append(number)
+    return found, problems
 
 
 def _check_usable(group: Group | BegunGroup, oldest: int, longest: int) -> None:
