@@ -257,14 +257,18 @@ class Victim:
         self.server.start().wait_ready()
         self.killed = False
 
+    def revive(self):
+        """Start it again if a test has killed it."""
+        if self.killed:
+            self.start_again()
+
 
 @pytest.fixture(scope="module")
 def victim(any_victim):
     """A second real server, of the same weights as the first; it runs, whatever the module
     before has done to it.
     """
-    if any_victim.killed:
-        any_victim.start_again()
+    any_victim.revive()
     return any_victim
 
 

@@ -18,6 +18,7 @@ from tests.conftest import ROOT
 from tests.faults.begun_environment import TURNS
 from tests.faults.door import Door
 from tests.faults.drills import drill, long
+from tests.faults.notes import events_of, notes_of
 from tests.matrix.patched import unchanged
 from tests.mcore.launched import launch, write_data
 
@@ -84,16 +85,6 @@ def run(folder, name, door, model, environment, *flags, processes, held=None, cu
         CUTS=json.dumps(cuts) if cuts else "",
         **variables,
     )
-
-
-def notes_of(folder, what):
-    lines = (folder / "notes.jsonl").read_text().splitlines()
-    return [one for one in map(json.loads, lines) if one["what"] == what]
-
-
-def events_of(folder, kind):
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    return [one for one in map(json.loads, lines) if one["kind"] == kind]
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,7 @@ PUSH_S = 60.0
 
 @pytest.fixture(scope="module")
 def trainer(sglang_server_fp32, any_victim, vllm_server_fp32, tiny_moe_dir):
-    if any_victim.killed:
-        any_victim.start_again()
+    any_victim.revive()
     urls = [sglang_server_fp32.url, any_victim.server.url, vllm_server_fp32.url]
     trainer = Trainer(urls, tiny_moe_dir, push_timeout_s=PUSH_S)
     yield trainer
@@ -31,8 +30,7 @@ def trainer(sglang_server_fp32, any_victim, vllm_server_fp32, tiny_moe_dir):
 
 @pytest.fixture
 def victim(any_victim):
-    if any_victim.killed:
-        any_victim.start_again()
+    any_victim.revive()
     yield any_victim
     go_on(any_victim)
 

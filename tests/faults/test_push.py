@@ -43,8 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 @pytest.fixture(scope="module")
 def trainer(sglang_server_fp32, any_victim, vllm_server_fp32, tiny_moe_dir):
-    if any_victim.killed:
-        any_victim.start_again()
+    any_victim.revive()
     trainer = Trainer([sglang_server_fp32.url, any_victim.server.url, vllm_server_fp32.url], tiny_moe_dir)
     yield trainer
     trainer.close()
@@ -52,8 +51,7 @@ def trainer(sglang_server_fp32, any_victim, vllm_server_fp32, tiny_moe_dir):
 
 @pytest.fixture
 def victim(any_victim):
-    if any_victim.killed:
-        any_victim.start_again()
+    any_victim.revive()
     yield any_victim
     if not any_victim.killed:
         os.killpg(any_victim.server.pid, signal.SIGCONT)

@@ -17,6 +17,7 @@ from megatron_rl_corr.rollout.waiting_groups import FOLDER
 from tests.conftest import ROOT
 from tests.faults.door import Door
 from tests.faults.drills import drill, long
+from tests.faults.notes import events_of, notes_of
 from tests.matrix.patched import unchanged
 from tests.mcore.launched import launch, write_data
 
@@ -66,16 +67,6 @@ def run(folder, name, url, model, *flags, processes, kill="none:0"):
         KILL_AT=kill,
         NOTES=str(out / "notes.jsonl"),
     )
-
-
-def notes_of(folder, what):
-    lines = (folder / "notes.jsonl").read_text().splitlines()
-    return [one for one in map(json.loads, lines) if one["what"] == what]
-
-
-def events_of(folder, kind):
-    lines = (folder / "events.jsonl").read_text().splitlines()
-    return [one for one in map(json.loads, lines) if one["kind"] == kind]
 
 
 def waited(folder):

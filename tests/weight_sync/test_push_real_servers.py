@@ -54,8 +54,7 @@ def trainers(server, engine, model_dir, weights, folder):
 @pytest.fixture
 def pushing(companion, victim, tiny_moe_dir, weights, tmp_path):
     """To the server beside the victim, which is the second one, and may be killed."""
-    if victim.killed:
-        victim.start_again()
+    victim.revive()
     with trainers(companion, victim.engine, tiny_moe_dir, weights, tmp_path) as make:
         yield make
 
