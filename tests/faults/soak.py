@@ -42,7 +42,7 @@ from tools.local_server import LocalServerError  # noqa: E402
 from tools.process_group import adopt_orphans, die_with_parent, end_descendants, end_group  # noqa: E402
 
 SAVE_EVERY, LOOK_S, MEMORY_EVERY_S = 10, 1.0, 5.0
-GROUP_SIZE, GROUPS = 4, 4
+GROUP_SIZE, GROUPS = 8, 8
 LEAST_SERVERS, MOST_SERVERS = 2, 3
 STUCK_S = 600.0
 """A run without a new step for so long is taken to hang."""
