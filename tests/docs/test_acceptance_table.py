@@ -22,6 +22,11 @@ FOUND = {
         {"what": "peak memory of a rank on the host", "found": "0.89 GiB (rank 1), 0.88 GiB (rank 0)"},
         {"what": "weights that are not the checkpoint's after the pushes", "found": "0 of 55"},
     ],
+    "notes": [
+        "own: mismatch: routing; 95 tokens, parts: routing 28 %, head 2 %, rest 65 %, decode 5 %",
+        "replayed: mismatch: rounding; 119 tokens, parts: head 6 %, rest 68 %, decode 26 %",
+        "replayed: another note",
+    ],
 }
 
 
@@ -58,3 +63,14 @@ def test_page_then_a_row_for_each_tiny_model_that_a_server_on_a_cpu_has(number_t
     table = page.partition(begin)[2].partition(end)[0]
     assert sorted(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == sorted(ACCEPTED)
     assert {*ACCEPTED} | {*NOT_SERVED} == {*MODELS} and all(NOT_SERVED.values())
+
+
+def test_row_of_what_replay_leaves_then_both_trials_and_the_ledgers_terms(script):
+    assert script.left_row("mixtral", FOUND) == "| `mixtral` | 1.0e-06 | 2.4e-12 | 28% | 6% | 68% | 26% |"
+
+
+def test_page_of_experts_then_a_row_for_each_family_that_has_some(script):
+    page = (ROOT / "docs/guides/moe.md").read_text()
+    table = page.partition(script.LEFT_BEGIN)[2].partition(script.LEFT_END)[0]
+    with_experts = [name for name in ACCEPTED if "num_experts_per_tok" in MODELS[name]]
+    assert sorted(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == sorted(with_experts)
