@@ -1,7 +1,7 @@
 """The soak: two runs of the same training at the same time, one with random faults and with servers that
 join and leave, the other one left alone; and what each line of the promise has seen.
 
-soak.py OUT [--steps 1000 | --hours 6] [--seed 0] [--every 15] [--changes-every 22] [--ranks 2]
+soak.py OUT [--steps 1000 | --hours 6] [--seed 0] [--every 16] [--changes-every 30] [--ranks 2]
 soak.py OUT --report     the report again, of what is in OUT; of a soak that is under way, of its steps so far
 
 Each run has servers behind doors of tests/faults/door.py, listed in a file that the run reads, and ranks
@@ -347,8 +347,8 @@ def parse_arguments() -> argparse.Namespace:
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--steps", type=int, default=1000, help="of each run")
     length.add_argument("--hours", type=float, help="end both runs after so many hours")
-    parser.add_argument("--every", type=int, default=15, help="steps from one fault to the next, on average")
-    parser.add_argument("--changes-every", type=int, default=22, help="the same of joins and leaves")
+    parser.add_argument("--every", type=int, default=16, help="steps from one fault to the next, on average")
+    parser.add_argument("--changes-every", type=int, default=30, help="the same of joins and leaves")
     parser.add_argument("--ranks", type=int, default=2, choices=(1, 2, 4), help="of each run")
     parser.add_argument("--seed", type=int, default=0, help="of the faults, the model and the sampling")
     parser.add_argument("--report", action="store_true", help="write the report of what is in OUT again")

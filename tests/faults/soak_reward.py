@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples/quickstar
 from make_model import CHARACTERS
 from reward import KINDS
 
-TOKENS = 10
+TOKENS = 24
 
 
 def reward(prompt, output_ids, finish_reason):
