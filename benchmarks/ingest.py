@@ -30,8 +30,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.correction import machine_name
 from benchmarks.quiet import only_tables
 from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.sglang.responses import parse_generate
-from megatron_rl_corr.engines.trajectory import Trajectory
+from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 
 VOCAB_SIZE = 151_936
 PROMPT = torch.tensor([1, 2, 3])
@@ -120,16 +121,17 @@ def ours(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:
 
 def trajectory_in(body: bytes, experts: ExpertShape | None = None) -> Trajectory:
     """What the client makes of an answer."""
-    return parse_generate(
-        body,
-        prompt_ids=PROMPT,
+    asked = SampleRequest(
+        PROMPT,
+        SamplingParams(1 << 20),
+        "r1",
+        seed=0,
         prompt_index=0,
         sample_index=0,
-        server="http://127.0.0.1",
         vocab_size=VOCAB_SIZE,
-        max_new_tokens=1 << 20,
         experts=experts,
     )
+    return parse_generate(body, asked, server="http://127.0.0.1")
 
 
 def plain(body: bytes) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_rl_corr.engines.errors import RolloutServerError
 from megatron_rl_corr.engines.inspection import Inspection
 from megatron_rl_corr.engines.memory import MemoryRelease
-from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.sampling_limits import check_limits
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
 from megatron_rl_corr.engines.types import (
@@ -142,37 +142,14 @@ class Engine(Inspection, MemoryRelease, Protocol):
         """
         raise self._unsupported("sampling")
 
-    def parse(
-        self,
-        body: bytes,
-        *,
-        prompt_ids: Tensor,
-        prompt_index: int,
-        sample_index: int,
-        server: str,
-        max_new_tokens: int,
-        vocab_size: int | None = None,
-        truncated: bool = False,
-        top_logprobs: int = 0,
-        experts: ExpertShape | None = None,
-        routes_from: int = 0,
-        pushes_retract: bool = False,
-    ) -> Trajectory:
+    def parse(self, body: bytes, asked: SampleRequest, *, server: str) -> Trajectory:
         """The response in the answer to `generate`.
 
         Args:
             body: of the answer.
-            prompt_ids: [P] int64, what was sent.
-            prompt_index, sample_index, server: go into the trajectory.
-            max_new_tokens: what was asked for; R is at most that.
-            vocab_size: every id must be below it.
-            truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its
-                log-probs are renormalised on it.
-            top_logprobs: the request asked for so many of the likeliest ids of each token.
-            experts: the request asked for routed experts of a model of this shape.
-            routes_from: the token that they were asked for from.
-            pushes_retract: weights change in a pause of mode retract, for an engine that tells how often a
-                response was computed anew, but not where.
+            asked: what it was asked for with. Where its sampling `needs_mask`, the trajectory has a support,
+                and its log-probs are renormalised on it.
+            server: goes into the trajectory.
 
         Returns:
             It, without the routes of tokens that may have been computed anew since they were sampled with.

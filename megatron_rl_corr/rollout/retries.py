@@ -20,12 +20,13 @@ from megatron_rl_corr.engines.errors import (
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import PAUSES_S, WAIT_S, LocalFault
 from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory, concatenated
 from megatron_rl_corr.engines.types import UnsupportedByEngine
 from megatron_rl_corr.events import EVENTS
 from megatron_rl_corr.rollout.blame import failure_of_sample, may_retry
 from megatron_rl_corr.rollout.health import ServerHealth
-from megatron_rl_corr.rollout.ingest.answer import Ingest, IngestHere, ParsedAnswer, SampleRequest
+from megatron_rl_corr.rollout.ingest.answer import Ingest, IngestHere, ParsedAnswer
 from megatron_rl_corr.rollout.seeds import Draw
 from megatron_rl_corr.rollout.server_pool import Counts, Server, ServerPool
 from megatron_rl_corr.rollout.stop_texts import Decode, cut_at_stop

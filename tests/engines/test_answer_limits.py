@@ -24,6 +24,7 @@ from megatron_rl_corr.engines.errors import (
 )
 from megatron_rl_corr.engines.http import HTTPTransport
 from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.secrets import HIDDEN, keep_secret, redacted
 from megatron_rl_corr.engines.types import Request
 from megatron_rl_corr.rollout import RolloutClient, SamplingParams
@@ -281,15 +282,11 @@ def test_key_when_a_header_of_the_answer_quotes_it_then_no_message_has_it_in_any
 @pytest.mark.parametrize("engine, wrong", [("sglang", "an abort"), ("sglang", "a reason"), ("vllm", "error")])
 def test_message_when_an_answer_has_half_a_surrogate_pair_then_any_file_and_console_takes_it(engine, wrong):
     body = WRONG[wrong]("bad \ud800 token").encode()  # as JSON has it: bad \\ud800 token
+    asked = SampleRequest(
+        torch.tensor([1]), SamplingParams(1), "r1", seed=0, prompt_index=0, sample_index=0, vocab_size=None
+    )
     with pytest.raises(RolloutError) as error:
-        load_engine(engine).parse(
-            body,
-            prompt_ids=torch.tensor([1]),
-            prompt_index=0,
-            sample_index=0,
-            server="http://a:1",
-            max_new_tokens=1,
-        )
+        load_engine(engine).parse(body, asked, server="http://a:1")
     assert "bad ? token" in str(error.value) and "bad ? token" in error.value.detail
     assert shown("\udfff\ud800 x") == "?? x" and "\\ud800" in shown(["\ud800"])
 

@@ -11,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.responses import parse_generate
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout import RolloutProtocolError
 
 LOGPROBS = st.one_of(st.none(), st.just(-0.0), st.floats(max_value=0, allow_nan=False, allow_infinity=False))
@@ -36,15 +38,16 @@ def answer(rows, output_ids=None, **around):
 
 
 def parse(body):
-    return parse_generate(
-        body,
-        prompt_ids=torch.tensor([1]),
+    asked = SampleRequest(
+        torch.tensor([1]),
+        SamplingParams(100),
+        "r1",
+        seed=0,
         prompt_index=0,
         sample_index=0,
-        server="http://a:1",
         vocab_size=151_936,
-        max_new_tokens=100,
     )
+    return parse_generate(body, asked, server="http://a:1")
 
 
 @given(ROWS)

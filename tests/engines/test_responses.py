@@ -6,8 +6,10 @@ import orjson
 import pytest
 import torch
 
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.secrets import HIDDEN, keep_secret
 from megatron_rl_corr.engines.sglang.responses import parse_control, parse_generate
+from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.rollout import RolloutProtocolError, RolloutServerError, VersionSpan
 from tests.faults.door import NONSENSE
 from tests.faults.drills import drill
@@ -43,9 +45,18 @@ def truncated(drop=(), **meta):
 
 
 def parse(data, **options):
-    prompt_ids = torch.tensor([1, 2])
-    options = {"vocab_size": 10, "max_new_tokens": 3} | options
-    return parse_generate(data, prompt_ids=prompt_ids, prompt_index=4, sample_index=1, server=URL, **options)
+    """options: of the sampling, or of the request."""
+    own = {name: options.pop(name) for name in ("vocab_size", "experts") if name in options}
+    asked = SampleRequest(
+        torch.tensor([1, 2]),
+        SamplingParams(**({"max_new_tokens": 3} | options)),
+        "r1",
+        seed=0,
+        prompt_index=4,
+        sample_index=1,
+        **({"vocab_size": 10} | own),
+    )
+    return parse_generate(data, asked, server=URL)
 
 
 def test_generate_when_well_formed_then_every_field_is_taken_over():
@@ -210,7 +221,7 @@ def test_abort_when_its_status_can_not_be_one_of_a_request_that_was_taken_then_t
 
 
 def test_truncated_when_well_formed_then_the_ids_and_the_logprobs_renormalised_on_them_are_taken():
-    trajectory = parse(truncated(), truncated=True)
+    trajectory = parse(truncated(), top_p=0.9)
     assert trajectory.support.ids.dtype == trajectory.support.lengths.dtype == torch.int32
     assert trajectory.support.ids.tolist() == [7, 1, 0, 3, 9, 8]
     assert trajectory.support.lengths.tolist() == [2, 1, 3]
@@ -267,7 +278,7 @@ def test_top_logprobs_when_they_are_wrong_then_refused_by_the_field(top, named):
 
 @pytest.mark.parametrize("missing", [b"null", b"NaN", b"-Infinity", b"-1e99"])
 def test_truncated_when_a_logprob_is_absent_or_not_finite_then_nan_in_its_place_only(missing):
-    trajectory = parse(truncated().replace(b"-0.75", missing), truncated=True)
+    trajectory = parse(truncated().replace(b"-0.75", missing), top_p=0.9)
     *others, last = trajectory.rollout_logprobs.tolist()
     assert others == [-0.25, 0.0] and math.isnan(last) and trajectory.support.lengths.tolist() == [2, 1, 3]
 
@@ -327,14 +338,14 @@ def test_truncated_when_a_logprob_is_absent_or_not_finite_then_nan_in_its_place_
 )
 def test_truncated_when_the_support_is_not_one_then_protocol_error_says_how(data, named):
     with pytest.raises(RolloutProtocolError, match=named) as error:
-        parse(data, truncated=True)
+        parse(data, top_p=0.9)
     assert (error.value.url, error.value.endpoint) == (URL, "/generate")
 
 
 @pytest.mark.parametrize("name", ["output_token_sampling_mask", "output_token_sampling_logprobs"])
 def test_truncated_when_the_server_is_too_old_to_send_it_then_error_names_the_remedy(name):
     with pytest.raises(RolloutProtocolError) as error:
-        parse(truncated(drop=[name]), truncated=True)
+        parse(truncated(drop=[name]), top_p=0.9)
     assert URL in str(error.value) and f"it sent no {name}" in str(error.value)
     assert "use SGLang 0.5.16 or newer, or leave them out" in str(error.value)
     assert all(name in str(error.value) for name in ("`top_p`", "`top_k`", "`min_p`"))
@@ -343,7 +354,7 @@ def test_truncated_when_the_server_is_too_old_to_send_it_then_error_names_the_re
 def test_truncated_when_aborted_before_the_first_token_then_an_empty_support():
     data = b"""{"output_ids": [], "meta_info": {"weight_version": "v2", "completion_tokens": 0,
         "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}}"""
-    trajectory = parse(data, truncated=True)
+    trajectory = parse(data, top_p=0.9)
     assert (
         trajectory.support.ids.shape
         == trajectory.support.lengths.shape
@@ -355,9 +366,9 @@ def test_truncated_when_aborted_before_the_first_token_then_an_empty_support():
 def test_truncated_when_the_vocabulary_is_not_known_then_ids_up_to_int32_are_taken():
     big = 2**31 - 2
     data = truncated(output_token_sampling_mask=[[7, big], [0], [9]])
-    assert parse(data, truncated=True, vocab_size=None).support.ids.tolist() == [7, big, 0, 9]
+    assert parse(data, top_p=0.9, vocab_size=None).support.ids.tolist() == [7, big, 0, 9]
     with pytest.raises(RolloutProtocolError, match=f"mask with id {big + 1}, outside"):
-        parse(data.replace(b"2147483646", b"2147483647"), truncated=True, vocab_size=None)
+        parse(data.replace(b"2147483646", b"2147483647"), top_p=0.9, vocab_size=None)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from megatron_rl_corr.engines.routes import (
     no_routes,
     write_routes,
 )
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.sglang.requests import generate_request
 from megatron_rl_corr.engines.sglang.responses import parse_generate
 from megatron_rl_corr.engines.sglang.routed_experts import decode
@@ -190,16 +191,18 @@ def answer(**meta):
 
 
 def parse(body, experts=SHAPE, **known):
-    return parse_generate(
-        body if isinstance(body, bytes) else orjson.dumps(body),
-        prompt_ids=torch.tensor([1, 2]),
+    asked = SampleRequest(
+        torch.tensor([1, 2]),
+        SamplingParams(9),
+        "r1",
+        seed=0,
         prompt_index=0,
         sample_index=0,
-        server="http://a:1",
+        vocab_size=None,
         experts=experts,
-        max_new_tokens=9,
         **known,
     )
+    return parse_generate(body if isinstance(body, bytes) else orjson.dumps(body), asked, server="http://a:1")
 
 
 def test_parse_when_routes_are_elsewhere_or_only_true_then_refused():

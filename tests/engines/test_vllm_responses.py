@@ -14,7 +14,8 @@ import torch
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.routes import ExpertShape, no_routes
-from megatron_rl_corr.engines.trajectory import VersionSpan
+from megatron_rl_corr.engines.sample_request import SampleRequest
+from megatron_rl_corr.engines.trajectory import SamplingParams, VersionSpan
 from megatron_rl_corr.engines.vllm.routed_experts import decode
 from tests.faults.door import NONSENSE
 
@@ -85,14 +86,17 @@ def changed(path, value):
 
 def parse(made, **options):
     body = made if isinstance(made, bytes) else orjson.dumps(made)
-    return ENGINE.parse(
-        body,
-        prompt_ids=PROMPT,
+    own = {name: options.pop(name) for name in ("vocab_size", "experts") if name in options}
+    asked = SampleRequest(
+        PROMPT,
+        SamplingParams(**({"max_new_tokens": 2, "top_p": 0.9} | options)),
+        "r1",
+        seed=0,
         prompt_index=5,
         sample_index=6,
-        server=URL,
-        **{"vocab_size": 83, "max_new_tokens": 2, "truncated": True, "experts": SHAPE} | options,
+        **({"vocab_size": 83, "experts": SHAPE} | own),
     )
+    return ENGINE.parse(body, asked, server=URL)
 
 
 CHOICE = ("choices", 0)
@@ -157,7 +161,7 @@ def test_parse_when_what_was_cached_is_what_was_not_asked_for_then_the_rows_are_
 
 
 def test_parse_when_not_asked_for_mask_and_routes_then_they_are_left_out():
-    sample = parse(answer(), truncated=False, experts=None)
+    sample = parse(answer(), top_p=1.0, experts=None)
     assert sample.support is None and sample.routed_experts is None
 
 

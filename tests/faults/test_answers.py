@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.routes import ExpertShape
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.sglang import answer_fields as sglang_fields
 from megatron_rl_corr.engines.vllm import answer_fields as vllm_fields
 from megatron_rl_corr.rollout import SamplingParams
@@ -73,18 +74,18 @@ def verdict(engine, name, body):
         right = getattr(oracle, engine)(body, asked)
     except (oracle.Refused, oracle.Failed) as error:
         right = error
+    request = SampleRequest(
+        torch.tensor(PROMPT),
+        SamplingParams(TOKENS, top_p=0.9 if truncated else 1.0),
+        "r1",
+        seed=0,
+        prompt_index=0,
+        sample_index=0,
+        vocab_size=VOCAB_SIZE,
+        experts=shape,
+    )
     try:
-        sample = load_engine(engine).parse(
-            body,
-            prompt_ids=torch.tensor(PROMPT),
-            prompt_index=0,
-            sample_index=0,
-            server=URL,
-            vocab_size=VOCAB_SIZE,
-            max_new_tokens=TOKENS,
-            truncated=truncated,
-            experts=shape,
-        )
+        sample = load_engine(engine).parse(body, request, server=URL)
     except RolloutError as error:
         kind = oracle.Failed if isinstance(error, RolloutServerError) else oracle.Refused
         assert isinstance(right, kind), (body, error, right)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.engines.routes import ExpertShape, has_routes
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from tests.hf_truth import assert_is_truth, inside, response, scored
 from tests.tiers import long
@@ -64,10 +65,7 @@ def test_generate_when_truncated_and_routed_then_supports_logprobs_and_routes_ar
 
 def test_generate_when_it_goes_on_from_known_tokens_then_their_routes_are_not_asked_for_again(client, model):
     engine, url, prompt = client.engine_of(client.base_urls[0]), client.base_urls[0], torch.tensor(PROMPTS[0])
-    whole, names = (
-        client.wait(client.generate(PROMPTS[:1], SAMPLING))[0],
-        {"prompt_index": 0, "sample_index": 0},
-    )
+    whole = client.wait(client.generate(PROMPTS[:1], SAMPLING))[0]
     known = whole.routed_experts[: prompt.numel() + 9]
     ids = torch.cat([prompt, whole.output_ids[:10]])
     request = engine.generate(ids.tolist(), SAMPLING, seed=1, routed_experts=True, routes_from=len(known))
@@ -79,17 +77,18 @@ def test_generate_when_it_goes_on_from_known_tokens_then_their_routes_are_not_as
         finally:
             await transport.close()
 
-    part = engine.parse(
-        client.wait(ask()),
-        prompt_ids=ids,
-        server=url,
+    asked = SampleRequest(
+        ids,
+        SAMPLING,
+        "r1",
+        seed=1,
+        prompt_index=0,
+        sample_index=0,
         vocab_size=VOCAB,
-        truncated=True,
         experts=SHAPE,
         routes_from=len(known),
-        max_new_tokens=SAMPLING.max_new_tokens,
-        **names,
     )
+    part = engine.parse(client.wait(ask()), asked, server=url)
     routes = torch.cat([known, part.routed_experts])
     assert_supports_and_routes(replace(part, routed_experts=routes, routes_from=0), model)
 

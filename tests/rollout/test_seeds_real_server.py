@@ -12,6 +12,7 @@ import torch
 from megatron_rl_corr.doctor.findings import Examination
 from megatron_rl_corr.doctor.probe import Probe
 from megatron_rl_corr.doctor.questions import Expected, ask_quick
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.rollout import LoopThread, RolloutClient, SamplingParams
 from megatron_rl_corr.rollout.seeds import Draw
 
@@ -45,15 +46,10 @@ def drawn(client, prompt, sampling, seed):
         fields = request.json["sampling_params"]
         del fields["sampling_seed" if client.runs == "sglang" else "seed"]
     answer = json.dumps(client.wait(client.ask(url, request))).encode()
-    parsed = engine.parse(
-        answer,
-        prompt_ids=torch.tensor(prompt),
-        prompt_index=0,
-        sample_index=0,
-        server=url,
-        max_new_tokens=sampling.max_new_tokens,
+    asked = SampleRequest(
+        torch.tensor(prompt), sampling, "r1", seed=0, prompt_index=0, sample_index=0, vocab_size=None
     )
-    return parsed.output_ids.tolist()
+    return engine.parse(answer, asked, server=url).output_ids.tolist()
 
 
 def responses(client, group_numbers, samples=8, **options):

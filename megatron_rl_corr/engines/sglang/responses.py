@@ -12,7 +12,8 @@ import torch
 from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.answer_types import check_fields
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
-from megatron_rl_corr.engines.routes import ExpertShape, cut_routes, no_routes
+from megatron_rl_corr.engines.routes import cut_routes, no_routes
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, FIELDS, SENTENCES
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
@@ -27,38 +28,11 @@ MOST_SECONDS = 1e6
 """A request of more than 11 days is none: a time above that says nothing."""
 
 
-def parse_generate(
-    body: bytes,
-    *,
-    prompt_ids: torch.Tensor,
-    prompt_index: int,
-    sample_index: int,
-    server: str,
-    max_new_tokens: int,
-    vocab_size: int | None = None,
-    truncated: bool = False,
-    top_logprobs: int = 0,
-    experts: ExpertShape | None = None,
-    routes_from: int = 0,
-    pushes_retract: bool = False,
-) -> Trajectory:
-    """The trajectory in the answer to one `generate_request`.
+def parse_generate(body: bytes, asked: SampleRequest, *, server: str) -> Trajectory:
+    """The trajectory in the answer to one `generate_request`; arguments as in `Engine.parse`.
 
     Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request gives
     the tokens so far.
-
-    Args:
-        body: of the answer.
-        prompt_ids: [P] int64, what was sent.
-        prompt_index, sample_index, server: go into the trajectory.
-        max_new_tokens: what was asked for: R is at most that.
-        vocab_size: every id must be below it.
-        truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs
-            are renormalised on it.
-        top_logprobs: the request asked for so many of the likeliest ids of each token.
-        experts: the request asked for routed experts, and the model routes so.
-        routes_from: the token that it asked for routes from.
-        pushes_retract: weights change in a pause that retracts: `tokens_recomputed`.
 
     Raises:
         RolloutServerError: the request failed: its abort carries a status code or an error type.
@@ -79,40 +53,31 @@ def parse_generate(
         finish_reason = _finish_reason(meta, server)
         if output_ids is None:
             output_ids = answers.token_ids(answer["output_ids"], "output_ids")
-        answers.check_count(meta, "prompt_tokens", prompt_ids.numel(), "ids were sent")
+        answers.check_count(meta, "prompt_tokens", asked.prompt_ids.numel(), "ids were sent")
         answers.check_count(meta, "completion_tokens", output_ids.size, "output_ids were returned")
-        answers.check_length(output_ids, finish_reason, max_new_tokens)
-        answers.check_vocabulary(output_ids, vocab_size, "token id")
+        answers.check_length(output_ids, finish_reason, asked.sampling.max_new_tokens)
+        answers.check_vocabulary(output_ids, asked.vocab_size, "token id")
         if values is None:
             values = _logprob_values(meta, output_ids)
         logprobs, support = answers.float32(values, NO_ROWS), None
-        if truncated:
-            logprobs, support = _truncated(meta, output_ids, vocab_size)
+        if asked.sampling.needs_mask:
+            logprobs, support = _truncated(meta, output_ids, asked.vocab_size)
         versions = _weight_versions(meta, output_ids.size)
         return Trajectory(
-            prompt_index=prompt_index,
-            sample_index=sample_index,
-            prompt_ids=prompt_ids,
+            prompt_index=asked.prompt_index,
+            sample_index=asked.sample_index,
+            prompt_ids=asked.prompt_ids,
             output_ids=torch.from_numpy(output_ids),
             rollout_logprobs=torch.from_numpy(logprobs),
             finish_reason=finish_reason,
             weight_versions=versions,
             # Absent when a request was aborted before it started.
-            cached_tokens=answers.count_of(meta, "cached_tokens", prompt_ids.numel()),
+            cached_tokens=answers.count_of(meta, "cached_tokens", asked.prompt_ids.numel()),
             server=server,
             support=support,
-            top_logprobs=_top_logprobs(meta, output_ids.size, top_logprobs, vocab_size),
-            routed_experts=_routes(
-                meta,
-                versions,
-                encoded,
-                prompt_ids.numel(),
-                output_ids.size,
-                experts,
-                routes_from,
-                pushes_retract,
-            ),
-            routes_from=routes_from,
+            top_logprobs=_top_logprobs(meta, output_ids.size, asked.sampling.top_logprobs, asked.vocab_size),
+            routed_experts=_routes(meta, versions, encoded, output_ids.size, asked),
+            routes_from=asked.routes_from,
         )
 
 
@@ -183,15 +148,13 @@ def _routes(
     meta: dict,
     versions: tuple[VersionSpan, ...],
     cut: memoryview | None,
-    prompt: int,
     output: int,
-    experts: ExpertShape | None,
-    first: int,
-    pushes_retract: bool,
+    asked: SampleRequest,
 ) -> torch.Tensor | None:
-    """[P + R - 1 - first, M, k]: the answer's rows, none for tokens computed anew."""
-    if experts is None:
+    """[P + R - 1 - routes_from, M, k]: the answer's rows, none for tokens computed anew."""
+    if asked.experts is None:
         return None
+    experts, first, prompt = asked.experts, asked.routes_from, asked.prompt_ids.numel()
     tokens = prompt + output
     encoded = meta.get("routed_experts")
     if encoded is True and cut is not None:
@@ -208,7 +171,9 @@ def _routes(
         own = decode(encoded, tokens=tokens, shape=experts, first=first)
     except ValueError as error:
         raise ValueError(f"{error}; is it serving another model?") from None
-    anew = tokens_recomputed(meta, versions, prompt=prompt, tokens=tokens, pushes_retract=pushes_retract)
+    anew = tokens_recomputed(
+        meta, versions, prompt=prompt, tokens=tokens, pushes_retract=asked.pushes_retract
+    )
     lost = max(0, anew - first)
     own[:lost] = no_routes(experts, lost)
     return own

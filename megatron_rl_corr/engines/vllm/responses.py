@@ -15,7 +15,8 @@ import torch
 from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.answer_types import check_fields
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
-from megatron_rl_corr.engines.routes import ExpertShape, cut_routes, no_routes
+from megatron_rl_corr.engines.routes import cut_routes, no_routes
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.trajectory import TopLogprobs, Trajectory, VersionSpan
 from megatron_rl_corr.engines.vllm.answer_fields import EMPTY, FIELDS
 from megatron_rl_corr.engines.vllm.requests import GENERATE
@@ -31,39 +32,12 @@ UNKNOWN_VERSION = "unknown"
 """The weight version of a response without tokens, for which vLLM tells none."""
 
 
-def parse_generate(
-    body: bytes,
-    *,
-    prompt_ids: torch.Tensor,
-    prompt_index: int,
-    sample_index: int,
-    server: str,
-    max_new_tokens: int,
-    vocab_size: int | None = None,
-    truncated: bool = False,
-    top_logprobs: int = 0,
-    experts: ExpertShape | None = None,
-    routes_from: int = 0,
-    pushes_retract: bool = False,
-) -> Trajectory:
-    """The trajectory in the answer to one `generate_request`.
+def parse_generate(body: bytes, asked: SampleRequest, *, server: str) -> Trajectory:
+    """The trajectory in the answer to one `generate_request`; arguments as in `Engine.parse`.
 
     Log-probs that are null, NaN or infinite become NaN. An abort for a pause or by request gives
-    the tokens so far.
-
-    Args:
-        body: of the answer.
-        prompt_ids: [P] int64, what was sent.
-        prompt_index, sample_index, server: go into the trajectory.
-        max_new_tokens: what was asked for: R is at most that.
-        vocab_size: every id must be below it.
-        truncated: the request had top_p, top_k or min_p, so the trajectory has a support, and its log-probs
-            are renormalised on it.
-        top_logprobs: the request asked for so many of the likeliest ids of each token.
-        experts: the request asked for routed experts, and the model routes so.
-        routes_from: the token that it asked for routes from.
-        pushes_retract: without effect; vLLM (0.32) hands out the routes of each pass with the token sampled
-            in it, and none of a pass that computes tokens anew.
+    the tokens so far. `pushes_retract` is without effect: vLLM (0.32) hands out the routes of each pass with
+    the token sampled in it, and none of a pass that computes tokens anew.
 
     Raises:
         RolloutServerError: the answer is an error.
@@ -79,24 +53,24 @@ def parse_generate(
         choice = _choice(answer)
         ids = answers.token_ids(choice.get("token_ids"), "token_ids")
         usage = answers.mapping_of(answer.get("usage"), "usage")
-        answers.check_count(usage, "prompt_tokens", prompt_ids.numel(), "ids were sent")
+        answers.check_count(usage, "prompt_tokens", asked.prompt_ids.numel(), "ids were sent")
         answers.check_count(usage, "completion_tokens", ids.size, "token_ids were returned")
-        answers.check_length(ids, choice["finish_reason"], max_new_tokens)
-        answers.check_vocabulary(ids, vocab_size, "token id")
+        answers.check_length(ids, choice["finish_reason"], asked.sampling.max_new_tokens)
+        answers.check_vocabulary(ids, asked.vocab_size, "token id")
         return Trajectory(
-            prompt_index=prompt_index,
-            sample_index=sample_index,
-            prompt_ids=prompt_ids,
+            prompt_index=asked.prompt_index,
+            sample_index=asked.sample_index,
+            prompt_ids=asked.prompt_ids,
             output_ids=torch.from_numpy(ids),
             rollout_logprobs=torch.from_numpy(_logprobs(choice, ids)),
             finish_reason=choice["finish_reason"],
             weight_versions=_weight_versions(choice, ids.size),
-            cached_tokens=_cached_tokens(usage, prompt_ids.numel()),
+            cached_tokens=_cached_tokens(usage, asked.prompt_ids.numel()),
             server=server,
-            support=_support(choice, ids, vocab_size) if truncated else None,
-            top_logprobs=_top_logprobs(choice, ids.size, top_logprobs, vocab_size),
-            routed_experts=_routes(choice, encoded, prompt_ids.numel() + ids.size, experts, routes_from),
-            routes_from=routes_from,
+            support=_support(choice, ids, asked.vocab_size) if asked.sampling.needs_mask else None,
+            top_logprobs=_top_logprobs(choice, ids.size, asked.sampling.top_logprobs, asked.vocab_size),
+            routed_experts=_routes(choice, encoded, ids.size, asked),
+            routes_from=asked.routes_from,
         )
 
 
@@ -209,16 +183,11 @@ def _top_logprobs(choice: dict, tokens: int, count: int, vocab_size: int | None)
     return answers.top_logprobs(logprobs, ids, count=count, vocab_size=vocab_size, name=name)
 
 
-def _routes(
-    choice: dict,
-    cut: memoryview | None,
-    tokens: int,
-    experts: ExpertShape | None,
-    first: int,
-) -> torch.Tensor | None:
-    """[T - 1 - first, M, k]."""
-    if experts is None:
+def _routes(choice: dict, cut: memoryview | None, output: int, asked: SampleRequest) -> torch.Tensor | None:
+    """[P + R - 1 - routes_from, M, k]."""
+    if asked.experts is None:
         return None
+    experts, first, tokens = asked.experts, asked.routes_from, asked.prompt_ids.numel() + output
     encoded = choice.get("routed_experts")
     if encoded is True and cut is not None:
         encoded = cut

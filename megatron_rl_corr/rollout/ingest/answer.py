@@ -9,41 +9,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from torch import Tensor
-
 from megatron_rl_corr.engines import answer_size
 from megatron_rl_corr.engines.answers import reading
 from megatron_rl_corr.engines.fleet import Fleet
-from megatron_rl_corr.engines.routes import ExpertShape
-from megatron_rl_corr.engines.trajectory import SamplingParams, Trajectory
+from megatron_rl_corr.engines.sample_request import SampleRequest
+from megatron_rl_corr.engines.trajectory import Trajectory
 
 STARTED_AT_ONCE = 16
 """Requests that are sent before the event loop does something else, and so it is with one answer that is
 parsed: a thousand that are ready at once would keep it for seconds.
 """
-
-
-@dataclass(frozen=True)
-class SampleRequest:
-    """What a sample is asked for with, and what its answer must be one to."""
-
-    prompt_ids: Tensor
-    """[P] int64, each in the vocabulary."""
-    sampling: SamplingParams
-    request_id: str
-    seed: int
-    prompt_index: int
-    sample_index: int
-    vocab_size: int
-    cache_key: str | None = None
-    experts: ExpertShape | None = None
-    """The model's, if routes are wanted."""
-    routes_from: int = 0
-    """The token from which on they are."""
-    pushes_retract: bool = False
-    """As `Engine.parse`."""
-    timed: bool = False
-    """`ParsedAnswer.server_times` are wanted."""
 
 
 @dataclass(frozen=True)
@@ -114,20 +89,7 @@ class IngestHere:
         _, body = await self._fleet.send(url, request, timeout_s=math.inf)
         async with self._reading:
             with reading(url, request.endpoint):
-                part = engine.parse(
-                    body,
-                    prompt_ids=asked.prompt_ids,
-                    prompt_index=asked.prompt_index,
-                    sample_index=asked.sample_index,
-                    server=url,
-                    max_new_tokens=asked.sampling.max_new_tokens,
-                    vocab_size=asked.vocab_size,
-                    truncated=asked.sampling.needs_mask,
-                    top_logprobs=asked.sampling.top_logprobs,
-                    experts=asked.experts,
-                    routes_from=asked.routes_from,
-                    pushes_retract=asked.pushes_retract,
-                )
+                part = engine.parse(body, asked, server=url)
                 times = engine.server_times(body) if asked.timed else {}
             await asyncio.sleep(0)
         return ParsedAnswer(replace(part, engine=name), times)

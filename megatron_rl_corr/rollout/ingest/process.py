@@ -25,9 +25,10 @@ from typing import Any
 from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import LocalFault
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.rollout.ingest import messages
-from megatron_rl_corr.rollout.ingest.answer import ParsedAnswer, SampleRequest
+from megatron_rl_corr.rollout.ingest.answer import ParsedAnswer
 
 END_S = 5.0
 """Seconds that the process may take to end once its connection is closed."""

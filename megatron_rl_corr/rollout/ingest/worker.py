@@ -25,8 +25,9 @@ from megatron_rl_corr.engines.control import ServerControl
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.fleet import Fleet
 from megatron_rl_corr.engines.local_faults import LocalFault
+from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.rollout.ingest import messages
-from megatron_rl_corr.rollout.ingest.answer import IngestHere, SampleRequest
+from megatron_rl_corr.rollout.ingest.answer import IngestHere
 
 PARENT_S = 1.0
 """Seconds between two looks at whether the trainer lives: a process that it has forked may keep

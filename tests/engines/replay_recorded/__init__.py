@@ -81,32 +81,17 @@ class ReplayRecorded(Engine):
     ):
         return Request("GET", "generate", {"prompt_ids": prompt_ids})
 
-    def parse(
-        self,
-        body,
-        *,
-        prompt_ids,
-        prompt_index,
-        sample_index,
-        server,
-        max_new_tokens,
-        vocab_size=None,
-        truncated=False,
-        top_logprobs=0,
-        experts=None,
-        routes_from=0,
-        pushes_retract=False,
-    ):
+    def parse(self, body, asked, *, server):
         line = json.loads(body)
         output = torch.tensor(line["output_ids"], dtype=torch.int64)
-        if vocab_size is not None and output.max() >= vocab_size:
+        if output.max() >= asked.vocab_size:
             raise RolloutProtocolError(
                 server, "generate", f"id {int(output.max())} is outside the vocabulary"
             )
         return Trajectory(
-            prompt_index=prompt_index,
-            sample_index=sample_index,
-            prompt_ids=prompt_ids,
+            prompt_index=asked.prompt_index,
+            sample_index=asked.sample_index,
+            prompt_ids=asked.prompt_ids,
             output_ids=output,
             rollout_logprobs=torch.tensor(line["logprobs"], dtype=torch.float32),
             finish_reason="stop",
