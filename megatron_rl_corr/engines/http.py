@@ -245,6 +245,25 @@ class HTTPTransport(Transport):
         )
 
 
+def open_http(
+    urls: Sequence[str],
+    *,
+    timeout_s: float,
+    connect_timeout_s: float,
+    api_key: str | None = None,
+    ca_file: str | Path | None = None,
+    remedy: Callable[[str, int, str], str],
+) -> HTTPTransport:
+    """As `Engine.open_transport`. remedy: as `HTTPTransport`."""
+    return HTTPTransport(
+        timeout_s=timeout_s,
+        connect_timeout_s=connect_timeout_s,
+        api_key=checked_key(api_key),
+        tls=certificates(ca_file, urls),
+        remedy=remedy,
+    )
+
+
 async def read_body(response: aiohttp.ClientResponse, most: int, *, slow_s: float | None = None) -> bytes:
     """The body of an answer that was asked for with the headers UNPACKED, in a session that unpacks nothing.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from megatron_rl_corr.config.urls import checked_urls
-from megatron_rl_corr.engines import stacked_parameters
+from megatron_rl_corr.engines import openai_models, stacked_parameters
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.checksums import checksum
-from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key
+from megatron_rl_corr.engines.http import open_http
 from megatron_rl_corr.engines.sglang import (
     detailed_samples,
     memory,
@@ -61,22 +61,7 @@ class SGLang(Engine):
     checked_urls = staticmethod(checked_urls)
     progress = staticmethod(LoadsProgress)
 
-    def open_transport(
-        self,
-        urls: Sequence[str],
-        *,
-        timeout_s: float,
-        connect_timeout_s: float,
-        api_key: str | None = None,
-        ca_file: str | Path | None = None,
-    ) -> HTTPTransport:
-        return HTTPTransport(
-            timeout_s=timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            api_key=checked_key(api_key),
-            tls=certificates(ca_file, urls),
-            remedy=servers.remedy,
-        )
+    open_transport = staticmethod(partial(open_http, remedy=servers.remedy))
 
     recognizes = staticmethod(router.recognizes)
 
@@ -159,10 +144,10 @@ class SGLang(Engine):
     has_float32_head = staticmethod(servers.has_float32_head)
     drafts_itself = staticmethod(servers.drafts_itself)
     served_model = staticmethod(servers.served_model)
-    list_endpoints = staticmethod(requests.list_endpoints)
+    list_endpoints = staticmethod(openai_models.list_endpoints)
     update_support = staticmethod(servers.update_support)
-    list_models = staticmethod(requests.list_models)
-    context_length = staticmethod(servers.context_length)
+    list_models = staticmethod(openai_models.list_models)
+    context_length = staticmethod(openai_models.context_length)
     sequence_limit = staticmethod(requests.server_info)
     longest_sequence = staticmethod(servers.longest_sequence)
     all_checksums = staticmethod(servers.all_checksums)

@@ -240,13 +240,3 @@ def abort_request(request_id: str) -> Request:
 def tokenize(text: str) -> Request:
     """POST /v1/tokenize."""
     return Request("POST", "/v1/tokenize", {"prompt": text})
-
-
-def list_endpoints() -> Request:
-    """GET /openapi.json."""
-    return Request("GET", "/openapi.json")
-
-
-def list_models() -> Request:
-    """GET /v1/models."""
-    return Request("GET", "/v1/models")

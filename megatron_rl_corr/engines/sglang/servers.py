@@ -305,22 +305,6 @@ def update_support(url: str, answer: Mapping[str, Any], server_info: Mapping[str
     return UpdateSupport(transports, session, "" if session else "SGLang <= 0.5.20")
 
 
-def context_length(url: str, answer: Mapping[str, Any]) -> int:
-    """`max_model_len` of the first model that /v1/models lists.
-
-    Args:
-        url: names the server in the error.
-        answer: to `list_models`.
-
-    Raises:
-        RolloutProtocolError: there is none.
-    """
-    try:
-        return at_least_1(answer["data"][0]["max_model_len"])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RolloutProtocolError(url, "/v1/models", f"no max_model_len ({error!r})") from None
-
-
 def longest_sequence(url: str, answer: Mapping[str, Any]) -> int:
     """As `Engine.longest_sequence`, from the answer to /server_info.
 

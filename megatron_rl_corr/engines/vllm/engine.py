@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from megatron_rl_corr.config.urls import checked_urls
-from megatron_rl_corr.engines import stacked_parameters
+from megatron_rl_corr.engines import openai_models, stacked_parameters
 from megatron_rl_corr.engines.base import Engine
 from megatron_rl_corr.engines.checksums import checksum
-from megatron_rl_corr.engines.http import HTTPTransport, certificates, checked_key
+from megatron_rl_corr.engines.http import open_http
 from megatron_rl_corr.engines.types import EngineLimits
 from megatron_rl_corr.engines.vllm import (
     detailed_samples,
@@ -44,22 +44,7 @@ class VLLM(Engine):
     checked_urls = staticmethod(checked_urls)
     progress = staticmethod(MetricsProgress)
 
-    def open_transport(
-        self,
-        urls: Sequence[str],
-        *,
-        timeout_s: float,
-        connect_timeout_s: float,
-        api_key: str | None = None,
-        ca_file: str | Path | None = None,
-    ) -> HTTPTransport:
-        return HTTPTransport(
-            timeout_s=timeout_s,
-            connect_timeout_s=connect_timeout_s,
-            api_key=checked_key(api_key),
-            tls=certificates(ca_file, urls),
-            remedy=servers.remedy,
-        )
+    open_transport = staticmethod(partial(open_http, remedy=servers.remedy))
 
     generate = staticmethod(requests.generate_request)
     parse = staticmethod(responses.parse_generate)
@@ -101,10 +86,10 @@ class VLLM(Engine):
     routes_problem = staticmethod(routed_experts.omission_problem)
     cache_block = staticmethod(servers.cache_block)
     served_model = staticmethod(servers.served_model)
-    list_endpoints = staticmethod(servers.list_endpoints)
+    list_endpoints = staticmethod(openai_models.list_endpoints)
     update_support = staticmethod(servers.update_support)
-    list_models = staticmethod(servers.list_models)
-    context_length = staticmethod(servers.context_length)
+    list_models = staticmethod(openai_models.list_models)
+    context_length = staticmethod(openai_models.context_length)
 
     pause_generation = staticmethod(updates.pause_generation)
     refuses_while_paused = staticmethod(updates.refuses_while_paused)

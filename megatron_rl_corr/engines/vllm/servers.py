@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_rl_corr.engines.answer_types import at_least_1
 from megatron_rl_corr.engines.errors import RolloutProtocolError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.types import Request, ServerRanks
@@ -173,32 +172,6 @@ def abort_request(request_id: str) -> Request:
     name it was given.
     """
     return Request("POST", "/abort_requests", {"request_ids": [f"generate-tokens-{request_id}"]})
-
-
-def list_models() -> Request:
-    """GET /v1/models."""
-    return Request("GET", "/v1/models")
-
-
-def context_length(url: str, answer: Mapping[str, Any]) -> int:
-    """`max_model_len` of the first model that /v1/models lists.
-
-    Args:
-        url: names the server in the error.
-        answer: to `list_models`.
-
-    Raises:
-        RolloutProtocolError: there is none.
-    """
-    try:
-        return at_least_1(answer["data"][0]["max_model_len"])
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise RolloutProtocolError(url, "/v1/models", f"no max_model_len ({error!r})") from None
-
-
-def list_endpoints() -> Request:
-    """GET /openapi.json."""
-    return Request("GET", "/openapi.json")
 
 
 def update_support(url: str, answer: Mapping[str, Any], server_info: Mapping[str, Any]) -> UpdateSupport:
