@@ -105,7 +105,7 @@ class ServersConfig(Options):
     """
 
     answer_timeout_s: Annotated[float | None, Positive()] = option(None, metavar="S")
-    """Longest time until the answer to one request for a sample, queue and pauses included, whatever the
+    """Longest time until the answer to one request for a sample, queue included and pushes not, whatever the
     server's counters say (default: an hour, or a second for each token that it may have, if that is longer).
     """
 

@@ -130,6 +130,10 @@ _KNOWN_VARIABLE = re.compile(
 """Names of keys of rows, and of special tokens, as scripts that start a run have them: their values are words
 of every message.
 """
+_THIS_HOST = ("localhost", "localhost.localdomain", "127.0.0.1")
+"""Values that everybody knows, and that messages about servers need. Other words stay hidden: no length and
+no entropy tells an ordinary word from somebody's password.
+"""
 _BASE64 = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*\d)[\w+/=-]{16,}")
 _LEAST_VARIABLE = 8
 """Characters of a variable's value that may be a secret: shorter ones are switches."""
@@ -176,7 +180,7 @@ def without_lookalikes(text: str, environment: Mapping[str, str]) -> str:
 
 def _without_variables(text: str, environment: Mapping[str, str]) -> str:
     for name, value in environment.items():
-        if not _SECRET_VARIABLE.fullmatch(name) or _KNOWN_VARIABLE.fullmatch(name):
+        if not _SECRET_VARIABLE.fullmatch(name) or _KNOWN_VARIABLE.fullmatch(name) or value in _THIS_HOST:
             continue
         # each form of a text is as long as it, or longer, and begins as that of its beginning
         if not _LEAST_VARIABLE <= len(value) <= len(text) or not _pattern(value[:_BEGINNING]).search(text):

@@ -102,6 +102,10 @@ class SavedGroups:
     """Why groups that waited, or were being sampled, are not among them, by their numbers."""
     begun: tuple[SavedBegun, ...] = ()
     """What it holds of groups that were being sampled."""
+    steps: Mapping[int, int] = field(default_factory=dict)
+    """How many steps behind the checkpoint the run that saved a waiting group would have trained it, by its
+    number; a list of an older version does not say it.
+    """
 
     @property
     def has_any(self) -> bool:
@@ -117,8 +121,9 @@ class SavedGroups:
         Args:
             waiting: numbers of groups.
             version: of the weights that the run begins with.
-            max_lag: of this run. Where it is smaller than that of the run that saved them, groups that are
-                older when their step takes them can't be trained; else they are as old as they were.
+            max_lag: of this run. Where it is smaller than that of the run that saved them, or a group's step
+                comes later than in that run, as steps take fewer, groups that are older when their step takes
+                them can't be trained; else they are as old as they were.
             longest: tokens of a sequence, at most.
             per_step: groups that a step takes of them.
         """
@@ -128,8 +133,10 @@ class SavedGroups:
             if number not in listed:
                 raise ValueError(self.lacking.get(number, NOT_SAVED))
             group = read_group(self.folder, listed[number])
-            taken_at = version + place // per_step  # also those that are sampled again keep their place
-            _check_usable(group, self._oldest(taken_at, max_lag), longest)
+            steps = place // per_step  # also those that are sampled again keep their place
+            later = steps > self.steps.get(number, steps)
+            oldest = self._oldest(version + steps, max_lag, later=later)
+            _check_usable(group, oldest, longest)
             return group
 
         found, problems = _each(waiting, made)
@@ -173,9 +180,11 @@ class SavedGroups:
             _tell_sampled_again(why, others, BEING_SAMPLED)
         return found
 
-    def _oldest(self, version: int, max_lag: int) -> int:
-        """The oldest version that can be trained."""
-        return version - max_lag if max_lag < self.max_lag else 0
+    def _oldest(self, version: int, max_lag: int, *, later: bool = False) -> int:
+        """The oldest version that can be trained at this one. later: the run that saved it would have trained
+        it before.
+        """
+        return version - max_lag if later or max_lag < self.max_lag else 0
 
 
 def _each[Read](
@@ -194,8 +203,8 @@ def _each[Read](
 def _check_usable(group: Group | BegunGroup, oldest: int, longest: int) -> None:
     if group.oldest_version < oldest:
         raise ValueError(
-            f"stale: it has samples of version {group.oldest_version}, and with the smaller "
-            f"--rollout-max-lag of now {oldest} is the oldest that is trained"
+            f"stale: it has samples of version {group.oldest_version}, and {oldest} is the oldest that its "
+            "step trains now, as --rollout-max-lag or a batch is smaller than it was"
         )
     most = max(len(one.prompt_ids) + len(one.output_ids) for one in group.trajectories)
     if most > longest:
@@ -254,7 +263,7 @@ def _read(args: argparse.Namespace, saved: SavedCursor, settings: dict[str, Any]
             why = f"the checkpoint has no {FOLDER}; an older version saved it, or the run ended in between"
             _tell_sampled_again(why, waiting)
         return None
-    groups, begun, max_lag, lacking = [], [], 0, {}
+    groups, begun, max_lag, lacking, steps = [], [], 0, {}, {}
     for rank, replica in enumerate(saved.replicas):
         path = list_path(folder, rank)
         if not replica.waiting and not path.exists():
@@ -269,13 +278,15 @@ def _read(args: argparse.Namespace, saved: SavedCursor, settings: dict[str, Any]
         groups += listed.groups
         begun += listed.begun
         max_lag = listed.max_lag
+        if listed.per_step is not None:
+            steps |= {number: place // listed.per_step for place, number in enumerate(listed.waiting)}
     samples, turns = counts_of(begun)
     print(
         f"[rollout] {len(groups)} groups that wait to be trained are in {folder}, with {samples} samples and "
         f"{turns} turns of {len(begun)} groups that were being sampled",
         flush=True,
     )
-    return SavedGroups(folder, tuple(groups), max_lag, lacking, tuple(begun))
+    return SavedGroups(folder, tuple(groups), max_lag, lacking, tuple(begun), steps)
 
 
 def _check_list(listed: WaitingList, replica: Drawn, settings: dict[str, Any]) -> None:

@@ -31,6 +31,7 @@ from megatron_rl_corr.mcore.checks.batch_invariance import set_batch_invariance
 from megatron_rl_corr.mcore.checks.packed_flags import set_packed
 from megatron_rl_corr.mcore.colocation import trainers_turn
 from megatron_rl_corr.mcore.feature import EndedStep
+from megatron_rl_corr.mcore.optimizer_state import begin_optimizer_state
 from megatron_rl_corr.mcore.reference import checkpoint as reference_checkpoint
 from megatron_rl_corr.mcore.step_reports import StepReports
 from megatron_rl_corr.mcore.supervision import Supervision
@@ -198,9 +199,9 @@ class CorrectedTraining:
         """Wraps `save_checkpoint`: the place in the prompts is saved with it."""
 
         @functools.wraps(original)
-        def save_checkpoint(iteration, *args, **kwargs):
+        def save_checkpoint(iteration, model, optimizer, *args, **kwargs):
             if self.session is None:
-                return original(iteration, *args, **kwargs)
+                return original(iteration, model, optimizer, *args, **kwargs)
             # A step's numbers may wait for a feature: a run that goes on from here would never write them.
             self._settle()
             step, source = self.session.step, self._options.hf_checkpoint
@@ -218,7 +219,8 @@ class CorrectedTraining:
             )
             turn = trainers_turn(step.colocation, step.push, batches)
             with checkpoint_cursor.saved_with(iteration, cursor) as folder, reference, turn:
-                result = original(iteration, *args, **kwargs)
+                begin_optimizer_state(optimizer)
+                result = original(iteration, model, optimizer, *args, **kwargs)
             if waiting is not None:
                 waiting.begin(folder[0] if folder else None, step.collector.take_open())
             return result

@@ -98,8 +98,8 @@ class Retries:
         counts: counts samples, tokens and retries.
         max_retries: failed requests of a sample after which it fails.
         max_continuations: times that an aborted sample is continued; 0 returns its tokens so far.
-        answer_timeout_s: longest time until an answer, whatever the server's counters say; None:
-            `longest_answer_s` of what is asked for.
+        answer_timeout_s: longest time until an answer, but for weight updates, whatever the server's counters
+            say; None: `longest_answer_s` of what is asked for.
         outage_timeout_s: how long this process may be unable to reach anybody while nothing of its
             own is in flight.
         experts: also request routed experts, of a model of this shape.
@@ -335,20 +335,24 @@ class Retries:
         versions = self._health.expected_versions
         sent_for = len(versions) - 1
         endpoint = self._fleet.engine_of(server.url).generate_endpoint
-        begun = asyncio.get_running_loop().time()
+        begun, abandoned = asyncio.get_running_loop().time(), False
         limit_s = self._answer_timeout_s or longest_answer_s(asked.sampling)
         sending = asyncio.ensure_future(self._ingest.answer(server.url, asked))
         try:
             async with asyncio.timeout(limit_s) as scope:
-                server.scopes[scope] = asyncio.get_running_loop().time()
+                server.scopes[scope] = begun
+                if self._pool.held:
+                    server.stop_timeouts()
                 try:
                     answer = await asyncio.shield(sending)
                 finally:
                     del server.scopes[scope]
+                    abandoned = scope in server.abandoned
+                    server.abandoned.discard(scope)
         except TimeoutError:  # it was abandoned, or is too late
             sending.cancel()
             detail = f"its answer did not come within {limit_s:.6g} s, though it seemed to make progress"
-            if asyncio.get_running_loop().time() < begun + limit_s:
+            if abandoned:
                 detail = server.silence.detail
             raise RolloutServerError(server.url, endpoint, None, detail) from None
         except asyncio.CancelledError:

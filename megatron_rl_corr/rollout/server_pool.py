@@ -48,6 +48,10 @@ class Server:
     """
     silence: RolloutError | None = None
     """Why the requests in flight were ended early."""
+    abandoned: set[asyncio.Timeout] = field(default_factory=set)
+    """Timeouts of those."""
+    stopped: dict[asyncio.Timeout, float] = field(default_factory=dict)
+    """Timeouts that stand still while the trainer sends weights -> the seconds that are left of each."""
     answers: int = 0
     """Samples that it has answered, read and parsed here."""
     flaps: int = 0
@@ -88,6 +92,22 @@ class Server:
         for scope in self.scopes:
             if not scope.expired():  # by its own limit, or a cause before: its request has yet to learn of it
                 scope.reschedule(now)
+                self.abandoned.add(scope)
+
+    def stop_timeouts(self) -> None:
+        """Let the limits of requests in flight stand still. Harmless twice."""
+        now = asyncio.get_running_loop().time()
+        for scope in self.scopes.keys() - self.stopped.keys() - self.abandoned:
+            if not scope.expired():
+                self.stopped[scope] = scope.when() - now
+                scope.reschedule(None)
+
+    def continue_timeouts(self) -> None:
+        """Let them go on. Harmless without `stop_timeouts`."""
+        now = asyncio.get_running_loop().time()
+        for scope in self.stopped.keys() & self.scopes.keys() - self.abandoned:
+            scope.reschedule(now + self.stopped[scope])
+        self.stopped.clear()
 
 
 def rotated(urls: Sequence[str], replica: int, replicas: int) -> list[str]:
@@ -176,6 +196,7 @@ class ServerPool:
         gone = [server for server in self.servers if server.url in urls]
         for server in gone:
             server.removed = True
+            server.continue_timeouts()
         self._list([server for server in self.servers if not server.removed])
         self._time_outage()
         return gone
@@ -290,8 +311,12 @@ class ServerPool:
         return sum(not waiter.done() for waiter in list(self._waiters))
 
     def hold(self) -> None:
-        """Until `release` no outage is declared: servers that are paused do not answer."""
+        """Until `release` no outage is declared, and no request reaches its own limit: servers that are
+        paused do not answer.
+        """
         self._held = True
+        for server in self.servers:
+            server.stop_timeouts()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -299,6 +324,8 @@ class ServerPool:
     def release(self) -> None:
         """The time of an outage begins anew, if there is one."""
         self._held = False
+        for server in self.servers:
+            server.continue_timeouts()
         self._time_outage()
 
     @property

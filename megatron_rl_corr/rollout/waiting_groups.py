@@ -102,6 +102,8 @@ class OpenGroups:
     """In the order in which steps take them."""
     begun: Sequence[BegunGroup] = ()
     """In the order in which they were begun."""
+    per_step: int | None = None
+    """Groups that a step takes of the replica; None: there are none."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class WaitingList:
     """What a replica has saved of the groups that waited, and of those that were being sampled.
 
     Example: of the waiting groups 6, 4 and 10 the last one was beyond the bound: WaitingList((6, 4, 10),
-    (SavedGroup(6, ...), SavedGroup(4, ...)), {"group_size": 8}, 1).
+    (SavedGroup(6, ...), SavedGroup(4, ...)), {"group_size": 8}, 1, per_step=2).
     """
 
     waiting: tuple[int, ...]
@@ -122,6 +124,8 @@ class WaitingList:
     """--rollout-max-lag of the run."""
     begun: tuple[SavedBegun, ...] = ()
     """Groups that were being sampled."""
+    per_step: int | None = None
+    """Groups that a step took of the replica; None: an older version saved the list."""
 
     def to_json(self) -> str:
         """With a checksum of itself."""
@@ -200,7 +204,7 @@ def write_waiting(
     waiting, begun = saved[: len(whole)], saved[len(whole) :]
     numbers = tuple(group.number for group in groups.waiting)
     listed_begun = tuple(_listed(*pair) for pair in zip(groups.begun, begun, strict=False))
-    listed = WaitingList(numbers, tuple(waiting), settings, max_lag, listed_begun)
+    listed = WaitingList(numbers, tuple(waiting), settings, max_lag, listed_begun, groups.per_step)
     write_atomically(list_path(folder, replica), listed.to_json().encode())
     return Written(
         numbers[: len(waiting)],

@@ -5,6 +5,7 @@ version to sample from.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
-from megatron_rl_corr.engines.control import BRIEF_S
+from megatron_rl_corr.engines.control import BRIEF_S, HEALTH_PROBE_TIMEOUT_S
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums
 from megatron_rl_corr.events import EVENTS
@@ -128,6 +129,8 @@ class WeightServers:
         """Servers that were waited for in vain in this push: it goes on without them, whatever they say."""
         self._were_stuck: set[str] = set()
         """Those of earlier pushes, until the process that holds their weights answers."""
+        self._asked_holders: dict[str, concurrent.futures.Future] = {}
+        """Of those, the questions to that process."""
         self._answers_alone: set[str] = set()
         """Those of both that tell what their weights are called all the same."""
         self._found: dict[str, str] = {}
@@ -271,7 +274,8 @@ class WeightServers:
             u for u, version in zip(self.client.base_urls, versions, strict=True) if version is not None
         }
         asked = sorted(self._were_stuck & answers - self._stuck)
-        failures = self._loop.call(self._holder_failures(asked)) if asked else {}
+        others = answers - self._stuck - self._were_stuck
+        failures = self._holder_failures(asked, waits=not others)
         self._were_stuck -= {url for url, failure in failures.items() if failure is None}
         left = answers - self._stuck - self._were_stuck
         self._answers_alone = answers - left
@@ -289,16 +293,27 @@ class WeightServers:
             for url, version in zip(self.client.base_urls, versions, strict=True)
         ]
 
-    async def _holder_failures(self, urls: Sequence[str]) -> dict[str, RolloutServerError | None]:
-        async def failure(url: str) -> RolloutServerError | None:
-            request = self.client.engine_of(url).holder_alive()
-            try:
-                await self.client.fleet.send(url, request, timeout_s=BRIEF_S)
-            except RolloutServerError as error:
-                return error
-            return None
+    def _holder_failures(self, urls: Sequence[str], *, waits: bool) -> dict[str, RolloutServerError | None]:
+        """Why what holds these servers' weights does not answer; None where it does. Those that have not
+        answered yet are left out: what they say later counts in the next push, so that a server that is well
+        behind a slow handshake, or on a host under load, costs no step its time, and comes back.
 
-        return dict(zip(urls, await asyncio.gather(*map(failure, urls)), strict=True))
+        waits: until all have answered, or were asked for HEALTH_PROBE_TIMEOUT_S.
+        """
+        for url in urls:
+            if url not in self._asked_holders:
+                self._asked_holders[url] = self._loop.submit(self._ask_holder(url))
+        concurrent.futures.wait([self._asked_holders[url] for url in urls], None if waits else BRIEF_S)
+        ended = [url for url in urls if self._asked_holders[url].done()]
+        return {url: self._asked_holders.pop(url).result() for url in ended}
+
+    async def _ask_holder(self, url: str) -> RolloutServerError | None:
+        request = self.client.engine_of(url).holder_alive()
+        try:
+            await self.client.fleet.send(url, request, timeout_s=HEALTH_PROBE_TIMEOUT_S)
+        except RolloutServerError as error:
+            return error
+        return None
 
     def _is_own(self, name: str) -> bool:
         """True if weights of this name are those of the last update, or of this one, whole or not."""

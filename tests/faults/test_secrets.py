@@ -99,6 +99,18 @@ def test_variables_when_they_name_keys_of_rows_or_special_tokens_then_their_word
     assert json_without_secrets({"input_key": "messages"}, os.environ) == {"input_key": "messages"}
 
 
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1"])
+def test_variables_when_one_names_this_host_then_addresses_stay_readable_and_other_words_hidden(
+    monkeypatch, host
+):
+    monkeypatch.setenv("SHARD_KEY", host)
+    monkeypatch.setenv("DATABASE_PASSWORD", "sunshine")  # a word, and a password
+    text = f"http://{host}:30000 is not reached: sunshine"
+    assert for_message(text) == f"http://{host}:30000 is not reached: ***"
+    # a longer value is another one
+    assert without_lookalikes(f"got {host}-7", {"SHARD_KEY": f"{host}-7"}) == "got ***"
+
+
 def test_variables_when_a_secret_begins_as_a_path_then_it_is_hidden(tmp_path):
     secret, path = "/q0vGx2AbCdEf+wJalrXUtnFEMI/K7MDENG", tmp_path / "Key1OfTheJudges"
     path.write_text("")

@@ -88,13 +88,14 @@ def run_command(
     rewarded=True,
     correction=("--rollout-correction-preset", "decoupled_token_is"),
     model_words=None,
+    optimizer=("--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"),
 ):
     """The words of a run's command.
 
     url: of the server, or several; None: for a run that samples nothing. mixed: prompts of two sources, a
     row too long. checks: --rollout-server-check. tokens: of a response, at most. torchrun: its own flags,
     beside the processes. rewarded: by the reward in the folder. correction: flags. model_words: as
-    `cpu_flags`.
+    `cpu_flags`. optimizer: flags of its kind and its checkpoints.
     """
     more = [folder / "prompts.parquet", "--rollout-prompts-weights", 2, 1] if mixed else []
     urls = [url] if isinstance(url, str) else url
@@ -125,8 +126,7 @@ def run_command(
         folder / name / "log",
         "--save",
         folder / name / "checkpoints",
-        "--use-distributed-optimizer",
-        "--dist-ckpt-optim-fully-reshardable",
+        *optimizer,
         "--weight-decay",
         0.1,
     ]

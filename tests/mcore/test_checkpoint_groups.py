@@ -59,11 +59,11 @@ def options(tmp_path):
     return lambda *more: parse([*FLAGS, *given, *more])[1]
 
 
-def write(folder, groups, options, replica=0, begun=()):
+def write(folder, groups, options, replica=0, begun=(), per_step=4):
     """As the writer of a replica does in its thread."""
     layout = Namespace(dp_rank=replica, is_data_leader=True)
     writer = WaitingWriter(layout, options, settings_of(options), SamplingParams(4), lambda number: number)
-    writer._write(folder / FOLDER, OpenGroups(groups, begun))
+    writer._write(folder / FOLDER, OpenGroups(groups, begun, per_step))
     writer.close()
 
 
@@ -137,7 +137,7 @@ def test_groups_when_the_lag_is_smaller_then_stale_is_what_their_own_step_takes_
     tmp_path, options, told, monkeypatch
 ):
     old, groups = options("--rollout-max-lag", "2"), [group_of(6, 2), group_of(4, 2), group_of(5, 3)]
-    write(tmp_path, groups, old)
+    write(tmp_path, groups, old, per_step=1)
     how = {"monkeypatch": monkeypatch, "per_step": 1}  # 6 is taken at version 3, 4 at 4, 5 at 5
     run = options("--rollout-max-lag", "1")
     assert [group.number for group in read(tmp_path, (6, 4, 5), run, **how)] == [6]
@@ -146,6 +146,36 @@ def test_groups_when_the_lag_is_smaller_then_stale_is_what_their_own_step_takes_
     assert "version 2" in stale[0][0] and "3 is the oldest" in stale[0][0] and "4 is the" in stale[1][0]
     # with as much lag as then they are as old as ever
     assert [group.number for group in read(tmp_path, (6, 4, 5), old, **how)] == [6, 4, 5]
+
+
+def test_groups_when_steps_take_fewer_then_stale_is_what_its_later_step_takes_too_late(
+    tmp_path, options, told, monkeypatch
+):
+    run, groups = options("--rollout-max-lag", "1"), [group_of(6, 1), group_of(4, 2), group_of(5, 2)]
+    write(tmp_path, groups, run, per_step=2)  # 6 and 4 would have been trained at version 3, 5 at 4
+    how = {"monkeypatch": monkeypatch, "per_step": 1}  # now 6 at version 3, 4 at 4, 5 at 5
+    # 6 is older than the lag, as it was; 4 is trained a version later than then, and 5 too
+    assert [group.number for group in read(tmp_path, (6, 4, 5), run, **how)] == [6]
+    stale = [(why, numbers) for kind, why, numbers in told if kind == "groups_sampled_again"]
+    assert [numbers for _, numbers in stale] == [[4], [5]]
+    assert "version 2, and 3 is the oldest" in stale[0][0] and "a batch is smaller" in stale[0][0]
+    assert "version 2, and 4 is the oldest" in stale[1][0]
+    # a lag that allows it trains them all the same
+    longer = options("--rollout-max-lag", "3")
+    assert [group.number for group in read(tmp_path, (6, 4, 5), longer, **how)] == [6, 4, 5]
+    # steps of as many, and of more, take none of them later
+    for per_step in (2, 3):
+        how["per_step"] = per_step
+        assert [group.number for group in read(tmp_path, (6, 4, 5), run, **how)] == [6, 4, 5]
+
+
+def test_groups_when_an_older_version_saved_their_list_then_as_old_as_they_were(
+    tmp_path, options, told, monkeypatch
+):
+    run = options("--rollout-max-lag", "1")
+    write(tmp_path, [group_of(6), group_of(4, 1)], run, per_step=None)
+    found = read(tmp_path, (6, 4), run, monkeypatch=monkeypatch, per_step=1)
+    assert [group.number for group in found] == [6, 4]
 
 
 def test_groups_when_too_long_missing_or_of_another_save_then_named(tmp_path, options, told, monkeypatch):

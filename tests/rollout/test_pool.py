@@ -362,3 +362,58 @@ def test_abandon_when_a_request_has_reached_its_own_limit_and_does_not_know_yet_
         return await asyncio.gather(late, other)
 
     assert asyncio.run(scenario()) == ["late", "other"]
+
+
+@pytest.mark.parametrize("sent_in_the_pause", [False, True])
+def test_limit_of_a_request_when_weights_are_sent_meanwhile_then_that_time_does_not_count(sent_in_the_pause):
+    async def answered(server, pool, limit_s, *, after_s):
+        """As a request does that is answered after so long."""
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                server.scopes[scope] = 0.0
+                if pool.held:
+                    server.stop_timeouts()
+                await asyncio.sleep(after_s)
+                return "answered"
+        except TimeoutError:
+            return round(asyncio.get_running_loop().time(), 3)
+
+    async def scenario():
+        pool = pool_of(["http://a:1"])
+        [server] = pool.servers
+        if sent_in_the_pause:
+            pool.hold()
+        early = asyncio.create_task(answered(server, pool, 10.0, after_s=1e6))
+        well = asyncio.create_task(answered(server, pool, 10.0, after_s=7204.0))
+        await asyncio.sleep(4.0)
+        pool.hold()
+        pool.hold()  # harmless twice
+        await asyncio.sleep(7200.0)
+        pool.release()
+        pool.release()
+        return await asyncio.gather(early, well)
+
+    # 4 s before the pause of 7200 s and 6 behind it; or all 10 behind it
+    assert run(scenario()) == [7214.0 if sent_in_the_pause else 7210.0, "answered"]
+
+
+def test_abandon_when_weights_are_sent_meanwhile_then_the_request_ends_at_once():
+    async def scenario():
+        pool = pool_of(["http://a:1"])
+        [server] = pool.servers
+
+        async def asked():
+            async with asyncio.timeout(10.0) as scope:
+                server.scopes[scope] = 0.0
+                await asyncio.sleep(1e6)
+
+        request = asyncio.create_task(asked())
+        await asyncio.sleep(1.0)
+        pool.hold()
+        server.abandon(RolloutServerError("http://a:1", "/generate", None, "it went"))
+        pool.release()  # gives it no time again
+        with pytest.raises(TimeoutError):
+            await request
+        return asyncio.get_running_loop().time()
+
+    assert run(scenario()) == pytest.approx(1.0, abs=1e-3)

@@ -53,7 +53,7 @@ def write(folder, groups, *, begun=(), max_bytes=1e9, replica=0):
     return write_waiting(
         folder,
         replica,
-        OpenGroups(groups, begun),
+        OpenGroups(groups, begun, per_step=2),
         max_bytes=max_bytes,
         settings=SETTINGS,
         max_lag=3,
@@ -72,6 +72,7 @@ def test_groups_when_written_and_read_then_bit_for_bit_in_their_order(tmp_path):
     listed = read_list(folder)
     assert listed.waiting == written.groups == (12, 3, 1_000_007)
     assert (dict(listed.settings), listed.max_lag, written.beyond) == (SETTINGS, 3, ())
+    assert listed.per_step == 2
     assert written.bytes == sum(path.stat().st_size for path in folder.glob("*.parquet"))
     for group, saved in zip(groups, listed.groups, strict=True):
         assert bits(read_group(folder, saved)) == bits(group)

@@ -3,6 +3,8 @@ group is made anew.
 """
 
 import asyncio
+import concurrent.futures
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +14,8 @@ from megatron_rl_corr.engines import load_engine
 from megatron_rl_corr.engines.errors import RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.push_bounds import PushBounds
 from megatron_rl_corr.events import EVENTS
+from megatron_rl_corr.rollout.blocking import LoopThread
+from megatron_rl_corr.weight_sync import servers as servers_file
 from megatron_rl_corr.weight_sync import updatable
 from megatron_rl_corr.weight_sync.colocated import ColocatedServers
 from megatron_rl_corr.weight_sync.servers import (
@@ -90,8 +94,15 @@ class Group:
         self.leave = lambda: client.asked.append((name, "trainer"))
 
 
+def submitted(coroutine):
+    """A question that is answered at once."""
+    future = concurrent.futures.Future()
+    future.set_result(asyncio.run(coroutine))
+    return future
+
+
 def made(client, **options):
-    loop = SimpleNamespace(call=asyncio.run)
+    loop = SimpleNamespace(call=asyncio.run, submit=submitted)
     return WeightServers(client, loop, DistributedTransport(client.control, loop, backend="gloo"), **options)
 
 
@@ -485,7 +496,7 @@ class Holders:
     async def send(self, url, request, *, timeout_s):
         self.asked.append((url, request.endpoint, timeout_s))
         if url in self.hang:
-            raise RolloutServerError(url, request.endpoint, None, "timed out after 0.3 s", timed_out=True)
+            raise RolloutServerError(url, request.endpoint, None, "timed out after 30 s", timed_out=True)
         return 200, b"{}"
 
 
@@ -523,12 +534,57 @@ def test_find_when_a_server_is_stuck_in_a_push_then_absent_until_what_holds_its_
     for _ in range(2):  # later pushes
         servers.begin_push()
         assert servers.find() == [READY, ABSENT, READY]
-    assert holders.asked == [(B, "/server_info", 0.3)] * 2
+    assert holders.asked == [(B, "/server_info", 30.0)] * 2
     holders.hang = []
     servers.begin_push()
     assert servers.find() == [READY] * 3
     servers.begin_push()
     assert servers.find() == [READY] * 3 and len(holders.asked) == 3
+
+
+class SlowHolders(Holders):
+    """One whose answers come when the test lets them."""
+
+    def __init__(self):
+        super().__init__([])
+        self.answers = asyncio.Event()
+
+    async def send(self, url, request, *, timeout_s):
+        await self.answers.wait()
+        return await super().send(url, request, timeout_s=timeout_s)
+
+
+@pytest.fixture
+def behind_a_thread(client, servers, monkeypatch):
+    """(the servers, of which B was stuck in the last push; the slow way to them; what lets it answer)."""
+    monkeypatch.setattr(servers_file, "BRIEF_S", 0.01)
+    pushing(client, servers, [])
+    servers.leave_out_stuck([False, True, False])
+    with LoopThread() as loop:
+        servers._loop, client.fleet = loop, SlowHolders()
+        yield servers, client.fleet, lambda: loop._loop.call_soon_threadsafe(client.fleet.answers.set)
+
+
+def test_find_when_a_holder_answers_late_then_its_server_is_taken_in_by_the_next_push(behind_a_thread):
+    servers, holders, let_answer = behind_a_thread
+    for _ in range(2):
+        servers.begin_push()
+        assert servers.find() == [READY, ABSENT, READY]  # no push waits for it
+    [question] = servers._asked_holders.values()  # the second push did not ask again
+    let_answer()
+    assert question.result(60) is None
+    servers.begin_push()
+    assert servers.find() == [READY] * 3 and holders.asked == [(B, "/server_info", 30.0)]
+
+
+def test_find_when_only_servers_with_late_holders_are_left_then_they_are_waited_for(client, behind_a_thread):
+    servers, _, let_answer = behind_a_thread
+    client.versions |= {A: None, C: None}
+    servers.begin_push()
+    timer = threading.Timer(0.2, let_answer)  # much later than BRIEF_S
+    timer.start()
+    assert servers.find() == [ABSENT, READY, ABSENT]
+    timer.join()
 
 
 def test_find_when_every_server_is_stuck_then_the_push_can_not_go_on_and_names_one(client, servers):
@@ -537,7 +593,7 @@ def test_find_when_every_server_is_stuck_then_the_push_can_not_go_on_and_names_o
     with pytest.raises(RolloutServerError, match=f"{A} .*every server was waited for in vain"):
         servers.find()
     servers.begin_push()
-    with pytest.raises(RolloutServerError, match=f"{A} .* /server_info: timed out after 0.3 s"):
+    with pytest.raises(RolloutServerError, match=f"{A} .* /server_info: timed out after 30 s"):
         servers.find()
     holders.hang = [A, B]
     assert servers.find() == [ABSENT, ABSENT, READY]
@@ -570,7 +626,7 @@ class Memory:
 def test_release_when_a_server_is_stuck_then_it_is_not_waited_for_but_told(client, monkeypatch):
     told = []
     monkeypatch.setattr(EVENTS, "tell", lambda kind, why, **facts: told.append((kind, facts["server"])))
-    loop, memory = SimpleNamespace(call=asyncio.run), Memory()
+    loop, memory = SimpleNamespace(call=asyncio.run, submit=submitted), Memory()
     servers = ColocatedServers(client, loop, WeightTransport(), memory=memory)
     holders = pushing(client, servers, [B])
     servers.release_memory()

@@ -189,7 +189,8 @@ class Collector(BatchCollector):
                 # a run that loads them does not know that they were to begin late
                 self._forget_older(batches)
                 begun = self._sampler.begun({*place.running, *place.again})
-                self._open = OpenGroups(self._stream.waiting(with_taken=with_last), begun)
+                waiting = self._stream.waiting(with_taken=with_last)
+                self._open = OpenGroups(waiting, begun, self._groups)
             return replace(place, counts=counts)
 
         own = (self._layout.dp_rank, self._loop.call(drawn())) if self._layout.is_data_leader else None
