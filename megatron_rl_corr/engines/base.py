@@ -157,6 +157,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
         experts: ExpertShape | None = None,
         routes_from: int = 0,
         pushes_retract: bool = False,
+        keys: ExpertShape | None = None,
     ) -> Trajectory:
         """The response in the answer to `generate`.
 
@@ -173,6 +174,7 @@ class Engine(Inspection, MemoryRelease, Protocol):
             routes_from: the token that they were asked for from.
             pushes_retract: weights change in a pause of mode retract, for an engine that tells how often a
                 response was computed anew, but not where.
+            keys: the request's `SamplingParams.keys`; given where it has some.
 
         Returns:
             It, without the routes of tokens that may have been computed anew since they were sampled with.

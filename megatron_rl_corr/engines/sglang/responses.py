@@ -15,6 +15,7 @@ from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, b
 from megatron_rl_corr.engines.routes import ExpertShape, cut_routes, no_routes
 from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, FIELDS, SENTENCES
+from megatron_rl_corr.engines.sglang.indexer_keys import KEYS, decode_keys
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.routed_experts import decode, tokens_recomputed
 from megatron_rl_corr.engines.trajectory import Support, TopLogprobs, Trajectory, VersionSpan
@@ -41,6 +42,7 @@ def parse_generate(
     experts: ExpertShape | None = None,
     routes_from: int = 0,
     pushes_retract: bool = False,
+    keys: ExpertShape | None = None,
 ) -> Trajectory:
     """The trajectory in the answer to one `generate_request`.
 
@@ -59,15 +61,18 @@ def parse_generate(
         experts: the request asked for routed experts, and the model routes so.
         routes_from: the token that it asked for routes from.
         pushes_retract: weights change in a pause that retracts: `tokens_recomputed`.
+        keys: the request asked for the keys of sparse attention, which the model takes so.
 
     Raises:
         RolloutServerError: the request failed: its abort carries a status code or an error type.
         RolloutProtocolError: the answer is not what was asked for: ids that differ from those the
             log-probs are of, lengths that disagree, unknown ids, a support that is missing or lacks the
-            token drawn from it, routes that break a rule of `decode` or `tokens_recomputed`.
+            token drawn from it, routes that break a rule of `decode` or `tokens_recomputed`, keys that
+            break one of `decode_keys`.
     """
     with answers.reading(server, GENERATE):
         body, encoded = cut_routes(body)
+        body, encoded_keys = cut_routes(body, KEYS) if keys is not None else (body, None)
         answer, output_ids, values = read_flat(body) or (
             answers.json_object(body, server, GENERATE),
             None,
@@ -89,6 +94,13 @@ def parse_generate(
         if truncated:
             logprobs, support = _truncated(meta, output_ids, vocab_size)
         versions = _weight_versions(meta, output_ids.size)
+        tokens = prompt_ids.numel() + output_ids.size
+        found = keys and decode_keys(meta, encoded_keys, tokens=tokens, shape=keys)
+        if found is not None and meta.get("indexer_topk") is not None:
+            anew = tokens_recomputed(
+                meta, versions, prompt=prompt_ids.numel(), tokens=tokens, pushes_retract=pushes_retract
+            )
+            found[:anew] = no_routes(keys, anew)
         return Trajectory(
             prompt_index=prompt_index,
             sample_index=sample_index,
@@ -113,6 +125,7 @@ def parse_generate(
                 pushes_retract,
             ),
             routes_from=routes_from,
+            indexer_keys=found,
         )
 
 

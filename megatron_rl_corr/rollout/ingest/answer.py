@@ -127,6 +127,7 @@ class IngestHere:
                     experts=asked.experts,
                     routes_from=asked.routes_from,
                     pushes_retract=asked.pushes_retract,
+                    **({} if asked.sampling.keys is None else {"keys": asked.sampling.keys}),
                 )
                 times = engine.server_times(body) if asked.timed else {}
             await asyncio.sleep(0)
