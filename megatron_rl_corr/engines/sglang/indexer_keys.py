@@ -58,8 +58,8 @@ def decode_keys(
     if ids.size != (tokens - 1) * layers * top_k:
         raise ValueError(
             f"rule rows: {ids.size} ids of indexer_topk are {ids.size / (layers * top_k):g} rows of {layers} "
-            f"layers x {top_k} keys, where {tokens} tokens, prompt included, have {tokens - 1}; is it serving "
-            "another model?"
+            f"layers x {top_k} keys, where {tokens} tokens, prompt included, have {tokens - 1}; is it "
+            "serving another model?"
         )
     ids = ids.reshape(tokens - 1, layers, top_k)
     for begin in range(top_k, tokens - 1, BLOCK):

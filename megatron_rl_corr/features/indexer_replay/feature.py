@@ -49,7 +49,7 @@ class RoutesWithKeys(Routes):
             shape: of the keys, as `SamplingParams.keys`.
         """
         self._routes, self._attention, self._layout = routes, attention, layout
-        self._stage_layers, self.key_shape = stage_layers, shape
+        self.stage_layers, self.key_shape = stage_layers, shape
         self.server_shape, self.needs_scoring = routes.server_shape, routes.needs_scoring
         self._keys: Tensor | None = None
         """[T + 1, l, K], of this rank's layers."""
@@ -64,7 +64,7 @@ class RoutesWithKeys(Routes):
             samples,
             boundaries,
             shape=self.key_shape,
-            stage_layers=self._stage_layers,
+            stage_layers=self.stage_layers,
             layout=self._layout,
         )
 
@@ -131,8 +131,8 @@ class IndexerReplayFeature(Feature):
             )
         if (backend := args.dsa_kernel_backend) != "none":
             raise ValueError(
-                f"--dsa-kernel-backend {backend} chooses keys in a kernel, where {FLAG} can't be; use none, or "
-                f"leave {FLAG} out"
+                f"--dsa-kernel-backend {backend} chooses keys in a kernel, where {FLAG} can't be; use none, "
+                f"or leave {FLAG} out"
             )
         if args.seq_length <= args.dsa_indexer_topk:
             raise ValueError(

@@ -14,7 +14,7 @@ METRICS = in_group(
         "keys shared",
         UsualRange(
             "servers and Megatron take many different keys in sparse attention",
-            "Compare the indexer's weights and rotation on both sides, and see whether the keys are positions: "
+            "Compare the indexer's weights and rotation on both sides, and see whether keys are positions: "
             "without SGLANG_DSA_FUSE_TOPK=0 SGLang returns slots of its cache.",
             low=0.8,
         ),

@@ -18,5 +18,13 @@ class IndexerReplayConfig(Options):
     for each token, layer and key: 500 kB a token of DeepSeek-V3.2.
     """
 
+    def check_replayed(self) -> None:
+        """ValueError where samples come from files, which have no keys."""
+        if self.indexer_replay and self.replay is not None:
+            raise ValueError(
+                "`indexer_replay` needs servers: files of samples, which `replay` reads, have no keys; drop "
+                "one of them"
+            )
+
 
 OPTIONS = IndexerReplayConfig
