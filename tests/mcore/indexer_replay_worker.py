@@ -5,6 +5,7 @@ saves MODEL_DIR/replayed-RANKS[-recompute]-STAGE.pt: the logits with the keys of
 gradients, Megatron's own logits before and after, and metrics.
 """
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -65,6 +66,15 @@ def gradients(model, layout, parameters, reference, routes):
     return whole_gradients([one for one in parameters if one.tensor.requires_grad], layout)
 
 
+def refusal(args, **given):
+    """What the check of a run's flags says."""
+    wrong = argparse.Namespace(**vars(args) | {"rollout_indexer_replay": True} | given)
+    try:
+        FEATURE.check_arguments(wrong)
+    except ValueError as error:
+        return str(error)
+
+
 def main(path, *how):
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -96,6 +106,15 @@ def main(path, *how):
         "before": before,
         "after": all_gather_logits(model, tokens, layout),
         "metrics": {name: one.values.tolist() for name, one in metrics.items()},
+        "refused": [
+            refusal(args),
+            refusal(args, rollout_indexer_replay=False, experimental_attention_variant=None),
+            refusal(args, experimental_attention_variant=None),
+            refusal(args, dsa_kernel_backend="tilelang"),
+            refusal(args, cuda_graph_impl="local"),
+            refusal(args, dsa_indexer_topk=LENGTH),
+            refusal(args, seq_length=32769),
+        ],
         "gradients": gradients(model, layout, parameters, reference, routes),
     }
     if layout.tp_group.rank() == 0 and layout.dp_rank == 0:

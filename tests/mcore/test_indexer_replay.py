@@ -123,3 +123,18 @@ def test_keys_when_compared_then_the_share_that_transformers_would_take_and_of_t
     assert 0 < overlap[0] < overlap[1]
     assert part[0] / part[1] == tokens / (ROWS * LENGTH)
     assert all(stage["metrics"] == {} for stage in replayed[:-1])
+
+
+def test_run_when_keys_can_not_be_replayed_then_refused_with_flag_and_remedy(replayed):
+    good, off, dense, fused, graphs, short, long = replayed[0]["refused"]
+    assert good is None and off is None
+    flag = "--rollout-indexer-replay"
+    assert dense == f"{flag} has no effect without --experimental-attention-variant dsa; leave it out"
+    for said, why in (
+        (fused, "--dsa-kernel-backend tilelang chooses keys in a kernel, where"),
+        (graphs, "--cuda-graph-impl local captures attention with one microbatch's keys"),
+        (long, f"{flag} keeps positions below 32768, and --seq-length is 32769"),
+    ):
+        assert said.startswith(why) and said.endswith(f"or leave {flag} out"), said
+    why = f"{flag} has no effect with --seq-length 48, of which --dsa-indexer-topk 48 takes all keys"
+    assert short == f"{why}; leave it out"

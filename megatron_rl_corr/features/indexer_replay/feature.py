@@ -134,6 +134,11 @@ class IndexerReplayFeature(Feature):
                 f"--dsa-kernel-backend {backend} chooses keys in a kernel, where {FLAG} can't be; use none, "
                 f"or leave {FLAG} out"
             )
+        if args.cuda_graph_impl != "none":
+            raise ValueError(
+                f"--cuda-graph-impl {args.cuda_graph_impl} captures attention with one microbatch's keys; "
+                f"use none, or leave {FLAG} out"
+            )
         if args.seq_length <= args.dsa_indexer_topk:
             raise ValueError(
                 f"{FLAG} has no effect with --seq-length {args.seq_length}, of which --dsa-indexer-topk "
