@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 
 FEATURES = (
+    "indexer_replay",
     "router_replay_effect",
     "filtered_mismatch",
     "ledger",

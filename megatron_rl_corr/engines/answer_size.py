@@ -30,6 +30,7 @@ def of_sample(prompt_tokens: int, sampling: SamplingParams) -> int:
         ANSWER
         + sampled * (TOKEN + KEPT * max(sampling.top_k, 0) + LIKELY * sampling.top_logprobs)
         + (prompt_tokens + sampled) * UNASKED_ROUTES
+        + of_routes(prompt_tokens + sampled, sampling.keys)
     )
 
 

@@ -47,36 +47,33 @@ class ExpertShape:
         return len(self.layers) * self.top_k * self.dtype.itemsize
 
 
-def cut_routes(body: bytes) -> tuple[bytes, memoryview | None]:
+def cut_routes(body: bytes, key: bytes = KEY) -> tuple[bytes, memoryview | None]:
     """(the answer with true in the place of its `routed_experts`, their base64), as JSON need not read them.
+    key: of another field that is base64.
 
     Of 32k tokens in 94 layers they are 131 MB. (body, None) where the answer is written otherwise: read it as
     any other JSON.
     """
     # Not within a text, where quotation marks have a backslash before them.
-    start = body.find(KEY) + len(KEY)
+    start = body.find(key) + len(key)
     end = body.find(b'"', start)
-    if start < len(KEY) or end < 0 or body.find(KEY, end) >= 0 or body.find(b"\\", start, end) >= 0:
+    if start < len(key) or end < 0 or body.find(key, end) >= 0 or body.find(b"\\", start, end) >= 0:
         return body, None
     return body[: start - 1] + b"true" + body[end + 1 :], memoryview(body)[start:end]
 
 
-def decoded_base64(encoded: object, content: str) -> bytes:
-    """The bytes of a server's `routed_experts`. content: what they should be, for the error.
+def decoded_base64(encoded: object, content: str, name: str = "routed_experts") -> bytes:
+    """The bytes of a server's field of this name. content: what they should be, for the error.
 
     Raises:
         ValueError: rule base64.
     """
     if not isinstance(encoded, (str, memoryview)):
-        raise ValueError(
-            f"rule base64: routed_experts must be base64 of {content}, got {type(encoded).__name__}"
-        )
+        raise ValueError(f"rule base64: {name} must be base64 of {content}, got {type(encoded).__name__}")
     try:
         return pybase64.b64decode(encoded, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise ValueError(
-            f"rule base64: routed_experts of {len(encoded)} characters are no base64: {error}"
-        ) from None
+        raise ValueError(f"rule base64: {name} of {len(encoded)} characters are no base64: {error}") from None
 
 
 def checked_routes(

@@ -13,6 +13,8 @@ from typing import Literal
 
 import torch
 
+from megatron_rl_corr.engines.routes import ExpertShape
+
 FinishReason = Literal["stop", "length", "abort"]
 
 ENVIRONMENT = -1
@@ -63,6 +65,10 @@ class SamplingParams:
     """K: the K likeliest ids of each sampled token are returned, with their log-probs. 0: none."""
     batch_invariant: bool = False
     """The server must compute a token's log-prob alike whatever else it computes with it."""
+    keys: ExpertShape | None = None
+    """The keys that sparse attention took are returned, with the layers for layers with experts, keys of a
+    query for experts of a token, and the longest sequence for experts. None: not asked for.
+    """
 
     def __post_init__(self):
         if not _is_int(self.max_new_tokens) or self.max_new_tokens < 1:
@@ -236,6 +242,11 @@ class Trajectory:
     one, which the server never runs. They are those of the pass that sampled the token behind it; where
     that pass's are not known any more, the token has none: k times the type's largest value.
     """
+    indexer_keys: torch.Tensor | None = None
+    """[P + R - 1, L, K] uint8 or int16: the positions of the keys that sparse attention took for each token
+    but the last one, as for `routed_experts`. A token with no more than K keys before it, itself included,
+    has none, since attention takes them all. None: nobody asked for them.
+    """
     turn_ids: torch.Tensor | None = None
     """[R] int64: which turn of the policy each token is of, from 0; ENVIRONMENT for what the environment
     said, which was not sampled: its log-prob is NaN, its support the token itself. None: the policy
@@ -289,15 +300,13 @@ class Trajectory:
                 raise ValueError(f"turn_ids must be at least {ENVIRONMENT}, got {int(self.turn_ids.min())}")
         if not self.weight_versions:
             raise ValueError("weight_versions must hold at least one span")
-        routes = self.routed_experts
-        if routes is not None and (routes.dim() != 3 or routes.dtype not in (torch.uint8, torch.int16)):
-            raise ValueError(
-                f"routed_experts must be 3-d uint8 or int16, got {routes.dim()}-d {routes.dtype}"
-            )
         tokens = self.prompt_ids.numel() + self.output_ids.numel()
-        rows = tokens - 1 - self.routes_from
-        if routes is not None and routes.shape[0] != rows:
-            raise ValueError(f"{tokens} tokens have routed_experts of {routes.shape[0]}, not {rows}")
+        for name, first in (("routed_experts", self.routes_from), ("indexer_keys", 0)):
+            ids, rows = getattr(self, name), tokens - 1 - first
+            if ids is not None and (ids.dim() != 3 or ids.dtype not in (torch.uint8, torch.int16)):
+                raise ValueError(f"{name} must be 3-d uint8 or int16, got {ids.dim()}-d {ids.dtype}")
+            if ids is not None and ids.shape[0] != rows:
+                raise ValueError(f"{tokens} tokens have {name} of {ids.shape[0]}, not {rows}")
 
     @property
     def oldest_version(self) -> str:
@@ -376,7 +385,7 @@ def concatenated(parts: Sequence[Trajectory], between: Sequence[torch.Tensor] | 
                 "before it"
             )
         prompt += part.output_ids.numel() + reply.numel()
-    for name in ("support", "routed_experts", "top_logprobs"):
+    for name in ("support", "routed_experts", "top_logprobs", "indexer_keys"):
         if len({getattr(part, name) is None for part in parts}) > 1:
             raise ValueError(f"only one of a partial response and its continuation has {name}")
     outputs, logprobs, ids, lengths = [], [], [], []
@@ -398,6 +407,7 @@ def concatenated(parts: Sequence[Trajectory], between: Sequence[torch.Tensor] | 
         support=Support(torch.cat(ids), torch.cat(lengths)) if ids else None,
         top_logprobs=_joined_top(parts, replies),
         routed_experts=_joined_routes(parts),
+        indexer_keys=_joined_keys(parts),
     )
 
 
@@ -419,6 +429,18 @@ def _joined_routes(parts: Sequence[Trajectory]) -> torch.Tensor | None:
             rows.append(part.routed_experts[known - part.routes_from :])
             known = part.routes_from + len(part.routed_experts)
     return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def _joined_keys(parts: Sequence[Trajectory]) -> torch.Tensor | None:
+    """As `_joined_routes`, of parts which have the rows of all tokens before them, too."""
+    if parts[0].indexer_keys is None:
+        return None
+    rows, known = [], 0
+    for number, part in enumerate(parts):
+        if part.output_ids.numel() or number == len(parts) - 1:
+            rows.append(part.indexer_keys[known:])
+            known = len(part.indexer_keys)
+    return torch.cat(rows)
 
 
 def _joined_engines(parts: Sequence[Trajectory]) -> str:

@@ -53,7 +53,7 @@ SAMPLED_WITH = (
     *("score_centering", "router_replay", "truncated_samples", "group_filter", "on_failed_reward"),
     *("reward_function", "reward_url", "reward_weights", "input_key", "label_key", "apply_chat_template"),
     *("system_prompt", "tools_key", "sampling_key", "chat_template_kwargs"),
-    *("agent_tool_parser", "agent_reasoning", "gateway_strict"),
+    *("agent_tool_parser", "agent_reasoning", "gateway_strict", "indexer_replay"),
 )
 """Options whose change makes other samples, rewards or groups."""
 FUNCTIONS = ("reward_function", "group_filter")
@@ -69,7 +69,8 @@ def settings_of(options: RunConfig) -> dict[str, Any]:
     """
     maker = options.maker
     made_by = () if maker is None else (*maker.asked_by, maker.turns)
-    settings = {name: getattr(options, name) for name in (*SAMPLED_WITH, *made_by)}
+    named = (*SAMPLED_WITH, *made_by)
+    settings = {name: value for name, value in vars(options).items() if name in named}  # features may lack
     functions = (*FUNCTIONS, *(() if maker is None else maker.functions))
     for path in sorted({path for name in functions for path in _files_of(getattr(options, name))}):
         settings[f"the file {path}"] = sha256_of(path)

@@ -1,6 +1,7 @@
 """The protocol of megatron_rl_corr/features, the optional parts of a run, and when it calls them.
 
     once        check_arguments, intervals, check_folders   run_flags.py, file_checks.py: every feature
+                steered                                     session.start, before the run is prepared
                 check_data, samples_aside, prepare          session.collector_of
                 open, start                                 session.start, before the servers are reached
                 samplings                                   serving.check_servers_and_prompts
@@ -163,6 +164,12 @@ class Feature:
 
     def check_data(self, settings: RunSettings, tokenizer: Tokenizer) -> None:
         """ValueError for data that is wrong, where a run can't be prepared for other reasons."""
+
+    def steered(self, routes: Routes, model: list, args: argparse.Namespace, layout: Layout) -> Routes:
+        """What steers the passes of the trained model: `routes`, or what does more. Every rank calls it,
+        before the run is prepared. May be collective.
+        """
+        return routes
 
     def samples_aside(self, rows: int) -> int:
         """Samples of filtered groups that a replica's leader keeps for this feature in each batch, and gives

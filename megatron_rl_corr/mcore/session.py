@@ -145,6 +145,7 @@ def start(
     auto = _auto_weights(options, args, saved)
     for one in features:
         opened.callback(one.close)
+        routes = one.steered(routes, megatron.model, args, layout)
     parts = all_reduce_startup(
         lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, restored, features, opened)
     )

@@ -38,6 +38,11 @@ class Routes:
     """Shape of the experts that servers must return for each token; None: no experts."""
     needs_scoring: tuple[str, ...] = ()
     """The flags that need the pass for old log-probs."""
+    key_shape: ExpertShape | None = None
+    """Shape of the keys of sparse attention that servers must return, as `SamplingParams.keys`."""
+
+    def scatter_keys(self, samples: Sequence[Tensor | None] | None, boundaries: Sequence[int]) -> None:
+        """As `scatter`, of the keys that the servers' sparse attention took."""
 
     def scatter(self, samples: Sequence[Tensor | None] | None, boundaries: Sequence[int]) -> None:
         """Hand out the servers' experts of a step's samples; every rank of a replica calls it.

@@ -102,6 +102,9 @@ IF_KNOWN = {
 ADDED = {
     "environment_reward": pa.float64(),
     "routed_experts_bytes": pa.int64(),
+    "indexer_keys": _many(pa.int16()),  # in C order
+    "indexer_keys_shape": _many(pa.int64()),
+    "indexer_keys_bytes": pa.int64(),
     "group": pa.int64(),
     "row": pa.int64(),
     "label": pa.string(),  # JSON
@@ -114,6 +117,8 @@ ADDED = {
     "top_logprobs": _many(pa.float32()),
 }
 """Columns that files of this version may lack: written since, null where they are absent."""
+CHOICES = ("routed_experts", "indexer_keys")
+"""What servers chose for each token, in each layer."""
 SCHEMA = pa.schema(
     [pa.field(name, kind, False) for name, kind in ALWAYS.items()]
     + [pa.field(*item) for item in (IF_KNOWN | ADDED).items()],
@@ -137,12 +142,11 @@ def table_of(samples: list[Sample]) -> pa.Table:
     tops = [row.top_logprobs for row in rows]
     values["top_ids"] = [None if top is None else top.ids.flatten() for top in tops]
     values["top_logprobs"] = [None if top is None else top.logprobs.flatten() for top in tops]
-    routes = [row.routed_experts for row in rows]
-    values["routed_experts"] = [None if route is None else route.flatten() for route in routes]
-    values["routed_experts_bytes"] = [None if route is None else route.element_size() for route in routes]
-    values["routed_experts_shape"] = [
-        None if route is None else torch.tensor(route.shape) for route in routes
-    ]
+    for name in CHOICES:
+        ids = [getattr(row, name) for row in rows]
+        values[name] = [None if one is None else one.flatten() for one in ids]
+        values[f"{name}_bytes"] = [None if one is None else one.element_size() for one in ids]
+        values[f"{name}_shape"] = [None if one is None else torch.tensor(one.shape) for one in ids]
     origins = [sample.origin for sample in samples]
     values |= {
         name: [None if one is None else getattr(one, name) for one in origins] for name in ("group", "row")
@@ -197,7 +201,7 @@ def _sample(cells: dict) -> Sample:
         raise ValueError(f"{next(name for name in ALWAYS if cells[name] is None)} is null")
     for name, other in (
         ("support_ids", "support_lengths"),
-        ("routed_experts", "routed_experts_shape"),
+        *((name, f"{name}_shape") for name in CHOICES),
         ("top_ids", "top_logprobs"),
     ):
         if (cells[name] is None) != (cells[other] is None):
@@ -207,13 +211,14 @@ def _sample(cells: dict) -> Sample:
     cells["support"] = None if support is None else Support(support, lengths)
     top, logprobs = cells.pop("top_ids"), cells.pop("top_logprobs")
     cells["top_logprobs"] = None if top is None else _top(top, logprobs, cells["output_ids"].numel())
-    shape, routes = cells.pop("routed_experts_shape"), cells["routed_experts"]
-    size = cells.pop("routed_experts_bytes")
-    if routes is not None:
-        if routes.numel() != shape.prod():
-            raise ValueError(f"{routes.numel()} routed_experts have the shape {shape.tolist()}")
-        kind = torch.uint8 if size == 1 else torch.int16
-        cells["routed_experts"] = routes.to(kind).view(shape.tolist())
+    for name in CHOICES:
+        shape, ids = cells.pop(f"{name}_shape"), cells[name]
+        size = cells.pop(f"{name}_bytes")
+        if ids is not None:
+            if ids.numel() != shape.prod():
+                raise ValueError(f"{ids.numel()} {name} have the shape {shape.tolist()}")
+            kind = torch.uint8 if size == 1 else torch.int16
+            cells[name] = ids.to(kind).view(shape.tolist())
     # A file from before there were these columns.
     cells["engine"], cells["branch"] = cells["engine"] or "", cells["branch"] or 0
     cells["began"] = cells["began"] or ""

@@ -7,7 +7,7 @@ P prompt tokens, R response tokens, N samples, L tokens a row.
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -99,8 +99,9 @@ def write_trajectories(
     Args:
         path: of the file; its folder must exist.
         samples: may be a generator: at most one row group of them is held at a time.
-        sampling: parameters that all of them were sampled with. Their log-probs are of the softmax at its
-            temperature, over the sampling mask's ids where one is kept. None: not known.
+        sampling: parameters that all of them were sampled with, written but for their `keys`. Their log-probs
+            are of the softmax at its temperature, over the sampling mask's ids where one is kept. None: not
+            known.
         batch: which samples they are; None: not known.
         tokens_per_group: a row group ends with the response that reaches so many tokens.
         compression: one of Parquet's, which a reader learns from the file.
@@ -109,6 +110,7 @@ def write_trajectories(
         The path.
     """
     path = Path(path)
+    sampling = sampling and replace(sampling, keys=None)
     known = {
         key: json.dumps(asdict(one)).encode() for key, one in ((SAMPLING, sampling), (BATCH, batch)) if one
     }
@@ -137,7 +139,9 @@ def read_trajectories(
             that do not fit.
     """
     names = [
-        name for name in SCHEMA.names if not (for_people and name.startswith(("support_", "routed_", "top_")))
+        name
+        for name in SCHEMA.names
+        if not (for_people and name.startswith(("support_", "routed_", "indexer_", "top_")))
     ]
     with _opened(path) as file:
         firsts = [0]

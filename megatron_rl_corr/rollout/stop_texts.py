@@ -59,7 +59,7 @@ def cut_at_stop(sample: Trajectory, stop: Sequence[str], decode: Decode) -> Traj
         return sample
     if count == sample.output_ids.numel():
         return replace(sample, finish_reason="stop")
-    support, routes = sample.support, sample.routed_experts
+    support, routes, keys = sample.support, sample.routed_experts, sample.indexer_keys
     if support is not None:
         lengths = support.lengths[:count]
         support = Support(support.ids[: int(lengths.sum())], lengths)
@@ -80,6 +80,7 @@ def cut_at_stop(sample: Trajectory, stop: Sequence[str], decode: Decode) -> Traj
         support=support,
         top_logprobs=None if top is None else top[:count],
         routed_experts=routes,
+        indexer_keys=None if keys is None else keys[: sample.prompt_ids.numel() + count - 1],
     )
 
 

@@ -130,6 +130,7 @@ DEFAULTS = CLIENT | {
     "router_replay_min_agreement": None,
     "expert_statistics": False,
     "router_replay_effect_every": None,
+    "indexer_replay": False,
     "weight_transport": "distributed",
     "weight_address": None,
     "weight_group_per_server": False,

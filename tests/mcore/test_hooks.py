@@ -586,6 +586,7 @@ def flags(interval, prompts=("held_out.jsonl",), **run):
         adlr_autoresume=False,
         rollout_save_hf_interval=None,
         rollout_ledger_interval=None,
+        rollout_indexer_replay=False,
         rollout_batch_invariant=False,
         tensor_model_parallel_size=1,
         expert_model_parallel_size=1,

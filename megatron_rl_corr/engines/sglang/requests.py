@@ -58,6 +58,8 @@ def generate_request(
         body["return_sampling_mask"] = True
     if sampling.top_logprobs:
         body["top_logprobs_num"] = sampling.top_logprobs
+    if sampling.keys is not None:
+        body["return_indexer_topk"] = True
     if routed_experts:
         body |= {"return_routed_experts": True, "routed_experts_start_len": routes_from}
     if cache_key is not None:

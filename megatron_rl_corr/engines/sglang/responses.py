@@ -16,6 +16,7 @@ from megatron_rl_corr.engines.routes import cut_routes, no_routes
 from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, FIELDS, SENTENCES
+from megatron_rl_corr.engines.sglang.indexer_keys import KEYS, decode_keys
 from megatron_rl_corr.engines.sglang.logprob_rows import read_flat
 from megatron_rl_corr.engines.sglang.routed_experts import decode, tokens_recomputed
 from megatron_rl_corr.engines.trajectory import Support, TopLogprobs, Trajectory, VersionSpan
@@ -38,10 +39,12 @@ def parse_generate(body: bytes, asked: SampleRequest, *, server: str) -> Traject
         RolloutServerError: the request failed: its abort carries a status code or an error type.
         RolloutProtocolError: the answer is not what was asked for: ids that differ from those the
             log-probs are of, lengths that disagree, unknown ids, a support that is missing or lacks the
-            token drawn from it, routes that break a rule of `decode` or `tokens_recomputed`.
+            token drawn from it, routes that break a rule of `decode` or `tokens_recomputed`, keys that
+            break one of `decode_keys`.
     """
     with answers.reading(server, GENERATE):
         body, encoded = cut_routes(body)
+        body, encoded_keys = cut_routes(body, KEYS) if asked.sampling.keys is not None else (body, None)
         answer, output_ids, values = read_flat(body) or (
             answers.json_object(body, server, GENERATE),
             None,
@@ -78,6 +81,7 @@ def parse_generate(body: bytes, asked: SampleRequest, *, server: str) -> Traject
             top_logprobs=_top_logprobs(meta, output_ids.size, asked.sampling.top_logprobs, asked.vocab_size),
             routed_experts=_routes(meta, versions, encoded, output_ids.size, asked),
             routes_from=asked.routes_from,
+            indexer_keys=_keys(meta, versions, encoded_keys, output_ids.size, asked),
         )
 
 
@@ -177,6 +181,26 @@ def _routes(
     lost = max(0, anew - first)
     own[:lost] = no_routes(experts, lost)
     return own
+
+
+def _keys(
+    meta: dict,
+    versions: tuple[VersionSpan, ...],
+    cut: memoryview | None,
+    output: int,
+    asked: SampleRequest,
+) -> torch.Tensor | None:
+    """[P + R - 1, L, K]: the keys that sparse attention took, none for tokens computed anew."""
+    shape, prompt = asked.sampling.keys, asked.prompt_ids.numel()
+    if shape is None:
+        return None
+    found = decode_keys(meta, cut, tokens=prompt + output, shape=shape)
+    if meta.get("indexer_topk") is not None:
+        anew = tokens_recomputed(
+            meta, versions, prompt=prompt, tokens=prompt + output, pushes_retract=asked.pushes_retract
+        )
+        found[:anew] = no_routes(shape, anew)
+    return found
 
 
 def _finish_reason(meta: dict, server: str) -> str:

@@ -17,11 +17,11 @@ MOST_RETRACTIONS = 1 << 20
 """A request that goes on so often is none."""
 
 
-def read_ids(encoded: object) -> np.ndarray:
-    """All ids in a server's `routed_experts`, [N] int32. Raises ValueError naming the rule: base64, int32."""
-    raw = decoded_base64(encoded, "int32")
+def read_ids(encoded: object, name: str = "routed_experts") -> np.ndarray:
+    """All ids in a server's field, [N] int32. Raises ValueError naming the rule: base64, int32."""
+    raw = decoded_base64(encoded, "int32", name)
     if len(raw) % 4:
-        raise ValueError(f"rule int32: routed_experts of {len(raw)} bytes are no whole number of int32")
+        raise ValueError(f"rule int32: {name} of {len(raw)} bytes are no whole number of int32")
     return np.frombuffer(raw, dtype="<i4")
 
 

@@ -13,6 +13,7 @@ from megatron_rl_corr.engines.answer_types import at_least_1, checked_checksums,
 from megatron_rl_corr.engines.errors import RolloutError, RolloutProtocolError, RolloutServerError
 from megatron_rl_corr.engines.inspection import ServedModel, UpdateSupport
 from megatron_rl_corr.engines.sglang.changes_loader import LOADER
+from megatron_rl_corr.engines.sglang.indexer_keys import POSITIONS
 from megatron_rl_corr.engines.stacked_parameters import single_experts
 from megatron_rl_corr.engines.trajectory import SamplingParams
 from megatron_rl_corr.engines.types import NamedTensor, ServerChecksums, ServerRanks
@@ -131,6 +132,16 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
             f"`score_centering` {sampling.top_logprobs} with --speculative-algorithm "
             f"{server_info['speculative_algorithm']}: whether the likeliest ids are then those of the policy "
             "was not tried; start it without, or drop `score_centering`"
+        )
+    if sampling.keys is not None and not server_info.get("enable_return_indexer_topk"):
+        return (
+            "`indexer_replay`: it does not return the keys of its sparse attention; start it with "
+            f"--enable-return-indexer-topk, and {POSITIONS}"
+        )
+    if sampling.keys is not None and server_info.get("speculative_algorithm"):
+        return (
+            f"`indexer_replay` with --speculative-algorithm {server_info['speculative_algorithm']}: whose "
+            "keys are returned then was not tried; start it without, or drop `indexer_replay`"
         )
     if sampling.stop and server_info.get("skip_tokenizer_init"):
         return (

@@ -29,6 +29,8 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     mode, longest = model.get("logprobs_mode"), model.get("max_model_len")
     if (problem := omission_problem(server_info)) is not None:
         return problem
+    if sampling.keys is not None:
+        return "`indexer_replay`: vLLM returns no keys of its sparse attention; drop it, or use SGLang"
     if config_of(server_info, "speculative_config"):
         return (
             "speculative decoding (--speculative-config) is not proven: whether log-probs and what an "

@@ -88,7 +88,7 @@ class SavedSamplesFeature(Feature):
         self._writing = True
         if self._layout.is_data_leader:
             known = replace(self._batch, step=scored.iteration + 1)
-            trajectories = samples.trajectories
+            trajectories = [replace(one, indexer_keys=None) for one in samples.trajectories]
             if not self.options.save_routed_experts:
                 trajectories = [replace(one, routed_experts=None) for one in trajectories]
             written = samples_of_rows(

@@ -73,12 +73,13 @@ class BatchCollector(ABC):
             check_packed_branches(shape.packing)
         self._layout, self._shape, self.agent_branches = layout, shape, agent_branches
         self._groups = self._num_samples // shape.group_size
-        self.sampling, self._num_turns = sampling, num_turns
+        self._num_turns = num_turns
         self.by_lag = by_lag
         self._truncated_samples, self._mask_truncated = truncated_samples, truncated_samples == "mask"
         self._scored: list[Rewarded] | None = None
         """On a data leader the batch's sequences and their rewards, until they are dealt out."""
         self._routes = Routes() if routes is None else routes
+        self.sampling = replace(sampling, keys=self._routes.key_shape)
         self.device = communication_device()
         self.trajectories: list[Trajectory] = []
         """The last batch's sequences of this replica, on its data leader."""
@@ -193,6 +194,8 @@ class BatchCollector(ABC):
             [sample.routed_experts for sample in self.trajectories] if self._layout.is_data_leader else None
         )
         self._routes.scatter(experts, own.cu_seqlens.tolist())
+        keys = [sample.indexer_keys for sample in self.trajectories] if self._layout.is_data_leader else None
+        self._routes.scatter_keys(keys, own.cu_seqlens.tolist())
         return own
 
     def take_aside(self) -> list[Trajectory]:

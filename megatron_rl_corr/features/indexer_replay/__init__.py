@@ -1,0 +1,1 @@
+"""Replays the keys that the sparse attention of servers took."""
