@@ -411,6 +411,34 @@ def test_generate_when_weights_are_sent_then_a_scheduler_that_is_busy_with_them_
     run_client(scenario, updated, well, read_timeout_s=0.4)
 
 
+@pytest.mark.parametrize("sent_in_the_push", [False, True])
+def test_generate_when_weights_are_sent_longer_than_an_answer_may_take_then_nobody_is_given_up_for_it(
+    faulty, fakes, sent_in_the_push
+):
+    slow, well = fakes
+    slow.generate, slow.scheduler = (
+        "hangs",
+        "runs",
+    )  # its counters feign progress, so that the limit alone ends it
+
+    async def scenario(client):
+        if sent_in_the_push:
+            await client.expect_pause()
+        collecting = asyncio.create_task(collect(client))
+        await asyncio.sleep(2.0)
+        await client.expect_pause()
+        await asyncio.sleep(20.0)
+        assert client.counts()["left_out"] == 0
+        await client.expect_version("v1")
+        await asyncio.sleep(2.0)
+        assert client.counts()["left_out"] == 0
+        await asyncio.sleep(5.0)  # 5 s of its own have passed by now
+        assert client.counts()["left_out"] >= 1  # it is well, and comes back
+        collecting.cancel()
+
+    run_client(scenario, slow, well, answer_timeout_s=5.0, read_timeout_s=60.0)
+
+
 def test_generate_when_the_loop_was_blocked_then_no_server_is_taken_for_silent(faulty, fakes):
     async def scenario(client):
         collecting = asyncio.create_task(collect(client))

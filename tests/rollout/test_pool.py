@@ -373,7 +373,10 @@ def test_limit_of_a_request_when_weights_are_sent_meanwhile_then_that_time_does_
                 server.scopes[scope] = 0.0
                 if pool.held:
                     server.stop_timeouts()
-                await asyncio.sleep(after_s)
+                try:
+                    await asyncio.sleep(after_s)
+                finally:
+                    del server.scopes[scope]
                 return "answered"
         except TimeoutError:
             return round(asyncio.get_running_loop().time(), 3)
