@@ -30,7 +30,7 @@ def sampling_problem(server_info: Mapping[str, Any], sampling: SamplingParams) -
     if (problem := omission_problem(server_info)) is not None:
         return problem
     if sampling.keys is not None:
-        return "`indexer_replay`: vLLM returns no keys of its sparse attention; drop it, or use SGLang"
+        return "`indexer_replay`: vLLM returns no keys of its sparse attention; drop it"
     if config_of(server_info, "speculative_config"):
         return (
             "speculative decoding (--speculative-config) is not proven: whether log-probs and what an "

@@ -14,8 +14,8 @@ METRICS = in_group(
         "keys shared",
         UsualRange(
             "servers and Megatron take many different keys in sparse attention",
-            "Compare the indexer's weights and rotation on both sides, and see whether keys are positions: "
-            "without SGLANG_DSA_FUSE_TOPK=0 SGLang returns slots of its cache.",
+            "Compare the indexer's weights and rotation on both sides, and see whether servers return "
+            "positions or slots of their cache: the help of --rollout-indexer-replay says what makes them.",
             low=0.8,
         ),
         only_with=FLAG,
