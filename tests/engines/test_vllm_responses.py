@@ -86,7 +86,7 @@ def changed(path, value):
 
 def parse(made, **options):
     body = made if isinstance(made, bytes) else orjson.dumps(made)
-    own = {name: options.pop(name) for name in ("vocab_size", "experts") if name in options}
+    own = {name: options.pop(name) for name in ("vocab_size", "experts", "routes_from") if name in options}
     asked = SampleRequest(
         PROMPT,
         SamplingParams(**({"max_new_tokens": 2, "top_p": 0.9} | options)),
