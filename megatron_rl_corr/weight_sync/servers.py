@@ -130,7 +130,7 @@ class WeightServers:
         self._were_stuck: set[str] = set()
         """Those of earlier pushes, until the process that holds their weights answers."""
         self._asked_holders: dict[str, concurrent.futures.Future] = {}
-        """Of those, the questions to that process."""
+        """The questions to that process, by its server."""
         self._answers_alone: set[str] = set()
         """Those of both that tell what their weights are called all the same."""
         self._found: dict[str, str] = {}

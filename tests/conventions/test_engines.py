@@ -14,6 +14,8 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 FOLDERS = "megatron_rl_corr.engines."
 ENDPOINT = re.compile(r"(/[a-z0-9]+(_[a-z0-9]+|\.json)*)+")
 
+SHARED = "engines/openai_models.py"
+"""Paths of OpenAI's API that more than one engine has."""
 MAY_NAME = ("config/run.py", "doctor/", "commands/doctor/", "commands/planner/", "integrations/slime.py")
 """The list of engines, texts of the doctor and planner for users, and the hook of a trainer that
 has its own SGLang.
@@ -83,6 +85,7 @@ def test_package_when_read_then_endpoints_stand_in_the_folders_of_engines():
     of_engines = set().union(*(own for module, own in strings.items() if engine_of(module)))
     assert "/generate" in of_engines
     found = {module: own & of_engines for module, own in strings.items() if engine_of(module) is None}
+    assert found.pop(SHARED) == {"/v1/models", "/openapi.json"}
     assert [(module, own) for module, own in found.items() if own] == []
 
 

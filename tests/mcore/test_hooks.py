@@ -468,7 +468,7 @@ others = folder / "iter_0000001/rollout_reference"
 others.mkdir(parents=True)
 training.get_args = lambda: types.SimpleNamespace(save=str(folder), iteration=0)
 reference_checkpoint.dist = types.SimpleNamespace(get_rank=lambda: 0)
-save = run.wrap_save(lambda iteration: seen.append(["saved", live.tolist()]))
+save = run.wrap_save(lambda iteration, model, optimizer: seen.append(["saved", live.tolist()]))
 
 
 def train():
@@ -484,7 +484,7 @@ def train():
     )
 
 
-uses = {"push": lambda: push(1), "save": lambda: save(1), "train": train}
+uses = {"push": lambda: push(1), "save": lambda: save(1, [], None), "train": train}
 
 
 def said(use):
@@ -496,7 +496,7 @@ def said(use):
 
 with weights.in_place():
     inside, refused = live.tolist(), {name: said(use) for name, use in uses.items()}
-push(1), save(1)
+push(1), save(1, [], None)
 try:
     train()
 except ReferenceInPlace:
