@@ -139,13 +139,12 @@ def start(
     shape = batch_shape(options, args)
     if shape.packing is not None:
         all_reduce_startup(lambda: check_packed_routers(megatron.model))
-    routes, saved = _routes(options, megatron, layout), checkpoint_cursor.broadcast_saved(args)
+    features, saved = features_of(options), checkpoint_cursor.broadcast_saved(args)
+    routes = _routes(options, megatron, layout, features)
     sampled_with, restored = checkpoint_groups.load(options, args, layout, saved)
-    updates, features = Updates.of(options, args.seed, args.iteration, saved), features_of(options)
-    auto = _auto_weights(options, args, saved)
+    updates, auto = Updates.of(options, args.seed, args.iteration, saved), _auto_weights(options, args, saved)
     for one in features:
         opened.callback(one.close)
-        routes = one.steered(routes, megatron.model, args, layout)
     parts = all_reduce_startup(
         lambda: _prepare(options, megatron, layout, shape, routes, updates, saved, restored, features, opened)
     )
@@ -478,13 +477,13 @@ def _logprobs(options: RunConfig, layout: Layout, vocab_size: int, model: list) 
     )
 
 
-def _routes(options: RunConfig, megatron: MegatronRun, layout: Layout) -> Routes:
+def _routes(options: RunConfig, megatron: MegatronRun, layout: Layout, features: Sequence[Feature]) -> Routes:
     log = None
     if options.expert_statistics:
         from megatron.training import training
 
         log = ExpertLog(options.log_dir, training.get_tensorboard_writer)
-    return make_routes(
+    routes = make_routes(
         options.router_replay,
         megatron.model,
         layout,
@@ -492,6 +491,9 @@ def _routes(options: RunConfig, megatron: MegatronRun, layout: Layout) -> Routes
         min_agreement=options.router_replay_min_agreement,
         log=log,
     )
+    for one in features:
+        routes = one.steered(routes, megatron.model, megatron.args, layout)
+    return routes
 
 
 def loaded_parameters(

@@ -23,7 +23,7 @@ BUDGETS = {
     "weight_sync": 2_490,
     "doctor": 900,
     "moe": 965,
-    "mcore": 9_430,
+    "mcore": 9_435,
     "features": 4_855,
     "observability": 880,
     "integrations": 680,

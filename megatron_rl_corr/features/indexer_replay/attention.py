@@ -27,11 +27,11 @@ class ReplayedLayer:
     given: Tensor | None = None
     """[C, b, K], of the next pass."""
     now: Tensor | None = None
-    """Of the pass that runs."""
+    """The same, of the pass that runs."""
     compares: bool = False
     """The pass that runs is one whose choices are compared."""
     to_recompute: deque[Tensor] = field(default_factory=deque)
-    """Of passes whose activations are computed again, in their order."""
+    """Those of passes whose activations are computed again, in their order."""
 
 
 class ReplayedAttention:
