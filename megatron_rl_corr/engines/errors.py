@@ -1,6 +1,7 @@
 """Errors between this process and a rollout server; each names the server, and what to do."""
 
 from collections.abc import Sequence
+from copy import copy
 
 from megatron_rl_corr.engines.secrets import for_message, longest_secret, redacted
 
@@ -108,6 +109,13 @@ class UnreadableAnswer(RolloutProtocolError):
 
     def __reduce__(self):
         return UnreadableAnswer, (self.url, self.endpoint, self.detail)
+
+
+def kept[E: RolloutError](error: E) -> E:
+    """The same error, to keep it for longer than it is handled: without the frames that it went through,
+    which hold what was sent, as a bucket of weights.
+    """
+    return copy(error)
 
 
 def may_be_gone(error: RolloutError) -> bool:

@@ -17,6 +17,7 @@ from megatron_rl_corr.engines.errors import (
     RolloutProtocolError,
     RolloutServerError,
     StaleWeightsError,
+    kept,
     may_be_gone,
 )
 from megatron_rl_corr.engines.fleet import Fleet
@@ -216,7 +217,7 @@ class ServerHealth:
             logger.warning("rollout server refused: %s", error)
         if isinstance(error, RolloutProtocolError) and not isinstance(server.refused, RolloutProtocolError):
             logger.warning("rollout server is not taken back: %s", error)
-        server.refused = error
+        server.refused = kept(error)
         server.answered = server.answered and not may_be_gone(error)
 
     async def _check(self, url: str, *, lives: bool) -> None:

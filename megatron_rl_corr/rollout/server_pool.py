@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl_corr.engines.errors import RolloutError, RolloutOutage
+from megatron_rl_corr.engines.errors import RolloutError, RolloutOutage, kept
 
 MEASURED_ANSWERS, KEPT_SHARE = 8, 0.95
 """Answers before which a server's speed is not judged; what is kept of the sums with each further one."""
@@ -87,7 +87,7 @@ class Server:
 
     def abandon(self, cause: RolloutError) -> None:
         """End the requests in flight with TimeoutError."""
-        self.silence = cause
+        self.silence = kept(cause)
         now = asyncio.get_running_loop().time()
         for scope in self.scopes:
             if not scope.expired():  # by its own limit, or a cause before: its request has yet to learn of it
@@ -249,7 +249,7 @@ class ServerPool:
 
     def leave_out(self, server: Server, cause: RolloutError) -> None:
         """Send the server no more requests until it rejoins; nothing happens to one that was removed."""
-        server.cause, server.refused, server.answered = cause, None, False
+        server.cause, server.refused, server.answered = kept(cause), None, False
         self._note_load(server)
         self._time_outage()
 

@@ -1,8 +1,10 @@
 """Slots of servers: who gets the next one, who waits, and what an outage and a return change."""
 
 import asyncio
+import gc
 import random
 import sys
+import weakref
 
 import pytest
 
@@ -25,6 +27,41 @@ def dead(server):
 async def is_waiting(task):
     await asyncio.sleep(0.01)
     return not task.done()
+
+
+class Sent:
+    """What a request has sent, as a bucket of weights."""
+
+
+def failed_to_send(sent):
+    """The error of a request that had it, raised from another one as a transport does."""
+    try:
+        raise OSError("connection reset")
+    except OSError:
+        raise RolloutServerError(URLS[0], "/update", None, "connection reset") from None
+
+
+@pytest.mark.parametrize("how", ["left out", "abandoned"])
+def test_error_when_a_server_keeps_it_then_its_words_and_nothing_of_what_was_sent(how):
+    async def scenario():
+        [a, _] = (pool := pool_of()).servers
+        sent = Sent()
+        lives = weakref.ref(sent)
+        try:
+            failed_to_send(sent)
+        except RolloutServerError as error:
+            pool.leave_out(a, error) if how == "left out" else a.abandon(error)
+            words = str(error)
+        del sent
+        assert lives() is None
+        assert str(a.cause if how == "left out" else a.silence) == words
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(scenario())
+    finally:
+        gc.enable()
 
 
 def test_take_when_servers_are_unequal_then_the_one_with_fewer_outstanding_and_at_a_tie_the_less_asked():
