@@ -297,7 +297,8 @@ def _check_list(listed: WaitingList, replica: Drawn, settings: dict[str, Any]) -
         raise ValueError("it is of another save, as the cursor has other groups")
     for name in sorted({*settings, *listed.settings}):
         one, other = listed.settings.get(name), settings.get(name)
-        if one != other:
+        # a list of an older version lacks options that came later, which are off where nobody gives them
+        if (one or None) != (other or None):
             known = flags_by_field().get(name, name)
             raise ValueError(f"its samples are of other settings: {known} {one!r} there, {other!r} here")
 

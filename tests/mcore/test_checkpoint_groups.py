@@ -59,10 +59,11 @@ def options(tmp_path):
     return lambda *more: parse([*FLAGS, *given, *more])[1]
 
 
-def write(folder, groups, options, replica=0, begun=(), per_step=4):
-    """As the writer of a replica does in its thread."""
+def write(folder, groups, options, replica=0, begun=(), per_step=4, lacks=()):
+    """As the writer of a replica does in its thread, of a version that lacks these options."""
     layout = Namespace(dp_rank=replica, is_data_leader=True)
-    writer = WaitingWriter(layout, options, settings_of(options), SamplingParams(4), lambda number: number)
+    settings = {name: value for name, value in settings_of(options).items() if name not in lacks}
+    writer = WaitingWriter(layout, options, settings, SamplingParams(4), lambda number: number)
     writer._write(folder / FOLDER, OpenGroups(groups, begun, per_step))
     writer.close()
 
@@ -106,6 +107,15 @@ def test_groups_when_a_setting_changed_then_it_is_named(tmp_path, options, told,
     assert read(tmp_path, (6,), options(*flags), monkeypatch=monkeypatch) == []
     kind, why, groups = told[-1]
     assert (kind, groups) == ("groups_sampled_again", [6]) and name in why
+
+
+@pytest.mark.parametrize(("flags", "numbers"), [([], [6]), (["--rollout-indexer-replay"], [])])
+def test_groups_when_an_option_came_later_then_they_are_read_unless_it_is_on(
+    tmp_path, options, told, monkeypatch, flags, numbers
+):
+    write(tmp_path, [group_of(6)], options(), lacks=["indexer_replay"])
+    found = read(tmp_path, (6,), options(*flags), monkeypatch=monkeypatch)
+    assert [group.number for group in found] == numbers
 
 
 @pytest.mark.parametrize("flag", ["--rollout-agent-reasoning separate", "--rollout-agent-tool-parser qwen"])
