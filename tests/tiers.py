@@ -37,6 +37,7 @@ LEFT: dict[str, tuple[str, ...]] = {
         "test_arithmetic_when_its_model_is_made_*",
     ),
     "faults/test_agents.py": ("test_run_when_a_harness_is_killed_*",),
+    "faults/test_begun.py": ("test_samples_and_turns_when_killed_*",),
     "faults/test_colocated_server.py": WHOLE,
     "faults/test_dripping.py": ("test_push_when_an_answer_drips_*", "test_server_when_its_health_*[[]head-*"),
     "faults/test_waiting.py": ("test_groups_when_killed_and_loaded_*",),
@@ -136,7 +137,7 @@ LEFT: dict[str, tuple[str, ...]] = {
         "test_terms_of_each_token_*",
         "test_shares_and_means_*",
         *(f"test_planted_fault_*[[]{one}]" for one in ("clean_replayed_pp2", "hot", "narrow", "own_experts")),
-        "test_server_with_an_unknown_top_p_*[[]clean_replayed_pp2]",
+        *(f"test_server_with_an_unknown_top_p_*[[]{one}]" for one in ("clean_replayed_pp2", "own_experts")),
     ),
     "weight_sync/test_announcers.py": (
         "test_bucket_when_a_process_is_killed_before_*",
