@@ -297,8 +297,10 @@ def _check_list(listed: WaitingList, replica: Drawn, settings: dict[str, Any]) -
         raise ValueError("it is of another save, as the cursor has other groups")
     for name in sorted({*settings, *listed.settings}):
         one, other = listed.settings.get(name), settings.get(name)
-        # a list of an older version lacks options that came later, which are off where nobody gives them
-        if (one or None) != (other or None):
+        # a list of an older version lacks options that came later, which are off where nobody gives them; a 0
+        # that was given is something else, as of --rollout-on-failed-reward
+        lacked = not (name in listed.settings and name in settings)
+        if one != other and not (lacked and not one and not other):
             known = flags_by_field().get(name, name)
             raise ValueError(f"its samples are of other settings: {known} {one!r} there, {other!r} here")
 
@@ -350,7 +352,7 @@ class WaitingWriter:
             written = write_waiting(
                 folder, replica, groups, max_bytes=self._max_bytes, row_of=self._row_of, **self._how
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # pyarrow's too: a sample of more ids than a column may have
             for own, which in ((groups.waiting, "wait"), (groups.begun, "are being sampled")):
                 if own:
                     numbers = [group.number for group in own]

@@ -20,8 +20,7 @@ def begin_optimizer_state(optimizer: Any) -> None:
 
     Source: `init_state_fn` of Megatron's optimizers, which it calls before it loads a checkpoint.
     """
-    several = [] if optimizer is None else vars(optimizer).get("chained_optimizers", [optimizer])
-    for one in several:
+    for one in [] if optimizer is None else _members(optimizer):
         inner = one.optimizer
         if inner is None or inner.state:
             continue
@@ -33,6 +32,12 @@ def begin_optimizer_state(optimizer: Any) -> None:
             one.init_state_fn(inner, one.config)
         if isinstance(inner, torch.optim.Adam):  # AdamW too; Transformer Engine counts in its groups
             _begin_steps(inner)
+
+
+def _members(optimizer: Any) -> list[Any]:
+    """Those of a chain, which may hold chains: Megatron's layer-wise optimizer of Muon is one."""
+    chained = vars(optimizer).get("chained_optimizers")
+    return [optimizer] if chained is None else [one for part in chained for one in _members(part)]
 
 
 def _begin_precise(inner: Any) -> None:

@@ -79,6 +79,8 @@ def samples_of_rows(
 
 
 SAMPLING = b"megatron_rl_corr.sampling"
+MOST_IDS = (1 << 31) - 1
+"""Keys of a row group: Arrow counts those of a column of lists in 32 bits."""
 """Key in the file's metadata: the parameters that all responses were sampled with, as JSON."""
 TOKENS_PER_GROUP = 1 << 18
 """A row group ends with the response that reaches so many tokens: what a reader holds at a time."""
@@ -181,13 +183,19 @@ def _from_metadata[Kept](path: str | os.PathLike, key: bytes, kind: type[Kept]) 
 
 
 def _groups(samples: Iterable[Sample], tokens_per_group: int) -> Iterator[list[Sample]]:
-    group, tokens = [], 0
+    group, tokens, ids = [], 0, 0
     for sample in samples:
+        keys = sample.trajectory.indexer_keys
+        own = 0 if keys is None else keys.numel()
+        if group and ids + own > MOST_IDS:
+            yield group
+            group, tokens, ids = [], 0, 0
         group.append(sample)
+        ids += own
         tokens += sample.trajectory.prompt_ids.numel() + sample.trajectory.output_ids.numel()
         if tokens >= tokens_per_group:
             yield group
-            group, tokens = [], 0
+            group, tokens, ids = [], 0, 0
     if group:
         yield group
 

@@ -301,7 +301,9 @@ class WeightServers:
         waits: until all have answered, or were asked for HEALTH_PROBE_TIMEOUT_S.
         """
         for url in urls:
-            if url not in self._asked_holders:
+            asked = self._asked_holders.get(url)
+            # what failed since the last push may be over: only a late yes counts
+            if asked is None or (asked.done() and (asked.exception() or asked.result())):
                 self._asked_holders[url] = self._loop.submit(self._ask_holder(url))
         concurrent.futures.wait([self._asked_holders[url] for url in urls], None if waits else BRIEF_S)
         ended = [url for url in urls if self._asked_holders[url].done()]

@@ -114,6 +114,8 @@ def main(path, *how):
             refusal(args, cuda_graph_impl="local"),
             refusal(args, dsa_indexer_topk=LENGTH),
             refusal(args, seq_length=32769),
+            refusal(args, rollout_ledger_interval=20),
+            refusal(args, router_replay_effect_every=10),
         ],
         "gradients": gradients(model, layout, parameters, reference, routes),
     }

@@ -109,6 +109,15 @@ def test_groups_when_a_setting_changed_then_it_is_named(tmp_path, options, told,
     assert (kind, groups) == ("groups_sampled_again", [6]) and name in why
 
 
+def test_groups_when_a_failed_reward_was_a_0_and_drops_now_then_it_is_named(
+    tmp_path, options, told, monkeypatch
+):
+    write(tmp_path, [group_of(6)], options("--rollout-on-failed-reward", "0"))
+    run = options("--rollout-on-failed-reward", "drop")
+    assert read(tmp_path, (6,), run, monkeypatch=monkeypatch) == []
+    assert "--rollout-on-failed-reward 0.0 there, None here" in told[-1][1]
+
+
 @pytest.mark.parametrize(("flags", "numbers"), [([], [6]), (["--rollout-indexer-replay"], [])])
 def test_groups_when_an_option_came_later_then_they_are_read_unless_it_is_on(
     tmp_path, options, told, monkeypatch, flags, numbers

@@ -126,7 +126,7 @@ def test_keys_when_compared_then_the_share_that_transformers_would_take_and_of_t
 
 
 def test_run_when_keys_can_not_be_replayed_then_refused_with_flag_and_remedy(replayed):
-    good, off, dense, fused, graphs, short, long = replayed[0]["refused"]
+    good, off, dense, fused, graphs, short, long, ledger, effect = replayed[0]["refused"]
     assert good is None and off is None
     flag = "--rollout-indexer-replay"
     assert dense == f"{flag} has no effect without --experimental-attention-variant dsa; leave it out"
@@ -136,5 +136,11 @@ def test_run_when_keys_can_not_be_replayed_then_refused_with_flag_and_remedy(rep
         (long, f"{flag} keeps positions below 32768, and --seq-length is 32769"),
     ):
         assert said.startswith(why) and said.endswith(f"or leave {flag} out"), said
+    for said, given in (
+        (ledger, "--rollout-ledger-interval 20"),
+        (effect, "--router-replay-effect-every 10"),
+    ):
+        assert said.startswith(f"{given} measures passes without the servers' keys"), said
+        assert said.endswith(f"{flag} trains; leave one of them out")
     why = f"{flag} has no effect with --seq-length 48, of which --dsa-indexer-topk 48 takes all keys"
     assert short == f"{why}; leave it out"

@@ -56,6 +56,14 @@ def test_state_when_there_is_one_or_no_way_to_begin_it_then_left_as_it_is():
     begin_optimizer_state(None)  # what Megatron saves may have none
 
 
+def test_state_when_a_chain_holds_a_chain_then_of_each_of_their_optimizers():
+    first, second = (torch.optim.Adam(weights_of([value])) for value in (1.0, 2.0))
+    inner = SimpleNamespace(chained_optimizers=[megatrons(first, moments_of_zero)])
+    begin_optimizer_state(SimpleNamespace(chained_optimizers=[inner, megatrons(second, moments_of_zero)]))
+    assert all("exp_avg" in state for one in (first, second) for state in one.state.values())
+    assert len(first.state) == len(second.state) == 1
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_state_when_updates_are_of_precise_weights_then_begun_as_the_optimizer_itself_does(kept):
     begun = []

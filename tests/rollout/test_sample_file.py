@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_rl_corr.engines.trajectory import MessageSpan, TopLogprobs
-from megatron_rl_corr.rollout import SamplingParams, Support, Trajectory, VersionSpan
+from megatron_rl_corr.rollout import SamplingParams, Support, Trajectory, VersionSpan, sample_file
 from megatron_rl_corr.rollout.sample_columns import FORMAT, SCHEMA, Origin, Sample
 from megatron_rl_corr.rollout.sample_file import (
     BATCH,
@@ -102,6 +102,16 @@ def bits(value):
     if isinstance(value, (Sample, Trajectory, Support, TopLogprobs, Origin)):
         return {name: bits(of) for name, of in vars(value).items()}
     return repr(value) if isinstance(value, float) else value
+
+
+def test_file_when_keys_are_more_than_a_row_group_may_have_then_it_has_several(tmp_path, monkeypatch):
+    monkeypatch.setattr(sample_file, "MOST_IDS", 20)
+    keys = torch.arange(12, dtype=torch.int16).view(6, 1, 2)
+    samples = [Sample(response(5, index, indexer_keys=keys)) for index in range(3)]
+    path = write_trajectories(tmp_path / "step.parquet", samples)
+    with pq.ParquetFile(path) as file:
+        assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [1, 1, 1]
+    assert [bits(one) for one in read_trajectories(path)] == [bits(one) for one in samples]
 
 
 @pytest.mark.parametrize("tokens_per_group", [1, 8, 1 << 18])

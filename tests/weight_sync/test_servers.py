@@ -577,6 +577,22 @@ def test_find_when_a_holder_answers_late_then_its_server_is_taken_in_by_the_next
     assert servers.find() == [READY] * 3 and holders.asked == [(B, "/server_info", 30.0)]
 
 
+def test_find_when_a_question_has_failed_since_then_the_holder_is_asked_anew(behind_a_thread):
+    servers, holders, let_answer = behind_a_thread
+    holders.hang = [B]
+    servers.begin_push()
+    assert servers.find() == [READY, ABSENT, READY]
+    [question] = servers._asked_holders.values()
+    let_answer()
+    assert question.result(60) is not None
+    holders.hang = []
+    servers.begin_push()
+    servers.find()
+    concurrent.futures.wait(servers._asked_holders.values(), 60)  # where it was slower than a push waits
+    servers.begin_push()
+    assert servers.find() == [READY] * 3 and len(holders.asked) == 2
+
+
 def test_find_when_only_servers_with_late_holders_are_left_then_they_are_waited_for(client, behind_a_thread):
     servers, _, let_answer = behind_a_thread
     client.versions |= {A: None, C: None}

@@ -134,6 +134,12 @@ class IndexerReplayFeature(Feature):
                 f"--dsa-kernel-backend {backend} chooses keys in a kernel, where {FLAG} can't be; use none, "
                 f"or leave {FLAG} out"
             )
+        for name in ("rollout_ledger_interval", "router_replay_effect_every"):  # of features that may lack
+            if (given := vars(args).get(name)) is not None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {given} measures passes without the servers' keys, another "
+                    f"policy than the one that {FLAG} trains; leave one of them out"
+                )
         if args.cuda_graph_impl != "none":
             raise ValueError(
                 f"--cuda-graph-impl {args.cuda_graph_impl} captures attention with one microbatch's keys; "
