@@ -406,8 +406,10 @@ def concatenated(parts: Sequence[Trajectory], between: Sequence[torch.Tensor] | 
         engine=_joined_engines(parts),
         support=Support(torch.cat(ids), torch.cat(lengths)) if ids else None,
         top_logprobs=_joined_top(parts, replies),
-        routed_experts=_joined_routes(parts),
-        indexer_keys=_joined_keys(parts),
+        routed_experts=_joined_choices(
+            parts, [part.routed_experts for part in parts], [part.routes_from for part in parts]
+        ),
+        indexer_keys=_joined_choices(parts, [part.indexer_keys for part in parts], [0] * len(parts)),
     )
 
 
@@ -417,30 +419,22 @@ def _joined_top(parts: Sequence[Trajectory], replies: Sequence[torch.Tensor]) ->
     return TopLogprobs.of_parts([part.top_logprobs for part in parts], [len(reply) for reply in replies])
 
 
-def _joined_routes(parts: Sequence[Trajectory]) -> torch.Tensor | None:
+def _joined_choices(
+    parts: Sequence[Trajectory], choices: Sequence[torch.Tensor | None], firsts: Sequence[int]
+) -> torch.Tensor | None:
     """Each token's, from the first part that has it. But for the last one, a part without a sampled
     token has none.
+
+    choices: of each part what the server chose for its tokens, from the token in `firsts` on.
     """
-    if parts[0].routed_experts is None:
+    if choices[0] is None:
         return None
-    rows, known = [], parts[0].routes_from
-    for number, part in enumerate(parts):
+    rows, known = [], firsts[0]
+    for number, (part, own, first) in enumerate(zip(parts, choices, firsts, strict=True)):
         if part.output_ids.numel() or number == len(parts) - 1:
-            rows.append(part.routed_experts[known - part.routes_from :])
-            known = part.routes_from + len(part.routed_experts)
+            rows.append(own[known - first :])
+            known = first + len(own)
     return torch.cat(rows) if len(rows) > 1 else rows[0]
-
-
-def _joined_keys(parts: Sequence[Trajectory]) -> torch.Tensor | None:
-    """As `_joined_routes`, of parts which have the rows of all tokens before them, too."""
-    if parts[0].indexer_keys is None:
-        return None
-    rows, known = [], 0
-    for number, part in enumerate(parts):
-        if part.output_ids.numel() or number == len(parts) - 1:
-            rows.append(part.indexer_keys[known:])
-            known = len(part.indexer_keys)
-    return torch.cat(rows)
 
 
 def _joined_engines(parts: Sequence[Trajectory]) -> str:

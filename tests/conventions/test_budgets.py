@@ -24,7 +24,7 @@ BUDGETS = {
     "doctor": 900,
     "moe": 965,
     "mcore": 9_435,
-    "features": 4_860,
+    "features": 4_865,
     "observability": 880,
     "integrations": 680,
     "commands": 5_640,

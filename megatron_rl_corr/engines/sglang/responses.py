@@ -12,7 +12,7 @@ import torch
 from megatron_rl_corr.engines import answers
 from megatron_rl_corr.engines.answer_types import check_fields
 from megatron_rl_corr.engines.errors import MESSAGE_START, RolloutServerError, body_start, shown
-from megatron_rl_corr.engines.routes import cut_routes, no_routes
+from megatron_rl_corr.engines.routes import ExpertShape, cut_routes, no_routes
 from megatron_rl_corr.engines.sample_request import SampleRequest
 from megatron_rl_corr.engines.secrets import redacted
 from megatron_rl_corr.engines.sglang.answer_fields import EMPTY, FIELDS, SENTENCES
@@ -158,8 +158,7 @@ def _routes(
     """[P + R - 1 - routes_from, M, k]: the answer's rows, none for tokens computed anew."""
     if asked.experts is None:
         return None
-    experts, first, prompt = asked.experts, asked.routes_from, asked.prompt_ids.numel()
-    tokens = prompt + output
+    experts, first, tokens = asked.experts, asked.routes_from, asked.prompt_ids.numel() + output
     encoded = meta.get("routed_experts")
     if encoded is True and cut is not None:
         encoded = cut
@@ -175,12 +174,7 @@ def _routes(
         own = decode(encoded, tokens=tokens, shape=experts, first=first)
     except ValueError as error:
         raise ValueError(f"{error}; is it serving another model?") from None
-    anew = tokens_recomputed(
-        meta, versions, prompt=prompt, tokens=tokens, pushes_retract=asked.pushes_retract
-    )
-    lost = max(0, anew - first)
-    own[:lost] = no_routes(experts, lost)
-    return own
+    return _without_recomputed(own, experts, meta, versions, output, asked, first=first)
 
 
 def _keys(
@@ -191,16 +185,33 @@ def _keys(
     asked: SampleRequest,
 ) -> torch.Tensor | None:
     """[P + R - 1, L, K]: the keys that sparse attention took, none for tokens computed anew."""
-    shape, prompt = asked.sampling.keys, asked.prompt_ids.numel()
+    shape = asked.sampling.keys
     if shape is None:
         return None
-    found = decode_keys(meta, cut, tokens=prompt + output, shape=shape)
-    if meta.get("indexer_topk") is not None:
-        anew = tokens_recomputed(
-            meta, versions, prompt=prompt, tokens=prompt + output, pushes_retract=asked.pushes_retract
-        )
-        found[:anew] = no_routes(shape, anew)
-    return found
+    found = decode_keys(meta, cut, tokens=asked.prompt_ids.numel() + output, shape=shape)
+    if meta.get("indexer_topk") is None:
+        return found
+    return _without_recomputed(found, shape, meta, versions, output, asked)
+
+
+def _without_recomputed(
+    rows: torch.Tensor,
+    shape: ExpertShape,
+    meta: dict,
+    versions: tuple[VersionSpan, ...],
+    output: int,
+    asked: SampleRequest,
+    *,
+    first: int = 0,
+) -> torch.Tensor:
+    """The rows, from token `first` on, none of them for tokens computed anew; they are changed."""
+    prompt = asked.prompt_ids.numel()
+    anew = tokens_recomputed(
+        meta, versions, prompt=prompt, tokens=prompt + output, pushes_retract=asked.pushes_retract
+    )
+    lost = max(0, anew - first)
+    rows[:lost] = no_routes(shape, lost)
+    return rows
 
 
 def _finish_reason(meta: dict, server: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl_corr.config.run import RunConfig
+from megatron_rl_corr.engines.trajectory import Trajectory
 from megatron_rl_corr.mcore.feature import CorrectedBatch, Feature, RunParts
 from megatron_rl_corr.reduce.failure import all_reduce_results
+from megatron_rl_corr.rollout.sample_columns import CHOICES
 from megatron_rl_corr.rollout.sample_file import (
     Sample,
     SavedBatch,
@@ -88,9 +91,8 @@ class SavedSamplesFeature(Feature):
         self._writing = True
         if self._layout.is_data_leader:
             known = replace(self._batch, step=scored.iteration + 1)
-            trajectories = [replace(one, indexer_keys=None) for one in samples.trajectories]
-            if not self.options.save_routed_experts:
-                trajectories = [replace(one, routed_experts=None) for one in trajectories]
+            left_out = ("indexer_keys",) if self.options.save_routed_experts else CHOICES
+            trajectories = [_without(one, left_out) for one in samples.trajectories]
             written = samples_of_rows(
                 trajectories, batch.rewards, samples.reward_parts, samples.origins, **rows
             )
@@ -121,6 +123,12 @@ class SavedSamplesFeature(Feature):
         if self._file is not None:
             wait([self._file], CLOSE_S)
         self._writer.shutdown(wait=False, cancel_futures=True)
+
+
+def _without(trajectory: Trajectory, fields: Sequence[str]) -> Trajectory:
+    """The same without what it has in these fields."""
+    held = {name: None for name in fields if getattr(trajectory, name) is not None}
+    return replace(trajectory, **held) if held else trajectory
 
 
 FEATURE = SavedSamplesFeature
